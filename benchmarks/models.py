@@ -1,0 +1,102 @@
+"""The four models that every benchmark of this project uses, with their data and optimizer."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-3, fused=True)
+
+
+class Gpt(nn.Module):
+    """A small causal transformer: 4 layers, width 192, 4 heads, 64 tokens, vocabulary 256."""
+
+    def __init__(self, vocabulary=256, tokens=64, width=192, heads=4, layers=4):
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, width)
+        self.position = nn.Parameter(torch.randn(tokens, width) * 0.02)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, x):
+        h = self.token(x) + self.position
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.norm(h)).flatten(0, 1)
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, h):
+        b, t, d = h.shape
+        q, k, v = self.qkv(self.norm1(h)).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, d)
+        h = h + self.project(a)
+        return h + self.mlp(self.norm2(h))
+
+
+def tiny():
+    return nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 3))
+
+
+def lenet():
+    return nn.Sequential(
+        nn.Conv2d(1, 20, 3), nn.ReLU(), nn.AvgPool2d(2),
+        nn.Conv2d(20, 50, 5), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(),
+        nn.Linear(800, 128), nn.ReLU(), nn.Linear(128, 10),
+    )  # fmt: skip
+
+
+def mlp():
+    return nn.Sequential(
+        nn.Linear(784, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(),
+        nn.Linear(2048, 10),
+    )  # fmt: skip
+
+
+def token_loss(output, target):
+    return F.cross_entropy(output, target.flatten())
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with all that defines its training."""
+
+    make_model: Any
+    x: torch.Tensor
+    y: torch.Tensor
+    loss_fn: Any
+    batch_size: int
+    steps: int
+
+
+def case(name: str) -> Case:
+    """One of ``tiny``, ``lenet``, ``mlp``, ``gpt`` with random data; ``steps`` is about a second's worth."""
+    random = torch.Generator().manual_seed(0)
+    if name == "gpt":
+        x = torch.randint(256, (64, 64), generator=random)
+        y = torch.randint(256, (64, 64), generator=random)
+        return Case(Gpt, x, y, token_loss, 16, 10)
+    shape, classes, batch, steps, model = {
+        "tiny": ((150, 4), 3, 32, 2000, tiny),
+        "lenet": ((1024, 1, 28, 28), 10, 256, 15, lenet),
+        "mlp": ((512, 784), 10, 64, 15, mlp),
+    }[name]
+    x = torch.randn(shape, generator=random)
+    y = torch.randint(classes, shape[:1], generator=random)
+    return Case(model, x, y, F.cross_entropy, batch, steps)
+
+
+CASES = ("tiny", "lenet", "mlp", "gpt")

@@ -1,0 +1,144 @@
+"""One optimizer step: phalanx beside the plain PyTorch loop, in interleaved subprocess rounds; medians and ratios.
+
+    python benchmarks/step.py                     # all models
+    python benchmarks/step.py --model tiny --rounds 3
+
+Columns: the plain loop with 1 thread and with all cores; phalanx inline with R = 1, 2, 4, 8 (1 thread per replica).
+Each round starts a fresh process per column in turn, so that what else the machine does hits all columns alike. The
+first steps of each process warm up and are not counted. `x plain` is phalanx's time over the plain loop's at 1 thread.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import platform
+import statistics
+import subprocess
+import sys
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+import models
+import torch
+
+COLUMNS = ("plain 1 thread", "plain all cores", "R=1", "R=2", "R=4", "R=8")
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+
+def plain_seconds(case: models.Case, threads: int) -> float:
+    """Seconds a step of the loop one writes by hand: shuffled batches, AdamW fused."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    model = case.make_model()
+    optimizer = models.OPTIMIZER(model.parameters())
+    warm_up = max(3, case.steps // 5)
+    done, started, losses = 0, 0.0, []
+    while True:
+        order = torch.randperm(len(case.x))
+        for start in range(0, len(case.x), case.batch_size):
+            if done == warm_up:
+                started = time.perf_counter()
+            batch = order[start : start + case.batch_size]
+            loss = case.loss_fn(model(case.x[batch]), case.y[batch])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            done += 1
+            if done == warm_up + case.steps:
+                return (time.perf_counter() - started) / case.steps
+
+
+def phalanx_seconds(case: models.Case, replicas: int) -> float:
+    """Seconds a step of a free-running `train()`: a run with warm-up steps more, less a run of the warm-up alone."""
+    import phalanx
+
+    warm_up = max(3, case.steps // 5)
+    clock: list[float] = []
+    recipe = phalanx.Recipe(
+        case.make_model, (case.x, case.y), case.loss_fn, replicas=replicas, batch_size=case.batch_size,
+        steps=warm_up + case.steps, optimizer=models.OPTIMIZER,
+    )  # fmt: skip
+    with recipe.start() as run:
+        for report in run.free_running():
+            if report.step in (warm_up - 1, warm_up + case.steps - 1):
+                clock.append(time.perf_counter())
+    return (clock[1] - clock[0]) / case.steps
+
+
+def measure(column: str, model: str) -> float:
+    """Seconds a step of one column, in this process."""
+    case = models.case(model)
+    if column.startswith("plain"):
+        return plain_seconds(case, 1 if column == "plain 1 thread" else os.cpu_count() or 1)
+    return phalanx_seconds(case, int(column.removeprefix("R=")))
+
+
+def measured_apart(column: str, model: str) -> float:
+    """The same in a fresh process."""
+    command = [sys.executable, __file__, "--model", model, "--column", column]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout)
+
+
+def compare(model: str, rounds: int) -> dict[str, float]:
+    """Median seconds a step per column, rounds interleaved."""
+    seconds: dict[str, list[float]] = {column: [] for column in COLUMNS}
+    for number in range(rounds):
+        for column in COLUMNS if number % 2 == 0 else reversed(COLUMNS):
+            print(f"\r{model}: round {number + 1} of {rounds}, {column:16}", end="", file=sys.stderr, flush=True)
+            seconds[column].append(measured_apart(column, model))
+    print("\r" + " " * 60 + "\r", end="", file=sys.stderr)
+    return {column: statistics.median(values) for column, values in seconds.items()}
+
+
+def table(medians: dict[str, dict[str, float]]) -> str:
+    """Milliseconds and ratios, as Markdown."""
+    lines = [
+        "| model | " + " | ".join(f"{column}, ms" for column in COLUMNS) + " | R=1 x plain | R=8 x plain |",
+        "|---" * (len(COLUMNS) + 3) + "|",
+    ]
+    for model, row in medians.items():
+        base = row["plain 1 thread"]
+        cells = [f"{row[column] * 1e3:.3f}" for column in COLUMNS]
+        cells += [f"{row['R=1'] / base:.2f}", f"{row['R=8'] / base:.2f}"]
+        lines.append(f"| {model} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def circumstances() -> str:
+    """Machine, versions, date and command: what a figure is worth without them is nothing."""
+    import phalanx
+
+    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")
+    return (
+        f"{datetime.date.today()}, {cpu}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}, Python "
+        f"{platform.python_version()}, torch {torch.__version__}, phalanx {phalanx.__version__}; "
+        f"`python benchmarks/step.py {' '.join(sys.argv[1:])}`".replace(" `", " `").strip()
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=models.CASES, help="one model; all by default")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--column", choices=COLUMNS, help=argparse.SUPPRESS)
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/step.md and step.json")
+    arguments = parser.parse_args()
+    if arguments.column:
+        print(measure(arguments.column, arguments.model))
+        return
+    chosen = [arguments.model] if arguments.model else models.CASES
+    medians = {model: compare(model, arguments.rounds) for model in chosen}
+    report = f"# One step, inline\n\n{circumstances()}\nMedians of {arguments.rounds} interleaved rounds.\n\n{table(medians)}\n"
+    print(report)
+    if arguments.save:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "step.md").write_text(report)
+        (RESULTS / "step.json").write_text(json.dumps(medians, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

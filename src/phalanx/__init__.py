@@ -1,0 +1,36 @@
+"""phalanx: synchronous data-parallel training. Replicas define the answer; workers define only the speed.
+
+Start reading at ``recipe``: ``Recipe.train`` -> ``run`` -> ``engines.inline`` -> ``step`` -> ``plan.fold``.
+"""
+
+from __future__ import annotations
+
+from phalanx.errors import NonFiniteError, PhalanxError, RunError, UsageError, WorkerError
+from phalanx.events import Evaluated, StepReport
+from phalanx.frameworks.torch.losses import weighted
+from phalanx.frameworks.torch.state import digest
+from phalanx.plan import Plan
+from phalanx.recipe import Recipe
+from phalanx.result import Result
+from phalanx.run import Evaluation, Run
+from phalanx.train import train
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Evaluated",
+    "Evaluation",
+    "NonFiniteError",
+    "PhalanxError",
+    "Plan",
+    "Recipe",
+    "Result",
+    "Run",
+    "RunError",
+    "StepReport",
+    "UsageError",
+    "WorkerError",
+    "digest",
+    "train",
+    "weighted",
+]

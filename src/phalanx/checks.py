@@ -1,0 +1,45 @@
+"""Checks of plain arguments at the door. Each raises a UsageError that names the argument, the value, the way out."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from phalanx.errors import UsageError
+
+
+def integer(name: str, value: Any, *, least: int, most: int | None = None, hint: str = "") -> int:
+    """``value`` as an int within bounds; numpy integers pass, bools and floats do not."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < least or (most is not None and number > most):
+        wanted = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
+        raise UsageError(f"{name} is {value!r}; it must be {wanted}{hint and '; ' + hint}")
+    return number
+
+
+def positive(name: str, value: Any, hint: str = "") -> float:
+    """``value`` as a float above 0; infinity passes, NaN does not."""
+    try:
+        number = math.nan if isinstance(value, (bool, str)) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not number > 0:
+        raise UsageError(f"{name} is {value!r}; it must be a number above 0{hint and '; ' + hint}")
+    return number
+
+
+def choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
+    """``value`` is one of ``allowed``."""
+    if not any(value is option or (type(value) is type(option) and value == option) for option in allowed):
+        raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}")
+
+
+def function(name: str, value: Any, example: str) -> None:
+    """``value`` is None or can be called, and is not a class that was meant to be instantiated first."""
+    if value is not None and not callable(value):
+        raise UsageError(f"{name} is {value!r} ({type(value).__name__}); it must be callable, as in {example}")

@@ -1,0 +1,122 @@
+"""The seams between the step and what computes it: a handful of methods each, and nothing else.
+
+A framework (torch, later jax) computes a replica's gradient and applies the mean. A gradient is a vector: a list with
+one entry per parameter, None where the parameter got none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from phalanx.data import Columns, Samples, Share
+
+Vector = list[Any]
+Source = Columns | Samples
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What one replica computed in one step.
+
+    Attributes
+    ----------
+    loss : float
+    weight : float or None
+        The weight that the loss returned, if it did.
+    gradient : Vector or None
+        None where the weight is 0: such a gradient is not looked at. No entry shares memory with another or with
+        the model: whoever folds may write into them.
+    buffers : list
+        The model's buffers as this replica left them.
+    """
+
+    loss: float
+    weight: float | None
+    gradient: Vector | None
+    buffers: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A state as the caller gets it: the model, its parameters by name, and the digest of all of it."""
+
+    model: Any
+    params: dict[str, Any]
+    digest: str
+
+
+class Arithmetic(Protocol):
+    """Elementwise arithmetic over vectors; None entries are absent. The fold's order is decided elsewhere."""
+
+    def add(self, left: Vector, right: Vector) -> Vector:
+        """``left + right``; may write into ``left``."""
+        ...
+
+    def scale(self, vector: Vector, factor: float) -> Vector:
+        """``vector * factor``; may write into ``vector``."""
+        ...
+
+    def divide(self, vector: Vector, divisor: float) -> Vector:
+        """``vector / divisor``; may write into ``vector``."""
+        ...
+
+    def finite(self, vector: Vector) -> bool:
+        """Whether every element is finite."""
+        ...
+
+
+class Framework(Protocol):
+    """One model with its optimizer at a step boundary, and the means to take it to the next.
+
+    The methods are called inside ``environment``.
+    """
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """How its gradients are added, scaled and divided."""
+        ...
+
+    @property
+    def environment(self) -> AbstractContextManager[None]:
+        """Re-entrant: inside, generators, threads and modes are the run's; outside, the caller's."""
+        ...
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        ...
+
+    def gradient(self, key: int, share: Share) -> Computed:
+        """Compute one replica's share from the state at the step's start; runs user code."""
+        ...
+
+    def norm(self, gradient: Vector) -> float:
+        """2-norm of ``gradient``, as ``torch.nn.utils.clip_grad_norm_`` computes it."""
+        ...
+
+    def update(self, gradient: Vector, loss: float, buffers: Sequence[tuple[int, list[Any]]]) -> None:
+        """Clip, step the optimizer and the scheduler, settle the buffers of (samples, buffers) per replica."""
+        ...
+
+    def skip(self, loss: float) -> None:
+        """Leave weights, buffers and optimizer as they were; step the scheduler."""
+        ...
+
+    def rewind(self) -> None:
+        """Undo what computing gradients left behind: buffers as at the step's start, no gradients."""
+        ...
+
+    def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> tuple[float, float]:
+        """(mean, weight) of a metric over one chunk of samples, in evaluation mode; changes nothing."""
+        ...
+
+    def opened(self, source: Source) -> Source:
+        """``source`` as this framework reads it: columns become its arrays, sharing memory where they can."""
+        ...
+
+    def export(self, steps: int, *, copy: bool) -> Exported:
+        """The state after ``steps`` steps; ``copy`` makes it independent of the run."""
+        ...

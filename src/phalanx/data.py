@@ -1,0 +1,166 @@
+"""Where samples come from: columns, a map-style dataset, a list of samples, or batches that the caller brings.
+
+Knows arrays only by ``shape`` and ``__getitem__``, so it serves every framework. Knows nothing of steps or replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.errors import UsageError
+from phalanx.plan import Indices
+
+SeedSample = Callable[[int], None]
+WAY_OUT = (
+    "pass a tuple or dict of arrays, a list of samples, a map-style dataset, or None and bring batches yourself: "
+    "Recipe(make_model, None, loss_fn).start(), then run.step(batch)"
+)
+
+
+@dataclass(frozen=True)
+class Share:
+    """One replica's share of a batch.
+
+    Attributes
+    ----------
+    samples : numpy.ndarray
+        Sample indices, for weights and error messages; positions in the batch if the caller brought it.
+    fetch : callable
+        Reads the share; may run the user's dataset code.
+    collated : bool
+        Whether ``fetch`` gives a batch, or a list of samples that is still to be collated.
+    """
+
+    samples: Indices
+    fetch: Callable[[], Any]
+    collated: bool
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A tree (tuples, dicts) of arrays of equal length; a share is the same tree of rows."""
+
+    tree: Any
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def batch(self, indices: Indices) -> Any:
+        """The rows of a share."""
+        return map_tree(lambda column: column[indices], self.tree)
+
+    def sample(self, index: int, seed: SeedSample) -> Any:
+        """One row, with no added axis; nothing is drawn."""
+        return map_tree(lambda column: column[index], self.tree)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A list of samples or a map-style dataset; a share is a list of samples, still to be collated.
+
+    ``random`` says that reading a sample runs user code, which may draw random numbers (augmentation): the generators
+    are seeded before each.
+    """
+
+    items: Any
+    random: bool
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def sample(self, index: int, seed: SeedSample) -> Any:
+        """One sample, as it is; ``seed(index)`` comes first where reading runs user code."""
+        if self.random:
+            seed(index)
+        return self.items[index]
+
+
+def open_data(data: Any, argument: str = "data") -> Columns | Samples:
+    """Recognise what the user passed as ``data``.
+
+    Raises
+    ------
+    UsageError
+        Empty data, columns of unequal length, iterators and loaders.
+    """
+    if is_array(data) or isinstance(data, (tuple, Mapping)):
+        return open_columns(data, argument)
+    if isinstance(data, Iterator) or not callable(getattr(data, "__getitem__", None)):
+        raise UsageError(
+            f"{argument} is a {type(data).__name__}, which cannot be read by index; {WAY_OUT}{_loader_hint(data)}"
+        )
+    if not callable(getattr(data, "__len__", None)):
+        raise UsageError(f"{argument} is a {type(data).__name__} without a length; define __len__, or {WAY_OUT}")
+    if len(data) == 0:
+        raise UsageError(f"{argument} is empty (a {type(data).__name__} of length 0); it needs at least one sample")
+    return Samples(data, random=not isinstance(data, list))
+
+
+def open_columns(data: Any, argument: str) -> Columns:
+    """Columns of equal length out of a tuple or dict of arrays (nested ones too), or a single array."""
+    columns = list(leaves(data, argument))
+    if not columns:
+        raise UsageError(f"{argument} is an empty {type(data).__name__}; {WAY_OUT}")
+    for name, column in columns:
+        if not is_array(column) or len(column.shape) == 0:
+            raise UsageError(
+                f"{name} is a {type(column).__name__}, but columns must be arrays or tensors with a first axis; "
+                "convert it with numpy.asarray or torch.tensor, or pass a list of samples"
+            )
+    lengths = {name: int(column.shape[0]) for name, column in columns}
+    if len(set(lengths.values())) > 1:
+        spelled = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+        raise UsageError(f"{argument} has columns of unequal length: {spelled}; cut them to the same number of samples")
+    length = next(iter(lengths.values()))
+    if length == 0:
+        raise UsageError(f"{argument} is empty (columns of length 0); it needs at least one sample")
+    return Columns(data, length)
+
+
+def open_batch(batch: Any) -> Columns | Samples:
+    """A batch that the caller brings; a list of arrays is what a DataLoader yields for tuples, so: columns."""
+    if isinstance(batch, list) and batch and all(is_array(item) for item in batch):
+        batch = tuple(batch)
+    if not (is_array(batch) or isinstance(batch, (tuple, list, Mapping))):
+        raise UsageError(
+            f"batch is a {type(batch).__name__}; it must be a tuple or dict of arrays, an array, or a list of samples"
+        )
+    return open_data(batch, "batch")
+
+
+def is_array(value: Any) -> bool:
+    """Whether ``value`` is an array or tensor of any framework."""
+    return getattr(value, "shape", None) is not None and getattr(value, "dtype", None) is not None
+
+
+def leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Every leaf of a tree of tuples and dicts, with its path as a user would write it."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from leaves(value, f"{name}[{key!r}]")
+    elif isinstance(tree, tuple):
+        for position, value in enumerate(tree):
+            yield from leaves(value, f"{name}[{position}]")
+    else:
+        yield name, tree
+
+
+def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply ``function`` to every leaf of a tree of tuples, named tuples, lists and dicts."""
+    if isinstance(tree, Mapping):
+        return {key: map_tree(function, value) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tree(function, value) for value in tree))
+    if isinstance(tree, (tuple, list)):
+        mapped: Sequence[Any] = [map_tree(function, value) for value in tree]
+        return mapped if isinstance(tree, list) else tuple(mapped)
+    return function(tree)
+
+
+def _loader_hint(data: Any) -> str:
+    if getattr(data, "dataset", None) is None:
+        return ""
+    return "; a loader's dataset can be passed as it is: data=loader.dataset, batch_size=loader.batch_size"

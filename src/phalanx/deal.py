@@ -1,0 +1,77 @@
+"""Deals batches to replicas: turns the plan, or a batch that the caller brought, into shares that can be fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from phalanx.contracts import Framework, Source
+from phalanx.data import Columns, SeedSample, Share, open_batch, open_data
+from phalanx.definition import Definition
+from phalanx.errors import UsageError
+from phalanx.frameworks import generators
+from phalanx.plan import Indices, evaluation_sample_key
+from phalanx.plan.shares import share_bounds
+
+
+class Dealer:
+    """Shares of planned steps, brought batches and evaluation data, all read in the same way.
+
+    Parameters
+    ----------
+    definition : Definition
+    framework : Framework
+        Opens columns as its own arrays.
+    """
+
+    def __init__(self, definition: Definition, framework: Framework) -> None:
+        self._definition = definition
+        self._framework = framework
+        self._source = None if definition.source is None else framework.opened(definition.source)
+
+    def planned(self, step: int) -> list[Share]:
+        """The shares of a planned step; each sample's generator seeds follow from (seed, epoch, index)."""
+        plan, source = self._definition.plan, self._source
+        assert source is not None
+
+        def seed(index: int) -> None:
+            generators.seed(plan.sample_key(step, index))
+
+        return [self._share(source, indices, seed) for indices in plan.shares(step)]
+
+    def brought(self, batch: Any) -> list[Share]:
+        """The shares of a batch that the caller brought, cut as ``numpy.array_split`` does."""
+        source = self._framework.opened(open_batch(batch))
+        replicas = self._definition.replicas
+        if self._definition.batch_size is None and len(source) > replicas:
+            raise UsageError(
+                f"batch has {len(source)} samples, but batch_size=None hands one sample to each of {replicas} "
+                "replicas; bring fewer, or give the recipe a batch_size"
+            )
+        positions = np.arange(len(source), dtype=np.int64)
+        bounds = share_bounds(len(source), replicas)
+        return [self._share(source, positions[start:end], _unseeded) for start, end in bounds]
+
+    def chunks(self, data: Any, batch_size: int) -> Iterator[Share]:
+        """Evaluation data in order, each sample once; one by one if the recipe hands over samples as they are."""
+        source = self._framework.opened(open_data(data, "evaluation data"))
+        size = 1 if self._definition.batch_size is None else batch_size
+
+        def seed(index: int) -> None:
+            generators.seed(evaluation_sample_key(self._definition.seed, index))
+
+        for start in range(0, len(source), size):
+            yield self._share(source, np.arange(start, min(start + size, len(source)), dtype=np.int64), seed)
+
+    def _share(self, source: Source, indices: Indices, seed: SeedSample) -> Share:
+        if self._definition.batch_size is None:
+            return Share(indices, lambda: source.sample(int(indices[0]), seed), collated=True)
+        if isinstance(source, Columns) and self._definition.collate_fn is None:
+            return Share(indices, lambda: source.batch(indices), collated=True)
+        return Share(indices, lambda: [source.sample(int(index), seed) for index in indices], collated=False)
+
+
+def _unseeded(index: int) -> None:
+    """Samples that the caller brought are there already: reading them draws nothing."""

@@ -1,0 +1,1 @@
+"""Where workers live. ``inline``: this process."""

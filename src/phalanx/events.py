@@ -1,0 +1,47 @@
+"""Plain records of what happened in a run. Knows no framework, process or file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one finished step was.
+
+    Attributes
+    ----------
+    step : int
+        The step that just ended, counted from 0.
+    epoch : int or None
+        The pass over the data that it belongs to, counted from 0; None for batches that the caller brought.
+    loss : float
+        Weighted mean of the replicas' losses.
+    grad_norm : float
+        2-norm of the mean gradient over all parameters, before clipping.
+    lr : float
+        Learning rate of the first parameter group in this step.
+    samples : int
+        Samples in this step, over all replicas.
+    seconds : float
+        Wall time of this step.
+    metric : float or None
+        Value of the evaluation that followed this step, where one was due.
+    """
+
+    step: int
+    epoch: int | None
+    loss: float
+    grad_norm: float
+    lr: float
+    samples: int
+    seconds: float
+    metric: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """One evaluation: after how many finished steps, and its value."""
+
+    steps: int
+    value: float

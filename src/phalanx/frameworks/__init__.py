@@ -1,0 +1,1 @@
+"""What computes a replica's gradient and applies the mean. Each framework is imported only when a recipe needs it."""

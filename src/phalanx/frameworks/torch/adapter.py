@@ -1,0 +1,184 @@
+"""The torch framework: one model with its optimizers at a step boundary, and the means to take it to the next."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+from phalanx.contracts import Computed, Exported, Source
+from phalanx.data import Columns, Samples, Share, map_tree
+from phalanx.definition import Definition
+from phalanx.errors import UsageError
+from phalanx.frameworks import generators
+from phalanx.frameworks.torch import arithmetic, gradient, state
+from phalanx.frameworks.torch.arithmetic import Gradient
+from phalanx.frameworks.torch.buffers import Buffers, Snapshot
+from phalanx.frameworks.torch.environment import Environment
+from phalanx.frameworks.torch.forward import Forward, as_tensors
+from phalanx.frameworks.torch.losses import AmbiguousMean
+from phalanx.frameworks.torch.model import build_model, pick_device
+from phalanx.frameworks.torch.optimizer import Update
+
+
+class Torch:
+    """Implements ``contracts.Framework`` for PyTorch.
+
+    Parameters
+    ----------
+    definition : Definition
+    device : str or None
+        None: where ``make_model`` puts the model.
+    """
+
+
+    def __init__(self, definition: Definition, device: str | None) -> None:
+        self.arithmetic = arithmetic
+        self.environment = Environment(definition.threads)
+        with self.environment:
+            self._build(definition, device)
+
+    def _build(self, definition: Definition, device: str | None) -> None:
+        self._model = build_model(definition.make_model, definition.seed)
+        self._device = pick_device(self._model, device)
+        self._model.to(self._device)
+        self._named = list(self._model.named_parameters())
+        self._parameters = [parameter for _, parameter in self._named]
+        self._forward = Forward(definition, self._model, self._device)
+        self._buffers = Buffers(self._model)
+        self._ambiguous = AmbiguousMean(definition)
+        self._updates = Update(definition, self._named)
+        self._replicas = definition.replicas
+        self._collate = definition.collate_fn or default_collate
+        self._norm: torch.Tensor | None = None
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step, of the first parameter group."""
+        return self._updates.lr
+
+    def gradient(self, key: int, share: Share) -> Computed:
+        """See ``contracts.Framework.gradient``."""
+        self._buffers.begin()
+        batch = self._batch(key, share)
+        versions = [parameter._version for parameter in self._parameters]
+        with _explained(share):
+            loss, weight = self._forward.loss(batch)
+        self._check_unwritten(versions)
+        self._ambiguous.warn(weight, batch)
+        taken: Gradient | None = None
+        if weight != 0:
+            loss.backward()
+            taken = gradient.take(self._named)
+        return Computed(loss.item(), weight, taken, self._buffers.taken())
+
+    def norm(self, gradient: Gradient) -> float:
+        """See ``contracts.Framework.norm``."""
+        self._norm = self._updates.norm(gradient)
+        return self._norm.item()
+
+    def update(self, gradient: Gradient, loss: float, buffers: Sequence[tuple[int, Snapshot]]) -> None:
+        """See ``contracts.Framework.update``."""
+        assert self._norm is not None
+        self._updates.apply(gradient, self._norm, loss)
+        self._buffers.settle(buffers)
+
+    def skip(self, loss: float) -> None:
+        """See ``contracts.Framework.skip``."""
+        self.rewind()
+        self._updates.skip(loss)
+
+    def rewind(self) -> None:
+        """See ``contracts.Framework.rewind``."""
+        gradient.drop(self._parameters)
+        self._buffers.restore()
+
+    def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> tuple[float, float]:
+        """See ``contracts.Framework.measure``."""
+        with evaluating(self._model), torch.no_grad():
+            self._buffers.begin()
+            try:
+                value = self._forward.evaluated(metric_fn, self._batch(key, share))
+            finally:
+                self._buffers.restore()
+        return _metric(value, len(share.samples))
+
+    def opened(self, source: Source) -> Source:
+        """See ``contracts.Framework.opened``."""
+        if isinstance(source, Samples):
+            return source
+        return Columns(map_tree(as_tensors, source.tree), len(source))
+
+    def export(self, steps: int, *, copy: bool) -> Exported:
+        """See ``contracts.Framework.export``."""
+        model = copied(self._model) if copy else self._model
+        params = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        return Exported(model, params, state.digest(self._model, self._updates.optimizers, steps))
+
+    def _check_unwritten(self, versions: list[int]) -> None:
+        """Parameters written in forward would leak from replica to replica; a lone replica may do so."""
+        if self._replicas == 1:
+            return
+        for (name, parameter), version in zip(self._named, versions, strict=True):
+            if parameter._version != version:
+                raise UsageError(
+                    f"parameter {name!r} was written in place in forward or loss_fn, so later replicas would start "
+                    "from other weights; use a buffer for what forward updates, or replicas=1"
+                )
+
+    def _batch(self, key: int, share: Share) -> Any:
+        samples = share.fetch()
+        generators.seed(key)
+        return self._forward.to_device(samples if share.collated else self._collate(samples))
+
+
+def copied(model: torch.nn.Module) -> torch.nn.Module:
+    """An independent copy of the run's model, for the caller."""
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise UsageError(
+            f"the model ({type(model).__name__}) cannot be copied in the middle of a run ({error}); do not keep "
+            "tensors with a gradient in its attributes, or take result() after the run"
+        ) from error
+
+
+@contextlib.contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode inside the block; every module's own mode after it."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextlib.contextmanager
+def _explained(share: Share) -> Iterator[None]:
+    """Add the way out to torch errors that come from how a batch was dealt."""
+    try:
+        yield
+    except ValueError as error:
+        if "more than 1 value per channel" in str(error):
+            raise UsageError(
+                f"BatchNorm cannot normalise a share of {len(share.samples)} sample ({error}); raise batch_size or "
+                "lower replicas so that every share has at least 2 samples; drop_last=True drops a short last batch"
+            ) from error
+        raise
+
+
+def _metric(value: Any, samples: int) -> tuple[float, float]:
+    pair: tuple[Any, Any] = value if isinstance(value, tuple) and len(value) == 2 else (value, samples)
+    mean, weight = pair
+    try:
+        return float(mean), float(weight)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"metric_fn returned {type(value).__name__} {value!r}; it must return a mean, or (mean, weight), as numbers"
+        ) from error

@@ -1,0 +1,103 @@
+"""Buffers: replicas start each step from the same ones; after it they are settled by one rule.
+
+A buffer whose bytes are equal on all replicas that ran keeps those bytes (a folded mean of equal floats would change
+constants). Otherwise floating and complex ones become the mean, weighted by sample count and added in the fold's order;
+others take the first replica's. So replicas carry nothing from step to step and may run anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from phalanx.errors import UsageError
+from phalanx.plan.fold import Fold
+from phalanx.plan.shares import share_weights
+
+Snapshot = list[torch.Tensor]
+
+
+class Buffers:
+    """The buffers of one model, as they were at the step's start and as forward passes leave them."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._places = _places(model)
+        self._tensors = [module._buffers[name] for _, module, name in self._places]
+        self._start = [None if tensor is None else tensor.detach().clone() for tensor in self._tensors]
+        self._dirty = False
+
+    def begin(self) -> None:
+        """Announce a forward pass: it starts from the step's start."""
+        self.restore()
+        self._dirty = True
+
+    def restore(self) -> None:
+        """Put the step's start back, undoing what a forward pass wrote or assigned."""
+        if self._dirty:
+            self._write(self._start)
+            self._dirty = False
+
+    def taken(self) -> Snapshot:
+        """Copies of the buffers as the forward pass left them."""
+        found: Snapshot = []
+        for (path, module, name), start in zip(self._places, self._start, strict=True):
+            value = module._buffers.get(name)
+            if start is None and value is None:
+                continue
+            if start is None or value is None or (value.shape, value.dtype) != (start.shape, start.dtype):
+                raise UsageError(
+                    f"buffer {path!r} went from {_spell(start)} to {_spell(value)} in forward, but buffers must keep "
+                    "shape and dtype; create it in __init__ as it is to be, or keep it in a plain attribute"
+                )
+            found.append(value.detach().clone())
+        return found
+
+    def settle(self, replicas: Sequence[tuple[int, Snapshot]]) -> None:
+        """Write the settled buffers of one step, given (samples, snapshot) of each replica that ran, in order."""
+        weights = share_weights([samples for samples, _ in replicas])
+        values = iter([_settled(list(found), weights) for found in zip(*(s for _, s in replicas), strict=True)])
+        self._start = [None if start is None else next(values) for start in self._start]
+        self._write(self._start)
+        self._dirty = False
+
+    def _write(self, values: Sequence[torch.Tensor | None]) -> None:
+        with torch.no_grad():
+            for (_, module, name), tensor, value in zip(self._places, self._tensors, values, strict=True):
+                module._buffers[name] = tensor
+                if tensor is not None and value is not None:
+                    tensor.copy_(value)
+
+
+def _places(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]:
+    """(path, module, name) of every buffer, None entries included."""
+    return [
+        (f"{prefix}.{name}" if prefix else name, module, name)
+        for prefix, module in model.named_modules()
+        for name in module._buffers
+    ]
+
+
+def _settled(values: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
+    first = values[0]
+    if all(_same_bytes(first, other) for other in values[1:]):
+        return first
+    if not (first.is_floating_point() or first.is_complex()):
+        return first
+    fold: Fold[torch.Tensor] = Fold(len(values), torch.add)
+    total: Fold[float] = Fold(len(values), lambda left, right: left + right)
+    for position, (value, weight) in enumerate(zip(values, weights, strict=True)):
+        fold.push(position, value if weight == 1 else value * weight)
+        total.push(position, weight)
+    summed, weight = fold.total(), total.total()
+    assert summed is not None
+    assert weight is not None
+    return summed / weight
+
+
+def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
+
+
+def _spell(tensor: torch.Tensor | None) -> str:
+    return "None" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"

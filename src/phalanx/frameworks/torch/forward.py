@@ -1,0 +1,151 @@
+"""From a batch to a loss: the recipe's ``forward_fn``, ``target_fn`` and ``loss_fn``, or their defaults.
+
+Knows how a sample is taken apart and what a loss may look like. Knows nothing of gradients, replicas or steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from phalanx.data import leaves, map_tree
+from phalanx.definition import Definition
+from phalanx.errors import UsageError
+from phalanx.frameworks.torch.environment import autocast
+
+
+class Forward:
+    """Calls the model on a batch, as the recipe says.
+
+    Parameters
+    ----------
+    definition : Definition
+    model : torch.nn.Module
+        On its device already.
+    device : torch.device
+        Where batches are moved to.
+    """
+
+    def __init__(self, definition: Definition, model: torch.nn.Module, device: torch.device) -> None:
+        self._definition = definition
+        self._model = model
+        self._device = device
+        self._double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
+
+    def output(self, batch: Any) -> Any:
+        """The model's output for ``batch``."""
+        forward_fn = self._definition.forward_fn
+        if forward_fn is not None:
+            return forward_fn(self._model, batch)
+        if isinstance(batch, Mapping):
+            return self._model(**{name: self._tensor(value, f"data[{name!r}]") for name, value in batch.items()})
+        if _is_pair(batch):
+            return self._model(self._tensor(batch[0], "data[0]"))
+        return self._model(self._tensor(batch, "data"))
+
+    def target(self, batch: Any) -> Any:
+        """The target for ``batch``."""
+        target_fn = self._definition.target_fn
+        if target_fn is not None:
+            return target_fn(batch)
+        return self.to_device(as_tensors(batch[1] if _is_pair(batch) else batch))
+
+    def loss(self, batch: Any) -> tuple[torch.Tensor, float | None]:
+        """The scalar loss of ``batch``, and the weight that was returned with it, if one was."""
+        loss_fn = self._definition.loss_fn
+        with autocast(self._device, self._definition.precision):
+            value = self.output(batch)
+            if loss_fn is not None:
+                value = loss_fn(value, self.target(batch))
+        name = "loss_fn" if loss_fn is not None else "forward_fn" if self._definition.forward_fn else "the model"
+        loss, weight = _split(value)
+        self._check_loss(name, loss, batch)
+        return loss, None if weight is None else _check_weight(name, weight)
+
+    def evaluated(self, metric_fn: Callable[..., Any], batch: Any) -> Any:
+        """What ``metric_fn`` says of the model's output and target for ``batch``."""
+        with autocast(self._device, self._definition.precision):
+            output = self.output(batch)
+        return metric_fn(output, self.target(batch))
+
+    def to_device(self, batch: Any) -> Any:
+        """``batch`` with its tensors on the model's device."""
+        if self._device.type == "cpu":
+            return batch
+        return map_tree(lambda leaf: leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+    def _tensor(self, value: Any, name: str) -> Any:
+        """An input of the default forward: arrays become tensors, float64 is refused where the model has none."""
+        value = self.to_device(as_tensors(value))
+        if not self._double:
+            for path, leaf in leaves(value, name):
+                if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float64:
+                    raise UsageError(
+                        f"{path} is float64, but the model's parameters are not; dtypes are never changed behind your "
+                        "back: convert the data with .astype(numpy.float32) (a tensor: .float()), or the model with "
+                        ".double()"
+                    )
+        return value
+
+    def _check_loss(self, name: str, loss: Any, batch: Any) -> None:
+        if not isinstance(loss, torch.Tensor):
+            _refuse_loss(name, f"a {type(loss).__name__}", "a scalar tensor: the mean loss over the share")
+        if loss.numel() != 1 or loss.is_complex():
+            shape = f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}"
+            _refuse_loss(name, shape, "a real scalar: average it, as in loss.mean()")
+        if not loss.requires_grad:
+            _refuse_loss(name, "a loss without a gradient", "one computed from the model's output without detach()")
+        if loss.dtype == torch.float64 and not self._double:
+            doubles = [path for path, leaf in leaves(batch, "data") if getattr(leaf, "dtype", None) == torch.float64]
+            guess = f" ({doubles[0]} is float64)" if doubles else ""
+            _refuse_loss(
+                name,
+                f"a float64 loss for a model that is not{guess}",
+                "one in the model's dtype: convert the target with .astype(numpy.float32) (a tensor: .float())",
+            )
+
+
+def as_tensors(value: Any) -> Any:
+    """Numpy arrays and plain numbers become tensors; all else stays as it is."""
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value if value.flags.writeable else value.copy())
+    if isinstance(value, (bool, int, float, np.generic)):
+        return torch.as_tensor(value)
+    return value
+
+
+def _is_pair(batch: Any) -> bool:
+    return isinstance(batch, (tuple, list)) and len(batch) == 2
+
+
+def _split(value: Any) -> tuple[Any, Any]:
+    """(loss, weight or None) of a bare loss, a (loss, weight) pair, or an output object that carries ``.loss``."""
+    if isinstance(value, Mapping):
+        return value.get("loss"), None
+    if not isinstance(value, (torch.Tensor, tuple)):
+        return getattr(value, "loss", value), None
+    if isinstance(value, tuple) and len(value) == 2:
+        return value
+    return value, None
+
+
+def _check_weight(name: str, weight: Any) -> float:
+    try:
+        number = float(weight)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if not 0 <= number < math.inf:
+        shown = type(weight).__name__ if isinstance(weight, torch.Tensor) and weight.numel() != 1 else repr(weight)
+        raise UsageError(
+            f"{name} returned the weight {shown}; the second value must be a finite number of at least 0: how many "
+            "things the loss is the mean of"
+        )
+    return number
+
+
+def _refuse_loss(name: str, got: str, wanted: str) -> NoReturn:
+    raise UsageError(f"{name} returned {got}; it must return {wanted}, or (that, weight)")

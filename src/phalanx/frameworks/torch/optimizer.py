@@ -1,0 +1,141 @@
+"""The optimizers and schedulers of a run: made, checked, and stepped with the mean gradient."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from phalanx.definition import Definition
+from phalanx.errors import UsageError
+from phalanx.frameworks.torch.arithmetic import Gradient
+
+Named = Sequence[tuple[str, torch.nn.Parameter]]
+EXAMPLE = "optimizer=functools.partial(torch.optim.AdamW, lr=1e-3)"
+OLD_STYLE = "optimizer=lambda named: MyOptimizer([parameter for _, parameter in named])"
+
+
+class Update:
+    """Clipping, optimizers and schedulers over all parameters of a model."""
+
+    def __init__(self, definition: Definition, named: Named) -> None:
+        self._parameters = [parameter for _, parameter in named]
+        self._max_norm = definition.max_norm
+        self.optimizers = build_optimizers(definition, named)
+        self._schedulers = [_build_scheduler(definition, optimizer) for optimizer in self.optimizers]
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the first group."""
+        return float(self.optimizers[0].param_groups[0]["lr"])
+
+    def norm(self, gradient: Gradient) -> torch.Tensor:
+        """Global 2-norm, by the function that ``clip_grad_norm_`` itself uses."""
+        return torch.nn.utils.get_total_norm([grad for grad in gradient if grad is not None])
+
+    def apply(self, gradient: Gradient, norm: torch.Tensor, loss: float) -> None:
+        """Clip ``gradient``, step the optimizers with it, step the schedulers."""
+        for parameter, grad in zip(self._parameters, gradient, strict=True):
+            parameter.grad = grad
+        if math.isfinite(self._max_norm):
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._max_norm, norm)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._schedule(loss)
+
+    def skip(self, loss: float) -> None:
+        """Step the schedulers only. Before the first update torch would take that for a wrong order, and warn."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            self._schedule(loss)
+
+    def _schedule(self, loss: float) -> None:
+        for scheduler in self._schedulers:
+            if isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step(loss)
+            elif scheduler is not None:
+                scheduler.step()
+
+
+def build_optimizers(definition: Definition, named: Named) -> list[torch.optim.Optimizer]:
+    """What the recipe's ``optimizer`` makes of the named parameters: one optimizer, or a list of them.
+
+    Raises
+    ------
+    UsageError
+        It raised, returned something else, was given other parameters, or cannot be exact in data parallel.
+    """
+    factory = definition.optimizer or functools.partial(torch.optim.Adam, lr=definition.lr)
+    try:
+        made = factory(list(named))
+    except Exception as error:
+        hint = (
+            f"an optimizer that takes no names: {OLD_STYLE}" if isinstance(error, TypeError) else "mend its arguments"
+        )
+        raise UsageError(f"optimizer raised {type(error).__name__}: {error}; {hint}") from error
+    optimizers: list[torch.optim.Optimizer] = list(made) if isinstance(made, (list, tuple)) else [made]
+    if not optimizers:
+        raise UsageError(f"optimizer returned an empty {type(made).__name__}; as in {EXAMPLE}")
+    names = {id(parameter): name for name, parameter in named}
+    owners: dict[str, str] = {}
+    for optimizer in optimizers:
+        _check_kind(optimizer)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                _claim(names.get(id(parameter)), optimizer, owners)
+    return optimizers
+
+
+def _check_kind(optimizer: Any) -> None:
+    kind = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"optimizer returned a {kind}; it must return a torch.optim.Optimizer, as in {EXAMPLE}")
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UsageError(
+            "optimizer is SparseAdam, which needs sparse gradients; those cannot be folded exactly: use Adam"
+        )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
+        raise UsageError(
+            f"optimizer is {kind}, which evaluates the loss several times a step and couples all parameters; "
+            "a step here has one gradient: use a first-order optimizer such as AdamW"
+        )
+
+
+def _claim(name: str | None, optimizer: torch.optim.Optimizer, owners: dict[str, str]) -> None:
+    kind = type(optimizer).__name__
+    if name is None:
+        raise UsageError(
+            f"optimizer made a {kind} over other parameters than the model's: it must use the named parameters that it "
+            f"is called with, as in {EXAMPLE}"
+        )
+    if name in owners:
+        raise UsageError(f"optimizer put parameter {name!r} into {owners[name]} and into {kind}; give each to one")
+    owners[name] = kind
+
+
+def _build_scheduler(
+    definition: Definition, optimizer: torch.optim.Optimizer
+) -> LRScheduler | ReduceLROnPlateau | None:
+    if definition.scheduler is None:
+        return None
+    try:
+        scheduler = definition.scheduler(optimizer)
+    except Exception as error:
+        raise UsageError(
+            f"scheduler raised {type(error).__name__}: {error}; it is called with the optimizer, as in "
+            "scheduler=lambda opt: torch.optim.lr_scheduler.StepLR(opt, 30)"
+        ) from error
+    if not isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)):
+        raise UsageError(
+            f"scheduler returned a {type(scheduler).__name__}; it must return a torch.optim.lr_scheduler.LRScheduler"
+        )
+    return scheduler

@@ -1,0 +1,136 @@
+"""The options of a run: where and how it executes. Each changes the speed, never the answer; checked once."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from phalanx import checks
+from phalanx.errors import UsageError
+from phalanx.events import StepReport
+from phalanx.run import Evaluation
+
+
+class Options(TypedDict, total=False):
+    """What ``train`` and ``start`` accept; they document each."""
+
+    workers: int | str
+    engine: str
+    devices: str | Sequence[str]
+    run_dir: Any
+    resume: bool
+    snapshot_every: int | str
+    keep_snapshots: int
+    on_snapshot_error: str
+    deadline_seconds: float | str
+    warm_start: Any
+    evaluation: Evaluation | None
+    callbacks: Sequence[Callable[[StepReport], Any]]
+    progress: bool | str
+
+
+LATER: Mapping[str, Any] = {
+    "run_dir": None,
+    "resume": True,
+    "snapshot_every": "auto",
+    "keep_snapshots": 3,
+    "on_snapshot_error": "continue",
+    "deadline_seconds": "auto",
+    "warm_start": None,
+}
+
+
+@dataclass(frozen=True)
+class Settled:
+    """Options after checking."""
+
+    device: str | None
+    evaluation: Evaluation | None
+    callbacks: tuple[Callable[[StepReport], Any], ...]
+    progress: bool | str
+
+
+def settle(options: Mapping[str, Any], replicas: int) -> Settled:
+    """Check every option; refuse what this version cannot do.
+
+    Raises
+    ------
+    UsageError
+        Names the option, its value and the way out.
+    """
+    known = Options.__annotations__
+    for name in options:
+        if name not in known:
+            raise UsageError(unknown(name, known))
+    for name, default in LATER.items():
+        if options.get(name, default) != default:
+            raise UsageError(
+                f"{name} is {options[name]!r}, but this version takes no snapshots and starts no workers; leave it out"
+            )
+    _check_workers(options.get("workers", "auto"), replicas)
+    _check_engine(options.get("engine", "auto"))
+    progress = options.get("progress", "auto")
+    checks.choice("progress", progress, (True, False, "auto"))
+    return Settled(
+        device=_first_device(options.get("devices", "auto")),
+        evaluation=_checked_evaluation(options.get("evaluation")),
+        callbacks=_checked_callbacks(options.get("callbacks", ())),
+        progress=progress,
+    )
+
+
+def unknown(name: str, known: Iterable[str]) -> str:
+    """Text about an argument that does not exist, with the likeliest one that does."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    guess = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(sorted(known))}"
+    return f"{name} is not an argument; {guess}"
+
+
+def _check_workers(workers: Any, replicas: int) -> None:
+    if workers == "auto":
+        return
+    count = checks.integer("workers", workers, least=1, hint="or 'auto'")
+    if count > replicas:
+        raise UsageError(f"workers is {count}, but there are {replicas} replicas to compute; use workers <= replicas")
+    if count > 1:
+        raise UsageError(
+            f"workers is {count}, but this version computes all replicas in the calling process; use workers=1 or "
+            "'auto' (the answer is the same)"
+        )
+
+
+def _check_engine(engine: Any) -> None:
+    if engine in ("processes", "distributed"):
+        raise UsageError(
+            f"engine is {engine!r}, which this version does not have yet; use 'inline' or 'auto' (same answer)"
+        )
+    checks.choice("engine", engine, ("auto", "inline"))
+
+
+def _first_device(devices: Any) -> str | None:
+    """The device of the one worker; None for 'auto'."""
+    if isinstance(devices, str):
+        return None if devices == "auto" else devices
+    names = list(devices) if isinstance(devices, (tuple, list)) else []
+    if not names or not all(isinstance(name, str) for name in names):
+        raise UsageError(f"devices is {devices!r}; it must be 'auto' or a list of device names such as ['cuda:0']")
+    return names[0]
+
+
+def _checked_evaluation(evaluation: Any) -> Evaluation | None:
+    if evaluation is not None and not isinstance(evaluation, Evaluation):
+        raise UsageError(
+            f"evaluation is a {type(evaluation).__name__}; it must be a phalanx.Evaluation(metric_fn, data), or None"
+        )
+    return evaluation
+
+
+def _checked_callbacks(callbacks: Any) -> tuple[Callable[[StepReport], Any], ...]:
+    if callable(callbacks):
+        raise UsageError(f"callbacks is {callbacks!r}; it must be a list of functions, as in callbacks=[show]")
+    for callback in callbacks:
+        if not callable(callback):
+            raise UsageError(f"callbacks holds {callback!r}, which is not callable; each must be f(report)")
+    return tuple(callbacks)

@@ -1,0 +1,116 @@
+"""The plan: what follows from the recipe alone, computed when asked, never carried.
+
+Pure: no framework, process, clock or file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.plan import keys
+from phalanx.plan.order import epoch_order
+from phalanx.plan.shares import share_bounds
+
+Indices = npt.NDArray[np.int64]
+Seeded = Callable[[int], contextlib.AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sample order, shares and random keys of a recipe over data of known length.
+
+    Public as ``recipe.plan``, so that a hand-written loop can follow it.
+
+    Attributes
+    ----------
+    samples : int
+        Length of the data.
+    replicas : int
+        R.
+    batch_size : int
+        Samples a step over all replicas.
+    steps : int
+        Optimizer steps in the whole run.
+    seed : int
+    shuffle, drop_last : bool
+    """
+
+    samples: int
+    replicas: int
+    batch_size: int
+    steps: int
+    seed: int
+    shuffle: bool
+    drop_last: bool
+    seeder: Seeded = field(repr=False, compare=False)
+    _orders: dict[int, Indices] = field(default_factory=dict[int, Indices], repr=False, compare=False)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps in one pass over the data; the last may be short."""
+        return steps_per_epoch(self.samples, self.batch_size, drop_last=self.drop_last)
+
+    def epoch(self, step: int) -> int:
+        """The pass over the data that ``step`` belongs to, from 0."""
+        return step // self.steps_per_epoch
+
+    def indices(self, step: int) -> Indices:
+        """Sample indices of ``step``, in order: shape ``(samples in this step,)``, int64."""
+        if step < 0:
+            raise IndexError(f"step is {step}; steps count from 0")
+        epoch, position = divmod(step, self.steps_per_epoch)
+        start = position * self.batch_size
+        return self._order(epoch)[start : start + self.batch_size].copy()
+
+    def shares(self, step: int) -> list[Indices]:
+        """Sample indices of ``step`` per replica: R arrays, as ``numpy.array_split`` cuts them; some may be empty."""
+        indices = self.indices(step)
+        return [indices[start:end] for start, end in share_bounds(len(indices), self.replicas)]
+
+    def seeded(self, step: int, replica: int) -> contextlib.AbstractContextManager[None]:
+        """Seed all generators for one replica-step inside the block; restore them after it.
+
+        The key covers everything that the replica does in the step: collating, forward, loss, backward.
+        """
+        return self.seeder(replica_key(self.seed, step, replica, self.replicas))
+
+    def seeded_sample(self, step: int, index: int) -> contextlib.AbstractContextManager[None]:
+        """Seed all generators for reading one sample of a map-style dataset; restore them after it."""
+        return self.seeder(self.sample_key(step, index))
+
+    def sample_key(self, step: int, index: int) -> int:
+        """Key of (seed, epoch, sample): equal for every step and replica that reads it in this epoch."""
+        return keys.key(self.seed, keys.SAMPLE_STREAM, self.epoch(step) * self.samples + index)
+
+    def _order(self, epoch: int) -> Indices:
+        order = self._orders.get(epoch)
+        if order is None:
+            order = epoch_order(self.seed, epoch, self.samples, shuffle=self.shuffle)
+            self._orders.clear()  # one epoch is enough: steps run in order
+            self._orders[epoch] = order
+        return order
+
+
+def replica_key(seed: int, step: int, replica: int, replicas: int) -> int:
+    """Key of (seed, step, replica)."""
+    return keys.key(seed, keys.REPLICA_STREAM, step * replicas + replica)
+
+
+def evaluation_key(seed: int, chunk: int) -> int:
+    """Key of one chunk of an evaluation; the same in every evaluation of a run."""
+    return keys.key(seed, keys.EVALUATION_STREAM, chunk)
+
+
+def evaluation_sample_key(seed: int, index: int) -> int:
+    """Key for reading one sample in an evaluation."""
+    return keys.key(seed, keys.EVALUATION_SAMPLE_STREAM, index)
+
+
+def steps_per_epoch(samples: int, batch_size: int, *, drop_last: bool) -> int:
+    """Batches in one pass over ``samples``; the last short one counts unless ``drop_last``."""
+    return samples // batch_size if drop_last else -(-samples // batch_size)

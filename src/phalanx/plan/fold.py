@@ -1,0 +1,83 @@
+"""The fold: R values added in one fixed order, whoever adds them and whenever they arrive.
+
+The order is pairwise by stride doubling: ``(0,1) (2,3) ..``, then ``(0,2) (4,6) ..``, and so on. The replica
+count alone decides it. It is a binary tree over ``0 .. R-1``: the node at ``level`` and ``index`` covers
+replicas ``index << level`` up to ``(index + 1) << level``, cut at R. Whoever holds both children of a node
+adds them, left + right; so any contiguous block of replicas folds what lies whole inside it, hands over the
+few partial sums that remain, and the final bits do not depend on where the blocks were cut.
+
+An absent value (None) is skipped, not added as zero: ``x + nothing = x`` (adding +0 would turn -0 into +0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Partial(Generic[T]):
+    """The sum over one node of the tree; ``value`` is None where every replica below it was absent."""
+
+    level: int
+    index: int
+    value: T | None
+
+
+class Fold(Generic[T]):
+    """Adds values as they come, in replica order, keeping about ``log2 R`` partial sums.
+
+    Parameters
+    ----------
+    replicas : int
+        R, at least 1.
+    add : callable
+        ``add(left, right) -> sum``. It may write into ``left`` only when ``left`` is itself a sum.
+    """
+
+    def __init__(self, replicas: int, add: Callable[[T, T], T]) -> None:
+        self._replicas = replicas
+        self._add = add
+        self._stack: list[Partial[T]] = []
+
+    def push(self, replica: int, value: T | None) -> None:
+        """Add one replica's value (None: absent). Each replica is pushed once, in ascending order."""
+        self._push(0, replica, value)
+
+    def merge(self, partials: Iterable[Partial[T]]) -> None:
+        """Add the partial sums of the block of replicas that follows the ones seen so far."""
+        for partial in partials:
+            self._push(partial.level, partial.index, partial.value)
+
+    def partials(self) -> list[Partial[T]]:
+        """The partial sums that remain, in replica order: what a block hands over."""
+        return list(self._stack)
+
+    def total(self) -> T | None:
+        """The sum over all R replicas; None if all were absent."""
+        if len(self._stack) != 1 or self._stack[0].index != 0 or 1 << self._stack[0].level < self._replicas:
+            raise ValueError(f"fold over {self._replicas} replicas is not complete: {self._stack}")
+        return self._stack[0].value
+
+    def _push(self, level: int, index: int, value: T | None) -> None:
+        stack = self._stack
+        if stack and (stack[-1].index + 1) << stack[-1].level != index << level:
+            raise ValueError(f"replica {index << level} was pushed out of order")
+        while 1 << level < self._replicas:
+            if index % 2 == 0:
+                if (index + 1) << level < self._replicas:
+                    break  # the right sibling is still to come
+            elif stack and stack[-1].level == level:
+                value = self._combine(stack.pop().value, value)
+            else:
+                break  # the left sibling belongs to an earlier block
+            level, index = level + 1, index // 2
+        stack.append(Partial(level, index, value))
+
+    def _combine(self, left: T | None, right: T | None) -> T | None:
+        if left is None:
+            return right
+        return left if right is None else self._add(left, right)

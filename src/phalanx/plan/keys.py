@@ -1,0 +1,56 @@
+"""Random keys: pure functions of counters, so that randomness is computed and never carried.
+
+A key is a 64-bit integer. Its low 32 bits are a bijection of the low 32 bits of the counter (torch's CPU generator
+uses no more than those, so a hash could collide; a bijection cannot within 2**32 counters). The high bits are a
+hash of the whole counter, for generators that use all 64. Mixers: splitmix64 (Steele, Lea and Flood, 2014) and the
+32-bit finalizer of MurmurHash3 (Appleby, 2011).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Final
+
+MASK32: Final = 0xFFFFFFFF
+MASK64: Final = 0xFFFFFFFFFFFFFFFF
+REPLICA_STREAM: Final = 1
+SAMPLE_STREAM: Final = 2
+EVALUATION_STREAM: Final = 3
+EVALUATION_SAMPLE_STREAM: Final = 4
+
+
+def splitmix64(value: int) -> int:
+    """One output of splitmix64 for the state ``value``."""
+    value = (value + 0x9E3779B97F4A7C15) & MASK64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK64
+    return value ^ (value >> 31)
+
+
+def fmix32(value: int) -> int:
+    """MurmurHash3's 32-bit finalizer, a bijection on 32 bits."""
+    value = ((value ^ (value >> 16)) * 0x85EBCA6B) & MASK32
+    value = ((value ^ (value >> 13)) * 0xC2B2AE35) & MASK32
+    return value ^ (value >> 16)
+
+
+@functools.lru_cache(maxsize=64)
+def _stream_constant(seed: int, stream: int) -> int:
+    return splitmix64(splitmix64(seed) ^ stream)
+
+
+def key(seed: int, stream: int, counter: int) -> int:
+    """The 64-bit key number ``counter`` of a stream.
+
+    Parameters
+    ----------
+    seed : int
+        The recipe's seed.
+    stream : int
+        One of the ``*_STREAM`` constants: keeps unlike uses of one counter apart.
+    counter : int
+        Any non-negative integer.
+    """
+    constant = _stream_constant(seed, stream)
+    low = fmix32((fmix32((counter ^ constant) & MASK32) + (constant >> 32)) & MASK32)
+    return (splitmix64(constant ^ (counter & MASK64)) & ~MASK32) | low

@@ -1,0 +1,133 @@
+"""A recipe and its two verbs: ``train`` runs it to the end, ``start`` gives you a run to hold."""
+
+from __future__ import annotations
+
+import time
+from typing import Unpack
+
+from phalanx.definition import Definition
+from phalanx.engines.inline import Inline
+from phalanx.errors import UsageError
+from phalanx.frameworks.opening import open_framework
+from phalanx.options import Options, settle
+from phalanx.result import Result
+from phalanx.run import Run
+from phalanx.watch.progress import Progress
+
+
+class Recipe(Definition):
+    """Everything that defines the answer. Two runs of one recipe end in the same bits.
+
+    Parameters
+    ----------
+    make_model : callable or torch.nn.Module
+        Called without arguments right after seeding with ``seed``; a module is copied, never trained in place.
+    data : tuple, dict, list, map-style dataset or None
+        Columns (a tuple or dict of arrays or tensors of equal length), a dataset with ``__getitem__`` and ``__len__``,
+        a list of samples; None: the caller brings batches with ``run.step(batch)``.
+    loss_fn : callable or None
+        ``loss_fn(output, target)`` returns the mean loss over the share, or (mean loss, weight). None: ``forward_fn``,
+        or the model, returns that itself, or an object with ``.loss``.
+    forward_fn : callable, optional
+        ``forward_fn(model, batch) -> output``. Default: ``model(x)`` where the batch is ``(x, y)``, ``model(**batch)``
+        for a dict, else ``model(batch)``.
+    target_fn : callable, optional
+        ``target_fn(batch) -> target``. Default: ``y`` where the batch is ``(x, y)``, else the batch.
+    replicas : int, default 8
+        R, part of the answer: into how many shares each batch is cut.
+    batch_size : int or None, default 32
+        Samples a step over all replicas. None: one sample per replica, handed over as it is, with no added axis.
+    steps, epochs : int
+        Optimizer steps, or passes over the data; exactly one of them.
+    optimizer : callable, optional
+        Called with ``list(model.named_parameters())``; returns a ``torch.optim.Optimizer`` or a list of them. Default:
+        ``torch.optim.Adam`` with ``lr``.
+    lr : float, default 1e-3
+        Only for the default optimizer.
+    scheduler : callable, optional
+        Called with each optimizer; its result is stepped once a step. ReduceLROnPlateau gets the step's mean loss.
+    max_norm : float, default inf
+        Global-norm clipping of the mean gradient, as ``torch.nn.utils.clip_grad_norm_`` does it.
+    shuffle, drop_last : bool
+        Whether each epoch has its own order; whether a last short batch is left out.
+    collate_fn : callable, optional
+        Turns a list of samples into a batch; ``torch.utils.data.default_collate`` by default.
+    seed : int, default 0
+        From 0 to 2**64 - 1.
+    precision : None or "bfloat16"
+        Autocast around forward and loss.
+    threads : int, default 1
+        Intra-op threads per replica; part of the answer.
+    on_nonfinite : "stop", "skip" or "ignore"
+        What happens at a loss or gradient that is not finite: raise before the update; leave the state and go on;
+        nothing.
+
+    Raises
+    ------
+    UsageError
+        An argument is wrong; the message names it, its value and the way out.
+    """
+
+    def train(self, **options: Unpack[Options]) -> Result:
+        """Run the recipe to its end. Every option changes the speed, never the answer.
+
+        Parameters
+        ----------
+        workers : int or "auto"
+            W. Only 1 in this version.
+        engine : "auto" or "inline"
+            Where workers live. Only this process in this version.
+        devices : "auto", str or sequence of str
+            torch device names, one per worker in turn. "auto": where ``make_model`` puts the model.
+        evaluation : Evaluation, optional
+            Due after every epoch and after the last step; kept in ``result.metric_history``.
+        callbacks : sequence of callable
+            Each is called with the ``StepReport`` of every step, once, in this process.
+        progress : bool or "auto"
+            A progress bar on stderr; "auto": if that is a terminal.
+        run_dir, resume, snapshot_every, keep_snapshots, on_snapshot_error, deadline_seconds, warm_start
+            Not in this version: anything but the default is refused.
+
+        Returns
+        -------
+        Result
+
+        Raises
+        ------
+        UsageError
+            The call is wrong.
+        WorkerError
+            User code raised; ``__cause__`` is its exception, ``result`` the state after the last good step.
+        NonFiniteError
+            See ``on_nonfinite``.
+        KeyboardInterrupt
+            Ctrl-C; carries ``result`` too.
+        """
+        if self.data is None:
+            raise UsageError(
+                "train() needs data, but data is None: start() the recipe and bring batches: run.step(batch)"
+            )
+        with self.start(**options) as run:
+            for _ in run.free_running():
+                pass
+        return run.result()
+
+    def start(self, **options: Unpack[Options]) -> Run:
+        """Begin a run that you hold. Takes the options of ``train``.
+
+        Returns
+        -------
+        Run
+            Use it in a ``with`` block: iterate it, feed it with ``run.step(batch)``, evaluate it, take its result.
+
+        Raises
+        ------
+        UsageError
+            The call is wrong, or what ``make_model``, ``optimizer`` or ``scheduler`` returned cannot be used.
+        """
+        called = time.perf_counter()
+        settled = settle(options, self.replicas)
+        engine = Inline(self, open_framework(self, settled.device))
+        total = None if self.data is None else self.plan.steps
+        progress = Progress(settled.progress, total)
+        return Run(self, engine, settled.callbacks, settled.evaluation, progress, called)

@@ -1,0 +1,80 @@
+"""What a run leaves: the trained model, its history and its digest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from phalanx.events import Evaluated
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """The outcome of a run, or its state in the middle.
+
+    Attributes
+    ----------
+    model : torch.nn.Module
+        The trained model, the caller's own.
+    params : dict of str to torch.Tensor
+        Its parameters by name.
+    loss_history : list of float
+        Mean loss of every step.
+    metric_history : list of Evaluated
+        Every evaluation: ``steps`` done before it, and its ``value``.
+    digest : str
+        SHA-256 over parameters, buffers, optimizer state and the step number, in hexadecimal.
+    steps, samples : int
+        Finished steps; samples seen in them.
+    replicas, workers : int
+        R, which defined the answer, and W, which defined the speed.
+    steps_per_epoch : int or None
+        None where the caller brought the batches.
+    seconds : float
+        From the start of the first step to the end of the last.
+    startup_seconds : float
+        From the call to the start of the first step.
+    """
+
+    model: Any = field(repr=False)
+    params: dict[str, Any] = field(repr=False)
+    loss_history: list[float] = field(repr=False)
+    metric_history: list[Evaluated] = field(repr=False)
+    digest: str
+    steps: int
+    samples: int
+    replicas: int
+    workers: int
+    steps_per_epoch: int | None
+    seconds: float
+    startup_seconds: float
+
+    @property
+    def loss(self) -> float | None:
+        """Mean loss of the last step; None before the first."""
+        return self.loss_history[-1] if self.loss_history else None
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw the loss of every step and, on a second axis, the evaluations.
+
+        Parameters
+        ----------
+        ax : matplotlib.axes.Axes, optional
+            Where to draw; a new figure's axes by default.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+            The axes of the loss; ``.figure.savefig(path)`` saves the picture.
+
+        Raises
+        ------
+        UsageError
+            matplotlib is not installed.
+        """
+        from phalanx.watch.plots import plot_history
+
+        return plot_history(self, ax)

@@ -1,0 +1,228 @@
+"""A run you hold: iterate it, feed it, evaluate it, take its result. Paces an engine; knows no framework."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from phalanx import checks
+from phalanx.data import open_data
+from phalanx.definition import Definition
+from phalanx.engines.inline import Inline
+from phalanx.errors import RunError, UsageError
+from phalanx.events import Evaluated, StepReport
+from phalanx.result import Result
+from phalanx.watch.progress import Progress
+
+DEFAULT_EVALUATION_BATCH = 256
+Callback = Callable[[StepReport], Any]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation that is due after every epoch and after the last step.
+
+    Parameters
+    ----------
+    metric_fn : callable
+        ``metric_fn(output, target) -> mean``, or ``(mean, weight)``.
+    data : Any
+        Held-out samples, in any form that a recipe's data may have.
+    batch_size : int, default 256
+        Samples at once. One by one where the recipe's own ``batch_size`` is None.
+    """
+
+    metric_fn: Callable[..., Any]
+    data: Any
+    batch_size: int = DEFAULT_EVALUATION_BATCH
+
+    def __post_init__(self) -> None:
+        _check_evaluation(self.metric_fn, self.data, self.batch_size)
+
+
+class Run:
+    """One execution of a recipe; made by ``recipe.start()``, used in a ``with`` block.
+
+    Iterating yields a ``StepReport`` per step; while you hold report k, the state is exactly the one after step k.
+
+    Attributes
+    ----------
+    metric_history : list of Evaluated
+        Every evaluation so far.
+    """
+
+    def __init__(
+        self,
+        definition: Definition,
+        engine: Inline,
+        callbacks: Sequence[Callback],
+        evaluation: Evaluation | None,
+        progress: Progress,
+        called: float,
+    ) -> None:
+        self._definition = definition
+        self._engine = engine
+        self._callbacks = tuple(callbacks)
+        self._evaluation = evaluation
+        self._progress = progress
+        self._called = called
+        self._first: float | None = None
+        self._last = called
+        self._closed = False
+        self.metric_history: list[Evaluated] = []
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, KeyboardInterrupt) and getattr(error, "result", None) is None:
+            error.result = self._last_good()  # type: ignore[attr-defined]
+        self.close()
+
+    def __iter__(self) -> Iterator[StepReport]:
+        return self
+
+    def __next__(self) -> StepReport:
+        if self._definition.data is None:
+            raise UsageError(
+                "this recipe has no data to iterate over (data=None): bring each batch with run.step(batch)"
+            )
+        if self._closed or self.steps >= self._definition.plan.steps:
+            self._progress.close()
+            raise StopIteration
+        return self._advance(None)
+
+    def free_running(self) -> Iterator[StepReport]:
+        """Iterate as ``for report in run`` does, staying in the run's environment between steps if nobody looks."""
+        with contextlib.nullcontext() if self._callbacks else self._engine.environment:
+            yield from self
+
+    @property
+    def steps(self) -> int:
+        """How many steps are done."""
+        return len(self._engine.loss_history)
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """Process ids of the workers alive now; empty where replicas are computed in this process."""
+        return ()
+
+    def step(self, batch: Any = None) -> float:
+        """Do one step and return its mean loss.
+
+        Parameters
+        ----------
+        batch : Any, optional
+            A whole batch, dealt to the replicas as ``numpy.array_split`` does; without it, the next planned one.
+
+        Raises
+        ------
+        UsageError
+            The run is closed, or has no planned step left.
+        RunError
+            The step failed; the state is the one before it, and ``error.result`` holds it.
+        """
+        if batch is None:
+            if self._definition.data is None:
+                raise UsageError("step() was called without a batch, but data is None; bring one: run.step((x, y))")
+            if self.steps >= self._definition.plan.steps:
+                raise UsageError(f"all {self.steps} planned steps are done; raise steps or epochs, or bring a batch")
+        return self._advance(batch).loss
+
+    def evaluate(self, metric_fn: Callable[..., Any], data: Any, batch_size: int = DEFAULT_EVALUATION_BATCH) -> float:
+        """Evaluate the current state in evaluation mode: exact, nothing padded, nothing counted twice.
+
+        Modes, generators and buffers are afterwards as they were before.
+
+        Parameters
+        ----------
+        metric_fn : callable
+            ``metric_fn(output, target) -> mean`` over the samples it is given, or ``(mean, weight)``.
+        data : Any
+            Samples, in any form that a recipe's data may have.
+        batch_size : int, default 256
+            Samples at once. One by one where the recipe's own ``batch_size`` is None.
+
+        Returns
+        -------
+        float
+            The mean over all samples, weighted by chunk size (or the returned weights), in float64. Also kept in
+            ``metric_history``.
+        """
+        self._check_open()
+        _check_evaluation(metric_fn, data, batch_size)
+        value = self._engine.evaluate(metric_fn, data, batch_size)
+        self.metric_history.append(Evaluated(self.steps, value))
+        return value
+
+    def result(self) -> Result:
+        """The state now as a Result of your own: training on does not change it."""
+        return self._result(copy=not self._closed)
+
+    def close(self) -> None:
+        """End the run. ``result()`` still works; steps do not."""
+        self._progress.close()
+        self._closed = True
+
+    def _advance(self, batch: Any) -> StepReport:
+        self._check_open()
+        if self._first is None:
+            self._first = time.perf_counter()
+        try:
+            report = self._engine.advance(batch)
+        except RunError as error:
+            error.result = self._last_good()
+            raise
+        if self._evaluation is not None and self._due(report):
+            due = self._evaluation
+            report = replace(report, metric=self.evaluate(due.metric_fn, due.data, due.batch_size))
+        self._last = time.perf_counter()
+        self._progress.show(report)
+        for callback in self._callbacks:
+            callback(report)
+        return report
+
+    def _due(self, report: StepReport) -> bool:
+        if report.epoch is None:
+            return False
+        plan = self._definition.plan
+        return self.steps % plan.steps_per_epoch == 0 or self.steps == plan.steps
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("this run is closed: its with block has ended; start another with recipe.start()")
+
+    def _last_good(self) -> Result | None:
+        with contextlib.suppress(RunError):
+            return self._result(copy=True)
+        return None
+
+    def _result(self, *, copy: bool) -> Result:
+        exported = self._engine.export(copy=copy)
+        return Result(
+            model=exported.model,
+            params=exported.params,
+            loss_history=list(self._engine.loss_history),
+            metric_history=list(self.metric_history),
+            digest=exported.digest,
+            steps=self.steps,
+            samples=self._engine.samples,
+            replicas=self._definition.replicas,
+            workers=self._engine.workers,
+            steps_per_epoch=None if self._definition.data is None else self._definition.plan.steps_per_epoch,
+            seconds=0.0 if self._first is None else self._last - self._first,
+            startup_seconds=(self._last if self._first is None else self._first) - self._called,
+        )
+
+
+def _check_evaluation(metric_fn: Any, data: Any, batch_size: Any) -> None:
+    if not callable(metric_fn):
+        raise UsageError(
+            f"metric_fn is {metric_fn!r}; it must be callable, as in "
+            "metric_fn=lambda output, target: (output.argmax(1) == target).float().mean()"
+        )
+    open_data(data, "evaluation data")
+    checks.integer("batch_size", batch_size, least=1)
