@@ -17,7 +17,7 @@ Vector = list[Any]
 Source = Columns | Samples
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Computed:
     """What one replica computed in one step.
 

@@ -5,9 +5,11 @@ Knows arrays only by ``shape`` and ``__getitem__``, so it serves every framework
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from phalanx.errors import UsageError
 from phalanx.plan import Indices
@@ -19,7 +21,7 @@ WAY_OUT = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Share:
     """One replica's share of a batch.
 
@@ -40,17 +42,22 @@ class Share:
 
 @dataclass(frozen=True)
 class Columns:
-    """A tree (tuples, dicts) of arrays of equal length; a share is the same tree of rows."""
+    """A tree (tuples, dicts) of arrays of equal length; a share is the same tree of rows.
+
+    ``index(indices)`` turns indices into what the framework's arrays are indexed with.
+    """
 
     tree: Any
     length: int
+    index: Callable[[Indices], Any] = np.asarray
 
     def __len__(self) -> int:
         return self.length
 
     def batch(self, indices: Indices) -> Any:
         """The rows of a share."""
-        return map_tree(lambda column: column[indices], self.tree)
+        rows = self.index(indices)
+        return map_tree(lambda column: column[rows], self.tree)
 
     def sample(self, index: int, seed: SeedSample) -> Any:
         """One row, with no added axis; nothing is drawn."""
@@ -150,13 +157,14 @@ def leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
     """Apply ``function`` to every leaf of a tree of tuples, named tuples, lists and dicts."""
+    if isinstance(tree, (tuple, list)):
+        mapped = [map_tree(function, value) for value in tree]
+        if isinstance(tree, list):
+            return mapped
+        named = getattr(tree, "_make", None)
+        return tuple(mapped) if named is None else named(mapped)
     if isinstance(tree, Mapping):
         return {key: map_tree(function, value) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tree(function, value) for value in tree))
-    if isinstance(tree, (tuple, list)):
-        mapped: Sequence[Any] = [map_tree(function, value) for value in tree]
-        return mapped if isinstance(tree, list) else tuple(mapped)
     return function(tree)
 
 

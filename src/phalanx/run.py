@@ -97,7 +97,7 @@ class Run:
 
     def free_running(self) -> Iterator[StepReport]:
         """Iterate as ``for report in run`` does, staying in the run's environment between steps if nobody looks."""
-        with contextlib.nullcontext() if self._callbacks else self._engine.environment:
+        with contextlib.nullcontext() if self._callbacks else self._engine.environment():
             yield from self
 
     @property

@@ -37,7 +37,7 @@ class Term:
     gradient: Vector
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Proposal:
     """The first half of a step, done: everything computed, nothing changed yet.
 

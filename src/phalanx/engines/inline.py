@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from phalanx.contracts import Exported, Framework
@@ -11,7 +12,7 @@ from phalanx.deal import Dealer
 from phalanx.definition import Definition
 from phalanx.errors import RunError, UsageError, WorkerError
 from phalanx.events import StepReport
-from phalanx.interrupts import Held
+from phalanx.interrupts import Interrupts
 from phalanx.plan import evaluation_key
 from phalanx.plan.fold import Fold
 from phalanx.step import Rules, commit, propose
@@ -42,7 +43,7 @@ class Inline:
         self._dealer = Dealer(definition, framework)
         self._rules = Rules(definition.replicas, definition.seed, definition.on_nonfinite)
         self._torn: str | None = None
-        self.environment = framework.environment
+        self._interrupts = Interrupts()
         self.loss_history: list[float] = []
         self.samples = 0
 
@@ -54,11 +55,11 @@ class Inline:
         self._check_whole()
         started = time.perf_counter()
         t = len(self.loss_history)
-        with self.environment:
+        with self.environment():
             shares = self._dealer.planned(t) if batch is None else self._dealer.brought(batch)
             proposal = propose(self._framework, self._rules, t, shares)
             samples, lr = sum(len(share.samples) for share in shares), self._framework.lr
-            with Held():
+            with self._interrupts.held():
                 try:
                     commit(self._framework, proposal)
                 except Exception as error:
@@ -72,7 +73,7 @@ class Inline:
         """Weighted mean of a metric over all samples of ``data``, chunk by chunk, folded in the fixed order."""
         self._check_whole()
         seed = self._definition.seed
-        with self.environment:
+        with self.environment():
             shares = list(self._dealer.chunks(data, batch_size))
             values: Fold[float] = Fold(len(shares), _plus)
             weights: Fold[float] = Fold(len(shares), _plus)
@@ -89,6 +90,12 @@ class Inline:
         """The state as of the last finished step; ``copy`` makes it independent of the run."""
         self._check_whole()
         return self._framework.export(len(self.loss_history), copy=copy)
+
+    @contextlib.contextmanager
+    def environment(self) -> Iterator[None]:
+        """Re-entrant: inside, generators, threads, modes and SIGINT are the run's; outside, the caller's."""
+        with self._interrupts, self._framework.environment:
+            yield
 
     def _tear(self, t: int, error: Exception) -> RunError:
         self._torn = f"{type(error).__name__} in the optimizer or scheduler at step {t}: {error}"

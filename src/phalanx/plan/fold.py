@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Partial(Generic[T]):
     """The sum over one node of the tree; ``value`` is None where every replica below it was absent."""
 

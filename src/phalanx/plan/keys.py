@@ -13,15 +13,17 @@ from typing import Final
 
 MASK32: Final = 0xFFFFFFFF
 MASK64: Final = 0xFFFFFFFFFFFFFFFF
+GOLDEN: Final = 0x9E3779B97F4A7C15
 REPLICA_STREAM: Final = 1
 SAMPLE_STREAM: Final = 2
 EVALUATION_STREAM: Final = 3
 EVALUATION_SAMPLE_STREAM: Final = 4
+ORDER_STREAM: Final = 5
 
 
 def splitmix64(value: int) -> int:
     """One output of splitmix64 for the state ``value``."""
-    value = (value + 0x9E3779B97F4A7C15) & MASK64
+    value = (value + GOLDEN) & MASK64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK64
     return value ^ (value >> 31)

@@ -1,8 +1,8 @@
 """The sample order of an epoch: a pure function of (seed, epoch), pinned by test vectors.
 
-Algorithm ``philox-argsort-1``: the first n outputs of Philox4x64-10 (Salmon et al., 2011) with key
-``(seed, epoch)`` and counter 0, stably argsorted. numpy keeps the raw streams of its bit generators fixed, unlike
-those of its distributions.
+Algorithm ``splitmix64-argsort-1``: give sample i the i-th output of splitmix64 (Steele, Lea and Flood, 2014) started
+from a hash of (seed, epoch), and sort the samples by it. The outputs of one stream are all different, so there are no
+ties and every sorting algorithm gives the same order.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-ALGORITHM = "philox-argsort-1"
+from phalanx.plan.keys import GOLDEN, MASK64, ORDER_STREAM, key
+
+ALGORITHM = "splitmix64-argsort-1"
 
 
 def epoch_order(seed: int, epoch: int, samples: int, *, shuffle: bool) -> npt.NDArray[np.int64]:
@@ -21,7 +23,13 @@ def epoch_order(seed: int, epoch: int, samples: int, *, shuffle: bool) -> npt.ND
     numpy.ndarray
         Shape ``(samples,)``, int64.
     """
+    positions = np.arange(samples, dtype=np.int64)
     if not shuffle:
-        return np.arange(samples, dtype=np.int64)
-    random = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(samples)
-    return np.argsort(random, kind="stable").astype(np.int64, copy=False)
+        return positions
+    state = positions.view(np.uint64) * np.uint64(GOLDEN) + np.uint64(key(seed, ORDER_STREAM, epoch) + GOLDEN & MASK64)
+    state ^= state >> np.uint64(30)
+    state *= np.uint64(0xBF58476D1CE4E5B9)
+    state ^= state >> np.uint64(27)
+    state *= np.uint64(0x94D049BB133111EB)
+    state ^= state >> np.uint64(31)
+    return np.argsort(state)

@@ -35,7 +35,6 @@ class Torch:
         None: where ``make_model`` puts the model.
     """
 
-
     def __init__(self, definition: Definition, device: str | None) -> None:
         self.arithmetic = arithmetic
         self.environment = Environment(definition.threads)
@@ -66,8 +65,11 @@ class Torch:
         self._buffers.begin()
         batch = self._batch(key, share)
         versions = [parameter._version for parameter in self._parameters]
-        with _explained(share):
+        try:
             loss, weight = self._forward.loss(batch)
+        except ValueError as error:
+            _explain(error, len(share.samples))
+            raise
         self._check_unwritten(versions)
         self._ambiguous.warn(weight, batch)
         taken: Gradient | None = None
@@ -111,7 +113,7 @@ class Torch:
         """See ``contracts.Framework.opened``."""
         if isinstance(source, Samples):
             return source
-        return Columns(map_tree(as_tensors, source.tree), len(source))
+        return Columns(map_tree(as_tensors, source.tree), len(source), torch.from_numpy)
 
     def export(self, steps: int, *, copy: bool) -> Exported:
         """See ``contracts.Framework.export``."""
@@ -159,18 +161,13 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
             module.training = training
 
 
-@contextlib.contextmanager
-def _explained(share: Share) -> Iterator[None]:
-    """Add the way out to torch errors that come from how a batch was dealt."""
-    try:
-        yield
-    except ValueError as error:
-        if "more than 1 value per channel" in str(error):
-            raise UsageError(
-                f"BatchNorm cannot normalise a share of {len(share.samples)} sample ({error}); raise batch_size or "
-                "lower replicas so that every share has at least 2 samples; drop_last=True drops a short last batch"
-            ) from error
-        raise
+def _explain(error: ValueError, samples: int) -> None:
+    """Add the way out where torch's error comes from how the batch was dealt."""
+    if "more than 1 value per channel" in str(error):
+        raise UsageError(
+            f"BatchNorm cannot normalise a share of {samples} sample ({error}); raise batch_size or lower replicas so "
+            "that every share has at least 2 samples; drop_last=True drops a short last batch"
+        ) from error
 
 
 def _metric(value: Any, samples: int) -> tuple[float, float]:

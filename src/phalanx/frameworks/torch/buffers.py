@@ -30,7 +30,7 @@ class Buffers:
     def begin(self) -> None:
         """Announce a forward pass: it starts from the step's start."""
         self.restore()
-        self._dirty = True
+        self._dirty = bool(self._places)
 
     def restore(self) -> None:
         """Put the step's start back, undoing what a forward pass wrote or assigned."""
@@ -55,6 +55,8 @@ class Buffers:
 
     def settle(self, replicas: Sequence[tuple[int, Snapshot]]) -> None:
         """Write the settled buffers of one step, given (samples, snapshot) of each replica that ran, in order."""
+        if not self._places:
+            return
         weights = share_weights([samples for samples, _ in replicas])
         values = iter([_settled(list(found), weights) for found in zip(*(s for _, s in replicas), strict=True)])
         self._start = [None if start is None else next(values) for start in self._start]

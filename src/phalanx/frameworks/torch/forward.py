@@ -34,6 +34,7 @@ class Forward:
         self._definition = definition
         self._model = model
         self._device = device
+        self._unseen = True
         self._double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
 
     def output(self, batch: Any) -> Any:
@@ -41,30 +42,38 @@ class Forward:
         forward_fn = self._definition.forward_fn
         if forward_fn is not None:
             return forward_fn(self._model, batch)
-        if isinstance(batch, Mapping):
-            return self._model(**{name: self._tensor(value, f"data[{name!r}]") for name, value in batch.items()})
+        if self._unseen:
+            self._unseen = False
+            self._check_inputs(batch)
         if _is_pair(batch):
-            return self._model(self._tensor(batch[0], "data[0]"))
-        return self._model(self._tensor(batch, "data"))
+            return self._model(self._tensor(batch[0]))
+        if isinstance(batch, Mapping):
+            return self._model(**{name: self._tensor(value) for name, value in batch.items()})
+        return self._model(self._tensor(batch))
 
     def target(self, batch: Any) -> Any:
         """The target for ``batch``."""
         target_fn = self._definition.target_fn
         if target_fn is not None:
             return target_fn(batch)
-        return self.to_device(as_tensors(batch[1] if _is_pair(batch) else batch))
+        return self._tensor(batch[1] if _is_pair(batch) else batch)
 
     def loss(self, batch: Any) -> tuple[torch.Tensor, float | None]:
         """The scalar loss of ``batch``, and the weight that was returned with it, if one was."""
-        loss_fn = self._definition.loss_fn
-        with autocast(self._device, self._definition.precision):
-            value = self.output(batch)
-            if loss_fn is not None:
-                value = loss_fn(value, self.target(batch))
-        name = "loss_fn" if loss_fn is not None else "forward_fn" if self._definition.forward_fn else "the model"
+        if self._definition.precision is None:
+            value = self._loss(batch)
+        else:
+            with autocast(self._device, self._definition.precision):
+                value = self._loss(batch)
         loss, weight = _split(value)
+        name = "loss_fn" if self._definition.loss_fn else "forward_fn" if self._definition.forward_fn else "the model"
         self._check_loss(name, loss, batch)
         return loss, None if weight is None else _check_weight(name, weight)
+
+    def _loss(self, batch: Any) -> Any:
+        output = self.output(batch)
+        loss_fn = self._definition.loss_fn
+        return output if loss_fn is None else loss_fn(output, self.target(batch))
 
     def evaluated(self, metric_fn: Callable[..., Any], batch: Any) -> Any:
         """What ``metric_fn`` says of the model's output and target for ``batch``."""
@@ -78,18 +87,22 @@ class Forward:
             return batch
         return map_tree(lambda leaf: leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf, batch)
 
-    def _tensor(self, value: Any, name: str) -> Any:
-        """An input of the default forward: arrays become tensors, float64 is refused where the model has none."""
-        value = self.to_device(as_tensors(value))
-        if not self._double:
-            for path, leaf in leaves(value, name):
-                if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float64:
-                    raise UsageError(
-                        f"{path} is float64, but the model's parameters are not; dtypes are never changed behind your "
-                        "back: convert the data with .astype(numpy.float32) (a tensor: .float()), or the model with "
-                        ".double()"
-                    )
-        return value
+    def _tensor(self, value: Any) -> Any:
+        return self.to_device(value if isinstance(value, torch.Tensor) else as_tensors(value))
+
+    def _check_inputs(self, batch: Any) -> None:
+        """The model's input in the default forward: float64 is refused where no parameter is."""
+        inputs, name = (batch[0], "data[0]") if _is_pair(batch) else (batch, "data")
+        for path, leaf in leaves(inputs, name):
+            if (
+                not self._double
+                and isinstance(as_tensors(leaf), torch.Tensor)
+                and as_tensors(leaf).dtype == torch.float64
+            ):
+                raise UsageError(
+                    f"{path} is float64, but the model's parameters are not; dtypes are never changed behind your back: "
+                    "convert the data with .astype(numpy.float32) (a tensor: .float()), or the model with .double()"
+                )
 
     def _check_loss(self, name: str, loss: Any, batch: Any) -> None:
         if not isinstance(loss, torch.Tensor):
@@ -124,13 +137,13 @@ def _is_pair(batch: Any) -> bool:
 
 def _split(value: Any) -> tuple[Any, Any]:
     """(loss, weight or None) of a bare loss, a (loss, weight) pair, or an output object that carries ``.loss``."""
+    if isinstance(value, torch.Tensor):
+        return value, None
+    if isinstance(value, tuple):
+        return value if len(value) == 2 else (value, None)
     if isinstance(value, Mapping):
         return value.get("loss"), None
-    if not isinstance(value, (torch.Tensor, tuple)):
-        return getattr(value, "loss", value), None
-    if isinstance(value, tuple) and len(value) == 2:
-        return value
-    return value, None
+    return getattr(value, "loss", value), None
 
 
 def _check_weight(name: str, weight: Any) -> float:

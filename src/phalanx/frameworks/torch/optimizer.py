@@ -26,6 +26,8 @@ class Update:
 
     def __init__(self, definition: Definition, named: Named) -> None:
         self._parameters = [parameter for _, parameter in named]
+        kinds = {(parameter.dtype, parameter.device.type) for parameter in self._parameters}
+        self._uniform = len(kinds) == 1 and self._parameters[0].device.type == "cpu"
         self._max_norm = definition.max_norm
         self.optimizers = build_optimizers(definition, named)
         self._schedulers = [_build_scheduler(definition, optimizer) for optimizer in self.optimizers]
@@ -36,8 +38,14 @@ class Update:
         return float(self.optimizers[0].param_groups[0]["lr"])
 
     def norm(self, gradient: Gradient) -> torch.Tensor:
-        """Global 2-norm, by the function that ``clip_grad_norm_`` itself uses."""
-        return torch.nn.utils.get_total_norm([grad for grad in gradient if grad is not None])
+        """Global 2-norm with the bits of ``clip_grad_norm_``: norms of whole tensors, stacked in order, their norm.
+
+        Where tensors differ in dtype or live on a GPU, torch groups them and has kernels of its own: then it is asked.
+        """
+        present = [grad for grad in gradient if grad is not None]
+        if not self._uniform or not present:
+            return torch.nn.utils.get_total_norm(present)
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(present)))
 
     def apply(self, gradient: Gradient, norm: torch.Tensor, loss: float) -> None:
         """Clip ``gradient``, step the optimizers with it, step the schedulers."""
