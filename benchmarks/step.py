@@ -23,9 +23,12 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 import models
 import torch
+import tqdm
 
 COLUMNS = ("plain 1 thread", "plain all cores", "R=1", "R=2", "R=4", "R=8")
 RESULTS = pathlib.Path(__file__).parent / "results"
+README = pathlib.Path(__file__).parent.parent / "README.md"
+BEGIN, END = "<!-- step:begin -->", "<!-- step:end -->"
 
 
 def plain_seconds(case: models.Case, threads: int) -> float:
@@ -53,7 +56,7 @@ def plain_seconds(case: models.Case, threads: int) -> float:
 
 
 def phalanx_seconds(case: models.Case, replicas: int) -> float:
-    """Seconds a step of a free-running `train()`: a run with warm-up steps more, less a run of the warm-up alone."""
+    """Seconds a step of a run that goes as `train()` does: between the end of the warm-up and the end."""
     import phalanx
 
     warm_up = max(3, case.steps // 5)
@@ -83,14 +86,14 @@ def measured_apart(column: str, model: str) -> float:
     return float(subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout)
 
 
-def compare(model: str, rounds: int) -> dict[str, float]:
+def compare(model: str, rounds: int, bar: tqdm.tqdm) -> dict[str, float]:
     """Median seconds a step per column, rounds interleaved."""
     seconds: dict[str, list[float]] = {column: [] for column in COLUMNS}
     for number in range(rounds):
         for column in COLUMNS if number % 2 == 0 else reversed(COLUMNS):
-            print(f"\r{model}: round {number + 1} of {rounds}, {column:16}", end="", file=sys.stderr, flush=True)
+            bar.set_description(f"{model}, {column}")
             seconds[column].append(measured_apart(column, model))
-    print("\r" + " " * 60 + "\r", end="", file=sys.stderr)
+            bar.update()
     return {column: statistics.median(values) for column, values in seconds.items()}
 
 
@@ -108,15 +111,22 @@ def table(medians: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
+def put_into_readme(text: str) -> None:
+    """Replace the table between the two markers of the README."""
+    before, rest = README.read_text().split(BEGIN)
+    README.write_text(before + BEGIN + "\n" + text + "\n" + END + rest.split(END)[1])
+
+
 def circumstances() -> str:
     """Machine, versions, date and command: what a figure is worth without them is nothing."""
     import phalanx
 
-    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")
+    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
+    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
     return (
         f"{datetime.date.today()}, {cpu}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}, Python "
         f"{platform.python_version()}, torch {torch.__version__}, phalanx {phalanx.__version__}; "
-        f"`python benchmarks/step.py {' '.join(sys.argv[1:])}`".replace(" `", " `").strip()
+        f"`{' '.join(['python benchmarks/step.py', *sys.argv[1:]])}`"
     )
 
 
@@ -131,13 +141,16 @@ def main() -> None:
         print(measure(arguments.column, arguments.model))
         return
     chosen = [arguments.model] if arguments.model else models.CASES
-    medians = {model: compare(model, arguments.rounds) for model in chosen}
-    report = f"# One step, inline\n\n{circumstances()}\nMedians of {arguments.rounds} interleaved rounds.\n\n{table(medians)}\n"
+    with tqdm.tqdm(total=len(chosen) * arguments.rounds * len(COLUMNS), unit="process") as bar:
+        medians = {model: compare(model, arguments.rounds, bar) for model in chosen}
+    method = f"Medians of {arguments.rounds} interleaved rounds."
+    report = f"# One step, inline\n\n{circumstances()}\n{method}\n\n{table(medians)}\n"
     print(report)
     if arguments.save:
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / "step.md").write_text(report)
         (RESULTS / "step.json").write_text(json.dumps(medians, indent=1) + "\n")
+        put_into_readme(table(medians))
 
 
 if __name__ == "__main__":

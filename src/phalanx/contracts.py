@@ -27,8 +27,8 @@ class Computed:
     weight : float or None
         The weight that the loss returned, if it did.
     gradient : Vector or None
-        None where the weight is 0: such a gradient is not looked at. No entry shares memory with another or with
-        the model: whoever folds may write into them.
+        None where the weight is 0: such a gradient is not looked at. Where replicas are folded or gradients
+        clipped, no entry shares memory with another, so that each may be written.
     buffers : list
         The model's buffers as this replica left them.
     """
@@ -81,7 +81,7 @@ class Framework(Protocol):
 
     @property
     def environment(self) -> AbstractContextManager[None]:
-        """Re-entrant: inside, generators, threads and modes are the run's; outside, the caller's."""
+        """Inside, generators, threads and modes are the run's; outside, the caller's. Entered once at a time."""
         ...
 
     @property

@@ -5,7 +5,7 @@ Knows arrays only by ``shape`` and ``__getitem__``, so it serves every framework
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,14 +29,14 @@ class Share:
     ----------
     samples : numpy.ndarray
         Sample indices, for weights and error messages; positions in the batch if the caller brought it.
-    fetch : callable
-        Reads the share; may run the user's dataset code.
+    read : callable
+        ``read(samples)`` fetches them; may run the user's dataset code.
     collated : bool
-        Whether ``fetch`` gives a batch, or a list of samples that is still to be collated.
+        Whether ``read`` gives a batch, or a list of samples that is still to be collated.
     """
 
     samples: Indices
-    fetch: Callable[[], Any]
+    read: Callable[[Indices], Any]
     collated: bool
 
 
@@ -44,24 +44,25 @@ class Share:
 class Columns:
     """A tree (tuples, dicts) of arrays of equal length; a share is the same tree of rows.
 
-    ``index(indices)`` turns indices into what the framework's arrays are indexed with.
+    ``rebuild(rows)`` makes the tree again out of one item per array; ``index(indices)`` turns indices into what the
+    framework's arrays are indexed with.
     """
 
-    tree: Any
-    length: int
+    arrays: tuple[Any, ...]
+    rebuild: Callable[[Iterable[Any]], Any]
     index: Callable[[Indices], Any] = np.asarray
 
     def __len__(self) -> int:
-        return self.length
+        return int(self.arrays[0].shape[0])
 
     def batch(self, indices: Indices) -> Any:
         """The rows of a share."""
         rows = self.index(indices)
-        return map_tree(lambda column: column[rows], self.tree)
+        return self.rebuild([array[rows] for array in self.arrays])
 
     def sample(self, index: int, seed: SeedSample) -> Any:
         """One row, with no added axis; nothing is drawn."""
-        return map_tree(lambda column: column[index], self.tree)
+        return self.rebuild([array[index] for array in self.arrays])
 
 
 @dataclass(frozen=True)
@@ -121,10 +122,21 @@ def open_columns(data: Any, argument: str) -> Columns:
     if len(set(lengths.values())) > 1:
         spelled = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         raise UsageError(f"{argument} has columns of unequal length: {spelled}; cut them to the same number of samples")
-    length = next(iter(lengths.values()))
-    if length == 0:
+    if not all(lengths.values()):
         raise UsageError(f"{argument} is empty (columns of length 0); it needs at least one sample")
-    return Columns(data, length)
+    return Columns(tuple(column for _, column in columns), _rebuilder(data))
+
+
+def _rebuilder(tree: Any) -> Callable[[Iterable[Any]], Any]:
+    """The inverse of taking the leaves of ``tree``, for any other leaves in the same order."""
+    if type(tree) is tuple and all(is_array(item) for item in tree):
+        return tuple
+
+    def rebuild(rows: Iterable[Any]) -> Any:
+        remaining = iter(rows)
+        return map_tree(lambda _: next(remaining), tree)
+
+    return rebuild
 
 
 def open_batch(batch: Any) -> Columns | Samples:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -35,11 +35,8 @@ class Dealer:
         """The shares of a planned step; each sample's generator seeds follow from (seed, epoch, index)."""
         plan, source = self._definition.plan, self._source
         assert source is not None
-
-        def seed(index: int) -> None:
-            generators.seed(plan.sample_key(step, index))
-
-        return [self._share(source, indices, seed) for indices in plan.shares(step)]
+        read, collated = self._reader(source, lambda index: generators.seed(plan.sample_key(step, index)))
+        return [Share(indices, read, collated) for indices in plan.shares(step)]
 
     def brought(self, batch: Any) -> list[Share]:
         """The shares of a batch that the caller brought, cut as ``numpy.array_split`` does."""
@@ -52,25 +49,25 @@ class Dealer:
             )
         positions = np.arange(len(source), dtype=np.int64)
         bounds = share_bounds(len(source), replicas)
-        return [self._share(source, positions[start:end], _unseeded) for start, end in bounds]
+        read, collated = self._reader(source, _unseeded)
+        return [Share(positions[start:end], read, collated) for start, end in bounds]
 
     def chunks(self, data: Any, batch_size: int) -> Iterator[Share]:
         """Evaluation data in order, each sample once; one by one if the recipe hands over samples as they are."""
         source = self._framework.opened(open_data(data, "evaluation data"))
         size = 1 if self._definition.batch_size is None else batch_size
-
-        def seed(index: int) -> None:
-            generators.seed(evaluation_sample_key(self._definition.seed, index))
-
+        seed = self._definition.seed
+        read, collated = self._reader(source, lambda index: generators.seed(evaluation_sample_key(seed, index)))
         for start in range(0, len(source), size):
-            yield self._share(source, np.arange(start, min(start + size, len(source)), dtype=np.int64), seed)
+            yield Share(np.arange(start, min(start + size, len(source)), dtype=np.int64), read, collated)
 
-    def _share(self, source: Source, indices: Indices, seed: SeedSample) -> Share:
+    def _reader(self, source: Source, seed: SeedSample) -> tuple[Callable[[Indices], Any], bool]:
+        """How a share of ``source`` is read, and whether that gives a batch or a list still to be collated."""
         if self._definition.batch_size is None:
-            return Share(indices, lambda: source.sample(int(indices[0]), seed), collated=True)
+            return lambda indices: source.sample(int(indices[0]), seed), True
         if isinstance(source, Columns) and self._definition.collate_fn is None:
-            return Share(indices, lambda: source.batch(indices), collated=True)
-        return Share(indices, lambda: [source.sample(int(index), seed) for index in indices], collated=False)
+            return source.batch, True
+        return lambda indices: [source.sample(int(index), seed) for index in indices], False
 
 
 def _unseeded(index: int) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class StepReport:
+class StepReport(NamedTuple):
     """What one finished step was.
 
     Attributes
@@ -41,7 +41,8 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """One evaluation: after how many finished steps, and its value."""
+    """One evaluation: after how many finished steps, its value, and the metric function's name."""
 
     steps: int
     value: float
+    name: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from phalanx import checks
@@ -97,7 +97,7 @@ class Run:
 
     def free_running(self) -> Iterator[StepReport]:
         """Iterate as ``for report in run`` does, staying in the run's environment between steps if nobody looks."""
-        with contextlib.nullcontext() if self._callbacks else self._engine.environment():
+        with contextlib.nullcontext() if self._callbacks else self._engine.environment:
             yield from self
 
     @property
@@ -155,7 +155,8 @@ class Run:
         self._check_open()
         _check_evaluation(metric_fn, data, batch_size)
         value = self._engine.evaluate(metric_fn, data, batch_size)
-        self.metric_history.append(Evaluated(self.steps, value))
+        name = getattr(metric_fn, "__name__", "metric")
+        self.metric_history.append(Evaluated(self.steps, value, "metric" if name == "<lambda>" else name))
         return value
 
     def result(self) -> Result:
@@ -178,9 +179,9 @@ class Run:
             raise
         if self._evaluation is not None and self._due(report):
             due = self._evaluation
-            report = replace(report, metric=self.evaluate(due.metric_fn, due.data, due.batch_size))
+            report = report._replace(metric=self.evaluate(due.metric_fn, due.data, due.batch_size))
         self._last = time.perf_counter()
-        self._progress.show(report)
+        self._progress.show(report, self.metric_history)
         for callback in self._callbacks:
             callback(report)
         return report

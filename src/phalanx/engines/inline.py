@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from phalanx.contracts import Exported, Framework
@@ -12,10 +11,10 @@ from phalanx.deal import Dealer
 from phalanx.definition import Definition
 from phalanx.errors import RunError, UsageError, WorkerError
 from phalanx.events import StepReport
-from phalanx.interrupts import Interrupts
 from phalanx.plan import evaluation_key
 from phalanx.plan.fold import Fold
 from phalanx.step import Rules, commit, propose
+from phalanx.surroundings import Interrupts, Reentrant
 
 
 class Inline:
@@ -33,6 +32,8 @@ class Inline:
         One mean loss per finished step; its length is the number of finished steps.
     samples : int
         Samples seen in all of them.
+    environment : context manager
+        Re-entrant. Inside, generators, threads, modes and SIGINT are the run's; outside, the caller's.
     """
 
     workers = 1
@@ -44,6 +45,7 @@ class Inline:
         self._rules = Rules(definition.replicas, definition.seed, definition.on_nonfinite)
         self._torn: str | None = None
         self._interrupts = Interrupts()
+        self.environment = Reentrant(self._interrupts, framework.environment)
         self.loss_history: list[float] = []
         self.samples = 0
 
@@ -55,17 +57,19 @@ class Inline:
         self._check_whole()
         started = time.perf_counter()
         t = len(self.loss_history)
-        with self.environment():
+        with self.environment:
             shares = self._dealer.planned(t) if batch is None else self._dealer.brought(batch)
             proposal = propose(self._framework, self._rules, t, shares)
             samples, lr = sum(len(share.samples) for share in shares), self._framework.lr
-            with self._interrupts.held():
-                try:
-                    commit(self._framework, proposal)
-                except Exception as error:
-                    raise self._tear(t, error) from error
+            self._interrupts.hold()
+            try:
+                commit(self._framework, proposal)
                 self.loss_history.append(proposal.loss)
                 self.samples += samples
+            except Exception as error:
+                raise self._tear(t, error) from error
+            finally:
+                self._interrupts.release()
         epoch = self._definition.plan.epoch(t) if batch is None else None
         return StepReport(t, epoch, proposal.loss, proposal.norm, lr, samples, time.perf_counter() - started)
 
@@ -73,7 +77,7 @@ class Inline:
         """Weighted mean of a metric over all samples of ``data``, chunk by chunk, folded in the fixed order."""
         self._check_whole()
         seed = self._definition.seed
-        with self.environment():
+        with self.environment:
             shares = list(self._dealer.chunks(data, batch_size))
             values: Fold[float] = Fold(len(shares), _plus)
             weights: Fold[float] = Fold(len(shares), _plus)
@@ -90,12 +94,6 @@ class Inline:
         """The state as of the last finished step; ``copy`` makes it independent of the run."""
         self._check_whole()
         return self._framework.export(len(self.loss_history), copy=copy)
-
-    @contextlib.contextmanager
-    def environment(self) -> Iterator[None]:
-        """Re-entrant: inside, generators, threads, modes and SIGINT are the run's; outside, the caller's."""
-        with self._interrupts, self._framework.environment:
-            yield
 
     def _tear(self, t: int, error: Exception) -> RunError:
         self._torn = f"{type(error).__name__} in the optimizer or scheduler at step {t}: {error}"

@@ -23,9 +23,8 @@ def seed(key: int) -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.default_generator.manual_seed(key)
-        if torch.cuda.is_initialized():
-            for generator in torch.cuda.default_generators:
-                generator.manual_seed(key)
+        for generator in torch.cuda.default_generators:  # none before CUDA is in use
+            generator.manual_seed(key)
 
 
 @contextlib.contextmanager

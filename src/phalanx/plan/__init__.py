@@ -6,6 +6,7 @@ Pure: no framework, process, clock or file.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -50,7 +51,7 @@ class Plan:
     seeder: Seeded = field(repr=False, compare=False)
     _orders: dict[int, Indices] = field(default_factory=dict[int, Indices], repr=False, compare=False)
 
-    @property
+    @functools.cached_property
     def steps_per_epoch(self) -> int:
         """Steps in one pass over the data; the last may be short."""
         return steps_per_epoch(self.samples, self.batch_size, drop_last=self.drop_last)

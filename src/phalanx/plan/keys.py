@@ -1,8 +1,8 @@
 """Random keys: pure functions of counters, so that randomness is computed and never carried.
 
-A key is a 64-bit integer. Its low 32 bits are a bijection of the low 32 bits of the counter (torch's CPU generator
-uses no more than those, so a hash could collide; a bijection cannot within 2**32 counters). The high bits are a
-hash of the whole counter, for generators that use all 64. Mixers: splitmix64 (Steele, Lea and Flood, 2014) and the
+A key is a 64-bit integer, a bijection of its counter under a constant that is hashed from seed and stream. Its low 32
+bits alone are a bijection of the counter's low 32 bits: torch's CPU generator uses no more than those, so a hash could
+collide, and a bijection cannot within 2**32 counters. Mixers: splitmix64 (Steele, Lea and Flood, 2014) and the
 32-bit finalizer of MurmurHash3 (Appleby, 2011).
 """
 
@@ -54,5 +54,4 @@ def key(seed: int, stream: int, counter: int) -> int:
         Any non-negative integer.
     """
     constant = _stream_constant(seed, stream)
-    low = fmix32((fmix32((counter ^ constant) & MASK32) + (constant >> 32)) & MASK32)
-    return (splitmix64(constant ^ (counter & MASK64)) & ~MASK32) | low
+    return ((constant ^ counter) & ~MASK32 & MASK64) | fmix32((constant ^ counter) & MASK32)

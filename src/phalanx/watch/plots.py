@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,10 +14,10 @@ if TYPE_CHECKING:
     from phalanx.result import Result
 
 LOSS_COLOR = "#1f5a96"
-METRIC_COLOR = "#c1452b"
+METRIC_COLORS = ("#c1452b", "#3d8b5f", "#8a5ca8")
 
 
-def plot_history(result: Result, ax: Axes | None = None, metric_name: str = "metric") -> Axes:
+def plot_history(result: Result, ax: Axes | None = None) -> Axes:
     """Draw the loss of every step with its mean per epoch and, on a second axis, the evaluations."""
     ax = _new_axes() if ax is None else ax
     per_epoch = result.steps_per_epoch
@@ -37,28 +36,31 @@ def plot_history(result: Result, ax: Axes | None = None, metric_name: str = "met
     if len(positive) and positive.min() > 0 and positive.max() / positive.min() > 50:
         ax.set_yscale("log")
     ax.set_xlabel("epoch" if per_epoch else "step")
+    ax.locator_params(axis="x", integer=True)
     ax.set_ylabel("training loss", color=LOSS_COLOR)
     ax.tick_params(axis="y", labelcolor=LOSS_COLOR)
     ax.grid(alpha=0.2)
     ax.set_title(f"{result.replicas} replicas, {result.steps} steps, digest {result.digest[:12]}", fontsize=10)
     if result.metric_history:
-        _plot_metric(result, ax, unit, metric_name)
-    ax.legend(loc="center right", frameon=False, fontsize=8)
+        _plot_metrics(result, ax, unit)
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4, frameon=False, fontsize=8)
     return ax
 
 
-def _plot_metric(result: Result, ax: Axes, unit: int, name: str) -> None:
-    at = [evaluated.steps / unit for evaluated in result.metric_history]
-    values = [evaluated.value for evaluated in result.metric_history]
+def _plot_metrics(result: Result, ax: Axes, unit: int) -> None:
     twin = ax.twinx()
-    twin.plot(at, values, color=METRIC_COLOR, marker="s", markersize=3)
-    twin.set_ylabel(name, color=METRIC_COLOR)
-    twin.tick_params(axis="y", labelcolor=METRIC_COLOR)
-    ax.plot([], [], color=METRIC_COLOR, marker="s", markersize=3, label=name)
-    if math.isfinite(values[-1]):
-        last = (at[-1], values[-1])
-        style = {"ha": "right", "color": METRIC_COLOR, "fontsize": 9}
-        twin.annotate(f"{values[-1]:.4g}", last, textcoords="offset points", xytext=(-4, -12), **style)
+    names = list(dict.fromkeys(evaluated.name for evaluated in result.metric_history))
+    for number, name in enumerate(names):
+        points = [
+            (evaluated.steps / unit, evaluated.value) for evaluated in result.metric_history if evaluated.name == name
+        ]
+        style = {"color": METRIC_COLORS[number % len(METRIC_COLORS)], "marker": "s", "markersize": 3}
+        twin.plot(*zip(*points, strict=True), **style)
+        ax.plot([], [], label=name, **style)
+        last = f"{points[-1][1]:.4g}"
+        twin.annotate(last, points[-1], textcoords="offset points", xytext=(0, -14), ha="right", color=style["color"])
+    twin.set_ylabel(", ".join(names), color=METRIC_COLORS[0])
+    twin.tick_params(axis="y", labelcolor=METRIC_COLORS[0])
 
 
 def _new_axes() -> Axes:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from phalanx.events import StepReport
+from phalanx.events import Evaluated, StepReport
 
 REFRESH_SECONDS = 0.1
 DELAY_SECONDS = 0.5
@@ -27,24 +28,21 @@ class Progress:
         self._bar: Any = None
         self._next = 0.0
         self._pending = 0
-        self._metric: float | None = None
         if shown is True or (shown == "auto" and sys.stderr.isatty()):
             from tqdm import tqdm
 
             delay = 0.0 if shown is True else DELAY_SECONDS
             self._bar = tqdm(total=total, unit="step", delay=delay, mininterval=0, dynamic_ncols=True, desc="phalanx")
 
-    def show(self, report: StepReport) -> None:
-        """Count a finished step; redraw a few times a second."""
+    def show(self, report: StepReport, metrics: Sequence[Evaluated]) -> None:
+        """Count a finished step; redraw a few times a second, with the newest of ``metrics``."""
         if self._bar is None:
             return
         self._pending += 1
-        if report.metric is not None:
-            self._metric = report.metric
         now = time.monotonic()
         if now >= self._next or self._bar.n + self._pending == self._bar.total:
             self._next = now + REFRESH_SECONDS
-            metric = {} if self._metric is None else {"metric": f"{self._metric:.4g}"}
+            metric = {metrics[-1].name: f"{metrics[-1].value:.4g}"} if metrics else {}
             self._bar.set_postfix(loss=f"{report.loss:.4g}", **metric, refresh=False)
             self._bar.update(self._pending)
             self._pending = 0

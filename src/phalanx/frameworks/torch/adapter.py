@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch.utils.data import default_collate
 
 from phalanx.contracts import Computed, Exported, Source
-from phalanx.data import Columns, Samples, Share, map_tree
+from phalanx.data import Columns, Samples, Share
 from phalanx.definition import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks import generators
@@ -51,7 +52,8 @@ class Torch:
         self._buffers = Buffers(self._model)
         self._ambiguous = AmbiguousMean(definition)
         self._updates = Update(definition, self._named)
-        self._replicas = definition.replicas
+        self._shared = definition.replicas > 1
+        self._written = self._shared or math.isfinite(definition.max_norm)
         self._collate = definition.collate_fn or default_collate
         self._norm: torch.Tensor | None = None
 
@@ -64,18 +66,21 @@ class Torch:
         """See ``contracts.Framework.gradient``."""
         self._buffers.begin()
         batch = self._batch(key, share)
-        versions = [parameter._version for parameter in self._parameters]
+        versions = [parameter._version for parameter in self._parameters] if self._shared else []
         try:
             loss, weight = self._forward.loss(batch)
         except ValueError as error:
             _explain(error, len(share.samples))
             raise
-        self._check_unwritten(versions)
+        if self._shared:
+            self._check_unwritten(versions)
         self._ambiguous.warn(weight, batch)
         taken: Gradient | None = None
         if weight != 0:
-            loss.backward()
+            torch.autograd.backward((loss,))
             taken = gradient.take(self._named)
+            if self._written:
+                taken = gradient.separate(taken)
         return Computed(loss.item(), weight, taken, self._buffers.taken())
 
     def norm(self, gradient: Gradient) -> float:
@@ -113,7 +118,7 @@ class Torch:
         """See ``contracts.Framework.opened``."""
         if isinstance(source, Samples):
             return source
-        return Columns(map_tree(as_tensors, source.tree), len(source), torch.from_numpy)
+        return Columns(tuple(map(as_tensors, source.arrays)), source.rebuild, torch.from_numpy)
 
     def export(self, steps: int, *, copy: bool) -> Exported:
         """See ``contracts.Framework.export``."""
@@ -123,8 +128,6 @@ class Torch:
 
     def _check_unwritten(self, versions: list[int]) -> None:
         """Parameters written in forward would leak from replica to replica; a lone replica may do so."""
-        if self._replicas == 1:
-            return
         for (name, parameter), version in zip(self._named, versions, strict=True):
             if parameter._version != version:
                 raise UsageError(
@@ -133,7 +136,7 @@ class Torch:
                 )
 
     def _batch(self, key: int, share: Share) -> Any:
-        samples = share.fetch()
+        samples = share.read(share.samples)
         generators.seed(key)
         return self._forward.to_device(samples if share.collated else self._collate(samples))
 

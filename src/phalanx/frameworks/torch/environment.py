@@ -14,7 +14,7 @@ from phalanx.frameworks import generators
 
 
 class Environment(contextlib.AbstractContextManager[None]):
-    """A re-entrant context: only the outermost entry saves and restores.
+    """A context, entered once at a time.
 
     Parameters
     ----------
@@ -24,22 +24,17 @@ class Environment(contextlib.AbstractContextManager[None]):
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
-        self._depth = 0
         self._exits = contextlib.ExitStack()
 
     def __enter__(self) -> None:
-        if self._depth == 0:
-            with contextlib.ExitStack() as exits:
-                exits.enter_context(generators.kept())
-                exits.enter_context(intra_op_threads(self._threads))
-                exits.enter_context(plain_autograd())
-                self._exits = exits.pop_all()
-        self._depth += 1
+        with contextlib.ExitStack() as exits:
+            exits.enter_context(generators.kept())
+            exits.enter_context(intra_op_threads(self._threads))
+            exits.enter_context(plain_autograd())
+            self._exits = exits.pop_all()
 
     def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self._exits.close()
+        self._exits.close()
 
 
 @contextlib.contextmanager

@@ -94,14 +94,11 @@ class Forward:
         """The model's input in the default forward: float64 is refused where no parameter is."""
         inputs, name = (batch[0], "data[0]") if _is_pair(batch) else (batch, "data")
         for path, leaf in leaves(inputs, name):
-            if (
-                not self._double
-                and isinstance(as_tensors(leaf), torch.Tensor)
-                and as_tensors(leaf).dtype == torch.float64
-            ):
+            if not self._double and getattr(as_tensors(leaf), "dtype", None) == torch.float64:
                 raise UsageError(
-                    f"{path} is float64, but the model's parameters are not; dtypes are never changed behind your back: "
-                    "convert the data with .astype(numpy.float32) (a tensor: .float()), or the model with .double()"
+                    f"{path} is float64, but the model's parameters are not; dtypes are never changed behind your "
+                    "back: convert the data with .astype(numpy.float32) (a tensor: .float()), or the model with "
+                    ".double()"
                 )
 
     def _check_loss(self, name: str, loss: Any, batch: Any) -> None:

@@ -11,26 +11,32 @@ from phalanx.frameworks.torch.arithmetic import Gradient
 
 
 def take(named: Sequence[tuple[str, torch.nn.Parameter]]) -> Gradient:
-    """The gradients of all parameters, None where there is none; ``.grad`` is None afterwards.
-
-    Autograd may give several parameters views of one tensor (the gradient of ``a.view(n) + b.view(n)``, torch 2.13).
-    Whoever writes into one would change the other, so such gradients are copied.
-    """
+    """The gradients of all parameters, None where there is none; ``.grad`` is None afterwards."""
     gradient: Gradient = []
-    storages: set[int] = set()
     for name, parameter in named:
         grad = parameter.grad
-        parameter.grad = None
         if grad is not None:
             if grad.layout != torch.strided:
                 raise UsageError(
                     f"parameter {name!r} has a sparse gradient, and those cannot be folded exactly; use sparse=False"
                 )
+            parameter.grad = None
+        gradient.append(grad)
+    return gradient
+
+
+def separate(gradient: Gradient) -> Gradient:
+    """``gradient`` with no memory shared between entries, so that each can be written.
+
+    Autograd may give several parameters views of one tensor, as the gradient of ``a.view(n) + b.view(n)`` (torch 2.13).
+    """
+    storages: set[int] = set()
+    for position, grad in enumerate(gradient):
+        if grad is not None:
             storage = grad.untyped_storage().data_ptr()
             if storage in storages:
-                grad = grad.clone()
+                gradient[position] = grad.clone()
             storages.add(storage)
-        gradient.append(grad)
     return gradient
 
 

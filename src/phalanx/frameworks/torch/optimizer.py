@@ -45,7 +45,7 @@ class Update:
         present = [grad for grad in gradient if grad is not None]
         if not self._uniform or not present:
             return torch.nn.utils.get_total_norm(present)
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(present)))
+        return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in present]))
 
     def apply(self, gradient: Gradient, norm: torch.Tensor, loss: float) -> None:
         """Clip ``gradient``, step the optimizers with it, step the schedulers."""

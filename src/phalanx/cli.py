@@ -1,0 +1,164 @@
+"""The command line: ``phalanx train FILE``, ``phalanx demo NAME``.
+
+Exit codes: 0 done; 1 the run went wrong (its error says how); 2 the call is wrong; 130 stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pathlib
+import sys
+import traceback
+from typing import Annotated, Any
+
+import typer
+
+from phalanx import __version__
+from phalanx.errors import PhalanxError, UsageError
+from phalanx.recipe import Recipe
+from phalanx.result import Result
+from phalanx.run import Evaluation
+
+EXIT_RUN, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_CODES = "Exit codes: 0 done, 1 the run went wrong, 2 the call is wrong, 130 stopped by Ctrl-C."
+
+app = typer.Typer(
+    help=f"Synchronous data-parallel training with an exact answer.\n\n{EXIT_CODES}",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar.")]
+Plot = Annotated[str, typer.Option("--plot", metavar="PATH", help="Where to write the picture of loss and metric.")]
+Workers = Annotated[str, typer.Option("--workers", help="How many workers, or auto. Never changes the answer.")]
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    """Options before the command."""
+    if version:
+        typer.echo(f"phalanx {__version__}")
+
+
+@app.command()
+def train(
+    file: Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="A Python file that defines `recipe`, or NAME.")],
+    workers: Workers = "auto",
+    plot: Plot = "",
+    json_: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train the recipe that a Python file defines; an `evaluation` beside it is used too."""
+    recipe, evaluation = load_recipe(file)
+    result = recipe.train(workers=_workers(workers), evaluation=evaluation, progress=not quiet)
+    picture = _picture(result, plot) if plot else None
+    _report(pathlib.Path(file.split(":")[0]).name, result, picture, json_=json_)
+
+
+@app.command()
+def demo(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="digits or iris.")],
+    workers: Workers = "auto",
+    plot: Plot = "out/demo-{name}.png",
+    json_: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train on real data, with a picture of loss and accuracy per epoch."""
+    from phalanx.demos.catalog import DEMOS
+
+    if name not in DEMOS:
+        raise UsageError(f"NAME is {name!r}; there are {', '.join(DEMOS)}")
+    shown = DEMOS[name]()
+    if not json_:
+        typer.echo(f"phalanx: {shown.title}")
+    result = shown.recipe.train(workers=_workers(workers), evaluation=shown.evaluation, progress=not quiet)
+    _report(name, result, _picture(result, plot.format(name=name)), json_=json_)
+
+
+def load_recipe(file: str) -> tuple[Recipe, Evaluation | None]:
+    """The recipe, and the evaluation if there is one, of ``PATH`` or ``PATH:NAME``.
+
+    Raises
+    ------
+    UsageError
+        There is no such file, it raises, or it defines no recipe of that name.
+    """
+    path, _, name = file.partition(":")
+    name = name or "recipe"
+    source = pathlib.Path(path).resolve()
+    spec = importlib.util.spec_from_file_location(f"phalanx_file_{source.stem}", source)
+    if not source.is_file() or spec is None or spec.loader is None:
+        raise UsageError(
+            f"FILE is {path!r}, which is not a Python file; give one that defines `{name} = phalanx.Recipe(...)`"
+        )
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(source.parent))
+    spec.loader.exec_module(module)
+    recipe = getattr(module, name, None)
+    if not isinstance(recipe, Recipe):
+        raise UsageError(
+            f"{path} defines no recipe named {name!r}; add `{name} = phalanx.Recipe(...)`, or give FILE:NAME"
+        )
+    evaluation = getattr(module, "evaluation", None)
+    return recipe, evaluation if isinstance(evaluation, Evaluation) else None
+
+
+def main() -> None:
+    """Run the command line; errors become one sentence and an exit code."""
+    try:
+        app()
+    except UsageError as error:
+        typer.echo(f"phalanx: {error}", err=True)
+        sys.exit(EXIT_USAGE)
+    except PhalanxError as error:
+        if error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
+        typer.echo(f"phalanx: {error}", err=True)
+        sys.exit(EXIT_RUN)
+    except KeyboardInterrupt as interrupt:
+        result = getattr(interrupt, "result", None)
+        after = f" after step {result.steps}, digest {result.digest}" if result is not None else ""
+        typer.echo(f"\nphalanx: stopped{after}", err=True)
+        sys.exit(EXIT_INTERRUPTED)
+
+
+def _workers(text: str) -> int | str:
+    return int(text) if text.lstrip("-").isdigit() else text
+
+
+def _picture(result: Result, path: str) -> pathlib.Path:
+    target = pathlib.Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure: Any = result.plot().figure
+    figure.savefig(target)
+    return target
+
+
+def _report(name: str, result: Result, picture: pathlib.Path | None, *, json_: bool) -> None:
+    per_epoch = None
+    if result.steps_per_epoch and result.steps:
+        per_epoch = result.seconds / result.steps * result.steps_per_epoch
+    metrics = {evaluated.name: evaluated.value for evaluated in result.metric_history}
+    facts: dict[str, Any] = {
+        "name": name,
+        "loss": result.loss,
+        **metrics,
+        "seconds per epoch": per_epoch,
+        "steps": result.steps,
+        "samples": result.samples,
+        "replicas": result.replicas,
+        "workers": result.workers,
+        "digest": result.digest,
+        "picture": None if picture is None else str(picture),
+    }
+    if json_:
+        typer.echo(json.dumps({key.replace(" ", "_"): value for key, value in facts.items()}))
+        return
+    width = max(len(key) for key, value in facts.items() if value is not None)
+    for key, value in facts.items():
+        if value is not None and key not in ("name", "digest"):
+            typer.echo(f"{key:{width}}  {value:.4f}" if isinstance(value, float) else f"{key:{width}}  {value}")
+    typer.echo(f"digest {result.digest}")
