@@ -6,13 +6,14 @@ Start reading at ``recipe``: ``Recipe.train`` -> ``run`` -> ``engines.inline`` -
 from __future__ import annotations
 
 from phalanx.errors import NonFiniteError, PhalanxError, RunError, UsageError, WorkerError
+from phalanx.evaluation import Evaluation
 from phalanx.events import Evaluated, StepReport
 from phalanx.frameworks.torch.losses import weighted
 from phalanx.frameworks.torch.state import digest
 from phalanx.plan import Plan
 from phalanx.recipe import Recipe
 from phalanx.result import Result
-from phalanx.run import Evaluation, Run
+from phalanx.run import Run
 from phalanx.train import train
 
 __version__ = "0.1.0"

@@ -16,9 +16,9 @@ import typer
 
 from phalanx import __version__
 from phalanx.errors import PhalanxError, UsageError
+from phalanx.evaluation import Evaluation
 from phalanx.recipe import Recipe
 from phalanx.result import Result
-from phalanx.run import Evaluation
 
 EXIT_RUN, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 EXIT_CODES = "Exit codes: 0 done, 1 the run went wrong, 2 the call is wrong, 130 stopped by Ctrl-C."
@@ -94,7 +94,7 @@ def load_recipe(file: str) -> tuple[Recipe, Evaluation | None]:
         raise UsageError(
             f"FILE is {path!r}, which is not a Python file; give one that defines `{name} = phalanx.Recipe(...)`"
         )
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(source.parent))
     spec.loader.exec_module(module)
     recipe = getattr(module, name, None)

@@ -1,7 +1,7 @@
 """The seams between the step and what computes it: a handful of methods each, and nothing else.
 
-A framework (torch, later jax) computes a replica's gradient and applies the mean. A gradient is a vector: a list with
-one entry per parameter, None where the parameter got none.
+A framework (torch, later jax) computes a replica's gradient and applies the mean; a step sees only ``Steppable``.
+A gradient is a vector: a list with one entry per parameter, None where the parameter got none.
 """
 
 from __future__ import annotations
@@ -68,25 +68,12 @@ class Arithmetic(Protocol):
         ...
 
 
-class Framework(Protocol):
-    """One model with its optimizer at a step boundary, and the means to take it to the next.
-
-    The methods are called inside ``environment``.
-    """
+class Steppable(Protocol):
+    """What a step needs: the state at its start, and the means to take it to the next. Used inside ``environment``."""
 
     @property
     def arithmetic(self) -> Arithmetic:
-        """How its gradients are added, scaled and divided."""
-        ...
-
-    @property
-    def environment(self) -> AbstractContextManager[None]:
-        """Inside, generators, threads and modes are the run's; outside, the caller's. Entered once at a time."""
-        ...
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the next step."""
+        """How gradients are added, scaled and divided."""
         ...
 
     def gradient(self, key: int, share: Share) -> Computed:
@@ -107,6 +94,20 @@ class Framework(Protocol):
 
     def rewind(self) -> None:
         """Undo what computing gradients left behind: buffers as at the step's start, no gradients."""
+        ...
+
+
+class Framework(Steppable, Protocol):
+    """What an engine needs of a model with its optimizer: steps, and a view of the state between them."""
+
+    @property
+    def environment(self) -> AbstractContextManager[None]:
+        """Inside, generators, threads and modes are the run's; outside, the caller's. Entered once at a time."""
+        ...
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
         ...
 
     def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> tuple[float, float]:

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from phalanx import generators
 from phalanx.contracts import Framework, Source
 from phalanx.data import Columns, SeedSample, Share, open_batch, open_data
 from phalanx.definition import Definition
 from phalanx.errors import UsageError
-from phalanx.frameworks import generators
 from phalanx.plan import Indices, evaluation_sample_key
 from phalanx.plan.shares import share_bounds
 

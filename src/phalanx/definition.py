@@ -8,10 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx import checks
+from phalanx import checks, generators
 from phalanx.data import Columns, Samples, open_data
 from phalanx.errors import UsageError
-from phalanx.frameworks import generators
 from phalanx.plan import Plan, steps_per_epoch
 
 DEFAULT_LR = 1e-3

@@ -9,8 +9,8 @@ from typing import Any, TypedDict
 
 from phalanx import checks
 from phalanx.errors import UsageError
+from phalanx.evaluation import Evaluation
 from phalanx.events import StepReport
-from phalanx.run import Evaluation
 
 
 class Options(TypedDict, total=False):

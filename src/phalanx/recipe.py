@@ -108,8 +108,7 @@ class Recipe(Definition):
                 "train() needs data, but data is None: start() the recipe and bring batches: run.step(batch)"
             )
         with self.start(**options) as run:
-            for _ in run.free_running():
-                pass
+            run.finish()
         return run.result()
 
     def start(self, **options: Unpack[Options]) -> Run:

@@ -77,4 +77,5 @@ class Result:
         """
         from phalanx.watch.plots import plot_history
 
-        return plot_history(self, ax)
+        title = f"{self.replicas} replicas, {self.steps} steps, digest {self.digest[:12]}"
+        return plot_history(self.loss_history, self.metric_history, self.steps_per_epoch, title, ax)

@@ -5,42 +5,17 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from phalanx import checks
-from phalanx.data import open_data
 from phalanx.definition import Definition
 from phalanx.engines.inline import Inline
 from phalanx.errors import RunError, UsageError
+from phalanx.evaluation import DEFAULT_BATCH, Evaluation, check_evaluation
 from phalanx.events import Evaluated, StepReport
 from phalanx.result import Result
 from phalanx.watch.progress import Progress
 
-DEFAULT_EVALUATION_BATCH = 256
 Callback = Callable[[StepReport], Any]
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """An evaluation that is due after every epoch and after the last step.
-
-    Parameters
-    ----------
-    metric_fn : callable
-        ``metric_fn(output, target) -> mean``, or ``(mean, weight)``.
-    data : Any
-        Held-out samples, in any form that a recipe's data may have.
-    batch_size : int, default 256
-        Samples at once. One by one where the recipe's own ``batch_size`` is None.
-    """
-
-    metric_fn: Callable[..., Any]
-    data: Any
-    batch_size: int = DEFAULT_EVALUATION_BATCH
-
-    def __post_init__(self) -> None:
-        _check_evaluation(self.metric_fn, self.data, self.batch_size)
 
 
 class Run:
@@ -95,10 +70,11 @@ class Run:
             raise StopIteration
         return self._advance(None)
 
-    def free_running(self) -> Iterator[StepReport]:
-        """Iterate as ``for report in run`` does, staying in the run's environment between steps if nobody looks."""
+    def finish(self) -> None:
+        """Do all planned steps that are left. Between them the run keeps its environment, if no callback looks."""
         with contextlib.nullcontext() if self._callbacks else self._engine.environment:
-            yield from self
+            for _ in self:
+                pass
 
     @property
     def steps(self) -> int:
@@ -132,7 +108,7 @@ class Run:
                 raise UsageError(f"all {self.steps} planned steps are done; raise steps or epochs, or bring a batch")
         return self._advance(batch).loss
 
-    def evaluate(self, metric_fn: Callable[..., Any], data: Any, batch_size: int = DEFAULT_EVALUATION_BATCH) -> float:
+    def evaluate(self, metric_fn: Callable[..., Any], data: Any, batch_size: int = DEFAULT_BATCH) -> float:
         """Evaluate the current state in evaluation mode: exact, nothing padded, nothing counted twice.
 
         Modes, generators and buffers are afterwards as they were before.
@@ -153,8 +129,12 @@ class Run:
             ``metric_history``.
         """
         self._check_open()
-        _check_evaluation(metric_fn, data, batch_size)
-        value = self._engine.evaluate(metric_fn, data, batch_size)
+        check_evaluation(metric_fn, data, batch_size)
+        try:
+            value = self._engine.evaluate(metric_fn, data, batch_size)
+        except RunError as error:
+            error.result = self._last_good()
+            raise
         name = getattr(metric_fn, "__name__", "metric")
         self.metric_history.append(Evaluated(self.steps, value, "metric" if name == "<lambda>" else name))
         return value
@@ -217,13 +197,3 @@ class Run:
             seconds=0.0 if self._first is None else self._last - self._first,
             startup_seconds=(self._last if self._first is None else self._first) - self._called,
         )
-
-
-def _check_evaluation(metric_fn: Any, data: Any, batch_size: Any) -> None:
-    if not callable(metric_fn):
-        raise UsageError(
-            f"metric_fn is {metric_fn!r}; it must be callable, as in "
-            "metric_fn=lambda output, target: (output.argmax(1) == target).float().mean()"
-        )
-    open_data(data, "evaluation data")
-    checks.integer("batch_size", batch_size, least=1)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.contracts import Arithmetic, Computed, Framework, Vector
+from phalanx.contracts import Arithmetic, Computed, Steppable, Vector
 from phalanx.data import Share
 from phalanx.errors import NonFiniteError, PhalanxError, RunError, UsageError, WorkerError, spell_samples
 from phalanx.plan import replica_key
@@ -62,7 +62,7 @@ class Proposal:
     accepted: bool
 
 
-def propose(framework: Framework, rules: Rules, t: int, shares: Sequence[Share]) -> Proposal:
+def propose(framework: Steppable, rules: Rules, t: int, shares: Sequence[Share]) -> Proposal:
     """Compute step ``t``: gradients of the replicas, fold, screen.
 
     Raises
@@ -102,7 +102,7 @@ def propose(framework: Framework, rules: Rules, t: int, shares: Sequence[Share])
     return Proposal(loss, norm, gradient, buffers, accepted)
 
 
-def commit(framework: Framework, proposal: Proposal) -> None:
+def commit(framework: Steppable, proposal: Proposal) -> None:
     """Take ``framework`` to the state after the step."""
     if proposal.accepted:
         framework.update(proposal.gradient, proposal.loss, proposal.buffers)
@@ -110,7 +110,7 @@ def commit(framework: Framework, proposal: Proposal) -> None:
         framework.skip(proposal.loss)
 
 
-def _compute(framework: Framework, rules: Rules, t: int, replica: int, share: Share) -> Computed:
+def _compute(framework: Steppable, rules: Rules, t: int, replica: int, share: Share) -> Computed:
     try:
         return framework.gradient(replica_key(rules.seed, t, replica, rules.replicas), share)
     except PhalanxError:
@@ -160,7 +160,7 @@ def _finite(arithmetic: Arithmetic, loss: float, norm: float, gradient: Vector) 
     return math.isfinite(loss) and (math.isfinite(norm) or arithmetic.finite(gradient))
 
 
-def _blame(framework: Framework, rules: Rules, t: int, shares: Sequence[Share]) -> NonFiniteError:
+def _blame(framework: Steppable, rules: Rules, t: int, shares: Sequence[Share]) -> NonFiniteError:
     """Name the replica. A replica-step is a pure function, so it can simply be computed again."""
     for replica, share in enumerate(shares):
         if not len(share.samples):

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from phalanx.demos.parts import Demo, accuracy, bundled
+from phalanx.evaluation import Evaluation
 from phalanx.recipe import Recipe
-from phalanx.run import Evaluation
 
 TEST_SAMPLES = 360
 EPOCHS = 20

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from phalanx.errors import UsageError
+from phalanx.evaluation import Evaluation
 from phalanx.recipe import Recipe
-from phalanx.run import Evaluation
 
 
 @dataclass(frozen=True)

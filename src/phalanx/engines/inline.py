@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from phalanx.contracts import Exported, Framework
+from phalanx.data import Share
 from phalanx.deal import Dealer
 from phalanx.definition import Definition
-from phalanx.errors import RunError, UsageError, WorkerError
+from phalanx.errors import PhalanxError, RunError, UsageError, WorkerError, spell_samples
 from phalanx.events import StepReport
 from phalanx.plan import evaluation_key
 from phalanx.plan.fold import Fold
@@ -82,7 +83,7 @@ class Inline:
             values: Fold[float] = Fold(len(shares), _plus)
             weights: Fold[float] = Fold(len(shares), _plus)
             for chunk, share in enumerate(shares):
-                mean, weight = self._framework.measure(metric_fn, evaluation_key(seed, chunk), share)
+                mean, weight = self._measure(metric_fn, evaluation_key(seed, chunk), share)
                 values.push(chunk, mean * weight if weight else None)
                 weights.push(chunk, weight)
         value, weight = values.total(), weights.total()
@@ -94,6 +95,16 @@ class Inline:
         """The state as of the last finished step; ``copy`` makes it independent of the run."""
         self._check_whole()
         return self._framework.export(len(self.loss_history), copy=copy)
+
+    def _measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> tuple[float, float]:
+        try:
+            return self._framework.measure(metric_fn, key, share)
+        except PhalanxError:
+            raise
+        except Exception as error:
+            samples = spell_samples(share.samples)
+            message = f"{type(error).__name__} in user code while evaluating samples {samples}: {error}"
+            raise WorkerError(message, samples=share.samples) from error
 
     def _tear(self, t: int, error: Exception) -> RunError:
         self._torn = f"{type(error).__name__} in the optimizer or scheduler at step {t}: {error}"

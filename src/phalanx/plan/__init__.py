@@ -10,14 +10,10 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
 from phalanx.plan import keys
-from phalanx.plan.order import epoch_order
+from phalanx.plan.order import Indices, epoch_order
 from phalanx.plan.shares import share_bounds
 
-Indices = npt.NDArray[np.int64]
 Seeded = Callable[[int], contextlib.AbstractContextManager[None]]
 
 
@@ -49,7 +45,7 @@ class Plan:
     shuffle: bool
     drop_last: bool
     seeder: Seeded = field(repr=False, compare=False)
-    _orders: dict[int, Indices] = field(default_factory=dict[int, Indices], repr=False, compare=False)
+    _orders: dict[int, Indices] = field(init=False, default_factory=dict[int, Indices], repr=False, compare=False)
 
     @functools.cached_property
     def steps_per_epoch(self) -> int:

@@ -64,6 +64,8 @@ class Fold(Generic[T]):
 
     def _push(self, level: int, index: int, value: T | None) -> None:
         stack = self._stack
+        if index << level >= self._replicas:
+            raise ValueError(f"replica {index << level} was pushed into a fold over {self._replicas}")
         if stack and (stack[-1].index + 1) << stack[-1].level != index << level:
             raise ValueError(f"replica {index << level} was pushed out of order")
         while 1 << level < self._replicas:

@@ -2,7 +2,8 @@
 
 A key is a 64-bit integer, a bijection of its counter under a constant that is hashed from seed and stream. Its low 32
 bits alone are a bijection of the counter's low 32 bits: torch's CPU generator uses no more than those, so a hash could
-collide, and a bijection cannot within 2**32 counters. Mixers: splitmix64 (Steele, Lea and Flood, 2014) and the
+collide, and a bijection cannot within 2**32 counters. It takes two rounds with the constant in between, so that streams
+are not one permutation shifted. Mixers: splitmix64 (Steele, Lea and Flood, 2014) and the
 32-bit finalizer of MurmurHash3 (Appleby, 2011).
 """
 
@@ -54,4 +55,5 @@ def key(seed: int, stream: int, counter: int) -> int:
         Any non-negative integer.
     """
     constant = _stream_constant(seed, stream)
-    return ((constant ^ counter) & ~MASK32 & MASK64) | fmix32((constant ^ counter) & MASK32)
+    mixed = constant ^ counter
+    return (mixed & ~MASK32 & MASK64) | fmix32((fmix32(mixed & MASK32) + (constant >> 32)) & MASK32)

@@ -7,15 +7,17 @@ ties and every sorting algorithm gives the same order.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-import numpy.typing as npt
 
 from phalanx.plan.keys import GOLDEN, MASK64, ORDER_STREAM, key
 
+Indices = np.ndarray[Any, np.dtype[np.int64]]
 ALGORITHM = "splitmix64-argsort-1"
 
 
-def epoch_order(seed: int, epoch: int, samples: int, *, shuffle: bool) -> npt.NDArray[np.int64]:
+def epoch_order(seed: int, epoch: int, samples: int, *, shuffle: bool) -> Indices:
     """Sample indices of one epoch, each exactly once.
 
     Returns

@@ -22,6 +22,6 @@ def share_bounds(samples: int, replicas: int) -> list[tuple[int, int]]:
 
 
 def share_weights(sizes: Sequence[int]) -> list[float]:
-    """Weights known from the plan: ``n_r / n_max``; exactly 1.0 everywhere when all non-empty shares are equal."""
+    """Weights known from the plan: ``n_r / n_max``; exactly 1.0 for all that have samples if those are equally many."""
     largest = max(sizes)
     return [size / largest for size in sizes]

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from phalanx.errors import UsageError
+from phalanx.events import Evaluated
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from phalanx.result import Result
 
 LOSS_COLOR = "#1f5a96"
 METRIC_COLORS = ("#c1452b", "#3d8b5f", "#8a5ca8")
 
 
-def plot_history(result: Result, ax: Axes | None = None) -> Axes:
+def plot_history(
+    loss_history: Sequence[float],
+    metric_history: Sequence[Evaluated],
+    per_epoch: int | None,
+    title: str,
+    ax: Axes | None = None,
+) -> Axes:
     """Draw the loss of every step with its mean per epoch and, on a second axis, the evaluations."""
     ax = _new_axes() if ax is None else ax
-    per_epoch = result.steps_per_epoch
     unit = per_epoch or 1
-    losses = np.asarray(result.loss_history, dtype=np.float64)
+    losses = np.asarray(loss_history, dtype=np.float64)
     at = np.arange(1, len(losses) + 1) / unit
     many = per_epoch is not None and len(losses) > per_epoch
     ax.plot(at, losses, color=LOSS_COLOR, alpha=0.3 if many else 1.0, linewidth=1, label="loss, every step")
@@ -40,20 +45,18 @@ def plot_history(result: Result, ax: Axes | None = None) -> Axes:
     ax.set_ylabel("training loss", color=LOSS_COLOR)
     ax.tick_params(axis="y", labelcolor=LOSS_COLOR)
     ax.grid(alpha=0.2)
-    ax.set_title(f"{result.replicas} replicas, {result.steps} steps, digest {result.digest[:12]}", fontsize=10)
-    if result.metric_history:
-        _plot_metrics(result, ax, unit)
+    ax.set_title(title, fontsize=10)
+    if metric_history:
+        _plot_metrics(metric_history, ax, unit)
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4, frameon=False, fontsize=8)
     return ax
 
 
-def _plot_metrics(result: Result, ax: Axes, unit: int) -> None:
+def _plot_metrics(metric_history: Sequence[Evaluated], ax: Axes, unit: int) -> None:
     twin = ax.twinx()
-    names = list(dict.fromkeys(evaluated.name for evaluated in result.metric_history))
+    names = list(dict.fromkeys(evaluated.name for evaluated in metric_history))
     for number, name in enumerate(names):
-        points = [
-            (evaluated.steps / unit, evaluated.value) for evaluated in result.metric_history if evaluated.name == name
-        ]
+        points = [(evaluated.steps / unit, evaluated.value) for evaluated in metric_history if evaluated.name == name]
         style = {"color": METRIC_COLORS[number % len(METRIC_COLORS)], "marker": "s", "markersize": 3}
         twin.plot(*zip(*points, strict=True), **style)
         ax.plot([], [], label=name, **style)

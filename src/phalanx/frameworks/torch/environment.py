@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from phalanx.frameworks import generators
+from phalanx import generators
 
 
 class Environment(contextlib.AbstractContextManager[None]):

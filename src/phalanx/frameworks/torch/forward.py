@@ -88,7 +88,7 @@ class Forward:
         return map_tree(lambda leaf: leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf, batch)
 
     def _tensor(self, value: Any) -> Any:
-        return self.to_device(value if isinstance(value, torch.Tensor) else as_tensors(value))
+        return value if isinstance(value, torch.Tensor) else self.to_device(as_tensors(value))
 
     def _check_inputs(self, batch: Any) -> None:
         """The model's input in the default forward: float64 is refused where no parameter is."""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from phalanx import generators
 from phalanx.errors import UsageError
-from phalanx.frameworks import generators
 
 
 def build_model(make_model: Any, seed: int) -> torch.nn.Module:

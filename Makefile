@@ -1,0 +1,39 @@
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+SOURCES := $(wildcard src tests benchmarks examples)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench clean
+.DELETE_ON_ERROR:
+
+help:  ## this text
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+demo: $(INSTALLED)  ## train a small model on handwritten digits and draw how it went
+	@$(BIN)/phalanx demo digits
+
+test: $(INSTALLED)  ## all tests, in two processes
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
+
+check: $(INSTALLED)  ## lint, format, types and the house rules; under a minute
+	@$(BIN)/ruff check -q $(SOURCES)
+	@$(BIN)/ruff format -q --check $(SOURCES)
+	@$(BIN)/pyright --warnings
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m house tests/house
+
+bench: $(INSTALLED)  ## time one step beside the plain loop; writes benchmarks/results
+	@$(BIN)/python benchmarks/step.py --save
+
+clean:  ## remove caches and build outputs; .venv stays
+	@rm -rf build dist .pytest_cache .ruff_cache .hypothesis
+	@find . \( -path ./.venv -o -path ./.git \) -prune -o -type d \( -name __pycache__ -o -name '*.egg-info' \) -prune -exec rm -rf {} +
+
+# Done once; done again when what is to be installed changes.
+$(INSTALLED): pyproject.toml constraints.txt
+	@echo "Installing phalanx and its tools into .venv; the first time this downloads torch and takes a few minutes."
+	@test -x $(BIN)/python -a -x $(BIN)/pip || $(PYTHON) -m venv --clear .venv
+	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+.venv: $(INSTALLED)

@@ -1,0 +1,46 @@
+"""An evaluation that is due during training: what to measure, on which samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx import checks
+from phalanx.data import open_data
+from phalanx.errors import UsageError
+
+DEFAULT_BATCH = 256
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation that is due after every epoch and after the last step.
+
+    Parameters
+    ----------
+    metric_fn : callable
+        ``metric_fn(output, target) -> mean``, or ``(mean, weight)``.
+    data : Any
+        Held-out samples, in any form that a recipe's data may have.
+    batch_size : int, default 256
+        Samples at once. One by one where the recipe's own ``batch_size`` is None.
+    """
+
+    metric_fn: Callable[..., Any]
+    data: Any
+    batch_size: int = DEFAULT_BATCH
+
+    def __post_init__(self) -> None:
+        check_evaluation(self.metric_fn, self.data, self.batch_size)
+
+
+def check_evaluation(metric_fn: Any, data: Any, batch_size: Any) -> None:
+    """Refuse what cannot be evaluated, before anything is computed."""
+    if not callable(metric_fn):
+        raise UsageError(
+            f"metric_fn is {metric_fn!r}; it must be callable, as in "
+            "metric_fn=lambda output, target: (output.argmax(1) == target).float().mean()"
+        )
+    open_data(data, "evaluation data")
+    checks.integer("batch_size", batch_size, least=1)

@@ -1,0 +1,137 @@
+"""What the documents show runs, examples are short and run, and no file knows the machine it was written on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import reading
+
+DOCUMENTS = sorted(path for path in (reading.ROOT / "README.md", *reading.ROOT.glob("docs/*.md")) if path.exists())
+EXAMPLES = sorted(reading.ROOT.glob("examples/*.py"))
+EXAMPLE_LINES = 60
+SECONDS = 100
+FENCE = re.compile(r"^(?P<indent> *)(?P<fence>```+|~~~+) *(?P<language>[\w+-]*).*$")
+
+# Runs each block in a namespace of its own; a traceback shows the document's own line numbers.
+RUN_BLOCKS = """
+import json, sys
+path, blocks = json.load(sys.stdin)
+for line, text in blocks:
+    try:
+        exec(compile("\\n" * line + text, path, "exec", dont_inherit=True), {"__name__": "__main__"})
+    except BaseException:
+        print(f"the block that starts in line {line + 1} of {path} failed:", file=sys.stderr)
+        raise
+"""
+
+
+def blocks(text: str) -> Iterator[tuple[int, str]]:
+    """The code of a document that has to run, each with its lines before it.
+
+    That is every block fenced as ``python``, and any whose first line is ``# runs``.
+    """
+    opened: re.Match[str] | None = None
+    start, code = 0, list[str]()
+    for number, line in enumerate(text.splitlines(), start=1):
+        fence = FENCE.match(line)
+        if opened is None and fence is not None:
+            opened, start, code = fence, number, []
+        elif opened is not None and line.strip() == opened["fence"]:
+            if opened["language"] == "python" or (code and code[0].strip() == "# runs"):
+                yield start, "\n".join(code) + "\n"
+            opened = None
+        elif opened is not None:
+            code.append(line.removeprefix(opened["indent"]))
+
+
+def run(command: list[str], folder: Path, text: str = "") -> None:
+    """Run a script in an empty folder with one thread and no screen; fail with all it printed."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env=environment,
+        input=text,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def mentions(content: bytes, root: Path) -> bool:
+    """Whether a file's bytes contain ``root`` as a path, not merely as a part of a longer word."""
+    return re.search(rb"(?<![\w.-])" + re.escape(bytes(root)) + rb"(?![\w-])", content) is not None
+
+
+def repository_files() -> list[Path]:
+    """Every file that git tracks or would add."""
+    command = ["git", "-C", str(reading.ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, capture_output=True, check=False)
+    if listed.returncode != 0:
+        pytest.skip("this is not a git checkout")
+    paths = [reading.ROOT / os.fsdecode(name) for name in listed.stdout.split(b"\0") if name]
+    return [path for path in paths if path.is_file()]
+
+
+@pytest.mark.house
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_documents_run(document, tmp_path):
+    """Every Python block of a document runs as it stands, in a namespace of its own."""
+    found = list(blocks(document.read_text(encoding="utf-8")))
+    if found:
+        run(["-c", RUN_BLOCKS], tmp_path, json.dumps([str(document), found]))
+
+
+@pytest.mark.house
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_examples_are_short(example):
+    """An example fits on one screen: at most 60 lines."""
+    assert len(example.read_text(encoding="utf-8").splitlines()) <= EXAMPLE_LINES
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_examples_run(example, tmp_path):
+    """An example runs to its end from any folder, without arguments."""
+    run([str(example)], tmp_path)
+
+
+@pytest.mark.house
+def test_no_file_knows_this_machine():
+    """No file of the repository contains the path of the folder that it lies in."""
+    if len(reading.ROOT.parts) < 3:
+        pytest.skip(f"{reading.ROOT} is too short to be told from other paths")
+    knowing = [str(path) for path in repository_files() if mentions(path.read_bytes(), reading.ROOT)]
+    assert not knowing, "\n".join(knowing)
+
+
+@pytest.mark.house
+def test_blocks_are_found():
+    """Blocks fenced as python and those that begin with ``# runs`` are found with their lines; others are not."""
+    text = "```python\na\n```\n\n```text\nb\n```\n  ```py\n  # runs\n  c\n  ```\n````md\n```python\nd\n```\n````\n"
+    assert list(blocks(text)) == [(1, "a\n"), (8, "# runs\nc\n")]
+
+
+@pytest.mark.house
+def test_a_block_that_fails_is_seen(tmp_path):
+    """A failing block fails the test and names its line, and no block sees another's names."""
+    with pytest.raises(AssertionError, match=r"line 5 of made_up.md(?s:.)*NameError"):
+        run(["-c", RUN_BLOCKS], tmp_path, json.dumps(["made_up.md", [(1, "a = 1\n"), (4, "a\n")]]))
+
+
+@pytest.mark.house
+def test_a_path_of_this_machine_is_seen():
+    """The folder's path is noticed at its end and inside a longer path, not inside another word."""
+    root = Path("/home/someone/wall")
+    assert mentions(b"see /home/someone/wall/src", root)
+    assert mentions(b'"/home/someone/wall"', root)
+    assert not mentions(b"/home/someone/wallpaper", root)

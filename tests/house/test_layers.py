@@ -1,0 +1,263 @@
+"""Imports point down, function-local and TYPE_CHECKING ones included; no part imports what it must not know."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+
+import pytest
+import reading
+
+pytestmark = pytest.mark.house
+
+# From bottom to top. A part may import the layers below it and itself, never its neighbours in the same layer.
+# A name stands for a module or for all of a package; "" is the front of phalanx, its __init__.
+LAYERS = (
+    ("errors", "events", "digest", "surroundings", "plan"),
+    ("checks", "data", "generators"),
+    ("definition", "contracts", "evaluation"),
+    ("frameworks.torch", "deal", "step"),
+    ("frameworks.opening", "engines"),
+    ("watch",),
+    ("result",),
+    ("run",),
+    ("options",),
+    ("recipe",),
+    ("train",),
+    ("",),
+    ("demos",),
+    ("cli",),
+)
+
+# Who may import what is not everybody's, at the top of a file or inside; for types alone, everybody may.
+HOMES = {
+    "torch": ("frameworks.torch", "demos", "cli", "watch"),
+    "torchvision": (),
+    "matplotlib": ("watch", "demos"),
+    "tqdm": ("watch",),
+    "typer": ("cli",),
+    "rich": ("cli",),
+    "sklearn": ("demos",),
+    "importlib": ("cli",),
+    "runpy": ("cli",),
+    "pickle": (),
+    "cPickle": (),
+    "_pickle": (),
+    "marshal": (),
+    "shelve": (),
+    "dill": (),
+    "joblib": (),
+    "cloudpickle": (),
+}
+
+PLAN_KNOWS_NOT = {
+    "asyncio",
+    "datetime",
+    "glob",
+    "io",
+    "jax",
+    "multiprocessing",
+    "os",
+    "pathlib",
+    "platform",
+    "random",
+    "secrets",
+    "shutil",
+    "signal",
+    "socket",
+    "subprocess",
+    "sys",
+    "tempfile",
+    "threading",
+    "time",
+    "torch",
+    "uuid",
+}
+EFFECTS = frozenset({"open", "input", "print", "breakpoint"})
+EXECUTES = frozenset({"eval", "exec", "compile", "__import__"})
+
+
+def part_of(module: str) -> str | None:
+    """The entry of LAYERS that a module of phalanx belongs to."""
+    inner = module.removeprefix(reading.PACKAGE).removeprefix(".")
+    entries = [entry for layer in LAYERS for entry in layer]
+    if not inner:
+        return ""
+    return next((entry for entry in entries if entry and reading.is_within(inner, entry)), None)
+
+
+def height(part: str) -> int:
+    """The layer of a part, counted from the bottom."""
+    return next(number for number, layer in enumerate(LAYERS) if part in layer)
+
+
+def wrong_imports(name: str, found: list[reading.Import]) -> Iterator[str]:
+    """The imports of phalanx in a module that do not point down."""
+    for target, line, typing_only in found:
+        if not reading.is_within(target, reading.PACKAGE):
+            continue
+        mine, theirs = part_of(name), part_of(target)
+        how = " under TYPE_CHECKING" if typing_only else ""
+        if mine is None or theirs is None:
+            yield f"{name}:{line} imports {target}{how}: {name if mine is None else target} has no layer; give it one"
+        elif mine != theirs and height(theirs) >= height(mine):
+            yield f"{name}:{line} imports {target}{how}: {theirs or '__init__'} is not below {mine or '__init__'}"
+
+
+def away_from_home(name: str, found: list[reading.Import]) -> Iterator[str]:
+    """The imports of outside packages that do not belong in this module."""
+    inner = name.removeprefix(reading.PACKAGE).removeprefix(".")
+    for target, line, typing_only in found:
+        homes = None if typing_only else HOMES.get(target.split(".")[0])
+        if homes is not None and not any(reading.is_within(inner, home) for home in homes):
+            yield f"{name}:{line} imports {target}, which only {', '.join(homes) or 'nobody'} may"
+
+
+def calls(name: str, tree: ast.AST, forbidden: frozenset[str]) -> Iterator[str]:
+    """Calls of builtins by a forbidden name; methods of the same name are something else."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in forbidden:
+            yield f"{name}:{node.lineno} calls {node.func.id}()"
+
+
+def unpickling(name: str, tree: ast.AST) -> Iterator[str]:
+    """Uses of torch.load, torch.save and allow_pickle=True, however torch was imported."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.load", "torch.save", "torch.hub"):
+            yield f"{name}:{node.lineno} uses {ast.unparse(node)}"
+        if isinstance(node, ast.ImportFrom) and node.module in ("torch", "torch.serialization"):
+            for alias in node.names:
+                if alias.name in ("load", "save", "hub"):
+                    yield f"{name}:{node.lineno} imports {node.module}.{alias.name}"
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
+            yield f"{name}:{node.value.lineno} passes allow_pickle={ast.unparse(node.value)}"
+
+
+def cycle(graph: Mapping[str, set[str]]) -> list[str]:
+    """One import cycle as the modules on it, the first one again at the end; empty if there is none."""
+    done: set[str] = set()
+
+    def walk(module: str, trail: list[str]) -> list[str]:
+        if module in trail:
+            return [*trail[trail.index(module) :], module]
+        if module in done:
+            return []
+        for target in sorted(graph.get(module, ())):
+            if found := walk(target, [*trail, module]):
+                return found
+        done.add(module)
+        return []
+
+    return next((found for module in sorted(graph) if (found := walk(module, []))), [])
+
+
+def gathered(check: object, *arguments: object) -> list[str]:
+    """What a check of (name, tree, ...) finds in all of the package."""
+    return [
+        text
+        for name, path in reading.modules().items()
+        for text in check(name, reading.parsed(path), *arguments)  # type: ignore[operator]
+    ]
+
+
+def imports_of(source: str, name: str = "phalanx.step") -> list[reading.Import]:
+    """The imports of a made-up module, for the tests of the checks themselves."""
+    return list(reading.imports(name, ast.parse(source), frozenset({"phalanx.plan.fold", "phalanx.recipe"})))
+
+
+def test_imports_point_down():
+    """No module imports its own layer's neighbours or anything above it."""
+    wrong = [text for name in reading.modules() for text in wrong_imports(name, reading.module_imports(name))]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_table_names_what_exists():
+    """Every part in the table of layers is in the package, once."""
+    parts = [part for layer in LAYERS for part in layer]
+    assert len(set(parts)) == len(parts)
+    assert set(parts) == {part_of(name) for name in reading.modules()} - {None}
+
+
+def test_there_is_no_import_cycle():
+    """Following imports from any module never leads back to it, function-local and TYPE_CHECKING ones counted."""
+    known = frozenset(reading.modules())
+    graph = {name: {found.module for found in reading.module_imports(name)} & known - {name} for name in known}
+    assert not cycle(graph), " -> ".join(cycle(graph))
+
+
+def test_outside_packages_stay_at_home():
+    """The core imports no torch, optional packages are imported where they are used only, and pickle nowhere."""
+    wrong = [text for name in reading.modules() for text in away_from_home(name, reading.module_imports(name))]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_plan_is_pure():
+    """The plan imports nothing that computes gradients, opens, waits or draws, and calls nothing that does."""
+    plans = {name: path for name, path in reading.modules().items() if reading.is_within(name, "phalanx.plan")}
+    assert plans
+    for name, path in plans.items():
+        wrong = [found for found in reading.module_imports(name) if found.module.split(".")[0] in PLAN_KNOWS_NOT]
+        assert not wrong, f"{name} imports {wrong}"
+        assert not list(calls(name, reading.parsed(path), EFFECTS))
+        drawn = [node.lineno for node in ast.walk(reading.parsed(path)) if "random" in _attribute(node)]
+        assert not drawn, f"{name} draws random numbers in lines {drawn}"
+
+
+def test_no_bytes_become_code():
+    """Nothing in the package unpickles, evaluates text or loads a file that could run code."""
+    wrong = gathered(unpickling) + gathered(calls, EXECUTES)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from phalanx.recipe import Recipe",
+        "from phalanx import recipe",
+        "import phalanx.recipe",
+        "from .recipe import Recipe",
+        "from . import recipe",
+        "def late():\n    from phalanx.recipe import Recipe",
+        "if TYPE_CHECKING:\n    from phalanx.recipe import Recipe",
+        "import phalanx",
+        "import phalanx.deal",
+        "import phalanx.unheard_of",
+    ],
+)
+def test_an_import_that_points_up_is_seen(source):
+    """The layer check catches a wrong import in every way of writing one."""
+    assert list(wrong_imports("phalanx.step", imports_of(source)))
+
+
+def test_an_import_that_points_down_passes():
+    """The layer check lets a step import the plan, by the module's name or from its package."""
+    assert not list(wrong_imports("phalanx.step", imports_of("from phalanx.plan import fold\nimport phalanx.plan")))
+
+
+@pytest.mark.parametrize(
+    "source", ["import torch.nn", "from torch import nn", "def f():\n    import cloudpickle", "import pickle"]
+)
+def test_an_import_away_from_home_is_seen(source):
+    """The core may not import torch or a pickler, not even inside a function."""
+    assert list(away_from_home("phalanx.step", imports_of(source)))
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["torch.load(path)", "from torch import load", "numpy.load(path, allow_pickle=True)", "eval('1')", "exec(text)"],
+)
+def test_code_from_bytes_is_seen(source):
+    """The check for loading code catches each way, and is not misled by ``model.eval()``."""
+    tree = ast.parse(source)
+    assert [*unpickling("it", tree), *calls("it", tree, EXECUTES)]
+    assert not list(calls("it", ast.parse("model.eval()"), EXECUTES))
+
+
+def test_a_cycle_is_seen():
+    """A cycle of three modules is found and spelled out; a diamond is not one."""
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
+    assert cycle({"a": {"b", "c"}, "b": {"d"}, "c": {"d"}}) == []
+
+
+def _attribute(node: ast.AST) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else ""
