@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.plan import keys
-from phalanx.plan.order import ALGORITHM, epoch_order
+from phalanx.plan.order import ALGORITHM, epoch_orders
 
 VECTORS = {
     "splitmix64-argsort-1": {
@@ -36,6 +36,18 @@ def vectors(shift=0):
     """Orders by (seed, epoch, samples) that pin the named algorithm. ``shift`` moves the seeds."""
     corners = itertools.product([0, 2**64 - 3], [0, 1, 1000], [2, 10])
     return {ALGORITHM: {case: order(case[0] + shift, *case[1:]) for case in corners}}
+
+
+def epoch_order(seed, epoch, samples, *, shuffle):
+    return epoch_orders(seed, range(epoch, epoch + 1), samples, shuffle=shuffle)[0]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_several_epochs_at_once_are_the_single_ones(shuffle):
+    """A block of epochs has the orders that its epochs have alone."""
+    block = epoch_orders(3, range(7, 12), 31, shuffle=shuffle)
+    alone = [epoch_order(3, epoch, 31, shuffle=shuffle) for epoch in range(7, 12)]
+    assert block.tolist() == [order.tolist() for order in alone]
 
 
 def order(seed, epoch, samples):

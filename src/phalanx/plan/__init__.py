@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from phalanx.plan import keys
-from phalanx.plan.order import Indices, epoch_order
+from phalanx.plan.order import Indices, epoch_orders
 from phalanx.plan.shares import share_bounds
 
+BLOCK_SAMPLES = 4096
 Seeded = Callable[[int], contextlib.AbstractContextManager[None]]
 
 
@@ -85,11 +86,15 @@ class Plan:
         return keys.key(self.seed, keys.SAMPLE_STREAM, self.epoch(step) * self.samples + index)
 
     def _order(self, epoch: int) -> Indices:
+        """Steps run in order, so the block of epochs around the last one asked for is all that is kept."""
         order = self._orders.get(epoch)
         if order is None:
-            order = epoch_order(self.seed, epoch, self.samples, shuffle=self.shuffle)
-            self._orders.clear()  # one epoch is enough: steps run in order
-            self._orders[epoch] = order
+            block = max(1, BLOCK_SAMPLES // self.samples)
+            epochs = range(epoch - epoch % block, epoch - epoch % block + block)
+            orders = epoch_orders(self.seed, epochs, self.samples, shuffle=self.shuffle)
+            order = orders[epoch % block]
+            self._orders.clear()
+            self._orders.update(zip(epochs, orders, strict=True))
         return order
 
 

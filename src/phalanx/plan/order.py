@@ -17,21 +17,22 @@ Indices = np.ndarray[Any, np.dtype[np.int64]]
 ALGORITHM = "splitmix64-argsort-1"
 
 
-def epoch_order(seed: int, epoch: int, samples: int, *, shuffle: bool) -> Indices:
-    """Sample indices of one epoch, each exactly once.
+def epoch_orders(seed: int, epochs: range, samples: int, *, shuffle: bool) -> Indices:
+    """Sample indices of some epochs, each epoch's exactly once. Several cost little more than one if they are short.
 
     Returns
     -------
     numpy.ndarray
-        Shape ``(samples,)``, int64.
+        Shape ``(len(epochs), samples)``, int64.
     """
     positions = np.arange(samples, dtype=np.int64)
     if not shuffle:
-        return positions
-    state = positions.view(np.uint64) * np.uint64(GOLDEN) + np.uint64(key(seed, ORDER_STREAM, epoch) + GOLDEN & MASK64)
+        return np.broadcast_to(positions, (len(epochs), samples))
+    starts = np.array([key(seed, ORDER_STREAM, epoch) + GOLDEN & MASK64 for epoch in epochs], dtype=np.uint64)
+    state = starts[:, None] + positions.view(np.uint64) * np.uint64(GOLDEN)
     state ^= state >> np.uint64(30)
     state *= np.uint64(0xBF58476D1CE4E5B9)
     state ^= state >> np.uint64(27)
     state *= np.uint64(0x94D049BB133111EB)
     state ^= state >> np.uint64(31)
-    return np.argsort(state)
+    return np.argsort(state, axis=1)
