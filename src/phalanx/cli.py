@@ -53,7 +53,7 @@ def train(
 ) -> None:
     """Train the recipe that a Python file defines; an `evaluation` beside it is used too."""
     recipe, evaluation = load_recipe(file)
-    result = recipe.train(workers=_workers(workers), evaluation=evaluation, progress=not quiet)
+    result = _trained(recipe, evaluation, workers, quiet=quiet)
     picture = _picture(result, plot) if plot else None
     _report(pathlib.Path(file.split(":")[0]).name, result, picture, json_=json_)
 
@@ -74,7 +74,7 @@ def demo(
     shown = DEMOS[name]()
     if not json_:
         typer.echo(f"phalanx: {shown.title}")
-    result = shown.recipe.train(workers=_workers(workers), evaluation=shown.evaluation, progress=not quiet)
+    result = _trained(shown.recipe, shown.evaluation, workers, quiet=quiet)
     _report(name, result, _picture(result, plot.format(name=name)), json_=json_)
 
 
@@ -118,15 +118,17 @@ def main() -> None:
             traceback.print_exception(error.__cause__)
         typer.echo(f"phalanx: {error}", err=True)
         sys.exit(EXIT_RUN)
+
+
+def _trained(recipe: Recipe, evaluation: Evaluation | None, workers: str, *, quiet: bool) -> Result:
+    count = int(workers) if workers.lstrip("-").isdigit() else workers
+    try:
+        return recipe.train(workers=count, evaluation=evaluation, progress=not quiet)
     except KeyboardInterrupt as interrupt:
         result = getattr(interrupt, "result", None)
-        after = f" after step {result.steps}, digest {result.digest}" if result is not None else ""
+        after = f" after {result.steps} steps, digest {result.digest}" if result is not None else ""
         typer.echo(f"\nphalanx: stopped{after}", err=True)
-        sys.exit(EXIT_INTERRUPTED)
-
-
-def _workers(text: str) -> int | str:
-    return int(text) if text.lstrip("-").isdigit() else text
+        raise typer.Exit(EXIT_INTERRUPTED) from interrupt
 
 
 def _picture(result: Result, path: str) -> pathlib.Path:

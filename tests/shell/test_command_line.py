@@ -1,0 +1,137 @@
+"""The command line as a user meets it: in a process of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import phalanx
+
+RECIPE = """
+import torch, phalanx
+random = torch.Generator().manual_seed(0)
+x, y = torch.randn(64, 4, generator=random), torch.randn(64, 1, generator=random)
+def error(output, target):
+    return (output - target).abs().mean()
+recipe = phalanx.Recipe(lambda: torch.nn.Linear(4, 1), (x, y), torch.nn.functional.mse_loss, replicas=4, epochs=3)
+other = phalanx.Recipe(lambda: torch.nn.Linear(4, 1), (x, y), torch.nn.functional.mse_loss, replicas=2, steps=2)
+evaluation = phalanx.Evaluation(error, (x, y))
+"""
+LOUD = """
+import itertools, torch
+calls = itertools.count()
+def loud(output, target):
+    if next(calls) == 20:
+        print("ready", flush=True)
+    return torch.nn.functional.mse_loss(output, target)
+"""
+
+
+def phalanx_command(*arguments, cwd, **options):
+    command = [sys.executable, "-m", "phalanx", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False, **options)
+
+
+@pytest.fixture
+def recipe_file(tmp_path):
+    """A file that defines two recipes and an evaluation."""
+    (tmp_path / "job.py").write_text(RECIPE)
+    return tmp_path / "job.py"
+
+
+def test_train_prints_what_the_library_gives(recipe_file):
+    """`phalanx train FILE` ends in the digest of `recipe.train()`, shows the metric, and exits with 0."""
+    done = phalanx_command("train", "job.py", "--quiet", cwd=recipe_file.parent)
+    assert done.returncode == 0, done.stderr
+    namespace: dict = {}
+    exec(RECIPE, namespace)
+    expected = namespace["recipe"].train(evaluation=namespace["evaluation"])
+    assert done.stdout.splitlines()[-1] == f"digest {expected.digest}"
+    assert "error" in done.stdout
+    assert done.stderr == ""
+
+
+def test_a_name_picks_another_recipe(recipe_file):
+    """`FILE:NAME` trains that recipe: two steps of two replicas, in JSON for machines."""
+    done = phalanx_command("train", "job.py:other", "--quiet", "--json", cwd=recipe_file.parent)
+    facts = json.loads(done.stdout)
+    assert (facts["steps"], facts["replicas"], len(facts["digest"])) == (2, 2, 64)
+
+
+def test_train_draws_one_bar_and_a_picture(recipe_file):
+    """The bar goes to stderr, the picture where --plot says."""
+    done = phalanx_command("train", "job.py", "--plot", "sub/loss.png", cwd=recipe_file.parent)
+    assert "6/6" in done.stderr
+    assert (recipe_file.parent / "sub/loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "sub/loss.png" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "nowhere.py"], ["FILE", "nowhere.py"]),
+        (["train", "job.py:nothing"], ["nothing", "Recipe"]),
+        (["train", "job.py", "--workers", "3"], ["workers", "3"]),
+        (["train", "job.py", "--workers", "some"], ["workers", "some"]),
+        (["demo", "mnist"], ["mnist", "digits", "iris"]),
+    ],
+)
+def test_wrong_calls_end_in_one_sentence(recipe_file, arguments, words):
+    """Exit code 2, nothing on stdout, one line on stderr that names the value: no traceback."""
+    done = phalanx_command(*arguments, cwd=recipe_file.parent)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert all(word in done.stderr for word in words)
+
+
+def test_an_exception_in_user_code_is_shown_with_its_traceback(tmp_path):
+    """Exit code 1; the user's own line is in the traceback, then one sentence with step and replica."""
+    broken = RECIPE.replace("torch.nn.functional.mse_loss", "lambda output, target: 1 / 0")
+    (tmp_path / "job.py").write_text(broken)
+    done = phalanx_command("train", "job.py", "--quiet", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stderr
+    assert "job.py" in done.stderr
+    assert "step 0, replica 0" in done.stderr.splitlines()[-1]
+
+
+def test_control_c_says_where_it_stopped(tmp_path):
+    """Exit code 130; the digest printed is that of a whole step."""
+    endless = RECIPE.replace("epochs=3", "steps=10**7").replace(
+        "torch.nn.functional.mse_loss, replicas=4", "loud, replicas=4"
+    )
+    (tmp_path / "job.py").write_text(LOUD + endless)
+    command = [sys.executable, "-m", "phalanx", "train", "job.py", "--quiet"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130, errors
+    words = errors.replace(",", "").split()
+    steps, digest = int(words[words.index("steps") - 1]), words[-1]
+    namespace: dict = {}
+    exec(RECIPE.replace("epochs=3", f"steps={steps}"), namespace)
+    assert namespace["recipe"].train().digest == digest
+
+
+@pytest.mark.parametrize(("name", "least"), [("digits", 0.97), ("iris", 0.9)])
+def test_demos_reach_their_accuracy(tmp_path, name, least):
+    """A demo ends with an accuracy worth showing, a digest, and a picture whose path is printed."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = phalanx_command("demo", name, "--quiet", "--json", cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["accuracy"] >= least
+    assert len(facts["digest"]) == 64
+    assert (tmp_path / facts["picture"]).stat().st_size > 10_000
+
+
+def test_version_and_help():
+    """`phalanx --version` prints the version; help lists the commands and the exit codes."""
+    assert phalanx_command("--version", cwd=".").stdout == f"phalanx {phalanx.__version__}\n"
+    text = phalanx_command("--help", cwd=".").stdout
+    assert all(word in text for word in ("train", "demo", "Exit codes", "130"))
