@@ -9,6 +9,14 @@ from typing import Any
 
 from phalanx.errors import UsageError
 
+SHOWN_CHARACTERS = 80
+
+
+def shown(value: Any) -> str:
+    """``repr(value)`` on one line, cut to a readable length."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
+
 
 def integer(name: str, value: Any, *, least: int, most: int | None = None, hint: str = "") -> int:
     """``value`` as an int within bounds; numpy integers pass, bools and floats do not."""
@@ -18,28 +26,29 @@ def integer(name: str, value: Any, *, least: int, most: int | None = None, hint:
         number = None
     if number is None or number < least or (most is not None and number > most):
         wanted = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
-        raise UsageError(f"{name} is {value!r}; it must be {wanted}{hint and '; ' + hint}")
+        raise UsageError(f"{name} is {shown(value)}; it must be {wanted}{hint and '; ' + hint}")
     return number
 
 
-def positive(name: str, value: Any, hint: str = "") -> float:
-    """``value`` as a float above 0; infinity passes, NaN does not."""
+def positive(name: str, value: Any, *, most: float = math.inf, hint: str = "") -> float:
+    """``value`` as a float above 0 and up to ``most``; NaN does not pass."""
     try:
         number = math.nan if isinstance(value, (bool, str)) else float(value)
     except (TypeError, ValueError):
         number = math.nan
-    if not number > 0:
-        raise UsageError(f"{name} is {value!r}; it must be a number above 0{hint and '; ' + hint}")
+    if not 0 < number <= most:
+        limit = "" if most == math.inf else ", and finite"
+        raise UsageError(f"{name} is {shown(value)}; it must be a number above 0{limit}{hint and '; ' + hint}")
     return number
 
 
 def choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
     """``value`` is one of ``allowed``."""
     if not any(value is option or (type(value) is type(option) and value == option) for option in allowed):
-        raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}")
+        raise UsageError(f"{name} is {shown(value)}; it must be one of {', '.join(map(repr, allowed))}")
 
 
 def function(name: str, value: Any, example: str) -> None:
     """``value`` is None or can be called, and is not a class that was meant to be instantiated first."""
     if value is not None and not callable(value):
-        raise UsageError(f"{name} is {value!r} ({type(value).__name__}); it must be callable, as in {example}")
+        raise UsageError(f"{name} is {shown(value)} ({type(value).__name__}); it must be callable, as in {example}")

@@ -15,10 +15,8 @@ from phalanx.errors import UsageError
 from phalanx.plan import Indices
 
 SeedSample = Callable[[int], None]
-WAY_OUT = (
-    "pass a tuple or dict of arrays, a list of samples, a map-style dataset, or None and bring batches yourself: "
-    "Recipe(make_model, None, loss_fn).start(), then run.step(batch)"
-)
+FORMS = "pass a tuple or dict of arrays, a list of samples or a map-style dataset"
+BRINGING = ", or None and bring batches yourself: Recipe(make_model, None, loss_fn).start(), then run.step(batch)"
 
 
 @dataclass(slots=True)
@@ -31,6 +29,8 @@ class Share:
         Sample indices, for weights and error messages; positions in the batch if the caller brought it.
     read : callable
         ``read(samples)`` fetches them; may run the user's dataset code.
+    origin : str
+        What the caller knows it as, for error messages: "data", "batch" or "evaluation data".
     collated : bool
         Whether ``read`` gives a batch, or a list of samples that is still to be collated.
     """
@@ -38,6 +38,7 @@ class Share:
     samples: Indices
     read: Callable[[Indices], Any]
     collated: bool
+    origin: str
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,9 @@ class Columns:
         return self.rebuild([array[rows] for array in self.arrays])
 
     def sample(self, index: int, seed: SeedSample) -> Any:
-        """One row, with no added axis; nothing is drawn."""
-        return self.rebuild([array[index] for array in self.arrays])
+        """One row, with no added axis, copied as the rows of a batch are; nothing is drawn."""
+        rows = self.index(np.array([index], dtype=np.int64))
+        return self.rebuild([array[rows][0] for array in self.arrays])
 
 
 @dataclass(frozen=True)
@@ -96,12 +98,14 @@ def open_data(data: Any, argument: str = "data") -> Columns | Samples:
     """
     if is_array(data) or isinstance(data, (tuple, Mapping)):
         return open_columns(data, argument)
-    if isinstance(data, Iterator) or not callable(getattr(data, "__getitem__", None)):
-        raise UsageError(
-            f"{argument} is a {type(data).__name__}, which cannot be read by index; {WAY_OUT}{_loader_hint(data)}"
-        )
+    text = isinstance(data, (str, bytes, bytearray))
+    if text or isinstance(data, Iterator) or not callable(getattr(data, "__getitem__", None)):
+        kind, way_out = type(data).__name__, _way_out(argument) + _loader_hint(data)
+        raise UsageError(f"{argument} is a {kind}, which cannot be read by index; {way_out}")
     if not callable(getattr(data, "__len__", None)):
-        raise UsageError(f"{argument} is a {type(data).__name__} without a length; define __len__, or {WAY_OUT}")
+        raise UsageError(
+            f"{argument} is a {type(data).__name__} without a length; define __len__, or {_way_out(argument)}"
+        )
     if len(data) == 0:
         raise UsageError(f"{argument} is empty (a {type(data).__name__} of length 0); it needs at least one sample")
     return Samples(data, random=not isinstance(data, list))
@@ -111,13 +115,14 @@ def open_columns(data: Any, argument: str) -> Columns:
     """Columns of equal length out of a tuple or dict of arrays (nested ones too), or a single array."""
     columns = list(leaves(data, argument))
     if not columns:
-        raise UsageError(f"{argument} is an empty {type(data).__name__}; {WAY_OUT}")
+        raise UsageError(f"{argument} is an empty {type(data).__name__}; {_way_out(argument)}")
     for name, column in columns:
         if not is_array(column) or len(column.shape) == 0:
             raise UsageError(
                 f"{name} is a {type(column).__name__}, but columns must be arrays or tensors with a first axis; "
                 "convert it with numpy.asarray or torch.tensor, or pass a list of samples"
             )
+        _check_numpy(name, column)
     lengths = {name: int(column.shape[0]) for name, column in columns}
     if len(set(lengths.values())) > 1:
         spelled = ", ".join(f"{name} has {length}" for name, length in lengths.items())
@@ -125,6 +130,18 @@ def open_columns(data: Any, argument: str) -> Columns:
     if not all(lengths.values()):
         raise UsageError(f"{argument} is empty (columns of length 0); it needs at least one sample")
     return Columns(tuple(column for _, column in columns), _rebuilder(data))
+
+
+def _check_numpy(name: str, column: Any) -> None:
+    """Refuse dtypes that no framework has: text, objects, dates, floats of more than 64 bits, foreign byte order."""
+    if isinstance(column, np.ndarray):
+        dtype = column.dtype
+        wide = dtype.kind in "fc" and np.finfo(dtype).bits > 64
+        if dtype.kind not in "biufc" or wide or not dtype.isnative:
+            raise UsageError(
+                f"{name} is a numpy array of {dtype.type.__name__} ({dtype.str}), which no tensor can hold; convert it to "
+                "numbers, for instance with .astype(numpy.float32), or pass a list of samples and turn each into tensors in forward_fn"
+            )
 
 
 def _rebuilder(tree: Any) -> Callable[[Iterable[Any]], Any]:
@@ -178,6 +195,10 @@ def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
     if isinstance(tree, Mapping):
         return {key: map_tree(function, value) for key, value in tree.items()}
     return function(tree)
+
+
+def _way_out(argument: str) -> str:
+    return FORMS + (BRINGING if argument == "data" else "")
 
 
 def _loader_hint(data: Any) -> str:

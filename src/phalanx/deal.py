@@ -15,6 +15,8 @@ from phalanx.errors import UsageError
 from phalanx.plan import Indices, evaluation_sample_key
 from phalanx.plan.shares import share_bounds
 
+EVALUATION = "evaluation data"
+
 
 class Dealer:
     """Shares of planned steps, brought batches and evaluation data, all read in the same way.
@@ -36,7 +38,7 @@ class Dealer:
         plan, source = self._definition.plan, self._source
         assert source is not None
         read, collated = self._reader(source, lambda index: generators.seed(plan.sample_key(step, index)))
-        return [Share(indices, read, collated) for indices in plan.shares(step)]
+        return [Share(indices, read, collated, "data") for indices in plan.shares(step)]
 
     def brought(self, batch: Any) -> list[Share]:
         """The shares of a batch that the caller brought, cut as ``numpy.array_split`` does."""
@@ -50,16 +52,17 @@ class Dealer:
         positions = np.arange(len(source), dtype=np.int64)
         bounds = share_bounds(len(source), replicas)
         read, collated = self._reader(source, _unseeded)
-        return [Share(positions[start:end], read, collated) for start, end in bounds]
+        return [Share(positions[start:end], read, collated, "batch") for start, end in bounds]
 
     def chunks(self, data: Any, batch_size: int) -> Iterator[Share]:
         """Evaluation data in order, each sample once; one by one if the recipe hands over samples as they are."""
-        source = self._framework.opened(open_data(data, "evaluation data"))
+        source = self._framework.opened(open_data(data, EVALUATION))
         size = 1 if self._definition.batch_size is None else batch_size
         seed = self._definition.seed
         read, collated = self._reader(source, lambda index: generators.seed(evaluation_sample_key(seed, index)))
         for start in range(0, len(source), size):
-            yield Share(np.arange(start, min(start + size, len(source)), dtype=np.int64), read, collated)
+            positions = np.arange(start, min(start + size, len(source)), dtype=np.int64)
+            yield Share(positions, read, collated, EVALUATION)
 
     def _reader(self, source: Source, seed: SeedSample) -> tuple[Callable[[Indices], Any], bool]:
         """How a share of ``source`` is read, and whether that gives a batch or a list still to be collated."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,13 +85,13 @@ class Definition:
     def _check_functions(self) -> None:
         if not callable(self.make_model):
             raise UsageError(
-                f"make_model is {self.make_model!r} ({type(self.make_model).__name__}); it must be a function "
-                "without arguments that returns the model, as in make_model=lambda: torch.nn.Linear(4, 3), or a model"
+                f"make_model is {checks.shown(self.make_model)} ({type(self.make_model).__name__}); it must be a "
+                "function without arguments that returns the model, as in make_model=lambda: torch.nn.Linear(4, 3), or a model"
             )
         checks.function("loss_fn", self.loss_fn, "loss_fn=torch.nn.functional.cross_entropy")
         if isinstance(self.loss_fn, type):
             name = self.loss_fn.__name__
-            raise UsageError(f"loss_fn is the class {name}; pass an instance: loss_fn=torch.nn.{name}()")
+            raise UsageError(f"loss_fn is the class {name}; pass an instance: loss_fn={name}()")
         checks.function("forward_fn", self.forward_fn, "forward_fn=lambda model, batch: model(batch)")
         checks.function("target_fn", self.target_fn, "target_fn=lambda batch: batch['label']")
         checks.function("collate_fn", self.collate_fn, "collate_fn=torch.utils.data.default_collate")
@@ -109,13 +110,13 @@ class Definition:
             raise UsageError(
                 "collate_fn is given but batch_size is None, which hands samples over as they are; drop one"
             )
-        settle("lr", checks.positive("lr", self.lr))
+        settle("lr", checks.positive("lr", self.lr, most=sys.float_info.max))
         if self.optimizer is not None and self.lr != DEFAULT_LR:
             raise UsageError(
                 f"lr is {self.lr} and optimizer is given, but lr is only for the default optimizer; give the rate to "
                 f"yours: optimizer=functools.partial(torch.optim.AdamW, lr={self.lr})"
             )
-        settle("max_norm", checks.positive("max_norm", self.max_norm, "math.inf means no clipping"))
+        settle("max_norm", checks.positive("max_norm", self.max_norm, hint="math.inf means no clipping"))
         checks.choice("shuffle", self.shuffle, (True, False))
         checks.choice("drop_last", self.drop_last, (True, False))
         checks.choice("precision", self.precision, (None, "bfloat16"))

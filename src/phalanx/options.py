@@ -67,7 +67,8 @@ def settle(options: Mapping[str, Any], replicas: int) -> Settled:
     for name, default in LATER.items():
         if options.get(name, default) != default:
             raise UsageError(
-                f"{name} is {options[name]!r}, but this version takes no snapshots and starts no workers; leave it out"
+                f"{name} is {checks.shown(options[name])}, but this version takes no snapshots and starts no workers; "
+                "leave it out"
             )
     _check_workers(options.get("workers", "auto"), replicas)
     _check_engine(options.get("engine", "auto"))
@@ -128,9 +129,9 @@ def _checked_evaluation(evaluation: Any) -> Evaluation | None:
 
 
 def _checked_callbacks(callbacks: Any) -> tuple[Callable[[StepReport], Any], ...]:
-    if callable(callbacks):
-        raise UsageError(f"callbacks is {callbacks!r}; it must be a list of functions, as in callbacks=[show]")
-    for callback in callbacks:
-        if not callable(callback):
-            raise UsageError(f"callbacks holds {callback!r}, which is not callable; each must be f(report)")
-    return tuple(callbacks)
+    listed: list[Any] = list(callbacks) if isinstance(callbacks, Iterable) else [None]
+    if not all(callable(callback) for callback in listed):
+        raise UsageError(
+            f"callbacks is {checks.shown(callbacks)}; it must be a list of functions f(report), as in callbacks=[show]"
+        )
+    return tuple(listed)

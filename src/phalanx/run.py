@@ -9,7 +9,7 @@ from typing import Any
 
 from phalanx.definition import Definition
 from phalanx.engines.inline import Inline
-from phalanx.errors import RunError, UsageError
+from phalanx.errors import PhalanxError, RunError, UsageError
 from phalanx.evaluation import DEFAULT_BATCH, Evaluation, check_evaluation
 from phalanx.events import Evaluated, StepReport
 from phalanx.result import Result
@@ -45,7 +45,7 @@ class Run:
         self._progress = progress
         self._called = called
         self._first: float | None = None
-        self._last = called
+        self._last = time.perf_counter()
         self._closed = False
         self.metric_history: list[Evaluated] = []
 
@@ -68,7 +68,10 @@ class Run:
         if self._closed or self.steps >= self._definition.plan.steps:
             self._progress.close()
             raise StopIteration
-        return self._advance(None)
+        try:
+            return self._advance(None)
+        except StopIteration as error:  # as generators do: a callback's would pass for the end of the run
+            raise RuntimeError("a callback raised StopIteration") from error
 
     def finish(self) -> None:
         """Do all planned steps that are left. Between them the run keeps its environment, if no callback looks."""
@@ -157,13 +160,15 @@ class Run:
         except RunError as error:
             error.result = self._last_good()
             raise
-        if self._evaluation is not None and self._due(report):
-            due = self._evaluation
-            report = report._replace(metric=self.evaluate(due.metric_fn, due.data, due.batch_size))
-        self._last = time.perf_counter()
-        self._progress.show(report, self.metric_history)
-        for callback in self._callbacks:
-            callback(report)
+        try:
+            if self._evaluation is not None and self._due(report):
+                due = self._evaluation
+                report = report._replace(metric=self.evaluate(due.metric_fn, due.data, due.batch_size))
+        finally:  # observers see each step, also one whose evaluation failed
+            self._last = time.perf_counter()
+            self._progress.show(report, self.metric_history)
+            for callback in self._callbacks:
+                callback(report)
         return report
 
     def _due(self, report: StepReport) -> bool:
@@ -177,8 +182,10 @@ class Run:
             raise UsageError("this run is closed: its with block has ended; start another with recipe.start()")
 
     def _last_good(self) -> Result | None:
-        with contextlib.suppress(RunError):
-            return self._result(copy=True)
+        """None where an update was torn. A model that cannot be copied is handed over as it is."""
+        for copy in (True, False):
+            with contextlib.suppress(PhalanxError):
+                return self._result(copy=copy)
         return None
 
     def _result(self, *, copy: bool) -> Result:

@@ -67,8 +67,12 @@ class Inline:
                 commit(self._framework, proposal)
                 self.loss_history.append(proposal.loss)
                 self.samples += samples
-            except Exception as error:
-                raise self._tear(t, error) from error
+            except BaseException as error:
+                self._torn = f"{type(error).__name__} in the optimizer or scheduler at step {t}: {error}"
+                if not isinstance(error, Exception):
+                    raise
+                message = f"{self._torn}; the update was under way, so the weights are not those of any step"
+                raise WorkerError(message, step=t) from error
             finally:
                 self._interrupts.release()
         epoch = self._definition.plan.epoch(t) if batch is None else None
@@ -94,7 +98,8 @@ class Inline:
     def export(self, *, copy: bool) -> Exported:
         """The state as of the last finished step; ``copy`` makes it independent of the run."""
         self._check_whole()
-        return self._framework.export(len(self.loss_history), copy=copy)
+        with self.environment:
+            return self._framework.export(len(self.loss_history), copy=copy)
 
     def _measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> tuple[float, float]:
         try:
@@ -105,10 +110,6 @@ class Inline:
             samples = spell_samples(share.samples)
             message = f"{type(error).__name__} in user code while evaluating samples {samples}: {error}"
             raise WorkerError(message, samples=share.samples) from error
-
-    def _tear(self, t: int, error: Exception) -> RunError:
-        self._torn = f"{type(error).__name__} in the optimizer or scheduler at step {t}: {error}"
-        return WorkerError(f"{self._torn}; the update was under way, so the weights are not those of any step", step=t)
 
     def _check_whole(self) -> None:
         if self._torn is not None:

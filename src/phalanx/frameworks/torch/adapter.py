@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import default_collate
 
@@ -20,7 +22,7 @@ from phalanx.frameworks.torch import arithmetic, gradient, state
 from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.buffers import Buffers, Snapshot
 from phalanx.frameworks.torch.environment import Environment
-from phalanx.frameworks.torch.forward import Forward, as_tensors
+from phalanx.frameworks.torch.forward import Forward, described
 from phalanx.frameworks.torch.losses import AmbiguousMean
 from phalanx.frameworks.torch.model import build_model, pick_device
 from phalanx.frameworks.torch.optimizer import Update
@@ -73,7 +75,7 @@ class Torch:
         batch = self._batch(key, share)
         versions = [parameter._version for parameter in self._parameters] if self._shared else []
         try:
-            loss, weight = self._forward.loss(batch)
+            loss, weight = self._forward.loss(batch, share.origin)
         except ValueError as error:
             _explain(error, len(share.samples))
             raise
@@ -116,7 +118,7 @@ class Torch:
         with evaluating(self._model), torch.no_grad():
             self._buffers.begin()
             try:
-                value = self._forward.evaluated(metric_fn, self._batch(key, share))
+                value = self._forward.evaluated(metric_fn, self._batch(key, share), share.origin)
             finally:
                 self._buffers.restore()
         return _metric(value, len(share.samples))
@@ -125,7 +127,7 @@ class Torch:
         """See ``contracts.Framework.opened``."""
         if isinstance(source, Samples):
             return source
-        return Columns(tuple(map(as_tensors, source.arrays)), source.rebuild, torch.from_numpy)
+        return Columns(tuple(map(_column, source.arrays)), source.rebuild, torch.from_numpy)
 
     def export(self, steps: int, *, copy: bool) -> Exported:
         """See ``contracts.Framework.export``."""
@@ -182,10 +184,25 @@ def _explain(error: ValueError, samples: int) -> None:
 
 def _metric(value: Any, samples: int) -> tuple[float, float]:
     pair: tuple[Any, Any] = value if isinstance(value, tuple) and len(value) == 2 else (value, samples)
-    mean, weight = pair
     try:
-        return float(mean), float(weight)
-    except (TypeError, ValueError, RuntimeError) as error:
+        mean, weight = float(pair[0]), float(pair[1])
+    except (TypeError, ValueError, RuntimeError):
+        mean, weight = math.nan, math.nan
+    if not 0 <= weight < math.inf:
+        shown = ", ".join(described(item) for item in pair) if pair is value else described(value)
         raise UsageError(
-            f"metric_fn returned {type(value).__name__} {value!r}; it must return a mean, or (mean, weight), as numbers"
-        ) from error
+            f"metric_fn returned {shown}; it must return a mean, or (mean, weight) with a finite weight of at least 0"
+        )
+    return mean, weight
+
+
+def _column(array: Any) -> torch.Tensor:
+    """A column as a tensor over the same memory, read-only arrays and memory maps too: columns are never written."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return array if isinstance(array, torch.Tensor) else torch.from_numpy(_ascending(array))
+
+
+def _ascending(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Torch has no negative strides, as reversed views have: those are copied."""
+    return array if all(stride >= 0 for stride in array.strides) else array.copy()

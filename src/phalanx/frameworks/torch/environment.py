@@ -6,11 +6,14 @@ Inside, they are the run's; outside, the caller's, exactly as they were found.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 import torch
 
 from phalanx import generators
+
+AUTOCAST_DTYPES: Final = {"cpu": torch.bfloat16, "cuda": torch.float16}
 
 
 class Environment(contextlib.AbstractContextManager[None]):
@@ -30,6 +33,7 @@ class Environment(contextlib.AbstractContextManager[None]):
         with contextlib.ExitStack() as exits:
             exits.enter_context(generators.kept())
             exits.enter_context(intra_op_threads(self._threads))
+            exits.enter_context(no_autocast())
             exits.enter_context(plain_autograd())
             self._exits = exits.pop_all()
 
@@ -50,16 +54,37 @@ def intra_op_threads(count: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_autograd() -> Iterator[None]:
-    """Gradients on, inference mode and autocast off, whatever the caller's modes are."""
-    with contextlib.ExitStack() as exits:
-        if torch.is_inference_mode_enabled():
-            exits.enter_context(torch.inference_mode(False))
-        if torch.is_autocast_enabled("cpu"):
-            exits.enter_context(torch.autocast("cpu", enabled=False))
-        if torch.is_autocast_enabled("cuda"):
-            exits.enter_context(torch.autocast("cuda", enabled=False))
-        exits.enter_context(torch.enable_grad())
+    """Gradients on and inference mode off, whatever the caller's modes are."""
+    with torch.inference_mode(False), torch.enable_grad():
         yield
+
+
+@contextlib.contextmanager
+def no_autocast() -> Iterator[None]:
+    """Autocast off and at its defaults, as if no ``torch.autocast`` were around.
+
+    Inside the caller's autocast an inner one would keep its cache of cast weights when it ends, and the next step would
+    compute with the weights of this one; so the nesting count starts at 0 here.
+    """
+    before = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in AUTOCAST_DTYPES]
+    cached, depth = torch.is_autocast_cache_enabled(), torch.autocast_increment_nesting()
+    for _ in range(depth):
+        torch.autocast_decrement_nesting()
+    _set_autocast([(kind, False, dtype) for kind, dtype in AUTOCAST_DTYPES.items()], cached=True)
+    try:
+        yield
+    finally:
+        _set_autocast(before, cached=cached)
+        for _ in range(depth - 1):
+            torch.autocast_increment_nesting()
+
+
+def _set_autocast(settings: Sequence[tuple[str, bool, torch.dtype]], *, cached: bool) -> None:
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(cached)
+    for kind, enabled, dtype in settings:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
 
 
 def autocast(device: torch.device, precision: str | None) -> contextlib.AbstractContextManager[object]:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from phalanx import checks
 from phalanx.data import leaves, map_tree
 from phalanx.definition import Definition
 from phalanx.errors import UsageError
@@ -34,22 +35,18 @@ class Forward:
         self._definition = definition
         self._model = model
         self._device = device
-        self._unseen = True
         self._double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
 
-    def output(self, batch: Any) -> Any:
+    def output(self, batch: Any, origin: str) -> Any:
         """The model's output for ``batch``."""
         forward_fn = self._definition.forward_fn
         if forward_fn is not None:
             return forward_fn(self._model, batch)
-        if self._unseen:
-            self._unseen = False
-            self._check_inputs(batch)
         if _is_pair(batch):
-            return self._model(self._tensor(batch[0]))
+            return self._model(self._input(batch[0], f"{origin}[0]"))
         if isinstance(batch, Mapping):
-            return self._model(**{name: self._tensor(value) for name, value in batch.items()})
-        return self._model(self._tensor(batch))
+            return self._model(**{name: self._input(value, f"{origin}[{name!r}]") for name, value in batch.items()})
+        return self._model(self._input(batch, origin))
 
     def target(self, batch: Any) -> Any:
         """The target for ``batch``."""
@@ -58,27 +55,27 @@ class Forward:
             return target_fn(batch)
         return self._tensor(batch[1] if _is_pair(batch) else batch)
 
-    def loss(self, batch: Any) -> tuple[torch.Tensor, float | None]:
+    def loss(self, batch: Any, origin: str) -> tuple[torch.Tensor, float | None]:
         """The scalar loss of ``batch``, and the weight that was returned with it, if one was."""
         if self._definition.precision is None:
-            value = self._loss(batch)
+            value = self._loss(batch, origin)
         else:
             with autocast(self._device, self._definition.precision):
-                value = self._loss(batch)
+                value = self._loss(batch, origin)
         loss, weight = _split(value)
         name = "loss_fn" if self._definition.loss_fn else "forward_fn" if self._definition.forward_fn else "the model"
-        self._check_loss(name, loss, batch)
+        self._check_loss(name, loss, batch, origin)
         return loss, None if weight is None else _check_weight(name, weight)
 
-    def _loss(self, batch: Any) -> Any:
-        output = self.output(batch)
+    def _loss(self, batch: Any, origin: str) -> Any:
+        output = self.output(batch, origin)
         loss_fn = self._definition.loss_fn
         return output if loss_fn is None else loss_fn(output, self.target(batch))
 
-    def evaluated(self, metric_fn: Callable[..., Any], batch: Any) -> Any:
+    def evaluated(self, metric_fn: Callable[..., Any], batch: Any, origin: str) -> Any:
         """What ``metric_fn`` says of the model's output and target for ``batch``."""
         with autocast(self._device, self._definition.precision):
-            output = self.output(batch)
+            output = self.output(batch, origin)
         return metric_fn(output, self.target(batch))
 
     def to_device(self, batch: Any) -> Any:
@@ -90,18 +87,20 @@ class Forward:
     def _tensor(self, value: Any) -> Any:
         return value if isinstance(value, torch.Tensor) else self.to_device(as_tensors(value))
 
-    def _check_inputs(self, batch: Any) -> None:
-        """The model's input in the default forward: float64 is refused where no parameter is."""
-        inputs, name = (batch[0], "data[0]") if _is_pair(batch) else (batch, "data")
-        for path, leaf in leaves(inputs, name):
-            if not self._double and getattr(as_tensors(leaf), "dtype", None) == torch.float64:
-                raise UsageError(
-                    f"{path} is float64, but the model's parameters are not; dtypes are never changed behind your "
-                    "back: convert the data with .astype(numpy.float32) (a tensor: .float()), or the model with "
-                    ".double()"
-                )
+    def _input(self, value: Any, path: str) -> Any:
+        """An input of the default forward: float64 is refused where no parameter is."""
+        value = self._tensor(value)
+        if not self._double:
+            for place, leaf in [(path, value)] if isinstance(value, torch.Tensor) else leaves(value, path):
+                if getattr(leaf, "dtype", None) == torch.float64:
+                    raise UsageError(
+                        f"{place} is float64, but the model's parameters are not; dtypes are never changed behind your "
+                        "back: convert it with .astype(numpy.float32) (a tensor: .float(), a number: "
+                        "torch.tensor(number)), or the model with .double()"
+                    )
+        return value
 
-    def _check_loss(self, name: str, loss: Any, batch: Any) -> None:
+    def _check_loss(self, name: str, loss: Any, batch: Any, origin: str) -> None:
         if not isinstance(loss, torch.Tensor):
             _refuse_loss(name, f"a {type(loss).__name__}", "a scalar tensor: the mean loss over the share")
         if loss.numel() != 1 or loss.is_complex():
@@ -110,7 +109,7 @@ class Forward:
         if not loss.requires_grad:
             _refuse_loss(name, "a loss without a gradient", "one computed from the model's output without detach()")
         if loss.dtype == torch.float64 and not self._double:
-            doubles = [path for path, leaf in leaves(batch, "data") if getattr(leaf, "dtype", None) == torch.float64]
+            doubles = [path for path, leaf in leaves(batch, origin) if getattr(leaf, "dtype", None) == torch.float64]
             guess = f" ({doubles[0]} is float64)" if doubles else ""
             _refuse_loss(
                 name,
@@ -122,10 +121,17 @@ class Forward:
 def as_tensors(value: Any) -> Any:
     """Numpy arrays and plain numbers become tensors; all else stays as it is."""
     if isinstance(value, np.ndarray):
-        return torch.from_numpy(value if value.flags.writeable else value.copy())
+        return torch.tensor(value)
     if isinstance(value, (bool, int, float, np.generic)):
         return torch.as_tensor(value)
     return value
+
+
+def described(value: Any) -> str:
+    """A value as an error message shows it: tensors by shape and dtype unless they are one number."""
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        return f"a Tensor of shape {tuple(value.shape)} and {value.dtype}"
+    return checks.shown(value)
 
 
 def _is_pair(batch: Any) -> bool:
@@ -149,10 +155,9 @@ def _check_weight(name: str, weight: Any) -> float:
     except (TypeError, ValueError, RuntimeError):
         number = math.nan
     if not 0 <= number < math.inf:
-        shown = type(weight).__name__ if isinstance(weight, torch.Tensor) and weight.numel() != 1 else repr(weight)
         raise UsageError(
-            f"{name} returned the weight {shown}; the second value must be a finite number of at least 0: how many "
-            "things the loss is the mean of"
+            f"{name} returned the weight {described(weight)}; the second value must be a finite number of at least 0: "
+            "how many things the loss is the mean of"
         )
     return number
 

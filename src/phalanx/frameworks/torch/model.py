@@ -37,21 +37,22 @@ def build_model(make_model: Any, seed: int) -> torch.nn.Module:
     return model
 
 
-def pick_device(model: torch.nn.Module, device: str | None) -> torch.device:
-    """The named device, or where the model already is."""
-    if device is not None:
-        return torch.device(device)
-    return next(model.parameters()).device
+def pick_device(model: torch.nn.Module, name: str | None) -> torch.device:
+    """The named device, or where the model already is.
 
-
-def check_device(name: str) -> None:
-    """``name`` is a device that torch can use here."""
+    Raises
+    ------
+    UsageError
+        torch cannot use the named device here.
+    """
+    if name is None:
+        return next(model.parameters()).device
     try:
-        torch.empty(0, device=torch.device(name))
-    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UsageError(
-            f"devices names {name!r}, which torch cannot use here ({reason}); use 'cpu' or leave it out"
+            f"devices names {name!r}, which torch cannot use here ({reason}); use ['cpu'], or leave it out"
         ) from error
 
 
@@ -74,6 +75,8 @@ def _check(model: Any) -> None:
                 f"make_model returned a model with lazy modules ({name!r} has no shape yet); run one batch through it "
                 "in make_model before returning it, or give the sizes"
             )
+    if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
+        raise UsageError("make_model returned a model on the meta device, without values; make it on a real device")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(
             f"make_model returned a {type(model).__name__} without trainable parameters; register them as "

@@ -85,10 +85,10 @@ def build_optimizers(definition: Definition, named: Named) -> list[torch.optim.O
     try:
         made = factory(list(named))
     except Exception as error:
-        hint = (
-            f"an optimizer that takes no names: {OLD_STYLE}" if isinstance(error, TypeError) else "mend its arguments"
-        )
-        raise UsageError(f"optimizer raised {type(error).__name__}: {error}; {hint}") from error
+        raise UsageError(
+            f"optimizer raised {type(error).__name__}: {error}; mend its arguments, or, if it takes parameters without "
+            f"names: {OLD_STYLE}"
+        ) from error
     optimizers: list[torch.optim.Optimizer] = list(made) if isinstance(made, (list, tuple)) else [made]
     if not optimizers:
         raise UsageError(f"optimizer returned an empty {type(made).__name__}; as in {EXAMPLE}")
@@ -145,5 +145,10 @@ def _build_scheduler(
     if not isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)):
         raise UsageError(
             f"scheduler returned a {type(scheduler).__name__}; it must return a torch.optim.lr_scheduler.LRScheduler"
+        )
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise UsageError(
+            f"scheduler returned a {type(scheduler).__name__} of another optimizer, so it would do nothing; make it "
+            "with the optimizer that it is called with"
         )
     return scheduler

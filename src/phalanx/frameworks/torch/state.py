@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from phalanx import checks
 from phalanx.digest import Entry, digest_of
 from phalanx.errors import UsageError
 
@@ -33,8 +34,16 @@ def digest(
     """
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"model is a {type(model).__name__}; digest takes a torch.nn.Module")
-    optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-    return digest_of(entries(model, optimizers), step)
+    listed: list[Any] = (
+        list(optimizer) if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
+    )
+    for item in listed:
+        if not isinstance(item, torch.optim.Optimizer):
+            raise UsageError(
+                f"optimizer is {checks.shown(item)} ({type(item).__name__}); digest takes a torch.optim.Optimizer or a "
+                "list of them"
+            )
+    return digest_of(entries(model, listed), step)
 
 
 def entries(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Entry]:
