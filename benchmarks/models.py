@@ -81,6 +81,11 @@ class Case:
     batch_size: int
     steps: int
 
+    @property
+    def warm_up(self) -> int:
+        """Steps that are not counted."""
+        return max(3, self.steps // 5)
+
 
 def case(name: str) -> Case:
     """One of ``tiny``, ``lenet``, ``mlp``, ``gpt`` with random data; ``steps`` is about a second's worth."""

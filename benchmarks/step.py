@@ -31,45 +31,50 @@ README = pathlib.Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- step:begin -->", "<!-- step:end -->"
 
 
+class Clock:
+    """A loss that notes when it was called: two notes, a known number of steps apart, give the time of a step."""
+
+    def __init__(self, loss_fn):
+        self.loss_fn, self.calls = loss_fn, []
+
+    def __call__(self, output, target):
+        self.calls.append(time.perf_counter())
+        return self.loss_fn(output, target)
+
+    def seconds(self, first: int, steps: int, calls_per_step: int) -> float:
+        return (self.calls[(first + steps) * calls_per_step] - self.calls[first * calls_per_step]) / steps
+
+
 def plain_seconds(case: models.Case, threads: int) -> float:
     """Seconds a step of the loop one writes by hand: shuffled batches, AdamW fused."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
+    clock = Clock(case.loss_fn)
     model = case.make_model()
     optimizer = models.OPTIMIZER(model.parameters())
-    warm_up = max(3, case.steps // 5)
-    done, started, losses = 0, 0.0, []
-    while True:
+    losses = []
+    while len(losses) <= case.warm_up + case.steps:
         order = torch.randperm(len(case.x))
         for start in range(0, len(case.x), case.batch_size):
-            if done == warm_up:
-                started = time.perf_counter()
             batch = order[start : start + case.batch_size]
-            loss = case.loss_fn(model(case.x[batch]), case.y[batch])
+            loss = clock(model(case.x[batch]), case.y[batch])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-            done += 1
-            if done == warm_up + case.steps:
-                return (time.perf_counter() - started) / case.steps
+    return clock.seconds(case.warm_up, case.steps, 1)
 
 
 def phalanx_seconds(case: models.Case, replicas: int) -> float:
-    """Seconds a step of a run that goes as `train()` does: between the end of the warm-up and the end."""
+    """Seconds a step of `train()`."""
     import phalanx
 
-    warm_up = max(3, case.steps // 5)
-    clock: list[float] = []
-    recipe = phalanx.Recipe(
-        case.make_model, (case.x, case.y), case.loss_fn, replicas=replicas, batch_size=case.batch_size,
-        steps=warm_up + case.steps, optimizer=models.OPTIMIZER,
+    clock = Clock(case.loss_fn)
+    phalanx.train(
+        case.make_model, (case.x, case.y), clock, replicas=replicas, batch_size=case.batch_size,
+        steps=case.warm_up + case.steps + 1, optimizer=models.OPTIMIZER,
     )  # fmt: skip
-    with recipe.start() as run:
-        for report in run.free_running():
-            if report.step in (warm_up - 1, warm_up + case.steps - 1):
-                clock.append(time.perf_counter())
-    return (clock[1] - clock[0]) / case.steps
+    return clock.seconds(case.warm_up, case.steps, replicas)
 
 
 def measure(column: str, model: str) -> float:

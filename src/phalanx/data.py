@@ -139,8 +139,9 @@ def _check_numpy(name: str, column: Any) -> None:
         wide = dtype.kind in "fc" and np.finfo(dtype).bits > 64
         if dtype.kind not in "biufc" or wide or not dtype.isnative:
             raise UsageError(
-                f"{name} is a numpy array of {dtype.type.__name__} ({dtype.str}), which no tensor can hold; convert it to "
-                "numbers, for instance with .astype(numpy.float32), or pass a list of samples and turn each into tensors in forward_fn"
+                f"{name} is a numpy array of {dtype.type.__name__} ({dtype.str}), which no tensor can hold; convert it "
+                "to numbers, for instance with .astype(numpy.float32), or pass a list of samples and turn each into "
+                "tensors in forward_fn"
             )
 
 

@@ -86,7 +86,8 @@ class Definition:
         if not callable(self.make_model):
             raise UsageError(
                 f"make_model is {checks.shown(self.make_model)} ({type(self.make_model).__name__}); it must be a "
-                "function without arguments that returns the model, as in make_model=lambda: torch.nn.Linear(4, 3), or a model"
+                "function without arguments that returns the model, as in make_model=lambda: torch.nn.Linear(4, 3), or "
+                "a model"
             )
         checks.function("loss_fn", self.loss_fn, "loss_fn=torch.nn.functional.cross_entropy")
         if isinstance(self.loss_fn, type):

@@ -27,6 +27,7 @@ LAYERS = (
     ("",),
     ("demos",),
     ("cli",),
+    ("__main__",),
 )
 
 # Who may import what is not everybody's, at the top of a file or inside; for types alone, everybody may.
