@@ -14,7 +14,7 @@ from phalanx.plan import Plan
 from phalanx.recipe import Recipe
 from phalanx.result import Result
 from phalanx.run import Run
-from phalanx.train import train
+from phalanx.train import close, load, train
 
 __version__ = "0.1.0"
 
@@ -31,7 +31,9 @@ __all__ = [
     "StepReport",
     "UsageError",
     "WorkerError",
+    "close",
     "digest",
+    "load",
     "train",
     "weighted",
 ]

@@ -142,6 +142,13 @@ class Run:
         self.metric_history.append(Evaluated(self.steps, value, "metric" if name == "<lambda>" else name))
         return value
 
+    def save(self, path: Any) -> None:
+        """Not in this version: refused with a UsageError."""
+        raise UsageError(
+            f"save({str(path)!r}): this version writes no snapshots; keep run.result().params, for instance with "
+            "safetensors.torch.save_file"
+        )
+
     def result(self) -> Result:
         """The state now as a Result of your own: training on does not change it."""
         return self._result(copy=not self._closed)

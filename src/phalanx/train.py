@@ -1,4 +1,4 @@
-"""``phalanx.train``: a recipe and its run in one call."""
+"""The functions of the front: ``phalanx.train``, a recipe and its run in one call; ``load`` and ``close``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ from phalanx.recipe import Recipe
 from phalanx.result import Result
 
 RECIPE_FIELDS = frozenset(field.name for field in dataclasses.fields(Definition))
+
+
+def load(path: Any) -> Any:
+    """Not in this version: refused with a UsageError."""
+    raise UsageError(f"load({str(path)!r}): this version reads no snapshots, as it writes none")
+
+
+def close() -> None:
+    """End what is kept warm for the next run. The inline engine keeps nothing warm, so this has nothing to end."""
 
 
 def train(make_model: Any, data: Any, loss_fn: Any = None, **arguments: Any) -> Result:

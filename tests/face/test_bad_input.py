@@ -205,6 +205,11 @@ def normed():
     return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
 
 
+def saved():
+    with recipe().start() as run:
+        run.save("state")
+
+
 def after_close():
     run = recipe().start()
     run.close()
@@ -565,6 +570,8 @@ RUNS = [
     ("Evaluation-metric", lambda: phalanx.Evaluation(3, (X, Y)), "metric_fn is 3", "callable"),
     ("Evaluation-data", lambda: phalanx.Evaluation(accuracy, []), "evaluation data", "length 0"),
     ("Evaluation-batch_size", lambda: phalanx.Evaluation(accuracy, (X, Y), 2.0), "batch_size is 2.0", "an integer"),
+    ("save", saved, "save('state')", "no snapshots", "run.result()"),
+    ("load", lambda: phalanx.load("state"), "load('state')", "no snapshots"),
     ("digest", lambda: phalanx.digest(3), "model is", "int", "torch.nn.Module"),
     ("digest-optimizer", lambda: phalanx.digest(linear(), optimizer=3), "optimizer is", "int", "torch.optim.Optimizer"),
 ]

@@ -766,3 +766,10 @@ def test_a_run_in_one_process_has_no_other_workers():
     """worker_pids is a tuple, empty where replicas are computed in the caller's process."""
     with recipe().start() as run:
         assert run.worker_pids == ()
+
+
+def test_closing_twice_or_before_any_run_does_no_harm():
+    """phalanx.close() can be called at any time, and runs go on working after it."""
+    phalanx.close()
+    phalanx.close()
+    assert recipe().train().steps > 0

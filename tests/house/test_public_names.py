@@ -12,7 +12,7 @@ import phalanx
 
 pytestmark = pytest.mark.house
 
-FIRST_RUNG = {"Recipe", "Plan", "Result", "train", "digest", "weighted"}
+FIRST_RUNG = {"Recipe", "Plan", "Result", "train", "load", "close", "digest", "weighted"}
 SECOND_RUNG = {"Run", "StepReport", "Evaluation", "Evaluated"}
 ERRORS = {"PhalanxError", "UsageError", "RunError", "WorkerError", "NonFiniteError"}
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -135,3 +136,12 @@ def test_version_and_help():
     assert phalanx_command("--version", cwd=".").stdout == f"phalanx {phalanx.__version__}\n"
     text = phalanx_command("--help", cwd=".").stdout
     assert all(word in text for word in ("train", "demo", "Exit codes", "130"))
+
+
+@pytest.mark.parametrize("column", ["plain 1 thread", "R=2"])
+def test_the_benchmark_measures_a_column(column):
+    """benchmarks/step.py gives seconds a step for a model, for the plain loop and for phalanx."""
+    script = pathlib.Path(__file__).parents[2] / "benchmarks" / "step.py"
+    command = [sys.executable, script, "--model", "tiny", "--column", column]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert 0 < float(done.stdout) < 1
