@@ -138,7 +138,7 @@ def circumstances() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=models.CASES, help="one model; all by default")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--column", choices=COLUMNS, help=argparse.SUPPRESS)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/step.md and step.json")
     arguments = parser.parse_args()

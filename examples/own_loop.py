@@ -1,4 +1,4 @@
-"""Hold the run yourself: look at each step, evaluate when you like, stop early, keep the best state."""
+"""Hold the run yourself: look at each step, stop early on held-out data, keep the best state."""
 
 import sklearn.datasets
 import torch
@@ -22,16 +22,16 @@ recipe = phalanx.Recipe(
     lr=3e-3,
 )
 
-best = None
-with recipe.start() as run:
+best, value = None, 0.0
+with recipe.start(evaluation=phalanx.Evaluation(accuracy, (x[1437:], y[1437:]))) as run:
     for report in run:  # while you hold report k, the state is exactly the one after step k
-        if (report.step + 1) % recipe.plan.steps_per_epoch == 0:
-            value = run.evaluate(accuracy, (x[1437:], y[1437:]))
-            print(
-                f"epoch {report.epoch}: loss {report.loss:.3f}, gradient {report.grad_norm:.2f}, accuracy {value:.3f}"
-            )
-            if best is None or value > best.metric_history[-1].value:
-                best = run.result()  # a copy of its own: training on does not change it
-            elif value < best.metric_history[-1].value - 0.005:
-                break
-print(f"best after {best.steps} steps: {best.metric_history[-1].value:.3f}, digest {best.digest}")
+        if report.metric is None:
+            continue  # an evaluation is due after each epoch only
+        print(f"epoch {report.epoch}: loss {report.loss:.3f}, gradient {report.grad_norm:.2f}, {report.metric:.3f}")
+        if report.metric > value:
+            best, value = run.result(), report.metric  # a copy of its own: training on does not change it
+        elif report.metric < value - 0.005:
+            break
+assert best is not None
+print(f"best after {best.steps} steps: {value:.3f}, digest {best.digest}")
+torch.save(best.model.state_dict(), "best.pt")

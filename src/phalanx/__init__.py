@@ -11,10 +11,9 @@ from phalanx.events import Evaluated, StepReport
 from phalanx.frameworks.torch.losses import weighted
 from phalanx.frameworks.torch.state import digest
 from phalanx.plan import Plan
-from phalanx.recipe import Recipe
+from phalanx.recipe import Recipe, close, load, train
 from phalanx.result import Result
 from phalanx.run import Run
-from phalanx.train import close, load, train
 
 __version__ = "0.1.0"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import pathlib
 import sys
 import traceback
@@ -21,6 +22,7 @@ from phalanx.recipe import Recipe
 from phalanx.result import Result
 
 EXIT_RUN, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+PICTURES = (".png", ".pdf", ".svg")
 EXIT_CODES = "Exit codes: 0 done, 1 the run went wrong, 2 the call is wrong, 130 stopped by Ctrl-C."
 
 app = typer.Typer(
@@ -51,7 +53,11 @@ def train(
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train the recipe that a Python file defines; an `evaluation` beside it is used too."""
+    """Train the recipe in a Python file.
+
+    The file defines `recipe = phalanx.Recipe(...)`; an `evaluation = phalanx.Evaluation(...)` beside it is used too.
+    """
+    _check_picture(plot)
     recipe, evaluation = load_recipe(file)
     result = _trained(recipe, evaluation, workers, quiet=quiet)
     picture = _picture(result, plot) if plot else None
@@ -66,9 +72,10 @@ def demo(
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train on real data, with a picture of loss and accuracy per epoch."""
+    """Train on real data and draw a picture."""
     from phalanx.demos.catalog import DEMOS
 
+    _check_picture(plot)
     if name not in DEMOS:
         raise UsageError(f"NAME is {name!r}; there are {', '.join(DEMOS)}")
     shown = DEMOS[name]()
@@ -84,13 +91,15 @@ def load_recipe(file: str) -> tuple[Recipe, Evaluation | None]:
     Raises
     ------
     UsageError
-        There is no such file, it raises, or it defines no recipe of that name.
+        There is no such file, or it defines no recipe of that name. What the file itself raises comes through.
     """
     path, _, name = file.partition(":")
     name = name or "recipe"
     source = pathlib.Path(path).resolve()
     spec = importlib.util.spec_from_file_location(f"phalanx_file_{source.stem}", source)
-    if not source.is_file() or spec is None or spec.loader is None:
+    if not source.is_file():
+        raise UsageError(f"FILE is {path!r}, which does not exist or is no file; give FILE or FILE:NAME")
+    if spec is None or spec.loader is None:
         raise UsageError(
             f"FILE is {path!r}, which is not a Python file; give one that defines `{name} = phalanx.Recipe(...)`"
         )
@@ -131,6 +140,12 @@ def _trained(recipe: Recipe, evaluation: Evaluation | None, workers: str, *, qui
         raise typer.Exit(EXIT_INTERRUPTED) from interrupt
 
 
+def _check_picture(path: str) -> None:
+    suffix = pathlib.Path(path).suffix
+    if path and suffix not in PICTURES:
+        raise UsageError(f"--plot is {path!r}; its ending must be one of {', '.join(PICTURES)}")
+
+
 def _picture(result: Result, path: str) -> pathlib.Path:
     target = pathlib.Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -146,8 +161,8 @@ def _report(name: str, result: Result, picture: pathlib.Path | None, *, json_: b
     metrics = {evaluated.name: evaluated.value for evaluated in result.metric_history}
     facts: dict[str, Any] = {
         "name": name,
-        "loss": result.loss,
-        **metrics,
+        "loss": _plain(result.loss),
+        "metrics": {name: _plain(value) for name, value in metrics.items()},
         "seconds per epoch": per_epoch,
         "steps": result.steps,
         "samples": result.samples,
@@ -159,8 +174,14 @@ def _report(name: str, result: Result, picture: pathlib.Path | None, *, json_: b
     if json_:
         typer.echo(json.dumps({key.replace(" ", "_"): value for key, value in facts.items()}))
         return
+    facts |= {f"held-out {name}": value for name, value in facts.pop("metrics").items()}
     width = max(len(key) for key, value in facts.items() if value is not None)
     for key, value in facts.items():
         if value is not None and key not in ("name", "digest"):
             typer.echo(f"{key:{width}}  {value:.4f}" if isinstance(value, float) else f"{key:{width}}  {value}")
     typer.echo(f"digest {result.digest}")
+
+
+def _plain(value: float | None) -> float | str | None:
+    """JSON has no NaN and no infinity: those become text."""
+    return value if value is None or math.isfinite(value) else str(value)

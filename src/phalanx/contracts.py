@@ -84,12 +84,8 @@ class Steppable(Protocol):
         """2-norm of ``gradient``, as ``torch.nn.utils.clip_grad_norm_`` computes it."""
         ...
 
-    def update(self, gradient: Vector, loss: float, buffers: Sequence[tuple[int, list[Any]]]) -> None:
-        """Clip, step the optimizer and the scheduler, settle the buffers of (samples, buffers) per replica."""
-        ...
-
-    def skip(self, loss: float) -> None:
-        """Leave weights, buffers and optimizer as they were; step the scheduler."""
+    def update(self, key: int, gradient: Vector, buffers: Sequence[tuple[int, list[Any]]]) -> None:
+        """Clip, step the optimizer, settle the buffers of (samples, buffers) per replica; ``key`` seeds the update."""
         ...
 
     def rewind(self) -> None:
@@ -108,6 +104,10 @@ class Framework(Steppable, Protocol):
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
+        ...
+
+    def schedule(self, loss: float) -> None:
+        """Step the scheduler once, with the step's mean loss, after the step is done or skipped."""
         ...
 
     def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> tuple[float, float]:

@@ -85,7 +85,11 @@ class Samples:
         """One sample, as it is; ``seed(index)`` comes first where reading runs user code."""
         if self.random:
             seed(index)
-        return self.items[index]
+        try:
+            return self.items[index]
+        except Exception as error:
+            error.add_note(f"while phalanx was reading sample {index}")
+            raise
 
 
 def open_data(data: Any, argument: str = "data") -> Columns | Samples:
@@ -106,9 +110,14 @@ def open_data(data: Any, argument: str = "data") -> Columns | Samples:
         raise UsageError(
             f"{argument} is a {type(data).__name__} without a length; define __len__, or {_way_out(argument)}"
         )
+    if isinstance(data, list) and _looks_like_columns(data):
+        raise UsageError(
+            f"{argument} is a list of {len(data)} arrays of equal length and unlike shapes, and a list is taken for "
+            "samples; for columns pass a tuple: (x, y)"
+        )
     if len(data) == 0:
         raise UsageError(f"{argument} is empty (a {type(data).__name__} of length 0); it needs at least one sample")
-    return Samples(data, random=not isinstance(data, list))
+    return Samples(data, random=type(data) is not list)
 
 
 def open_columns(data: Any, argument: str) -> Columns:
@@ -130,6 +139,12 @@ def open_columns(data: Any, argument: str) -> Columns:
     if not all(lengths.values()):
         raise UsageError(f"{argument} is empty (columns of length 0); it needs at least one sample")
     return Columns(tuple(column for _, column in columns), _rebuilder(data))
+
+
+def _looks_like_columns(data: list[Any]) -> bool:
+    """Arrays that differ in shape but not in length could not be collated as samples."""
+    arrays = len(data) > 1 and all(is_array(item) and len(item.shape) > 0 for item in data)
+    return arrays and len({item.shape for item in data}) > 1 and len({item.shape[0] for item in data}) == 1
 
 
 def _check_numpy(name: str, column: Any) -> None:

@@ -93,6 +93,11 @@ class Definition:
         if isinstance(self.loss_fn, type):
             name = self.loss_fn.__name__
             raise UsageError(f"loss_fn is the class {name}; pass an instance: loss_fn={name}()")
+        if self.replicas != 1 and _option(self.loss_fn, "reduction") == "sum":
+            raise UsageError(
+                "loss_fn sums over the share (reduction='sum'), but replicas average means: the answer would be that "
+                "sum divided by the number of replicas; use reduction='mean'"
+            )
         checks.function("forward_fn", self.forward_fn, "forward_fn=lambda model, batch: model(batch)")
         checks.function("target_fn", self.target_fn, "target_fn=lambda batch: batch['label']")
         checks.function("collate_fn", self.collate_fn, "collate_fn=torch.utils.data.default_collate")
@@ -138,3 +143,10 @@ class Definition:
                 f"drop_last is True and a batch has {self.global_batch} samples, but data has {len(source)}: every "
                 "batch would be dropped; lower batch_size, or set drop_last=False"
             )
+
+
+def _option(loss_fn: Any, name: str) -> Any:
+    """An option of a loss object, or of a partial over a loss function."""
+    if isinstance(loss_fn, functools.partial):
+        return loss_fn.keywords.get(name)
+    return getattr(loss_fn, name, None)

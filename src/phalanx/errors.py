@@ -17,7 +17,16 @@ SHOWN_SAMPLES = 8
 
 
 class PhalanxError(Exception):
-    """Base of every error that phalanx raises on purpose."""
+    """Base of every error that phalanx raises on purpose.
+
+    Attributes
+    ----------
+    result : phalanx.Result or None
+        For errors in the middle of a run, the last good state: as after the last step that ended. Where the model
+        cannot be copied it is the run's own.
+    """
+
+    result: Any = None
 
 
 class UsageError(PhalanxError, ValueError):
@@ -35,8 +44,6 @@ class RunError(PhalanxError):
         The replica that failed, if one did.
     samples : tuple of int
         Indices into the data of the samples that the replica (or the step) was given.
-    result : phalanx.Result or None
-        The last good state: as after the last step that ended.
     """
 
     def __init__(
@@ -51,7 +58,6 @@ class RunError(PhalanxError):
         self.step = step
         self.replica = replica
         self.samples = tuple(int(sample) for sample in samples)
-        self.result: Any = None
 
 
 class WorkerError(RunError):

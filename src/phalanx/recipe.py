@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import time
-from typing import Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from phalanx.definition import Definition
 from phalanx.engines.inline import Inline
 from phalanx.errors import UsageError
 from phalanx.frameworks.opening import open_framework
-from phalanx.options import Options, settle
+from phalanx.options import Options, settle, unknown
 from phalanx.result import Result
 from phalanx.run import Run
 from phalanx.watch.progress import Progress
+
+RECIPE_FIELDS = frozenset(field.name for field in dataclasses.fields(Definition))
 
 
 class Recipe(Definition):
@@ -67,6 +71,15 @@ class Recipe(Definition):
     UsageError
         An argument is wrong; the message names it, its value and the way out.
     """
+
+    if not TYPE_CHECKING:  # type checkers see the dataclass's own
+
+        @functools.wraps(Definition.__init__)
+        def __init__(self, *arguments: Any, **fields: Any) -> None:
+            for name in fields:
+                if name not in RECIPE_FIELDS:
+                    raise UsageError(unknown(name, RECIPE_FIELDS))
+            super().__init__(*arguments, **fields)
 
     def train(self, **options: Unpack[Options]) -> Result:
         """Run the recipe to its end. Every option changes the speed, never the answer.
@@ -126,7 +139,46 @@ class Recipe(Definition):
         """
         called = time.perf_counter()
         settled = settle(options, self.replicas)
+        if settled.evaluation is not None and self.data is None:
+            raise UsageError(
+                "evaluation is given, but data is None, so there are no epochs; call run.evaluate() yourself"
+            )
         engine = Inline(self, open_framework(self, settled.device))
         total = None if self.data is None else self.plan.steps
         progress = Progress(settled.progress, total)
         return Run(self, engine, settled.callbacks, settled.evaluation, progress, called)
+
+
+def train(make_model: Any, data: Any, loss_fn: Any = None, **arguments: Any) -> Result:
+    """``Recipe(make_model, data, loss_fn, ...).train(...)`` in one call.
+
+    Parameters
+    ----------
+    make_model, data, loss_fn
+        As in ``Recipe``. A bare ``nn.Module`` works too; it is copied.
+    **arguments
+        Any other argument of ``Recipe`` (these define the answer) or of ``Recipe.train`` (these do not).
+
+    Returns
+    -------
+    Result
+
+    Examples
+    --------
+    >>> result = phalanx.train(lambda: torch.nn.Linear(4, 3), (x, y), torch.nn.functional.cross_entropy, steps=100)
+    """
+    options = {name: value for name, value in arguments.items() if name in Options.__annotations__}
+    fields = {name: value for name, value in arguments.items() if name not in options}
+    for name in fields:
+        if name not in RECIPE_FIELDS:
+            raise UsageError(unknown(name, RECIPE_FIELDS | set(Options.__annotations__)))
+    return Recipe(make_model, data, loss_fn, **fields).train(**options)  # type: ignore[arg-type]
+
+
+def load(path: Any) -> Any:
+    """Not in this version: refused with a UsageError."""
+    raise UsageError(f"load({str(path)!r}): this version reads no snapshots, as it writes none")
+
+
+def close() -> None:
+    """End what is kept warm for the next run. The inline engine keeps nothing warm, so this has nothing to end."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from phalanx.definition import Definition
 from phalanx.engines.inline import Inline
-from phalanx.errors import PhalanxError, RunError, UsageError
+from phalanx.errors import PhalanxError, UsageError
 from phalanx.evaluation import DEFAULT_BATCH, Evaluation, check_evaluation
 from phalanx.events import Evaluated, StepReport
 from phalanx.result import Result
@@ -53,8 +53,8 @@ class Run:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, KeyboardInterrupt) and getattr(error, "result", None) is None:
-            error.result = self._last_good()  # type: ignore[attr-defined]
+        if isinstance(error, KeyboardInterrupt):
+            self._hand_over(error)
         self.close()
 
     def __iter__(self) -> Iterator[StepReport]:
@@ -75,9 +75,13 @@ class Run:
 
     def finish(self) -> None:
         """Do all planned steps that are left. Between them the run keeps its environment, if no callback looks."""
-        with contextlib.nullcontext() if self._callbacks else self._engine.environment:
-            for _ in self:
-                pass
+        try:
+            with contextlib.nullcontext() if self._callbacks else self._engine.environment:
+                for _ in self:
+                    pass
+        except BaseException as error:  # nobody else holds this run: what was trained must not be lost with it
+            self._hand_over(error)
+            raise
 
     @property
     def steps(self) -> int:
@@ -135,8 +139,8 @@ class Run:
         check_evaluation(metric_fn, data, batch_size)
         try:
             value = self._engine.evaluate(metric_fn, data, batch_size)
-        except RunError as error:
-            error.result = self._last_good()
+        except PhalanxError as error:
+            self._hand_over(error)
             raise
         name = getattr(metric_fn, "__name__", "metric")
         self.metric_history.append(Evaluated(self.steps, value, "metric" if name == "<lambda>" else name))
@@ -164,8 +168,8 @@ class Run:
             self._first = time.perf_counter()
         try:
             report = self._engine.advance(batch)
-        except RunError as error:
-            error.result = self._last_good()
+        except PhalanxError as error:
+            self._hand_over(error)
             raise
         try:
             if self._evaluation is not None and self._due(report):
@@ -187,6 +191,12 @@ class Run:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("this run is closed: its with block has ended; start another with recipe.start()")
+
+    def _hand_over(self, error: BaseException) -> None:
+        """Set ``error.result`` to the last good state, unless it is set or the class has no room for it."""
+        if getattr(error, "result", None) is None:
+            with contextlib.suppress(AttributeError, TypeError):
+                error.result = self._last_good()  # type: ignore[attr-defined]
 
     def _last_good(self) -> Result | None:
         """None where an update was torn. A model that cannot be copied is handed over as it is."""

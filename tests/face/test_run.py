@@ -513,8 +513,9 @@ def test_an_evaluation_is_due_after_every_epoch_and_at_the_end(changes, due):
 
 def test_an_evaluation_over_brought_batches_is_the_callers_affair():
     """Without data there are no epochs: evaluations are those that the caller asks for."""
-    evaluation = phalanx.Evaluation(accuracy, TEST)
-    with recipe(data=None, steps=None).start(evaluation=evaluation) as run:
+    with pytest.raises(phalanx.UsageError, match=r"evaluation is given, but data is None.*run\.evaluate"):
+        recipe(data=None, steps=None).start(evaluation=phalanx.Evaluation(accuracy, TEST))
+    with recipe(data=None, steps=None).start() as run:
         run.step((X, Y))
         assert run.metric_history == []
         run.evaluate(accuracy, TEST)

@@ -77,6 +77,7 @@ def test_train_draws_one_bar_and_a_picture(recipe_file):
         (["train", "job.py:nothing"], ["nothing", "Recipe"]),
         (["train", "job.py", "--workers", "3"], ["workers", "3"]),
         (["train", "job.py", "--workers", "some"], ["workers", "some"]),
+        (["train", "job.py", "--plot", "loss.foo"], ["--plot", "loss.foo", ".png"]),
         (["demo", "mnist"], ["mnist", "digits", "iris"]),
     ],
 )
@@ -126,7 +127,7 @@ def test_demos_reach_their_accuracy(tmp_path, name, least):
     done = phalanx_command("demo", name, "--quiet", "--json", cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
-    assert facts["accuracy"] >= least
+    assert facts["metrics"]["accuracy"] >= least
     assert len(facts["digest"]) == 64
     assert (tmp_path / facts["picture"]).stat().st_size > 10_000
 

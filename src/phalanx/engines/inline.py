@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from phalanx.contracts import Exported, Framework
@@ -14,7 +16,7 @@ from phalanx.errors import PhalanxError, RunError, UsageError, WorkerError, spel
 from phalanx.events import StepReport
 from phalanx.plan import evaluation_key
 from phalanx.plan.fold import Fold
-from phalanx.step import Rules, commit, propose
+from phalanx.step import Proposal, commit, propose
 from phalanx.surroundings import Interrupts, Reentrant
 
 
@@ -43,8 +45,8 @@ class Inline:
         self._definition = definition
         self._framework = framework
         self._dealer = Dealer(definition, framework)
-        self._rules = Rules(definition.replicas, definition.seed, definition.on_nonfinite)
-        self._torn: str | None = None
+        self._torn = False
+        self._ended = ""
         self._interrupts = Interrupts()
         self.environment = Reentrant(self._interrupts, framework.environment)
         self.loss_history: list[float] = []
@@ -55,24 +57,16 @@ class Inline:
 
         Either the whole step is done, or (after an error or Ctrl-C) none of it is.
         """
-        self._check_whole()
+        self._check_able()
         started = time.perf_counter()
-        t = len(self.loss_history)
+        t, lr = len(self.loss_history), self._framework.lr
         with self.environment:
             shares = self._dealer.planned(t) if batch is None else self._dealer.brought(batch)
-            proposal = propose(self._framework, self._rules, t, shares)
-            samples, lr = sum(len(share.samples) for share in shares), self._framework.lr
+            proposal = propose(self._framework, self._definition, t, shares)
+            samples = sum([len(share.samples) for share in shares])
             self._interrupts.hold()
             try:
-                commit(self._framework, proposal)
-                self.loss_history.append(proposal.loss)
-                self.samples += samples
-            except BaseException as error:
-                self._torn = f"{type(error).__name__} in the optimizer or scheduler at step {t}: {error}"
-                if not isinstance(error, Exception):
-                    raise
-                message = f"{self._torn}; the update was under way, so the weights are not those of any step"
-                raise WorkerError(message, step=t) from error
+                self._commit(t, proposal, samples)
             finally:
                 self._interrupts.release()
         epoch = self._definition.plan.epoch(t) if batch is None else None
@@ -80,12 +74,12 @@ class Inline:
 
     def evaluate(self, metric_fn: Callable[..., Any], data: Any, batch_size: int) -> float:
         """Weighted mean of a metric over all samples of ``data``, chunk by chunk, folded in the fixed order."""
-        self._check_whole()
+        self._check_able()
         seed = self._definition.seed
         with self.environment:
             shares = list(self._dealer.chunks(data, batch_size))
-            values: Fold[float] = Fold(len(shares), _plus)
-            weights: Fold[float] = Fold(len(shares), _plus)
+            values: Fold[float] = Fold(len(shares), operator.add)
+            weights: Fold[float] = Fold(len(shares), operator.add)
             for chunk, share in enumerate(shares):
                 mean, weight = self._measure(metric_fn, evaluation_key(seed, chunk), share)
                 values.push(chunk, mean * weight if weight else None)
@@ -97,7 +91,8 @@ class Inline:
 
     def export(self, *, copy: bool) -> Exported:
         """The state as of the last finished step; ``copy`` makes it independent of the run."""
-        self._check_whole()
+        if self._torn:
+            self._check_able()
         with self.environment:
             return self._framework.export(len(self.loss_history), copy=copy)
 
@@ -111,10 +106,28 @@ class Inline:
             message = f"{type(error).__name__} in user code while evaluating samples {samples}: {error}"
             raise WorkerError(message, samples=share.samples) from error
 
-    def _check_whole(self) -> None:
-        if self._torn is not None:
-            raise RunError(f"this run cannot go on: {self._torn}; start another")
+    def _commit(self, t: int, proposal: Proposal, samples: int) -> None:
+        """The step counts once the update is done; what fails in the schedule cannot undo it, but ends the run."""
+        self._torn = True
+        with self._ending(t, "optimizer", "the update was under way, so the weights are not those of any step"):
+            commit(self._framework, self._definition, t, proposal)
+        self.loss_history.append(proposal.loss)
+        self.samples += samples
+        self._torn = False
+        with self._ending(t, "scheduler", "the step itself was done"):
+            self._framework.schedule(proposal.loss)
 
+    @contextlib.contextmanager
+    def _ending(self, t: int, what: str, consequence: str) -> Iterator[None]:
+        """Whatever raises inside ends the run."""
+        try:
+            yield
+        except BaseException as error:
+            self._ended = f"{type(error).__name__} in the {what} at step {t}: {error}; {consequence}"
+            if isinstance(error, PhalanxError) or not isinstance(error, Exception):
+                raise
+            raise WorkerError(self._ended, step=t) from error
 
-def _plus(left: float, right: float) -> float:
-    return left + right
+    def _check_able(self) -> None:
+        if self._ended:
+            raise RunError(f"this run cannot go on: {self._ended}; start another")

@@ -61,7 +61,7 @@ class Plan:
         """Sample indices of ``step``, in order: shape ``(samples in this step,)``, int64."""
         if step < 0:
             raise IndexError(f"step is {step}; steps count from 0")
-        epoch, position = divmod(step, self.steps_per_epoch)
+        epoch, position = divmod(int(step), self.steps_per_epoch)
         start = position * self.batch_size
         return self._order(epoch)[start : start + self.batch_size].copy()
 
@@ -81,9 +81,13 @@ class Plan:
         """Seed all generators for reading one sample of a map-style dataset; restore them after it."""
         return self.seeder(self.sample_key(step, index))
 
+    def seeded_update(self, step: int) -> contextlib.AbstractContextManager[None]:
+        """Seed all generators for the optimizer's step, which only optimizers outside torch.optim may need."""
+        return self.seeder(update_key(self.seed, step))
+
     def sample_key(self, step: int, index: int) -> int:
         """Key of (seed, epoch, sample): equal for every step and replica that reads it in this epoch."""
-        return keys.key(self.seed, keys.SAMPLE_STREAM, self.epoch(step) * self.samples + index)
+        return keys.key(self.seed, keys.SAMPLE_STREAM, int(self.epoch(step)) * self.samples + int(index))
 
     def _order(self, epoch: int) -> Indices:
         """Steps run in order, so the block of epochs around the last one asked for is all that is kept."""
@@ -100,7 +104,12 @@ class Plan:
 
 def replica_key(seed: int, step: int, replica: int, replicas: int) -> int:
     """Key of (seed, step, replica)."""
-    return keys.key(seed, keys.REPLICA_STREAM, step * replicas + replica)
+    return keys.key(seed, keys.REPLICA_STREAM, int(step) * replicas + int(replica))
+
+
+def update_key(seed: int, step: int) -> int:
+    """Key of the update of one step, for optimizers that draw random numbers."""
+    return keys.key(seed, keys.UPDATE_STREAM, int(step))
 
 
 def evaluation_key(seed: int, chunk: int) -> int:
@@ -110,7 +119,7 @@ def evaluation_key(seed: int, chunk: int) -> int:
 
 def evaluation_sample_key(seed: int, index: int) -> int:
     """Key for reading one sample in an evaluation."""
-    return keys.key(seed, keys.EVALUATION_SAMPLE_STREAM, index)
+    return keys.key(seed, keys.EVALUATION_SAMPLE_STREAM, int(index))
 
 
 def steps_per_epoch(samples: int, batch_size: int, *, drop_last: bool) -> int:

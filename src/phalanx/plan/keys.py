@@ -20,6 +20,7 @@ SAMPLE_STREAM: Final = 2
 EVALUATION_STREAM: Final = 3
 EVALUATION_SAMPLE_STREAM: Final = 4
 ORDER_STREAM: Final = 5
+UPDATE_STREAM: Final = 6
 
 
 def splitmix64(value: int) -> int:

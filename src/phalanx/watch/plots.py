@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LOSS_COLOR = "#1f5a96"
+PLATE = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1}
 METRIC_COLORS = ("#c1452b", "#3d8b5f", "#8a5ca8")
 
 
@@ -25,21 +26,8 @@ def plot_history(
     ax: Axes | None = None,
 ) -> Axes:
     """Draw the loss of every step with its mean per epoch and, on a second axis, the evaluations."""
-    ax = _new_axes() if ax is None else ax
-    unit = per_epoch or 1
-    losses = np.asarray(loss_history, dtype=np.float64)
-    at = np.arange(1, len(losses) + 1) / unit
-    many = per_epoch is not None and len(losses) > per_epoch
-    ax.plot(at, losses, color=LOSS_COLOR, alpha=0.3 if many else 1.0, linewidth=1, label="loss, every step")
-    if many and per_epoch is not None:
-        ends = range(per_epoch, len(losses) + 1, per_epoch)
-        means = [losses[end - per_epoch : end].mean() for end in ends]
-        ax.plot(
-            [end / unit for end in ends], means, color=LOSS_COLOR, marker="o", markersize=3, label="loss, epoch mean"
-        )
-    positive = losses[np.isfinite(losses)]
-    if len(positive) and positive.min() > 0 and positive.max() / positive.min() > 50:
-        ax.set_yscale("log")
+    own, ax = ax is None, _new_axes() if ax is None else ax
+    _plot_losses(np.asarray(loss_history, dtype=np.float64), per_epoch, ax)
     ax.set_xlabel("epoch" if per_epoch else "step")
     ax.locator_params(axis="x", integer=True)
     ax.set_ylabel("training loss", color=LOSS_COLOR)
@@ -47,9 +35,28 @@ def plot_history(
     ax.grid(alpha=0.2)
     ax.set_title(title, fontsize=10)
     if metric_history:
-        _plot_metrics(metric_history, ax, unit)
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4, frameon=False, fontsize=8)
+        _plot_metrics(metric_history, ax, per_epoch or 1)
+    if own:
+        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4, frameon=False, fontsize=8)
+    else:  # what lies outside the caller's axes might be cut off
+        ax.legend(loc="best", fontsize=8)
     return ax
+
+
+def _plot_losses(losses: np.ndarray[Any, np.dtype[np.float64]], per_epoch: int | None, ax: Axes) -> None:
+    unit = per_epoch or 1
+    many = per_epoch is not None and len(losses) > per_epoch
+    style = {"color": LOSS_COLOR, "marker": "o" if len(losses) == 1 else "", "alpha": 0.3 if many else 1.0}
+    ax.plot(np.arange(1, len(losses) + 1) / unit, losses, linewidth=1, label="loss, every step", **style)
+    if many:
+        ends = range(unit, len(losses) + 1, unit)
+        means = [losses[end - unit : end].mean() for end in ends]
+        ax.plot(
+            [end / unit for end in ends], means, color=LOSS_COLOR, marker="o", markersize=3, label="loss, epoch mean"
+        )
+    positive = losses[np.isfinite(losses)]
+    if len(positive) and positive.min() > 0 and positive.max() / positive.min() > 50:
+        ax.set_yscale("log")
 
 
 def _plot_metrics(metric_history: Sequence[Evaluated], ax: Axes, unit: int) -> None:
@@ -61,7 +68,9 @@ def _plot_metrics(metric_history: Sequence[Evaluated], ax: Axes, unit: int) -> N
         twin.plot(*zip(*points, strict=True), **style)
         ax.plot([], [], label=name, **style)
         last = f"{points[-1][1]:.4g}"
-        twin.annotate(last, points[-1], textcoords="offset points", xytext=(0, -14), ha="right", color=style["color"])
+        twin.annotate(
+            last, points[-1], textcoords="offset points", xytext=(0, -14), ha="right", color=style["color"], bbox=PLATE
+        )
     twin.set_ylabel(", ".join(names), color=METRIC_COLORS[0])
     twin.tick_params(axis="y", labelcolor=METRIC_COLORS[0])
 

@@ -20,7 +20,7 @@ from phalanx.definition import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch import arithmetic, gradient, state
 from phalanx.frameworks.torch.arithmetic import Gradient
-from phalanx.frameworks.torch.buffers import Buffers, Snapshot
+from phalanx.frameworks.torch.buffers import Buffers, Left
 from phalanx.frameworks.torch.environment import Environment
 from phalanx.frameworks.torch.forward import Forward, described
 from phalanx.frameworks.torch.losses import AmbiguousMean
@@ -63,6 +63,7 @@ class Torch:
         self._collate = definition.collate_fn or default_collate
         self._norm: torch.Tensor | None = None
         self._spent: Gradient | None = None
+        self._describable = False
 
     @property
     def lr(self) -> float:
@@ -70,17 +71,15 @@ class Torch:
         return self._updates.lr
 
     def gradient(self, key: int, share: Share) -> Computed:
-        """See ``contracts.Framework.gradient``."""
+        """See ``contracts.Steppable.gradient``."""
         self._buffers.begin()
         batch = self._batch(key, share)
-        versions = [parameter._version for parameter in self._parameters] if self._shared else []
+        versions = self._versions() if self._shared else []
         try:
             loss, weight = self._forward.loss(batch, share.origin)
         except ValueError as error:
             _explain(error, len(share.samples))
             raise
-        if self._shared:
-            self._check_unwritten(versions)
         self._ambiguous.warn(weight, batch)
         taken: Gradient | None = None
         self._spent = None
@@ -90,37 +89,44 @@ class Torch:
             if self._written:
                 taken = gradient.separate(taken)
             self._spent = taken
-        return Computed(loss.item(), weight, taken, self._buffers.taken())
+        if self._shared:
+            self._check_unwritten(versions, "in forward, loss_fn or a hook")
+        return Computed(loss.item(), weight, taken, self._buffers.left())
 
     def norm(self, gradient: Gradient) -> float:
-        """See ``contracts.Framework.norm``."""
+        """See ``contracts.Steppable.norm``."""
         self._norm = self._updates.norm(gradient)
         return self._norm.item()
 
-    def update(self, gradient: Gradient, loss: float, buffers: Sequence[tuple[int, Snapshot]]) -> None:
-        """See ``contracts.Framework.update``."""
+    def update(self, key: int, gradient: Gradient, buffers: Sequence[tuple[int, Left]]) -> None:
+        """See ``contracts.Steppable.update``."""
         assert self._norm is not None
-        self._updates.apply(gradient, self._norm, loss)
+        self._updates.apply(key, gradient, self._norm)
         self._buffers.settle(buffers)
+        if not self._describable:  # better refused after the first step than when the run is over
+            for _ in state.entries(self._model, self._updates.optimizers):
+                pass
+            self._describable = True
 
-    def skip(self, loss: float) -> None:
-        """See ``contracts.Framework.skip``."""
-        self.rewind()
-        self._updates.skip(loss)
+    def schedule(self, loss: float) -> None:
+        """See ``contracts.Framework.schedule``."""
+        self._updates.schedule(loss)
 
     def rewind(self) -> None:
-        """See ``contracts.Framework.rewind``."""
+        """See ``contracts.Steppable.rewind``."""
         gradient.drop(self._parameters)
         self._buffers.restore()
 
     def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> tuple[float, float]:
         """See ``contracts.Framework.measure``."""
+        versions = self._versions()
         with evaluating(self._model), torch.no_grad():
             self._buffers.begin()
             try:
                 value = self._forward.evaluated(metric_fn, self._batch(key, share), share.origin)
             finally:
                 self._buffers.restore()
+        self._check_unwritten(versions, "in an evaluation")
         return _metric(value, len(share.samples))
 
     def opened(self, source: Source) -> Source:
@@ -131,17 +137,22 @@ class Torch:
 
     def export(self, steps: int, *, copy: bool) -> Exported:
         """See ``contracts.Framework.export``."""
+        self.rewind()
+        self._spent = None
         model = copied(self._model) if copy else self._model
         params = {name: parameter.detach() for name, parameter in model.named_parameters()}
         return Exported(model, params, state.digest(self._model, self._updates.optimizers, steps))
 
-    def _check_unwritten(self, versions: list[int]) -> None:
-        """Parameters written in forward would leak from replica to replica; a lone replica may do so."""
+    def _versions(self) -> list[int]:
+        return [parameter._version for parameter in self._parameters]
+
+    def _check_unwritten(self, versions: list[int], where: str) -> None:
+        """Parameters written by user code would leak from replica to replica; a lone replica may do so in a step."""
         for (name, parameter), version in zip(self._named, versions, strict=True):
             if parameter._version != version:
                 raise UsageError(
-                    f"parameter {name!r} was written in place in forward or loss_fn, so later replicas would start "
-                    "from other weights; use a buffer for what forward updates, or replicas=1"
+                    f"parameter {name!r} was written in place {where}, so what follows would start from other weights; "
+                    "use a buffer for what forward updates, or replicas=1"
                 )
 
     def _batch(self, key: int, share: Share) -> Any:
@@ -163,9 +174,13 @@ def copied(model: torch.nn.Module) -> torch.nn.Module:
 
 @contextlib.contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode inside the block; every module's own mode after it."""
+    """Evaluation mode inside the block; every module's own mode after it.
+
+    The attribute is set, ``eval()`` is not called: modules that do more there (merge adapters, say) would stay changed.
+    """
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    for module, _ in modes:
+        module.training = False
     try:
         yield
     finally:
@@ -197,12 +212,15 @@ def _metric(value: Any, samples: int) -> tuple[float, float]:
 
 
 def _column(array: Any) -> torch.Tensor:
-    """A column as a tensor over the same memory, read-only arrays and memory maps too: columns are never written."""
+    """A column as a tensor over the same memory, read-only arrays and memory maps too: columns are never written.
+
+    torch has no negative or odd strides, as reversed views and fields of records have: those are copied.
+    """
+    if isinstance(array, torch.Tensor):
+        return array
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-        return array if isinstance(array, torch.Tensor) else torch.from_numpy(_ascending(array))
-
-
-def _ascending(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Torch has no negative strides, as reversed views have: those are copied."""
-    return array if all(stride >= 0 for stride in array.strides) else array.copy()
+        try:
+            return torch.from_numpy(np.asarray(array))
+        except ValueError:
+            return torch.from_numpy(np.array(array))

@@ -7,6 +7,7 @@ others take the first replica's. So replicas carry nothing from step to step and
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -15,17 +16,22 @@ from phalanx.errors import UsageError
 from phalanx.plan.fold import Fold
 from phalanx.plan.shares import share_weights
 
-Snapshot = list[torch.Tensor]
+Left = list[torch.Tensor]  # copies of all buffers, as a forward pass left them
 
 
 class Buffers:
-    """The buffers of one model, as they were at the step's start and as forward passes leave them."""
+    """The buffers of one model, as they were at the step's start and as forward passes leave them.
+
+    A buffer in the memory of a parameter is that parameter, and no business of this class.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
         self._places = _places(model)
         self._tensors = [module._buffers[name] for _, module, name in self._places]
         self._start = [None if tensor is None else tensor.detach().clone() for tensor in self._tensors]
         self._dirty = False
+        self._checked = False
 
     def begin(self) -> None:
         """Announce a forward pass: it starts from the step's start."""
@@ -38,10 +44,13 @@ class Buffers:
             self._write(self._start)
             self._dirty = False
 
-    def taken(self) -> Snapshot:
+    def left(self) -> Left:
         """Copies of the buffers as the forward pass left them."""
-        found: Snapshot = []
-        for (path, module, name), start in zip(self._places, self._start, strict=True):
+        if not self._checked:
+            self._check_places()
+        found: Left = []
+        now: dict[int, torch.Tensor] = {}
+        for (path, module, name), tensor, start in zip(self._places, self._tensors, self._start, strict=True):
             value = module._buffers.get(name)
             if start is None and value is None:
                 continue
@@ -50,33 +59,45 @@ class Buffers:
                     f"buffer {path!r} went from {_spell(start)} to {_spell(value)} in forward, but buffers must keep "
                     "shape and dtype; create it in __init__ as it is to be, or keep it in a plain attribute"
                 )
+            if now.setdefault(id(tensor), value) is not value:
+                raise UsageError(f"buffer {path!r} is shared by modules, but forward assigned it in only some of them")
             found.append(value.detach().clone())
         return found
 
-    def settle(self, replicas: Sequence[tuple[int, Snapshot]]) -> None:
-        """Write the settled buffers of one step, given (samples, snapshot) of each replica that ran, in order."""
+    def settle(self, replicas: Sequence[tuple[int, Left]]) -> None:
+        """Write the settled buffers of one step, given (samples, buffers) of each replica that ran, in order."""
         if not self._places:
             return
         weights = share_weights([samples for samples, _ in replicas])
-        values = iter([_settled(list(found), weights) for found in zip(*(s for _, s in replicas), strict=True)])
+        values = iter([_settled(list(found), weights) for found in zip(*(left for _, left in replicas), strict=True)])
         self._start = [None if start is None else next(values) for start in self._start]
         self._write(self._start)
         self._dirty = False
 
     def _write(self, values: Sequence[torch.Tensor | None]) -> None:
+        """Only what differs is written: constants may lie in memory that cannot be, such as expanded tensors."""
         with torch.no_grad():
             for (_, module, name), tensor, value in zip(self._places, self._tensors, values, strict=True):
                 module._buffers[name] = tensor
-                if tensor is not None and value is not None:
+                if tensor is not None and value is not None and not _same_bytes(tensor, value):
                     tensor.copy_(value)
+
+    def _check_places(self) -> None:
+        self._checked = True
+        known = {path for path, _, _ in self._places}
+        for path, _, _ in _places(self._model):
+            if path not in known:
+                raise UsageError(f"buffer {path!r} appeared in forward; register it in __init__ with its final shape")
 
 
 def _places(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]:
     """(path, module, name) of every buffer, None entries included."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     return [
         (f"{prefix}.{name}" if prefix else name, module, name)
         for prefix, module in model.named_modules()
-        for name in module._buffers
+        for name, tensor in module._buffers.items()
+        if tensor is None or not tensor.numel() or tensor.untyped_storage().data_ptr() not in parameters
     ]
 
 
@@ -87,7 +108,7 @@ def _settled(values: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
     if not (first.is_floating_point() or first.is_complex()):
         return first
     fold: Fold[torch.Tensor] = Fold(len(values), torch.add)
-    total: Fold[float] = Fold(len(values), lambda left, right: left + right)
+    total: Fold[float] = Fold(len(values), operator.add)
     for position, (value, weight) in enumerate(zip(values, weights, strict=True)):
         fold.push(position, value if weight == 1 else value * weight)
         total.push(position, weight)
@@ -98,7 +119,12 @@ def _settled(values: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
 
 
 def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
+    return torch.equal(bytes_of(left), bytes_of(right))
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor in C order, as a flat uint8 tensor."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _spell(tensor: torch.Tensor | None) -> str:

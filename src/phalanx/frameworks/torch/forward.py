@@ -42,11 +42,18 @@ class Forward:
         forward_fn = self._definition.forward_fn
         if forward_fn is not None:
             return forward_fn(self._model, batch)
-        if _is_pair(batch):
-            return self._model(self._input(batch[0], f"{origin}[0]"))
-        if isinstance(batch, Mapping):
-            return self._model(**{name: self._input(value, f"{origin}[{name!r}]") for name, value in batch.items()})
-        return self._model(self._input(batch, origin))
+        try:
+            if _is_pair(batch):
+                return self._model(self._input(batch[0], f"{origin}[0]"))
+            if isinstance(batch, Mapping):
+                return self._model(**{name: self._input(value, f"{origin}[{name!r}]") for name, value in batch.items()})
+            return self._model(self._input(batch, origin))
+        except TypeError as error:
+            error.add_note(
+                "phalanx calls model(x) where the batch is (x, y), model(**batch) for a dict, else model(batch); for "
+                "anything else pass forward_fn=lambda model, batch: ..., and target_fn=lambda batch: ... for the target"
+            )
+            raise
 
     def target(self, batch: Any) -> Any:
         """The target for ``batch``."""
@@ -151,13 +158,13 @@ def _split(value: Any) -> tuple[Any, Any]:
 
 def _check_weight(name: str, weight: Any) -> float:
     try:
-        number = float(weight)
+        number = math.nan if getattr(weight, "requires_grad", False) else float(weight)
     except (TypeError, ValueError, RuntimeError):
         number = math.nan
     if not 0 <= number < math.inf:
         raise UsageError(
             f"{name} returned the weight {described(weight)}; the second value must be a finite number of at least 0: "
-            "how many things the loss is the mean of"
+            "how many things the loss is the mean of, and no part of the graph"
         )
     return number
 

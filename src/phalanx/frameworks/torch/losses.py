@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from phalanx.definition import Definition
+from phalanx.errors import UsageError
 
 IGNORED = -100
 
@@ -43,10 +44,20 @@ def _weighted(loss_fn: Callable[[Any, Any], Any], count: Callable[[Any, Any], An
     return loss_fn(output, target), count(output, target)
 
 
+def check_stateless(loss_fn: Any) -> None:
+    """Parameters of a loss would never be trained: the optimizer gets the model's."""
+    if isinstance(loss_fn, torch.nn.Module) and any(True for _ in loss_fn.parameters()):
+        raise UsageError(
+            f"loss_fn is a {type(loss_fn).__name__} with parameters, which would not be trained; make it a part of the "
+            "model, let forward return the loss, and pass loss_fn=None"
+        )
+
+
 class AmbiguousMean:
     """Warns once if the loss looks like a mean over something else than samples, and returned no weight."""
 
     def __init__(self, definition: Definition) -> None:
+        check_stateless(definition.loss_fn)
         self._loss_fn = definition.loss_fn
         self._target_fn = definition.target_fn
         self._settled = definition.replicas == 1

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import weakref
+from typing import Any, Final
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from phalanx import generators
 from phalanx.errors import UsageError
+
+TRAINED: Final[weakref.WeakSet[torch.nn.Module]] = weakref.WeakSet()  # what factories returned, while it lives
 
 
 def build_model(make_model: Any, seed: int) -> torch.nn.Module:
@@ -20,10 +23,10 @@ def build_model(make_model: Any, seed: int) -> torch.nn.Module:
     UsageError
         The factory raised or returned something else, or the model cannot be trained here.
     """
+    generators.seed(seed)
     if isinstance(make_model, torch.nn.Module):
         model = _copied(make_model)
     else:
-        generators.seed(seed)
         try:
             model = make_model()
         except Exception as error:
@@ -31,6 +34,7 @@ def build_model(make_model: Any, seed: int) -> torch.nn.Module:
                 f"make_model raised {type(error).__name__}: {error}; it is called without arguments: wrap it in "
                 "functools.partial or a lambda if it needs some"
             ) from error
+        _check_new(model)
     _check(model)
     for parameter in model.parameters():
         parameter.grad = None
@@ -57,24 +61,42 @@ def pick_device(model: torch.nn.Module, name: str | None) -> torch.device:
 
 
 def _copied(model: torch.nn.Module) -> torch.nn.Module:
+    cause = None
     try:
-        return copy.deepcopy(model)
+        copied = copy.deepcopy(model)
+        if {id(parameter) for parameter in copied.parameters()}.isdisjoint(map(id, model.parameters())):
+            return copied
     except Exception as error:
-        raise UsageError(
-            f"make_model is a {type(model).__name__} that cannot be copied ({error}), and a model that is passed in is "
-            "never trained in place; pass a function that makes it: make_model=lambda: ..."
-        ) from error
+        cause = error
+    raise UsageError(
+        f"make_model is a {type(model).__name__} that cannot be copied ({cause or 'its copy is not independent'}), and "
+        "a model that is passed in is never trained in place; pass a function that makes it: make_model=lambda: ..."
+    ) from cause
+
+
+def _check_new(model: Any) -> None:
+    """A factory that returns one model again and again would train on, from run to run, in place."""
+    if isinstance(model, torch.nn.Module):
+        if model in TRAINED:
+            raise UsageError(
+                f"make_model returned the {type(model).__name__} that it returned before, already trained; return a "
+                "new one each time, or pass the model itself, which is copied: make_model=model"
+            )
+        TRAINED.add(model)
 
 
 def _check(model: Any) -> None:
-    if not isinstance(model, torch.nn.Module):
-        raise UsageError(f"make_model returned {_described(model)}; it must return a torch.nn.Module")
+    if not isinstance(model, torch.nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        raise UsageError(f"make_model returned {_described(model)}; it must return a plain torch.nn.Module")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
             raise UsageError(
                 f"make_model returned a model with lazy modules ({name!r} has no shape yet); run one batch through it "
                 "in make_model before returning it, or give the sizes"
             )
+    for name, buffer in model.named_buffers():
+        if buffer.layout != torch.strided:
+            raise UsageError(f"buffer {name!r} of the model is sparse; keep it dense, or in a plain attribute")
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         raise UsageError("make_model returned a model on the meta device, without values; make it on a real device")
     if not any(parameter.requires_grad for parameter in model.parameters()):

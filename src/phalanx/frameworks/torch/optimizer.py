@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from phalanx import generators
 from phalanx.definition import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.arithmetic import Gradient
@@ -30,12 +32,14 @@ class Update:
         self._uniform = len(kinds) == 1 and self._parameters[0].device.type == "cpu"
         self._max_norm = definition.max_norm
         self.optimizers = build_optimizers(definition, named)
+        self._foreign = any(not type(made).__module__.startswith("torch.optim") for made in self.optimizers)
+        self._stepped = False
         self._schedulers = [_build_scheduler(definition, optimizer) for optimizer in self.optimizers]
 
     @property
     def lr(self) -> float:
         """Learning rate of the first group."""
-        return float(self.optimizers[0].param_groups[0]["lr"])
+        return float(self.optimizers[0].param_groups[0].get("lr", math.nan))
 
     def norm(self, gradient: Gradient) -> torch.Tensor:
         """Global 2-norm with the bits of ``clip_grad_norm_``: norms of whole tensors, stacked in order, their norm.
@@ -47,30 +51,30 @@ class Update:
             return torch.nn.utils.get_total_norm(present)
         return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in present]))
 
-    def apply(self, gradient: Gradient, norm: torch.Tensor, loss: float) -> None:
-        """Clip ``gradient``, step the optimizers with it, step the schedulers."""
+    def apply(self, key: int, gradient: Gradient, norm: torch.Tensor) -> None:
+        """Clip ``gradient`` and step the optimizers with it."""
         for parameter, grad in zip(self._parameters, gradient, strict=True):
             parameter.grad = grad
         if math.isfinite(self._max_norm):
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._max_norm, norm)
+        if self._foreign:
+            generators.seed(key)
         for optimizer in self.optimizers:
             optimizer.step()
+        self._stepped = True
         for parameter in self._parameters:
             parameter.grad = None
-        self._schedule(loss)
 
-    def skip(self, loss: float) -> None:
-        """Step the schedulers only. Before the first update torch would take that for a wrong order, and warn."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-            self._schedule(loss)
-
-    def _schedule(self, loss: float) -> None:
-        for scheduler in self._schedulers:
-            if isinstance(scheduler, ReduceLROnPlateau):
-                scheduler.step(loss)
-            elif scheduler is not None:
-                scheduler.step()
+    def schedule(self, loss: float) -> None:
+        """Step the schedulers once; ReduceLROnPlateau gets the step's mean loss."""
+        with contextlib.nullcontext() if self._stepped else warnings.catch_warnings():
+            if not self._stepped:  # the first step was skipped, which torch would take for a wrong order
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            for scheduler in self._schedulers:
+                if isinstance(scheduler, ReduceLROnPlateau):
+                    scheduler.step(loss)
+                elif scheduler is not None:
+                    scheduler.step()
 
 
 def build_optimizers(definition: Definition, named: Named) -> list[torch.optim.Optimizer]:
@@ -97,6 +101,12 @@ def build_optimizers(definition: Definition, named: Named) -> list[torch.optim.O
     for optimizer in optimizers:
         _check_kind(optimizer)
         for group in optimizer.param_groups:
+            if not math.isfinite(group.get("lr", 0.0)):
+                raise UsageError(
+                    f"optimizer made a {type(optimizer).__name__} with lr={group['lr']}; give a finite rate"
+                )
+            if isinstance(group.get("lr"), torch.Tensor):
+                group["lr"] = group["lr"].clone()  # schedulers write into it, and the recipe's own is for every run
             for parameter in group["params"]:
                 _claim(names.get(id(parameter)), optimizer, owners)
     return optimizers

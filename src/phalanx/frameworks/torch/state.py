@@ -10,6 +10,7 @@ import torch
 from phalanx import checks
 from phalanx.digest import Entry, digest_of
 from phalanx.errors import UsageError
+from phalanx.frameworks.torch.buffers import bytes_of
 
 
 def digest(
@@ -47,7 +48,7 @@ def digest(
 
 
 def entries(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Entry]:
-    """Parameters, buffers, then optimizer state by parameter name; tied ones once, under their first name."""
+    """Parameters, buffers, optimizer state by parameter name, what optimizers keep beside it; tied ones once."""
     named = list(model.named_parameters())
     for name, parameter in named:
         yield _tensor_entry("parameter", name, parameter)
@@ -56,6 +57,9 @@ def entries(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer])
     for name, parameter in named:
         for optimizer in optimizers:
             yield from _state_entries(name, optimizer.state.get(parameter, {}))
+    for optimizer in optimizers:
+        shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+        yield from _state_entries("", shared)
 
 
 def _state_entries(name: str, value: Any) -> Iterator[Entry]:
@@ -76,6 +80,5 @@ def _state_entries(name: str, value: Any) -> Iterator[Entry]:
 
 
 def _tensor_entry(kind: str, name: str, tensor: torch.Tensor) -> Entry:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return Entry(kind, name, dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy())
+    return Entry(kind, name, dtype, tuple(tensor.shape), bytes_of(tensor.cpu()).numpy())

@@ -1,0 +1,57 @@
+"""One replica's part in a step: computed, and found again if something in it was not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from phalanx.contracts import Computed, Steppable
+from phalanx.data import Share
+from phalanx.definition import Definition
+from phalanx.errors import NonFiniteError, PhalanxError, WorkerError, spell_samples
+from phalanx.plan import replica_key
+
+
+def compute(framework: Steppable, definition: Definition, t: int, replica: int, share: Share) -> Computed:
+    """What one replica computes in step ``t``; what user code raises becomes a WorkerError with the address."""
+    try:
+        return framework.gradient(replica_key(definition.seed, t, replica, definition.replicas), share)
+    except PhalanxError as error:
+        error.add_note(f"at step {t}, replica {replica}, samples {spell_samples(share.samples)}")
+        raise
+    except Exception as error:
+        raise WorkerError(
+            f"{type(error).__name__} in user code at step {t}, replica {replica}, samples "
+            f"{spell_samples(share.samples)}: {error}",
+            step=t,
+            replica=replica,
+            samples=share.samples,
+        ) from error
+
+
+def blame(framework: Steppable, definition: Definition, t: int, shares: Sequence[Share]) -> NonFiniteError:
+    """Name the replica. A replica-step is a pure function, so it can simply be computed again."""
+    for replica, share in enumerate(shares):
+        if not len(share.samples):
+            continue
+        computed = compute(framework, definition, t, replica, share)
+        if computed.gradient is None:
+            continue
+        what = None if math.isfinite(computed.loss) else f"the loss is {computed.loss}"
+        if what is None and not framework.arithmetic.finite(computed.gradient):
+            what = "the gradient has values that are not finite"
+        if what is not None:
+            return NonFiniteError(
+                f"{what} at step {t}, replica {replica}, samples {spell_samples(share.samples)}; nothing was updated. "
+                "Look at these samples, lower the learning rate or set max_norm; on_nonfinite='skip' goes on without "
+                "such steps",
+                step=t,
+                replica=replica,
+                samples=share.samples,
+            )
+    return NonFiniteError(
+        f"the mean loss or gradient of step {t} is not finite, though no replica's is when computed again; nothing was "
+        "updated. Either their sum overflows (lower the loss or the weights that loss_fn returns), or the model does "
+        "not compute the same twice",
+        step=t,
+    )
