@@ -84,8 +84,8 @@ class Steppable(Protocol):
         """2-norm of ``gradient``, as ``torch.nn.utils.clip_grad_norm_`` computes it."""
         ...
 
-    def update(self, key: int, gradient: Vector, buffers: Sequence[tuple[int, list[Any]]]) -> None:
-        """Clip, step the optimizer, settle the buffers of (samples, buffers) per replica; ``key`` seeds the update."""
+    def update(self, step: int, gradient: Vector, buffers: Sequence[tuple[int, list[Any]]]) -> None:
+        """Clip, do the optimizer's ``step``, settle the buffers of (samples, buffers) per replica."""
         ...
 
     def rewind(self) -> None:

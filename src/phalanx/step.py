@@ -15,7 +15,6 @@ from phalanx.contracts import Arithmetic, Computed, Steppable, Vector
 from phalanx.data import Share
 from phalanx.definition import Definition
 from phalanx.errors import RunError, UsageError
-from phalanx.plan import update_key
 from phalanx.plan.fold import Fold
 from phalanx.plan.shares import share_weights
 from phalanx.replica import blame, compute
@@ -92,10 +91,10 @@ def propose(framework: Steppable, definition: Definition, t: int, shares: Sequen
     return Proposal(loss, norm, gradient, buffers, accepted)
 
 
-def commit(framework: Steppable, definition: Definition, t: int, proposal: Proposal) -> None:
+def commit(framework: Steppable, t: int, proposal: Proposal) -> None:
     """Take ``framework`` to the state after step ``t``; a step that is skipped leaves it as it was."""
     if proposal.accepted:
-        framework.update(update_key(definition.seed, t), proposal.gradient, proposal.buffers)
+        framework.update(t, proposal.gradient, proposal.buffers)
     else:
         framework.rewind()
 

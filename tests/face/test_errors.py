@@ -524,7 +524,7 @@ def test_an_error_in_the_update_ends_the_run(place):
             run.step()
         assert caught.value.__cause__ is boom
         assert caught.value.step == FAILING
-        assert f"ZeroDivisionError in the {place} at step 1" in str(caught.value)
+        assert f"ZeroDivisionError (bias correction) at step 1 in the {place}" in str(caught.value)
         refused = [run.step, lambda: next(run), lambda: run.evaluate(F.mse_loss, (X, Y))]
         if place == "optimizer":
             assert caught.value.result is None

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from phalanx.contracts import Exported, Framework
@@ -109,21 +108,16 @@ class Inline:
     def _commit(self, t: int, proposal: Proposal, samples: int) -> None:
         """The step counts once the update is done; what fails in the schedule cannot undo it, but ends the run."""
         self._torn = True
-        with self._ending(t, "optimizer", "the update was under way, so the weights are not those of any step"):
-            commit(self._framework, self._definition, t, proposal)
-        self.loss_history.append(proposal.loss)
-        self.samples += samples
-        self._torn = False
-        with self._ending(t, "scheduler", "the step itself was done"):
-            self._framework.schedule(proposal.loss)
-
-    @contextlib.contextmanager
-    def _ending(self, t: int, what: str, consequence: str) -> Iterator[None]:
-        """Whatever raises inside ends the run."""
+        during = "the optimizer, so the weights are not those of any step"
         try:
-            yield
+            commit(self._framework, t, proposal)
+            self.loss_history.append(proposal.loss)
+            self.samples += samples
+            self._torn = False
+            during = "the scheduler; the step itself was done"
+            self._framework.schedule(proposal.loss)
         except BaseException as error:
-            self._ended = f"{type(error).__name__} in the {what} at step {t}: {error}; {consequence}"
+            self._ended = f"{type(error).__name__} ({error}) at step {t} in {during}"
             if isinstance(error, PhalanxError) or not isinstance(error, Exception):
                 raise
             raise WorkerError(self._ended, step=t) from error

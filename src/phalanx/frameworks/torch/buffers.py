@@ -48,6 +48,8 @@ class Buffers:
         """Copies of the buffers as the forward pass left them."""
         if not self._checked:
             self._check_places()
+        if not self._places:
+            return []
         found: Left = []
         now: dict[int, torch.Tensor] = {}
         for (path, module, name), tensor, start in zip(self._places, self._tensors, self._start, strict=True):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from phalanx import generators
 from phalanx.definition import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.arithmetic import Gradient
+from phalanx.plan import update_key
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 EXAMPLE = "optimizer=functools.partial(torch.optim.AdamW, lr=1e-3)"
@@ -34,7 +34,9 @@ class Update:
         self.optimizers = build_optimizers(definition, named)
         self._foreign = any(not type(made).__module__.startswith("torch.optim") for made in self.optimizers)
         self._stepped = False
-        self._schedulers = [_build_scheduler(definition, optimizer) for optimizer in self.optimizers]
+        self._seed = definition.seed
+        make = definition.scheduler
+        self._schedulers = [] if make is None else [_build_scheduler(make, optimizer) for optimizer in self.optimizers]
 
     @property
     def lr(self) -> float:
@@ -51,14 +53,14 @@ class Update:
             return torch.nn.utils.get_total_norm(present)
         return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in present]))
 
-    def apply(self, key: int, gradient: Gradient, norm: torch.Tensor) -> None:
+    def apply(self, step: int, gradient: Gradient, norm: torch.Tensor) -> None:
         """Clip ``gradient`` and step the optimizers with it."""
         for parameter, grad in zip(self._parameters, gradient, strict=True):
             parameter.grad = grad
         if math.isfinite(self._max_norm):
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._max_norm, norm)
         if self._foreign:
-            generators.seed(key)
+            generators.seed(update_key(self._seed, step))
         for optimizer in self.optimizers:
             optimizer.step()
         self._stepped = True
@@ -67,14 +69,19 @@ class Update:
 
     def schedule(self, loss: float) -> None:
         """Step the schedulers once; ReduceLROnPlateau gets the step's mean loss."""
-        with contextlib.nullcontext() if self._stepped else warnings.catch_warnings():
-            if not self._stepped:  # the first step was skipped, which torch would take for a wrong order
-                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-            for scheduler in self._schedulers:
-                if isinstance(scheduler, ReduceLROnPlateau):
-                    scheduler.step(loss)
-                elif scheduler is not None:
-                    scheduler.step()
+        if self._stepped or not self._schedulers:
+            self._schedule(loss)
+            return
+        with warnings.catch_warnings():  # the first step was skipped, which torch would take for a wrong order
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            self._schedule(loss)
+
+    def _schedule(self, loss: float) -> None:
+        for scheduler in self._schedulers:
+            if isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step(loss)
+            else:
+                scheduler.step()
 
 
 def build_optimizers(definition: Definition, named: Named) -> list[torch.optim.Optimizer]:
@@ -140,13 +147,9 @@ def _claim(name: str | None, optimizer: torch.optim.Optimizer, owners: dict[str,
     owners[name] = kind
 
 
-def _build_scheduler(
-    definition: Definition, optimizer: torch.optim.Optimizer
-) -> LRScheduler | ReduceLROnPlateau | None:
-    if definition.scheduler is None:
-        return None
+def _build_scheduler(make: Callable[..., Any], optimizer: torch.optim.Optimizer) -> LRScheduler | ReduceLROnPlateau:
     try:
-        scheduler = definition.scheduler(optimizer)
+        scheduler = make(optimizer)
     except Exception as error:
         raise UsageError(
             f"scheduler raised {type(error).__name__}: {error}; it is called with the optimizer, as in "
