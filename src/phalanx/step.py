@@ -7,7 +7,7 @@ device, file, process or clock; the framework computes, the plan decides the ord
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,7 +114,7 @@ def _weigh(arithmetic: Arithmetic, replicas: int, known: float, computed: Comput
     return Term(weight * computed.loss, weight, arithmetic.scale(computed.gradient, weight))
 
 
-def _adder(arithmetic: Arithmetic) -> Any:
+def _adder(arithmetic: Arithmetic) -> Callable[[Term, Term], Term]:
     def add(left: Term, right: Term) -> Term:
         gradient = arithmetic.add(left.gradient, right.gradient)
         return Term(left.loss + right.loss, left.weight + right.weight, gradient)

@@ -24,7 +24,7 @@ from phalanx.frameworks.torch.buffers import Buffers, Left
 from phalanx.frameworks.torch.environment import Environment
 from phalanx.frameworks.torch.forward import Forward, described
 from phalanx.frameworks.torch.losses import AmbiguousMean
-from phalanx.frameworks.torch.model import build_model, pick_device
+from phalanx.frameworks.torch.model import build_model, named_device
 from phalanx.frameworks.torch.optimizer import Update
 
 
@@ -45,12 +45,13 @@ class Torch:
     def __init__(self, definition: Definition, device: str | None) -> None:
         self.arithmetic = arithmetic
         self.environment = Environment(definition.threads)
+        named = named_device(device)
         with self.environment:
-            self._build(definition, device)
+            self._build(definition, named)
 
-    def _build(self, definition: Definition, device: str | None) -> None:
+    def _build(self, definition: Definition, device: torch.device | None) -> None:
         self._model = build_model(definition.make_model, definition.seed)
-        self._device = pick_device(self._model, device)
+        self._device = next(self._model.parameters()).device if device is None else device
         self._model.to(self._device)
         self._named = list(self._model.named_parameters())
         self._parameters = [parameter for _, parameter in self._named]

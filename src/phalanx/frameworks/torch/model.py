@@ -41,16 +41,16 @@ def build_model(make_model: Any, seed: int) -> torch.nn.Module:
     return model
 
 
-def pick_device(model: torch.nn.Module, name: str | None) -> torch.device:
-    """The named device, or where the model already is.
+def named_device(name: str | None) -> torch.device | None:
+    """The named device, in use from here on (its random generators can be saved); None for None.
 
     Raises
     ------
     UsageError
-        torch cannot use the named device here.
+        torch cannot use it here.
     """
     if name is None:
-        return next(model.parameters()).device
+        return None
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
