@@ -5,7 +5,8 @@
 
 Columns: the plain loop with 1 thread and with all cores; phalanx inline with R = 1, 2, 4, 8 (1 thread per replica).
 Each round starts a fresh process per column in turn, so that what else the machine does hits all columns alike. The
-first steps of each process warm up and are not counted. `x plain` is phalanx's time over the plain loop's at 1 thread.
+first steps of each process warm up and are not counted. `x plain` is phalanx's time over the plain loop's at 1 thread,
+round by round.
 """
 
 import argparse
@@ -91,27 +92,31 @@ def measured_apart(column: str, model: str) -> float:
     return float(subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout)
 
 
-def compare(model: str, rounds: int, bar: tqdm.tqdm) -> dict[str, float]:
-    """Median seconds a step per column, rounds interleaved."""
+def compare(model: str, rounds: int, bar: tqdm.tqdm) -> dict[str, list[float]]:
+    """Seconds a step per column and round, rounds interleaved."""
     seconds: dict[str, list[float]] = {column: [] for column in COLUMNS}
     for number in range(rounds):
         for column in COLUMNS if number % 2 == 0 else reversed(COLUMNS):
             bar.set_description(f"{model}, {column}")
             seconds[column].append(measured_apart(column, model))
             bar.update()
-    return {column: statistics.median(values) for column, values in seconds.items()}
+    return seconds
 
 
-def table(medians: dict[str, dict[str, float]]) -> str:
-    """Milliseconds and ratios, as Markdown."""
+def ratio(seconds: dict[str, list[float]], column: str, base: str = "plain 1 thread") -> float:
+    """Median over the rounds of this column's time over the base's in the same round."""
+    return statistics.median(mine / its for mine, its in zip(seconds[column], seconds[base], strict=True))
+
+
+def table(measured: dict[str, dict[str, list[float]]]) -> str:
+    """Median milliseconds, and ratios, as Markdown."""
     lines = [
         "| model | " + " | ".join(f"{column}, ms" for column in COLUMNS) + " | R=1 x plain | R=8 x plain |",
         "|---" * (len(COLUMNS) + 3) + "|",
     ]
-    for model, row in medians.items():
-        base = row["plain 1 thread"]
-        cells = [f"{row[column] * 1e3:.3f}" for column in COLUMNS]
-        cells += [f"{row['R=1'] / base:.2f}", f"{row['R=8'] / base:.2f}"]
+    for model, seconds in measured.items():
+        cells = [f"{statistics.median(seconds[column]) * 1e3:.3f}" for column in COLUMNS]
+        cells += [f"{ratio(seconds, 'R=1'):.2f}", f"{ratio(seconds, 'R=8'):.2f}"]
         lines.append(f"| {model} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -138,7 +143,7 @@ def circumstances() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=models.CASES, help="one model; all by default")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--column", choices=COLUMNS, help=argparse.SUPPRESS)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/step.md and step.json")
     arguments = parser.parse_args()
@@ -147,15 +152,15 @@ def main() -> None:
         return
     chosen = [arguments.model] if arguments.model else models.CASES
     with tqdm.tqdm(total=len(chosen) * arguments.rounds * len(COLUMNS), unit="process") as bar:
-        medians = {model: compare(model, arguments.rounds, bar) for model in chosen}
-    method = f"Medians of {arguments.rounds} interleaved rounds."
-    report = f"# One step, inline\n\n{circumstances()}\n{method}\n\n{table(medians)}\n"
+        measured = {model: compare(model, arguments.rounds, bar) for model in chosen}
+    method = f"Medians of {arguments.rounds} interleaved rounds; ratios are medians of each round's ratio."
+    report = f"# One step, inline\n\n{circumstances()}\n{method}\n\n{table(measured)}\n"
     print(report)
     if arguments.save:
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / "step.md").write_text(report)
-        (RESULTS / "step.json").write_text(json.dumps(medians, indent=1) + "\n")
-        put_into_readme(table(medians))
+        (RESULTS / "step.json").write_text(json.dumps(measured, indent=1) + "\n")
+        put_into_readme(table(measured))
 
 
 if __name__ == "__main__":
