@@ -174,11 +174,11 @@ def _report(name: str, result: Result, picture: pathlib.Path | None, *, json_: b
     if json_:
         typer.echo(json.dumps({key.replace(" ", "_"): value for key, value in facts.items()}))
         return
-    facts |= {f"held-out {name}": value for name, value in facts.pop("metrics").items()}
-    width = max(len(key) for key, value in facts.items() if value is not None)
-    for key, value in facts.items():
-        if value is not None and key not in ("name", "digest"):
-            typer.echo(f"{key:{width}}  {value:.4f}" if isinstance(value, float) else f"{key:{width}}  {value}")
+    shown = {f"test {name}": value for name, value in facts.pop("metrics").items()} | facts
+    lines = {key: value for key, value in shown.items() if value is not None and key not in ("name", "digest")}
+    width = max(map(len, lines))
+    for key, value in lines.items():
+        typer.echo(f"{key:{width}}  {value:.4f}" if isinstance(value, float) else f"{key:{width}}  {value}")
     typer.echo(f"digest {result.digest}")
 
 
