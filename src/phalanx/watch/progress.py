@@ -14,7 +14,7 @@ DELAY_SECONDS = 0.5
 
 
 class Progress:
-    """Shows finished steps, loss and the last metric. Costs two clock reads a step between refreshes.
+    """Shows finished steps, loss and the last metric. Costs one clock read a step between refreshes.
 
     Parameters
     ----------

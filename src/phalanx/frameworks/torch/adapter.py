@@ -33,7 +33,7 @@ class Torch:
 
     Spent gradients are kept until the next backward pass is about to begin, as in a plain loop that calls ``zero_grad``
     there: freed earlier, big ones lie on top of the heap, glibc returns them to the kernel, and each step faults them
-    in again (10,000 page faults a step for 10 M parameters).
+    in again.
 
     Parameters
     ----------

@@ -59,7 +59,6 @@ class AmbiguousMean:
     def __init__(self, definition: Definition) -> None:
         check_stateless(definition.loss_fn)
         self._loss_fn = definition.loss_fn
-        self._target_fn = definition.target_fn
         self._settled = definition.replicas == 1
 
     def warn(self, weight: float | None, batch: Any) -> None:
