@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from phalanx.data import Columns, Samples, Share
+from phalanx.events import StepReport
 
 Vector = list[Any]
 Source = Columns | Samples
@@ -37,6 +38,27 @@ class Computed:
     weight: float | None
     gradient: Vector | None
     buffers: list[Any]
+
+
+class Part(NamedTuple):
+    """What every worker gets to know of one replica in a step.
+
+    Attributes
+    ----------
+    loss : float
+        Times the weight.
+    weight : float
+        0 where nothing is to be added.
+    returned : bool
+        Whether the loss told its weight.
+    ran : bool
+        Whether the replica had samples.
+    """
+
+    loss: float
+    weight: float
+    returned: bool
+    ran: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +106,48 @@ class Steppable(Protocol):
         """2-norm of ``gradient``, as ``torch.nn.utils.clip_grad_norm_`` computes it."""
         ...
 
-    def update(self, step: int, gradient: Vector, buffers: Sequence[tuple[int, list[Any]]]) -> None:
-        """Clip, do the optimizer's ``step``, settle the buffers of (samples, buffers) per replica."""
+    def update(self, step: int, gradient: Vector, buffers: Sequence[tuple[int, list[Any]]] | None) -> None:
+        """Clip, do the optimizer's ``step``, settle the buffers of (samples, buffers) per replica that ran.
+
+        None: another worker settles them.
+        """
         ...
 
     def rewind(self) -> None:
         """Undo what computing gradients left behind: buffers as at the step's start, no gradients."""
+        ...
+
+
+class Link(Protocol):
+    """How a worker reaches the others: what of a step is not computed alone. All of them call the same in turn."""
+
+    @property
+    def hosted(self) -> Sequence[int]:
+        """The replicas computed here, in order."""
+        ...
+
+    def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:
+        """Take what a hosted replica left: a gradient to be folded (None: nothing), and buffers if it had samples."""
+        ...
+
+    def exchange(self, parts: Sequence[Part]) -> list[Part]:
+        """Give the parts of the hosted replicas, get those of all R in order."""
+        ...
+
+    def mean(self, weight: float) -> Vector:
+        """The folded gradient over the sum of weights; None also for what another worker owns."""
+        ...
+
+    def norm(self, gradient: Vector) -> float:
+        """2-norm over everything that ``mean`` returned anywhere."""
+        ...
+
+    def agree(self, opinion: bool) -> bool:
+        """Whether all workers are of this opinion."""
+        ...
+
+    def commit(self, step: int, gradient: Vector | None) -> None:
+        """Update what this worker owns (None: leave the state as it is); returns when all have."""
         ...
 
 
@@ -120,4 +178,43 @@ class Framework(Steppable, Protocol):
 
     def export(self, steps: int, *, copy: bool) -> Exported:
         """The state after ``steps`` steps; ``copy`` makes it independent of the run."""
+        ...
+
+
+class Engine(Protocol):
+    """Where workers live. Takes a state from step to step, and shows it between two."""
+
+    loss_history: list[float]
+    samples: int
+    span: tuple[float, float] | None
+
+    @property
+    def workers(self) -> int:
+        """W."""
+        ...
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """Processes that compute, apart from this one."""
+        ...
+
+    @property
+    def environment(self) -> AbstractContextManager[None]:
+        """Entered around many steps if nobody looks at the state between them."""
+        ...
+
+    def advance(self, batch: Any, horizon: int) -> StepReport:
+        """Do a step: on ``batch``, or the next planned one; may run ahead up to ``horizon`` finished steps."""
+        ...
+
+    def evaluate(self, metric_fn: Callable[..., Any], data: Any, batch_size: int) -> float:
+        """Weighted mean of a metric over all samples of ``data``."""
+        ...
+
+    def export(self, *, copy: bool) -> Exported:
+        """The state as of the last finished step."""
+        ...
+
+    def close(self) -> None:
+        """End what the engine holds; ``export`` still works."""
         ...

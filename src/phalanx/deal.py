@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -54,15 +54,16 @@ class Dealer:
         read, collated = self._reader(source, _unseeded)
         return [Share(positions[start:end], read, collated, "batch") for start, end in bounds]
 
-    def chunks(self, data: Any, batch_size: int) -> Iterator[Share]:
+    def chunks(self, data: Any, batch_size: int) -> list[Share]:
         """Evaluation data in order, each sample once; one by one if the recipe hands over samples as they are."""
         source = self._framework.opened(open_data(data, EVALUATION))
         size = 1 if self._definition.batch_size is None else batch_size
         seed = self._definition.seed
         read, collated = self._reader(source, lambda index: generators.seed(evaluation_sample_key(seed, index)))
-        for start in range(0, len(source), size):
-            positions = np.arange(start, min(start + size, len(source)), dtype=np.int64)
-            yield Share(positions, read, collated, EVALUATION)
+        return [
+            Share(np.arange(start, min(start + size, len(source)), dtype=np.int64), read, collated, EVALUATION)
+            for start in range(0, len(source), size)
+        ]
 
     def _reader(self, source: Source, seed: SeedSample) -> tuple[Callable[[Indices], Any], bool]:
         """How a share of ``source`` is read, and whether that gives a batch or a list still to be collated."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from phalanx import checks
 from phalanx.data import open_data
 from phalanx.errors import UsageError
+from phalanx.plan.fold import fold_values
 
 DEFAULT_BATCH = 256
 
@@ -44,3 +46,18 @@ def check_evaluation(metric_fn: Any, data: Any, batch_size: Any) -> None:
         )
     open_data(data, "evaluation data")
     checks.integer("batch_size", batch_size, least=1)
+
+
+def averaged(measured: Sequence[tuple[float, float]]) -> float:
+    """Weighted mean of (mean, weight) of every chunk, in order, folded as replicas are.
+
+    Raises
+    ------
+    UsageError
+        Every weight is 0.
+    """
+    value = fold_values([mean * weight if weight else None for mean, weight in measured], operator.add)
+    weight = fold_values([weight for _, weight in measured], operator.add)
+    if value is None or not weight:
+        raise UsageError("metric_fn returned weight 0 for every chunk; there is nothing to average over")
+    return value / weight

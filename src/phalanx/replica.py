@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from phalanx.contracts import Computed, Steppable
+from phalanx.contracts import Computed, Framework, Steppable
 from phalanx.data import Share
 from phalanx.definition import Definition
 from phalanx.errors import NonFiniteError, PhalanxError, WorkerError, spell_samples
@@ -29,9 +30,24 @@ def compute(framework: Steppable, definition: Definition, t: int, replica: int, 
         ) from error
 
 
-def blame(framework: Steppable, definition: Definition, t: int, shares: Sequence[Share]) -> NonFiniteError:
+def measure(framework: Framework, metric_fn: Callable[..., Any], key: int, share: Share) -> tuple[float, float]:
+    """(mean, weight) of a metric over one chunk; what user code raises becomes a WorkerError with the samples."""
+    try:
+        return framework.measure(metric_fn, key, share)
+    except PhalanxError:
+        raise
+    except Exception as error:
+        samples = spell_samples(share.samples)
+        message = f"{type(error).__name__} in user code while evaluating samples {samples}: {error}"
+        raise WorkerError(message, samples=share.samples) from error
+
+
+def blame(
+    framework: Steppable, definition: Definition, t: int, shares: Sequence[Share], hosted: Sequence[int]
+) -> NonFiniteError:
     """Name the replica. A replica-step is a pure function, so it can simply be computed again."""
-    for replica, share in enumerate(shares):
+    for replica in hosted:
+        share = shares[replica]
         if not len(share.samples):
             continue
         computed = compute(framework, definition, t, replica, share)

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from phalanx.contracts import Engine
 from phalanx.definition import Definition
-from phalanx.engines.inline import Inline
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.evaluation import DEFAULT_BATCH, Evaluation, check_evaluation
 from phalanx.events import Evaluated, StepReport
@@ -32,7 +32,7 @@ class Run:
     def __init__(
         self,
         definition: Definition,
-        engine: Inline,
+        engine: Engine,
         callbacks: Sequence[Callback],
         evaluation: Evaluation | None,
         progress: Progress,
@@ -44,8 +44,8 @@ class Run:
         self._evaluation = evaluation
         self._progress = progress
         self._called = called
-        self._first: float | None = None
-        self._last = time.perf_counter()
+        self._opened = time.perf_counter()
+        self._watched = True
         self._closed = False
         self.metric_history: list[Evaluated] = []
 
@@ -76,7 +76,8 @@ class Run:
     def finish(self) -> None:
         """Do all planned steps that are left. Between them the run keeps its environment, if no callback looks."""
         try:
-            with contextlib.nullcontext() if self._callbacks else self._engine.environment:
+            self._watched = bool(self._callbacks)
+            with contextlib.nullcontext() if self._watched else self._engine.environment:
                 for _ in self:
                     pass
         except BaseException as error:  # nobody else holds this run: what was trained must not be lost with it
@@ -91,7 +92,7 @@ class Run:
     @property
     def worker_pids(self) -> tuple[int, ...]:
         """Process ids of the workers alive now; empty where replicas are computed in this process."""
-        return ()
+        return self._engine.worker_pids
 
     def step(self, batch: Any = None) -> float:
         """Do one step and return its mean loss.
@@ -158,16 +159,16 @@ class Run:
         return self._result(copy=not self._closed)
 
     def close(self) -> None:
-        """End the run. ``result()`` still works; steps do not."""
+        """End the run and its workers. ``result()`` still works; steps do not."""
         self._progress.close()
-        self._closed = True
+        if not self._closed:
+            self._closed = True
+            self._engine.close()
 
     def _advance(self, batch: Any) -> StepReport:
         self._check_open()
-        if self._first is None:
-            self._first = time.perf_counter()
         try:
-            report = self._engine.advance(batch)
+            report = self._engine.advance(batch, self._horizon(batch))
         except PhalanxError as error:
             self._hand_over(error)
             raise
@@ -176,11 +177,19 @@ class Run:
                 due = self._evaluation
                 report = report._replace(metric=self.evaluate(due.metric_fn, due.data, due.batch_size))
         finally:  # observers see each step, also one whose evaluation failed
-            self._last = time.perf_counter()
             self._progress.show(report, self.metric_history)
             for callback in self._callbacks:
                 callback(report)
         return report
+
+    def _horizon(self, batch: Any) -> int:
+        """How many steps may be done before the state is looked at."""
+        if self._watched or batch is not None:
+            return self.steps + 1
+        plan = self._definition.plan
+        if self._evaluation is None:
+            return plan.steps
+        return min(plan.steps, (self.steps // plan.steps_per_epoch + 1) * plan.steps_per_epoch)
 
     def _due(self, report: StepReport) -> bool:
         if report.epoch is None:
@@ -207,6 +216,7 @@ class Run:
 
     def _result(self, *, copy: bool) -> Result:
         exported = self._engine.export(copy=copy)
+        began, ended = self._engine.span or (self._opened, self._opened)
         return Result(
             model=exported.model,
             params=exported.params,
@@ -218,6 +228,6 @@ class Run:
             replicas=self._definition.replicas,
             workers=self._engine.workers,
             steps_per_epoch=None if self._definition.data is None else self._definition.plan.steps_per_epoch,
-            seconds=0.0 if self._first is None else self._last - self._first,
-            startup_seconds=(self._last if self._first is None else self._first) - self._called,
+            seconds=ended - began,
+            startup_seconds=began - self._called,
         )

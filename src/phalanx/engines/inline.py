@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Callable
 from typing import Any
 
 from phalanx.contracts import Exported, Framework
-from phalanx.data import Share
 from phalanx.deal import Dealer
 from phalanx.definition import Definition
-from phalanx.errors import PhalanxError, RunError, UsageError, WorkerError, spell_samples
+from phalanx.engines.alone import Alone
+from phalanx.errors import PhalanxError, RunError, WorkerError
+from phalanx.evaluation import averaged
 from phalanx.events import StepReport
 from phalanx.plan import evaluation_key
-from phalanx.plan.fold import Fold
+from phalanx.replica import measure
 from phalanx.step import Proposal, commit, propose
 from phalanx.surroundings import Interrupts, Reentrant
 
@@ -34,15 +34,19 @@ class Inline:
         One mean loss per finished step; its length is the number of finished steps.
     samples : int
         Samples seen in all of them.
+    span : (float, float) or None
+        Start of the first step and end of the last, on the clock of ``time.perf_counter``.
     environment : context manager
         Re-entrant. Inside, generators, threads, modes and SIGINT are the run's; outside, the caller's.
     """
 
     workers = 1
+    worker_pids: tuple[int, ...] = ()
 
     def __init__(self, definition: Definition, framework: Framework) -> None:
         self._definition = definition
         self._framework = framework
+        self._link = Alone(framework, definition.replicas)
         self._dealer = Dealer(definition, framework)
         self._torn = False
         self._ended = ""
@@ -50,9 +54,10 @@ class Inline:
         self.environment = Reentrant(self._interrupts, framework.environment)
         self.loss_history: list[float] = []
         self.samples = 0
+        self.span: tuple[float, float] | None = None
 
-    def advance(self, batch: Any = None) -> StepReport:
-        """Do one step: the next planned one, or on a batch that the caller brought.
+    def advance(self, batch: Any, horizon: int) -> StepReport:
+        """Do one step: on a batch that the caller brought, or the next planned one; nothing runs ahead.
 
         Either the whole step is done, or (after an error or Ctrl-C) none of it is.
         """
@@ -61,7 +66,8 @@ class Inline:
         t, lr = len(self.loss_history), self._framework.lr
         with self.environment:
             shares = self._dealer.planned(t) if batch is None else self._dealer.brought(batch)
-            proposal = propose(self._framework, self._definition, t, shares)
+            self._link.begin()
+            proposal = propose(self._framework, self._link, self._definition, t, shares)
             samples = sum([len(share.samples) for share in shares])
             self._interrupts.hold()
             try:
@@ -69,24 +75,21 @@ class Inline:
             finally:
                 self._interrupts.release()
         epoch = self._definition.plan.epoch(t) if batch is None else None
-        return StepReport(t, epoch, proposal.loss, proposal.norm, lr, samples, time.perf_counter() - started)
+        ended = time.perf_counter()
+        self.span = (started if self.span is None else self.span[0], ended)
+        return StepReport(t, epoch, proposal.loss, proposal.norm, lr, samples, ended - started)
 
     def evaluate(self, metric_fn: Callable[..., Any], data: Any, batch_size: int) -> float:
         """Weighted mean of a metric over all samples of ``data``, chunk by chunk, folded in the fixed order."""
         self._check_able()
         seed = self._definition.seed
         with self.environment:
-            shares = list(self._dealer.chunks(data, batch_size))
-            values: Fold[float] = Fold(len(shares), operator.add)
-            weights: Fold[float] = Fold(len(shares), operator.add)
-            for chunk, share in enumerate(shares):
-                mean, weight = self._measure(metric_fn, evaluation_key(seed, chunk), share)
-                values.push(chunk, mean * weight if weight else None)
-                weights.push(chunk, weight)
-        value, weight = values.total(), weights.total()
-        if value is None or not weight:
-            raise UsageError("metric_fn returned weight 0 for every chunk; there is nothing to average over")
-        return value / weight
+            shares = self._dealer.chunks(data, batch_size)
+            measured = [
+                measure(self._framework, metric_fn, evaluation_key(seed, chunk), share)
+                for chunk, share in enumerate(shares)
+            ]
+        return averaged(measured)
 
     def export(self, *, copy: bool) -> Exported:
         """The state as of the last finished step; ``copy`` makes it independent of the run."""
@@ -95,22 +98,15 @@ class Inline:
         with self.environment:
             return self._framework.export(len(self.loss_history), copy=copy)
 
-    def _measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> tuple[float, float]:
-        try:
-            return self._framework.measure(metric_fn, key, share)
-        except PhalanxError:
-            raise
-        except Exception as error:
-            samples = spell_samples(share.samples)
-            message = f"{type(error).__name__} in user code while evaluating samples {samples}: {error}"
-            raise WorkerError(message, samples=share.samples) from error
+    def close(self) -> None:
+        """There is nothing to end."""
 
     def _commit(self, t: int, proposal: Proposal, samples: int) -> None:
         """The step counts once the update is done; what fails in the schedule cannot undo it, but ends the run."""
         self._torn = True
         during = "the optimizer, so the weights are not those of any step"
         try:
-            commit(self._framework, t, proposal)
+            commit(self._framework, self._link, t, proposal)
             self.loss_history.append(proposal.loss)
             self.samples += samples
             self._torn = False

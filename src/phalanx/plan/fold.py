@@ -11,7 +11,7 @@ An absent value (None) is skipped, not added as zero: ``x + nothing = x`` (addin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -83,3 +83,15 @@ class Fold(Generic[T]):
         if left is None:
             return right
         return left if right is None else self._add(left, right)
+
+
+def fold_values(values: Sequence[T | None], add: Callable[[T, T], T]) -> T | None:
+    """Fold values that are all at hand: the definition itself, stride by stride; None if all are absent."""
+    folded = list(values)
+    stride = 1
+    while stride < len(folded):
+        for left in range(0, len(folded) - stride, 2 * stride):
+            mine, other = folded[left], folded[left + stride]
+            folded[left] = other if mine is None else mine if other is None else add(mine, other)
+        stride *= 2
+    return folded[0]

@@ -99,11 +99,12 @@ class Torch:
         self._norm = self._updates.norm(gradient)
         return self._norm.item()
 
-    def update(self, step: int, gradient: Gradient, buffers: Sequence[tuple[int, Left]]) -> None:
+    def update(self, step: int, gradient: Gradient, buffers: Sequence[tuple[int, Left]] | None) -> None:
         """See ``contracts.Steppable.update``."""
         assert self._norm is not None
         self._updates.apply(step, gradient, self._norm)
-        self._buffers.settle(buffers)
+        if buffers is not None:
+            self._buffers.settle(buffers)
         if not self._describable:  # better refused after the first step than when the run is over
             for _ in state.entries(self._model, self._updates.optimizers):
                 pass

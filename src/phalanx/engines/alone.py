@@ -1,0 +1,59 @@
+"""The link of a worker that has no others: it hosts every replica and owns everything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from phalanx.contracts import Part, Steppable, Vector
+from phalanx.plan.fold import Fold
+
+
+class Alone:
+    """Implements ``contracts.Link`` for one worker.
+
+    Parameters
+    ----------
+    framework : Steppable
+    replicas : int
+    """
+
+    def __init__(self, framework: Steppable, replicas: int) -> None:
+        self.hosted = range(replicas)
+        self._framework = framework
+        self._replicas = replicas
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what an earlier step left."""
+        self._fold: Fold[Vector] = Fold(self._replicas, self._framework.arithmetic.add)
+        self._buffers: list[tuple[int, list[Any]]] = []
+
+    def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:
+        """See ``contracts.Link.push``."""
+        self._fold.push(replica, gradient)
+        if samples:
+            self._buffers.append((samples, buffers))
+
+    def exchange(self, parts: Sequence[Part]) -> list[Part]:
+        """See ``contracts.Link.exchange``."""
+        return list(parts)
+
+    def mean(self, weight: float) -> Vector:
+        """See ``contracts.Link.mean``."""
+        total = self._fold.total()
+        assert total is not None
+        return total if weight == 1 else self._framework.arithmetic.divide(total, weight)
+
+    def norm(self, gradient: Vector) -> float:
+        """See ``contracts.Link.norm``."""
+        return self._framework.norm(gradient)
+
+    def agree(self, opinion: bool) -> bool:
+        """See ``contracts.Link.agree``."""
+        return opinion
+
+    def commit(self, step: int, gradient: Vector | None) -> None:
+        """See ``contracts.Link.commit``."""
+        if gradient is not None:
+            self._framework.update(step, gradient, self._buffers)

@@ -1,0 +1,171 @@
+"""The control block of an arena: counters that processes read and write without locks, one writer each.
+
+Workers go from step to step by themselves: the parent grants a number of steps, or one task, and may grant again only
+when every worker is idle. Between, the first worker alone decides, before the last meeting of a step, whether there is a
+next one; so all of them agree. Whoever fails raises the trouble flag and goes idle; the others leave at their next
+meeting.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import time
+from typing import Final
+
+LINE: Final = 8  # words in a cache line: writers do not share one
+GRANT, KIND, UNTIL, PAUSE, ASLEEP, AWAITED = 0, 1, 2, 3, 4, 5  # written by the parent
+AGREED, DONE = LINE, LINE + 1  # by the first worker
+TROUBLE, ABORT = 2 * LINE, 3 * LINE  # by anyone, only ever set; cleared by the parent
+WORKERS = 4 * LINE
+ARRIVED, IDLE, SLEEPING, PHASE = 0, 1, 2, 3  # by each worker, in a line of its own
+
+STEPS, BATCH, TASK = 1, 2, 3  # kinds of grants
+COMPUTE, WAIT, FOLD, UPDATE = 0, 1, 2, 3  # phases of a step, timed
+PHASES: Final = ("compute", "wait", "fold", "update")
+
+RING: Final = 1024  # reports that the parent may be behind
+REPORT: Final = 6  # loss, norm, lr, samples, started, ended
+ROW: Final = 4  # loss, weight, returned, there
+
+ROUNDS = 32  # bits for the meetings within a grant
+YIELDS = 2000
+NAP_SECONDS = (0.00005, 0.001)
+ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
+
+
+class Trouble(Exception):
+    """Another worker failed, or the run is over: leave the step as it is."""
+
+
+class Control:
+    """One process's view of the control block.
+
+    Parameters
+    ----------
+    words, floats : memoryview
+        int64 and float64 views, as long as ``word_count`` and ``float_count`` say.
+    workers, replicas : int
+    """
+
+    def __init__(self, words: memoryview, floats: memoryview, workers: int, replicas: int) -> None:
+        self.words = words
+        self.workers = workers
+        self.rows = floats[: ROW * replicas]
+        self.ring = floats[ROW * replicas : ROW * replicas + REPORT * RING]
+        self.times = floats[ROW * replicas + REPORT * RING :]
+
+    @staticmethod
+    def word_count(workers: int) -> int:
+        """Words that the block takes."""
+        return WORKERS + workers * LINE
+
+    @staticmethod
+    def float_count(workers: int, replicas: int) -> int:
+        """Floats that rows, reports and times take."""
+        return ROW * replicas + REPORT * RING + len(PHASES) * workers
+
+    def place(self, worker: int, field: int) -> int:
+        """Index of a worker's own word."""
+        return WORKERS + worker * LINE + field
+
+    def all_idle(self) -> bool:
+        """Whether every worker is done with the latest grant."""
+        grant = self.words[GRANT]
+        return all(self.words[self.place(worker, IDLE)] == grant for worker in range(self.workers))
+
+    def report(self, step: int) -> list[float]:
+        """What was written of ``step``: loss, norm, lr, samples, started, ended."""
+        start = step % RING * REPORT
+        return self.ring[start : start + REPORT].tolist()
+
+
+class Meeting:
+    """A worker's meetings with the others: spin with ``sched_yield``, then short naps; about 2 us if all are there.
+
+    Parameters
+    ----------
+    control : Control
+    worker : int
+        This one.
+    """
+
+    def __init__(self, control: Control, worker: int) -> None:
+        self._words = control.words
+        self._times = control.times
+        self._mine = control.place(worker, ARRIVED)
+        self._phase = control.place(worker, PHASE)
+        self._others = [control.place(other, ARRIVED) for other in range(control.workers) if other != worker]
+        self._clock = len(PHASES) * worker
+        self._round = 0
+        self._since = 0.0
+
+    def begin(self, grant: int) -> None:
+        """A new grant: earlier arrivals no longer count."""
+        self._round = grant << ROUNDS
+        self._since = time.perf_counter()
+        self._words[self._phase] = COMPUTE
+
+    def meet(self, before: int, after: int) -> None:
+        """Wait until all workers are here. ``before`` and ``after`` name the phases that it divides.
+
+        Raises
+        ------
+        Trouble
+            A worker failed: nobody goes on.
+        """
+        words = self._words
+        arrived = time.perf_counter()
+        self._round = mine = self._round + 1
+        if not ORDERED:
+            through_kernel()
+        words[self._mine] = mine
+        for other in self._others:
+            if words[other] < mine:
+                self._wait(other, mine)
+        if not ORDERED:
+            through_kernel()
+        if words[TROUBLE]:
+            raise Trouble
+        words[self._phase] = after
+        now = time.perf_counter()
+        self._times[self._clock + before] += arrived - self._since
+        self._times[self._clock + WAIT] += now - arrived
+        self._since = now
+
+    def _wait(self, other: int, mine: int) -> None:
+        words, turns = self._words, 0
+        while words[other] < mine:
+            turns += 1
+            if turns < YIELDS:
+                os.sched_yield()
+            else:
+                time.sleep(min(NAP_SECONDS[1], NAP_SECONDS[0] * (turns - YIELDS + 1)))
+            if words[TROUBLE] or words[ABORT]:
+                raise Trouble
+
+
+_lock = threading.Lock()
+
+
+def fence() -> None:
+    """What was written before is seen before what is read after: an atomic instruction, or the kernel."""
+    if ORDERED:
+        with _lock:
+            pass
+    else:
+        through_kernel()
+
+
+def through_kernel() -> None:
+    """Order memory by a round trip through a pipe of our own, where plain words are not ordered by the processor."""
+    reader, writer = os.pipe()
+    try:
+        os.write(writer, b".")
+        os.read(reader, 1)
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
