@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import select
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -46,6 +47,8 @@ LATER: Mapping[str, Any] = {
 class Settled:
     """Options after checking."""
 
+    workers: int | None
+    engine: str
     device: str | None
     evaluation: Evaluation | None
     callbacks: tuple[Callable[[StepReport], Any], ...]
@@ -67,15 +70,19 @@ def settle(options: Mapping[str, Any], replicas: int) -> Settled:
     for name, default in LATER.items():
         if options.get(name, default) != default:
             raise UsageError(
-                f"{name} is {checks.shown(options[name])}, but this version takes no snapshots and starts no workers; "
+                f"{name} is {checks.shown(options[name])}, but this version takes no snapshots and replaces no workers; "
                 "leave it out"
             )
-    _check_workers(options.get("workers", "auto"), replicas)
-    _check_engine(options.get("engine", "auto"))
+    engine = options.get("engine", "auto")
+    workers = _checked_workers(options.get("workers", "auto"), replicas)
+    device = _first_device(options.get("devices", "auto"))
+    _check_engine(engine, workers, device)
     progress = options.get("progress", "auto")
     checks.choice("progress", progress, (True, False, "auto"))
     return Settled(
-        device=_first_device(options.get("devices", "auto")),
+        workers=workers,
+        engine=engine,
+        device=device,
         evaluation=_checked_evaluation(options.get("evaluation")),
         callbacks=_checked_callbacks(options.get("callbacks", ())),
         progress=progress,
@@ -89,25 +96,32 @@ def unknown(name: str, known: Iterable[str]) -> str:
     return f"{name} is not an argument; {guess}"
 
 
-def _check_workers(workers: Any, replicas: int) -> None:
+def _checked_workers(workers: Any, replicas: int) -> int | None:
+    """W; None for 'auto'."""
     if workers == "auto":
-        return
+        return None
     count = checks.integer("workers", workers, least=1, hint="or 'auto'")
     if count > replicas:
         raise UsageError(f"workers is {count}, but there are {replicas} replicas to compute; use workers <= replicas")
-    if count > 1:
-        raise UsageError(
-            f"workers is {count}, but this version computes all replicas in the calling process; use workers=1 or "
-            "'auto' (the answer is the same)"
-        )
+    return count
 
 
-def _check_engine(engine: Any) -> None:
-    if engine in ("processes", "distributed"):
+def _check_engine(engine: Any, workers: int | None, device: str | None) -> None:
+    if engine == "distributed":
         raise UsageError(
-            f"engine is {engine!r}, which this version does not have yet; use 'inline' or 'auto' (same answer)"
+            f"engine is {engine!r}, which this version does not have yet; use 'processes', 'inline' or 'auto' (same "
+            "answer)"
         )
-    checks.choice("engine", engine, ("auto", "inline"))
+    checks.choice("engine", engine, ("auto", "inline", "processes"))
+    several = workers is not None and workers > 1
+    if engine == "inline" and several:
+        raise UsageError(f"workers is {workers}, but engine='inline' is one worker; use engine='processes' or 'auto'")
+    if (engine == "processes" or several) and device not in (None, "cpu"):
+        raise UsageError(
+            f"devices names {device!r}, but worker processes compute on the CPU in this version; use workers=1 there"
+        )
+    if (engine == "processes" or several) and not hasattr(select, "poll"):
+        raise UsageError("worker processes need Linux or macOS; use engine='inline' (same answer)")
 
 
 def _first_device(devices: Any) -> str | None:

@@ -8,9 +8,9 @@ import time
 from typing import TYPE_CHECKING, Any, Unpack
 
 from phalanx.definition import Definition
-from phalanx.engines.inline import Inline
+from phalanx.engines.launch import WARM
+from phalanx.engines.opening import open_engine
 from phalanx.errors import UsageError
-from phalanx.frameworks.opening import open_framework
 from phalanx.options import Options, settle, unknown
 from phalanx.result import Result
 from phalanx.run import Run
@@ -143,7 +143,7 @@ class Recipe(Definition):
             raise UsageError(
                 "evaluation is given, but data is None, so there are no epochs; call run.evaluate() yourself"
             )
-        engine = Inline(self, open_framework(self, settled.device))
+        engine = open_engine(self, settled.engine, settled.workers, settled.device)
         total = None if self.data is None else self.plan.steps
         progress = Progress(settled.progress, total)
         return Run(self, engine, settled.callbacks, settled.evaluation, progress, called)
@@ -181,4 +181,5 @@ def load(path: Any) -> Any:
 
 
 def close() -> None:
-    """End what is kept warm for the next run. The inline engine keeps nothing warm, so this has nothing to end."""
+    """End what is kept warm for the next run: a process that starts workers. The next run starts another."""
+    WARM.close()

@@ -20,7 +20,7 @@ from phalanx.plan.fold import fold_values
 from phalanx.plan.shares import share_weights
 from phalanx.replica import blame, compute
 
-ABSENT = Part(0.0, 0.0, returned=False, ran=False)
+ABSENT = Part(0.0, 0.0, returned=False, samples=0)
 
 
 @dataclass(slots=True)
@@ -95,25 +95,25 @@ def _part(
         link.push(replica, 0, None, [])
         return ABSENT
     computed = compute(framework, definition, t, replica, share)
-    part = _weigh(framework.arithmetic, definition.replicas, known[replica], computed)
+    part = _weigh(framework.arithmetic, definition.replicas, known[replica], computed, len(share.samples))
     link.push(replica, len(share.samples), computed.gradient if part.weight else None, computed.buffers)
     return part
 
 
-def _weigh(arithmetic: Arithmetic, replicas: int, known: float, computed: Computed) -> Part:
+def _weigh(arithmetic: Arithmetic, replicas: int, known: float, computed: Computed, samples: int) -> Part:
     """Multiply a replica's loss and gradient by its weight; a lone replica is multiplied by nothing."""
     returned = computed.weight is not None
     weight = known if computed.weight is None else computed.weight
     if weight == 0 or computed.gradient is None:
-        return Part(0.0, 0.0, returned, ran=True)
+        return Part(0.0, 0.0, returned, samples)
     if weight == 1 or replicas == 1:
-        return Part(computed.loss, 1.0, returned, ran=True)
+        return Part(computed.loss, 1.0, returned, samples)
     computed.gradient = arithmetic.scale(computed.gradient, weight)
-    return Part(weight * computed.loss, weight, returned, ran=True)
+    return Part(weight * computed.loss, weight, returned, samples)
 
 
 def _check_consistent(parts: Sequence[Part]) -> None:
-    if len({part.returned for part in parts if part.ran}) > 1:
+    if len({part.returned for part in parts if part.samples}) > 1:
         raise UsageError("loss_fn returned a weight for some replicas and none for others; return it always or never")
 
 

@@ -19,7 +19,7 @@ GRANT, KIND, UNTIL, PAUSE, ASLEEP, AWAITED = 0, 1, 2, 3, 4, 5  # written by the 
 AGREED, DONE = LINE, LINE + 1  # by the first worker
 TROUBLE, ABORT = 2 * LINE, 3 * LINE  # by anyone, only ever set; cleared by the parent
 WORKERS = 4 * LINE
-ARRIVED, IDLE, SLEEPING, PHASE = 0, 1, 2, 3  # by each worker, in a line of its own
+ARRIVED, IDLE, SLEEPING, PHASE, OPINION = 0, 1, 2, 3, 4  # by each worker, in a line of its own
 
 STEPS, BATCH, TASK = 1, 2, 3  # kinds of grants
 COMPUTE, WAIT, FOLD, UPDATE = 0, 1, 2, 3  # phases of a step, timed
@@ -27,7 +27,7 @@ PHASES: Final = ("compute", "wait", "fold", "update")
 
 RING: Final = 1024  # reports that the parent may be behind
 REPORT: Final = 6  # loss, norm, lr, samples, started, ended
-ROW: Final = 4  # loss, weight, returned, there
+ROW: Final = 4  # loss, weight, returned, samples
 
 ROUNDS = 32  # bits for the meetings within a grant
 YIELDS = 2000
@@ -74,6 +74,14 @@ class Control:
         """Whether every worker is done with the latest grant."""
         grant = self.words[GRANT]
         return all(self.words[self.place(worker, IDLE)] == grant for worker in range(self.workers))
+
+    def write(self, step: int, *report: float) -> None:
+        """Report a finished step: loss, norm, lr, samples, started, ended."""
+        place = step % RING * REPORT
+        for value in report:
+            self.ring[place] = value
+            place += 1
+        self.words[DONE] = step + 1
 
     def report(self, step: int) -> list[float]:
         """What was written of ``step``: loss, norm, lr, samples, started, ended."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from phalanx.contracts import Framework
 from phalanx.definition import Definition
 
@@ -11,3 +13,32 @@ def open_framework(definition: Definition, device: str | None) -> Framework:
     from phalanx.frameworks.torch.adapter import Torch
 
     return Torch(definition, device)
+
+
+def prepare_process() -> None:
+    """Import, in a process of our own, what workers will need."""
+    import phalanx.frameworks.torch.adapter  # noqa: F401
+    from phalanx.frameworks.torch import process
+
+    process.without_compiler()
+
+
+def numeric_environment() -> dict[str, Any]:
+    """Settings of this process that change bits."""
+    from phalanx.frameworks.torch import process
+
+    return process.numeric_environment()
+
+
+def adopt_numeric_environment(settings: dict[str, Any]) -> None:
+    """Set this process to another one's."""
+    from phalanx.frameworks.torch import process
+
+    process.adopt(settings)
+
+
+def reduced(thing: Any) -> Any:
+    """How a parcel takes a framework's arrays along; NotImplemented for all else."""
+    from phalanx.frameworks.torch import process
+
+    return process.reduced(thing)

@@ -18,22 +18,20 @@ from phalanx.contracts import Computed, Exported, Source
 from phalanx.data import Columns, Samples, Share
 from phalanx.definition import Definition
 from phalanx.errors import UsageError
-from phalanx.frameworks.torch import arithmetic, gradient, state
+from phalanx.frameworks.torch import arithmetic, state
 from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.buffers import Buffers, Left
 from phalanx.frameworks.torch.environment import Environment
 from phalanx.frameworks.torch.forward import Forward, described
+from phalanx.frameworks.torch.gradient import Collector, drop
 from phalanx.frameworks.torch.losses import AmbiguousMean
 from phalanx.frameworks.torch.model import build_model, named_device
 from phalanx.frameworks.torch.optimizer import Update
+from phalanx.frameworks.torch.shard import Sharing
 
 
 class Torch:
     """Implements ``contracts.Framework`` for PyTorch.
-
-    Spent gradients are kept until the next backward pass is about to begin, as in a plain loop that calls ``zero_grad``
-    there: freed earlier, big ones lie on top of the heap, glibc returns them to the kernel, and each step faults them
-    in again.
 
     Parameters
     ----------
@@ -60,16 +58,20 @@ class Torch:
         self._ambiguous = AmbiguousMean(definition)
         self._updates = Update(definition, self._named)
         self._shared = definition.replicas > 1
-        self._written = self._shared or math.isfinite(definition.max_norm)
+        written = self._shared or math.isfinite(definition.max_norm)
+        self._collector = Collector(self._named, written=written)
         self._collate = definition.collate_fn or default_collate
-        self._norm: torch.Tensor | None = None
-        self._spent: Gradient | None = None
         self._describable = False
 
     @property
     def lr(self) -> float:
         """Learning rate of the next step, of the first parameter group."""
         return self._updates.lr
+
+    @property
+    def sharing(self) -> Sharing:
+        """What it takes to share this state with other processes."""
+        return Sharing(self._parameters, self._buffers, self._updates, self._collector)
 
     def gradient(self, key: int, share: Share) -> Computed:
         """See ``contracts.Steppable.gradient``."""
@@ -82,27 +84,18 @@ class Torch:
             _explain(error, len(share.samples))
             raise
         self._ambiguous.warn(weight, batch)
-        taken: Gradient | None = None
-        self._spent = None
-        if weight != 0:
-            torch.autograd.backward((loss,))
-            taken = gradient.take(self._named)
-            if self._written:
-                taken = gradient.separate(taken)
-            self._spent = taken
+        taken = None if weight == 0 else self._collector.backward(loss)
         if self._shared:
             self._check_unwritten(versions, "in forward, loss_fn or a hook")
         return Computed(loss.item(), weight, taken, self._buffers.left())
 
     def norm(self, gradient: Gradient) -> float:
         """See ``contracts.Steppable.norm``."""
-        self._norm = self._updates.norm(gradient)
-        return self._norm.item()
+        return self._updates.norm(gradient)
 
     def update(self, step: int, gradient: Gradient, buffers: Sequence[tuple[int, Left]] | None) -> None:
         """See ``contracts.Steppable.update``."""
-        assert self._norm is not None
-        self._updates.apply(step, gradient, self._norm)
+        self._updates.apply(step, gradient)
         if buffers is not None:
             self._buffers.settle(buffers)
         if not self._describable:  # better refused after the first step than when the run is over
@@ -116,7 +109,7 @@ class Torch:
 
     def rewind(self) -> None:
         """See ``contracts.Steppable.rewind``."""
-        gradient.drop(self._parameters)
+        drop(self._parameters)
         self._buffers.restore()
 
     def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> tuple[float, float]:
@@ -140,7 +133,7 @@ class Torch:
     def export(self, steps: int, *, copy: bool) -> Exported:
         """See ``contracts.Framework.export``."""
         self.rewind()
-        self._spent = None
+        self._collector.forget()
         model = copied(self._model) if copy else self._model
         params = {name: parameter.detach() for name, parameter in model.named_parameters()}
         return Exported(model, params, state.digest(self._model, self._updates.optimizers, steps))

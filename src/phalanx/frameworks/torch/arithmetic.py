@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 Gradient = list[torch.Tensor | None]
+SLICE = 1 << 16  # elements: what is added stays in cache until it is divided
 
 
 def add(left: Gradient, right: Gradient) -> Gradient:
@@ -25,3 +28,29 @@ def divide(vector: Gradient, divisor: float) -> Gradient:
 def finite(vector: Gradient) -> bool:
     """Whether every element is finite."""
     return all(bool(torch.isfinite(a).all()) for a in vector if a is not None)
+
+
+def add_sliced(
+    parts: Sequence[torch.Tensor | None], additions: Sequence[tuple[int, int]], total: torch.Tensor | None, divisor: float
+) -> None:
+    """Do the additions (into, from) between ``parts``, then divide ``total``; big ones slice by slice, while in cache."""
+    assert total is not None
+    there = [part for part in parts if part is not None]
+    size = total.numel()
+    if size <= SLICE or any(part.stride() != total.stride() for part in there):
+        _add(parts, additions, total, divisor)
+        return
+    flat = [None if part is None else part.as_strided((size,), (1,)) for part in parts]
+    whole = total.as_strided((size,), (1,))
+    for start in range(0, size, SLICE):
+        slices = [None if part is None else part[start : start + SLICE] for part in flat]
+        _add(slices, additions, whole[start : start + SLICE], divisor)
+
+
+def _add(
+    parts: Sequence[torch.Tensor | None], additions: Sequence[tuple[int, int]], total: torch.Tensor, divisor: float
+) -> None:
+    for into, source in additions:
+        parts[into].add_(parts[source])  # type: ignore[union-attr, arg-type]
+    if divisor != 1:
+        total.div_(divisor)

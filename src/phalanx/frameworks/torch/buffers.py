@@ -16,7 +16,7 @@ from phalanx.errors import UsageError
 from phalanx.plan.fold import Fold
 from phalanx.plan.shares import share_weights
 
-Left = list[torch.Tensor]  # copies of all buffers, as a forward pass left them
+Left = list[torch.Tensor]  # all buffers that are not None, as a forward pass left them
 
 
 class Buffers:
@@ -33,6 +33,17 @@ class Buffers:
         self._dirty = False
         self._checked = False
 
+    @property
+    def starts(self) -> Left:
+        """The buffers as they are at the step's start, those that are not None."""
+        return [start for start in self._start if start is not None]
+
+    def rehome(self, starts: Left) -> None:
+        """Keep the step's start in other memory, and take its values from there."""
+        values = iter(starts)
+        self._start = [None if start is None else next(values) for start in self._start]
+        self._write(self._start)
+
     def begin(self) -> None:
         """Announce a forward pass: it starts from the step's start."""
         self.restore()
@@ -45,7 +56,7 @@ class Buffers:
             self._dirty = False
 
     def left(self) -> Left:
-        """Copies of the buffers as the forward pass left them."""
+        """The buffers as the forward pass left them: copies, or the step's start itself where nothing changed."""
         if not self._checked:
             self._check_places()
         if not self._places:
@@ -63,7 +74,7 @@ class Buffers:
                 )
             if now.setdefault(id(tensor), value) is not value:
                 raise UsageError(f"buffer {path!r} is shared by modules, but forward assigned it in only some of them")
-            found.append(value.detach().clone())
+            found.append(start if _same_bytes(value, start) else value.detach().clone())
         return found
 
     def settle(self, replicas: Sequence[tuple[int, Left]]) -> None:
@@ -71,8 +82,10 @@ class Buffers:
         if not self._places:
             return
         weights = share_weights([samples for samples, _ in replicas])
-        values = iter([_settled(list(found), weights) for found in zip(*(left for _, left in replicas), strict=True)])
-        self._start = [None if start is None else next(values) for start in self._start]
+        settled = [_settled(list(found), weights) for found in zip(*(left for _, left in replicas), strict=True)]
+        for start, value in zip(self.starts, settled, strict=True):
+            if value is not start:
+                start.copy_(value)
         self._write(self._start)
         self._dirty = False
 
@@ -121,7 +134,7 @@ def _settled(values: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
 
 
 def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return torch.equal(bytes_of(left), bytes_of(right))
+    return left is right or torch.equal(bytes_of(left), bytes_of(right))
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

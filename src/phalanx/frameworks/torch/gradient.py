@@ -1,13 +1,85 @@
-"""A replica's gradient, read from the parameters and taken away from them."""
+"""A replica's gradient: computed, taken from the parameters, and put where it is wanted."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.arithmetic import Gradient
+
+HOT = 1 << 14  # elements from which a gradient is copied as soon as it is there, while it is in cache
+
+
+class Collector:
+    """Runs backward passes and takes the gradients.
+
+    Spent gradients are kept until the next backward pass is about to begin, as in a plain loop that calls ``zero_grad``
+    there: freed earlier, big ones lie on top of the heap, glibc returns them to the kernel, and each step faults them
+    in again.
+
+    Parameters
+    ----------
+    named : sequence of (str, torch.nn.Parameter)
+    written : bool
+        Whether gradients will be written, and so may share no memory.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]], *, written: bool) -> None:
+        self._named = named
+        self._written = written
+        self._homes: Gradient | None = None
+        self._arrived: set[int] = set()
+        self._collecting = False
+        self._spent: Gradient | None = None
+
+    def backward(self, loss: torch.Tensor) -> Gradient:
+        """The gradient of all parameters, None where there is none; ``.grad`` is None afterwards."""
+        self.forget()
+        self._arrived.clear()
+        self._collecting = True
+        try:
+            torch.autograd.backward((loss,))
+        finally:
+            self._collecting = False
+        taken = take(self._named)
+        if self._homes is not None:
+            taken = [self._housed(index, grad, self._homes[index]) for index, grad in enumerate(taken)]
+        self._spent = separate(taken) if self._written else taken
+        return self._spent
+
+    def forget(self) -> None:
+        """Free what the last backward pass left."""
+        self._spent = None
+
+    def watch(self, indices: Sequence[int]) -> None:
+        """Copy big gradients of these parameters into their homes as soon as they are there, and free them."""
+        for index in indices:
+            parameter = self._named[index][1]
+            if parameter.requires_grad and parameter.numel() >= HOT:
+                parameter.register_post_accumulate_grad_hook(functools.partial(self._arrive, index))
+
+    def live_in(self, homes: Gradient) -> None:
+        """Put the gradients of the next backward pass into this memory; None: they stay where autograd made them."""
+        self._homes = homes
+
+    def _arrive(self, index: int, parameter: torch.Tensor) -> None:
+        """A backward pass inside another one (checkpoints) delivers a parameter's gradient in several parts."""
+        grad, home = parameter.grad, None if self._homes is None else self._homes[index]
+        if self._collecting and grad is not None and home is not None and grad.layout == torch.strided:
+            parameter.grad = None
+            if index in self._arrived:
+                home.add_(grad)
+            else:
+                home.copy_(grad)
+                self._arrived.add(index)
+
+    def _housed(self, index: int, grad: torch.Tensor | None, home: torch.Tensor | None) -> torch.Tensor | None:
+        if index in self._arrived:
+            return home
+        return grad if grad is None or home is None else home.copy_(grad)
 
 
 def take(named: Sequence[tuple[str, torch.nn.Parameter]]) -> Gradient:

@@ -1,0 +1,43 @@
+"""What of the caller's process user code may look at: copied to workers, so that it finds itself at home there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+from typing import Any
+
+from phalanx.frameworks.opening import adopt_numeric_environment, numeric_environment
+
+
+def described() -> dict[str, Any]:
+    """This process: environment, folder, import path, arguments, warning filters, settings that change bits."""
+    with contextlib.suppress(OSError):  # the folder may be gone
+        return _described(os.getcwd())
+    return _described(None)
+
+
+def _described(folder: str | None) -> dict[str, Any]:
+    return {
+        "environment": dict(os.environ),
+        "folder": folder,
+        "path": list(sys.path),
+        "arguments": list(sys.argv),
+        "filters": list(warnings.filters),
+        "numeric": numeric_environment(),
+    }
+
+
+def inhabit(place: dict[str, Any]) -> None:
+    """Make this process like the described one."""
+    os.environ.clear()
+    os.environ.update(place["environment"])
+    if place["folder"] is not None:
+        with contextlib.suppress(OSError):
+            os.chdir(place["folder"])
+    sys.path[:] = place["path"]
+    sys.argv[:] = place["arguments"]
+    warnings.filters[:] = place["filters"]
+    warnings._filters_mutated()  # type: ignore[attr-defined]
+    adopt_numeric_environment(place["numeric"])

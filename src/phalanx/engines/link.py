@@ -1,0 +1,166 @@
+"""The link between workers that share an arena: partial sums are published there, and each worker folds what it owns."""
+
+from __future__ import annotations
+
+import functools
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.contracts import Part, Shard, Steppable, Vector
+from phalanx.engines.arena import Plan
+from phalanx.engines.control import COMPUTE, FOLD, OPINION, ROW, UPDATE, Control, Meeting
+from phalanx.plan.fold import Fold
+from phalanx.plan.placement import Placement, additions, most_held
+
+
+@dataclass(slots=True)
+class Held:
+    """A vector that this worker holds: in which of its homes, and its entries."""
+
+    number: int
+    vector: Vector
+
+
+class ArenaLink:
+    """Implements ``contracts.Link``.
+
+    Parameters
+    ----------
+    framework : Steppable
+    shard : Shard
+    plan : Plan
+    placement : Placement
+    arena : mmap.mmap
+    control : Control
+    meeting : Meeting
+    worker : int
+    """
+
+    def __init__(
+        self,
+        framework: Steppable,
+        shard: Shard,
+        plan: Plan,
+        placement: Placement,
+        arena: mmap.mmap,
+        control: Control,
+        meeting: Meeting,
+        worker: int,
+    ) -> None:
+        self.hosted = placement.blocks[worker]
+        self._framework = framework
+        self._shard = shard
+        self._publishers = plan.publishers
+        self._control = control
+        self._meeting = meeting
+        self._worker = worker
+        self._replicas = placement.replicas
+        self._flags = plan.flags(arena)
+        self._width = len(self._flags) // len(plan.nodes)
+        self._homes = [shard.homes(number) for number in range(most_held(placement.replicas, self.hosted))]
+        self._order = functools.cache(functools.partial(additions, placement.replicas, plan.nodes))
+        self._peer = functools.cache(self._masked)
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what an earlier step left."""
+        self._fold: Fold[Held] = Fold(self._replicas, self._add)
+        self._samples = [0] * self._replicas
+        self._aim()
+
+    def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:
+        """See ``contracts.Link.push``."""
+        self._fold.push(replica, None if gradient is None else Held(self._free, gradient))
+        if samples:
+            self._shard.leave(replica, buffers)
+        self._aim()
+
+    def exchange(self, parts: Sequence[Part]) -> list[Part]:
+        """See ``contracts.Link.exchange``."""
+        rows = self._control.rows
+        place = self.hosted.start * ROW
+        for part in parts:
+            rows[place], rows[place + 1], rows[place + 2], rows[place + 3] = part
+            place += ROW
+        self._mine = self._publish()
+        self._meeting.meet(COMPUTE, FOLD)
+        found = rows.tolist()
+        self._parts = [Part(*found[place : place + ROW]) for place in range(0, len(found), ROW)]
+        return self._parts
+
+    def mean(self, weight: float) -> Vector:
+        """See ``contracts.Link.mean``."""
+        vectors: list[Vector | None] = []
+        masks: list[bytes] = []
+        for position, (worker, number) in enumerate(self._publishers):
+            flags = bytes(self._flags[position * self._width : (position + 1) * self._width])
+            if flags[0]:
+                masks.append(flags[1:])
+            mine = self._mine[number] if worker == self._worker else None
+            vectors.append(mine if worker == self._worker else self._peer(worker, flags) if flags[0] else None)
+        self._there = _union(masks)
+        return self._shard.fold(vectors, self._order, weight)
+
+    def norm(self, gradient: Vector) -> float:
+        """See ``contracts.Link.norm``."""
+        self._shard.publish_norms(gradient)
+        self._meeting.meet(FOLD, UPDATE)
+        return self._shard.total_norm(self._there)
+
+    def agree(self, opinion: bool) -> bool:
+        """See ``contracts.Link.agree``."""
+        words = self._control.words
+        words[self._control.place(self._worker, OPINION)] = opinion
+        self._meeting.meet(UPDATE, UPDATE)
+        return all(words[self._control.place(worker, OPINION)] for worker in range(self._control.workers))
+
+    def commit(self, step: int, gradient: Vector | None) -> None:
+        """See ``contracts.Link.commit``."""
+        if gradient is not None:
+            buffers = None
+            if self._worker == 0:
+                ran = [replica for replica, part in enumerate(self._parts) if part.samples]
+                buffers = [(int(self._parts[replica].samples), self._shard.left(replica)) for replica in ran]
+            self._framework.update(step, gradient, buffers)
+            self._shard.house()
+        self._meeting.meet(UPDATE, COMPUTE)
+
+    def _publish(self) -> list[Vector | None]:
+        """Say where this worker's partial sums lie; returns them."""
+        mine: list[Vector | None] = []
+        partials = iter(self._fold.partials())
+        for position, (worker, _) in enumerate(self._publishers):
+            if worker == self._worker:
+                held = next(partials).value
+                start = position * self._width
+                self._flags[start] = 0 if held is None else held.number + 1
+                if held is not None:
+                    self._flags[start + 1 : start + self._width] = bytes(entry is not None for entry in held.vector)
+                mine.append(None if held is None else held.vector)
+        return mine
+
+    def _masked(self, worker: int, flags: bytes) -> Vector:
+        """What a peer published, without the entries that are absent."""
+        entries = zip(self._shard.peer(worker, flags[0] - 1), flags[1:], strict=True)
+        return [entry if there else None for entry, there in entries]
+
+    def _add(self, left: Held, right: Held) -> Held:
+        return Held(left.number, self._shard.add(left.vector, right.vector, self._homes[left.number]))
+
+    def _aim(self) -> None:
+        """The next replica's gradient goes where no vector is that is still needed."""
+        taken = {partial.value.number for partial in self._fold.partials() if partial.value is not None}
+        self._free = next((number for number in range(len(self._homes)) if number not in taken), -1)
+        if self._free >= 0:
+            self._shard.live_in(self._homes[self._free])
+
+
+def _union(masks: Sequence[bytes]) -> list[int] | None:
+    """Which parameters have a gradient in any of the partial sums; None for all."""
+    if any(0 not in mask for mask in masks):
+        return None
+    return [index for index in range(len(masks[0]) if masks else 0) if any(mask[index] for mask in masks)]
+
+

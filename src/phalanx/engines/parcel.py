@@ -1,0 +1,173 @@
+"""Parcels: what a caller hands to its own workers, in shared memory: functions by cloudpickle, arrays as they lie.
+
+A parcel is read only by children that inherited its descriptor; nothing is ever unpickled from disk or network. Arrays
+travel beside the pickle (protocol 5, out of band), so that all workers map one copy.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from importlib.machinery import PathFinder
+from types import FunctionType, ModuleType
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from phalanx import checks
+from phalanx.engines.memory import ALIGNMENT, Memory
+from phalanx.errors import UsageError
+
+Reducer = Callable[[Any], Any]
+NUMBER = struct.Struct("<q")
+CONTAINERS = (dict, list, tuple, set, frozenset)
+DEPTH = 6
+
+
+class Packer(cloudpickle.Pickler):
+    """Pickles with arrays out of band, and code by value where a worker could not import it."""
+
+    def __init__(self, file: io.BytesIO, reducer: Reducer, buffers: list[pickle.PickleBuffer]) -> None:
+        super().__init__(file, protocol=5, buffer_callback=buffers.append)
+        self._reducer = reducer
+        self._by_value: dict[str, ModuleType | None] = {}
+
+    def dump(self, obj: Any) -> None:
+        """Pickle ``obj``."""
+        try:
+            super().dump(obj)
+        finally:
+            for module in filter(None, self._by_value.values()):
+                cloudpickle.unregister_pickle_by_value(module)
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Memory maps by their file, tensors by their memory, all else as cloudpickle does."""
+        if type(obj) is np.memmap and obj.base is not None and not isinstance(obj.base, np.ndarray) and obj.mode != "c":
+            order = "F" if obj.flags.f_contiguous and not obj.flags.c_contiguous else "C"
+            return np.memmap, (obj.filename, obj.dtype, "c", obj.offset, obj.shape, order)
+        if isinstance(obj, (type, FunctionType)) and obj.__module__ not in self._by_value:
+            module = sys.modules.get(obj.__module__)
+            hidden = module is not None and obj.__module__ != "__main__" and not _importable(module)
+            self._by_value[obj.__module__] = module if hidden else None
+            if hidden:
+                cloudpickle.register_pickle_by_value(module)
+        reduced = self._reducer(obj)
+        return super().reducer_override(obj) if reduced is NotImplemented else reduced
+
+
+def pack(thing: Any, memory: Memory, reducer: Reducer) -> None:
+    """Write ``thing`` into ``memory``, which grows as needed.
+
+    Raises
+    ------
+    UsageError
+        Something in it cannot be pickled; names the path to it.
+    """
+    buffers: list[pickle.PickleBuffer] = []
+    body = _pickled(thing, reducer, buffers)
+    pieces = [memoryview(body), *(buffer.raw() for buffer in buffers)]
+    offset = NUMBER.size * (1 + len(pieces))
+    header = [len(pieces), *(piece.nbytes for piece in pieces)]
+    memory.grow(sum(_padded(piece.nbytes) for piece in pieces) + _padded(offset))
+    with memory.map() as place:
+        place[:offset] = b"".join(map(NUMBER.pack, header))
+        offset = _padded(offset)
+        for piece in pieces:
+            place[offset : offset + piece.nbytes] = piece
+            offset += _padded(piece.nbytes)
+
+
+def unpack(memory: Memory) -> Any:
+    """What was packed. Arrays lie in the memory; what a worker writes to them stays its own."""
+    place = memoryview(memory.map(private=True))
+    (count,) = NUMBER.unpack_from(place)
+    sizes = [NUMBER.unpack_from(place, NUMBER.size * (1 + position))[0] for position in range(count)]
+    offset = _padded(NUMBER.size * (1 + count))
+    pieces: list[memoryview] = []
+    for size in sizes:
+        pieces.append(place[offset : offset + size])
+        offset += _padded(size)
+    return pickle.loads(pieces[0], buffers=pieces[1:])  # noqa: S301  packed by this process's parent
+
+
+def picklable(error: BaseException) -> BaseException:
+    """``error``, or a stand-in of the same name and text if it cannot travel."""
+    try:
+        pickle.loads(cloudpickle.dumps(error))  # noqa: S301  pickled one line ago
+        return error
+    except Exception:
+        kind = type(error)
+        return type(kind.__name__, (RuntimeError,), {"__module__": kind.__module__})(str(error))
+
+
+def _pickled(thing: Any, reducer: Reducer, buffers: list[pickle.PickleBuffer]) -> bytes:
+    file = io.BytesIO()
+    try:
+        Packer(file, reducer, buffers).dump(thing)
+    except Exception as error:
+        path, culprit = _culprit(thing, reducer)
+        raise UsageError(
+            f"{path} ({checks.shown(culprit)}) cannot be sent to a worker process: {error}; make it where it is used, "
+            "in the worker, for instance at the first __getitem__ or forward, or use engine='inline' (same answer)"
+        ) from error
+    return file.getvalue()
+
+
+def _importable(module: ModuleType) -> bool:
+    """Whether a new interpreter with the same path finds the module; import hooks of this process do not count."""
+    name, spec = module.__name__, module.__spec__
+    if spec is None:
+        return False
+    if spec.origin in ("built-in", "frozen"):
+        return True
+    parent = sys.modules.get(name.rpartition(".")[0])
+    path = getattr(parent, "__path__", None)
+    finders = [PathFinder, *(item for item in sys.meta_path if type(item).__module__.startswith("__editable__"))]
+    finders += [item for item in sys.meta_path if getattr(item, "__module__", "").startswith("__editable__")]
+    return any(finder.find_spec(name, path) is not None for finder in finders)
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _culprit(thing: Any, reducer: Reducer, path: str = "", depth: int = 0) -> tuple[str, Any]:
+    """The innermost part of ``thing`` that cannot be pickled, and how to get there."""
+    for step, part in _parts(thing) if depth < DEPTH else ():
+        where = f"{path}{step}" if path else step.lstrip(".")
+        if not _travels(part, reducer):
+            return _culprit(part, reducer, where, depth + 1)
+    return path or "it", thing
+
+
+def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(thing, dict):
+        for key, value in thing.items():
+            yield (f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"), value
+    elif isinstance(thing, CONTAINERS):
+        for position, value in enumerate(thing):
+            yield f"[{position}]", value
+    closure = getattr(thing, "__closure__", None)
+    if closure:
+        for name, cell in zip(thing.__code__.co_freevars, closure, strict=True):
+            yield f" (its variable {name})", cell.cell_contents
+    if callable(thing) and hasattr(thing, "__code__"):
+        for name in thing.__code__.co_names:
+            if name in thing.__globals__:
+                yield f" (its global {name})", thing.__globals__[name]
+    for name, value in getattr(thing, "__dict__", {}).items() if not isinstance(thing, type) else ():
+        yield f".{name}", value
+
+
+def _travels(thing: Any, reducer: Reducer) -> bool:
+
+
+    try:
+        Packer(io.BytesIO(), reducer, []).dump(thing)
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,125 @@
+"""Where everything of a torch run lies in an arena: the same in every process, since it follows from model and placement.
+
+Only offsets; no memory is touched here. Whole storages are placed, not tensors, so that strides and shared memory (ties,
+views, flattened weights) stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from phalanx.plan.placement import Placement, most_held
+
+Take = Callable[[int], int]
+Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+ROOM_FACTOR = 8  # optimizers keep up to three states of up to twice the parameter's bytes; unused pages cost nothing
+ROOM_BYTES = 4096
+STATES = 2  # what memory is checked for: Adam's
+OWNED = -1
+
+
+@dataclass
+class Layout:
+    """Offsets into an arena.
+
+    Attributes
+    ----------
+    owners : list of int
+        The worker that folds and updates each parameter.
+    gradients, buffers : list of (shape, strides, dtype)
+        What gradients of each parameter, and buffers, look like.
+    storages : list of (address, bytes, offset)
+        The parameters' storages; the address is that in this process.
+    starts : list of int
+        Each buffer as it is at the step's start.
+    sets : list of list of list of int
+        ``sets[worker][number][parameter]``: where a replica's gradient or a partial sum is published; OWNED where the
+        worker keeps it to itself, because it owns the parameter.
+    left : list of list of int
+        ``left[replica][buffer]``: buffers as the replica left them.
+    changed : int
+        One byte per replica and buffer: whether it differs from the step's start.
+    norms : int
+        One norm per parameter.
+    rooms : list of (offset, bytes)
+        Each parameter's optimizer state.
+    snapshot : (offset, bytes)
+        Room for a copy of the state at a step boundary.
+    touched : int
+        Bytes that will really be used, about.
+    """
+
+    owners: list[int]
+    gradients: list[Spec]
+    buffers: list[Spec]
+    storages: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
+    starts: list[int] = field(default_factory=list[int])
+    sets: list[list[list[int]]] = field(default_factory=list[list[list[int]]])
+    left: list[list[int]] = field(default_factory=list[list[int]])
+    changed: int = 0
+    norms: int = 0
+    rooms: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    snapshot: tuple[int, int] = (0, 0)
+    touched: int = 0
+
+    def signature(self) -> str:
+        """Equal in two processes whose models fit together."""
+        return repr((self.gradients, self.buffers, [size for _, size, _ in self.storages], self.owners))
+
+
+def lay_out(
+    parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], placement: Placement, whole: bool, take: Take
+) -> Layout:
+    """Give everything its place, handed out by ``take``. ``whole``: the first worker owns all parameters."""
+    owners = [0] * len(parameters) if whole else owners_of(parameters, placement.workers)
+    layout = Layout(owners, [_dense_spec(item) for item in parameters], [_dense_spec(item) for item in buffers])
+    layout.storages = [(address, size, take(size)) for address, size in _storages(parameters).items()]
+    layout.starts = [take(bytes_in(spec)) for spec in layout.buffers]
+    sizes = [bytes_in(spec) for spec in layout.gradients]
+    for worker, block in enumerate(placement.blocks):
+        layout.sets.append(
+            [
+                [OWNED if owner == worker else take(size) for size, owner in zip(sizes, owners, strict=True)]
+                for _ in range(most_held(placement.replicas, block))
+            ]
+        )
+    layout.left = [[take(bytes_in(spec)) for spec in layout.buffers] for _ in range(placement.replicas)]
+    layout.changed = take(placement.replicas * len(layout.buffers))
+    layout.norms = take(8 * len(parameters))
+    layout.touched = take(0) + (STATES + 1) * sum(sizes)
+    rooms = [ROOM_FACTOR * size + ROOM_BYTES for size in sizes]
+    layout.rooms = [(take(room), room) for room in rooms]
+    state = sum(size for _, size, _ in layout.storages) + sum(map(bytes_in, layout.buffers)) + sum(rooms)
+    layout.snapshot = (take(state), state)
+    return layout
+
+
+def owners_of(parameters: Sequence[torch.Tensor], workers: int) -> list[int]:
+    """Deal whole storages to workers, the largest first, each to the one that has least so far."""
+    sizes = _storages(parameters)
+    load = [0] * workers
+    owner: dict[int, int] = {}
+    for address in sorted(sizes, key=lambda address: -sizes[address]):
+        owner[address] = min(range(workers), key=load.__getitem__)
+        load[owner[address]] += sizes[address] + 1
+    return [owner[parameter.untyped_storage().data_ptr()] for parameter in parameters]
+
+
+def bytes_in(spec: Spec) -> int:
+    """Bytes of a dense tensor."""
+    shape, _, dtype = spec
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def _storages(parameters: Sequence[torch.Tensor]) -> dict[int, int]:
+    """Bytes of every storage, by address; in the order of the parameters."""
+    return {item.untyped_storage().data_ptr(): item.untyped_storage().nbytes() for item in parameters}
+
+
+def _dense_spec(tensor: torch.Tensor) -> Spec:
+    """Shape, strides and dtype that autograd gives a gradient: the tensor's own if it is dense, else row by row."""
+    return tuple(tensor.shape), torch.empty_like(tensor, device="meta").stride(), tensor.dtype

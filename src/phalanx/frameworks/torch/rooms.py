@@ -1,0 +1,130 @@
+"""Optimizer state in an arena: moved there, described for another process, and taken from there."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from phalanx.data import map_tree
+from phalanx.frameworks.torch.layout import Spec, bytes_in
+
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A tensor that lies in the arena."""
+
+    offset: int
+    spec: Spec
+
+
+def view(arena: mmap.mmap, offset: int, spec: Spec) -> torch.Tensor:
+    """A tensor over arena memory, with a version counter of its own."""
+    shape, stride, dtype = spec
+    count = torch.Size(shape).numel()
+    if count == 0:
+        return torch.empty_strided(shape, stride, dtype=dtype)
+    return torch.frombuffer(arena, dtype=dtype, count=count, offset=offset).as_strided(shape, stride)
+
+
+class Rooms:
+    """The stretch of arena that each parameter's optimizer state may use.
+
+    Parameters
+    ----------
+    optimizers : sequence of torch.optim.Optimizer
+    parameters : sequence of torch.Tensor
+    rooms : sequence of (offset, bytes)
+    arena : mmap.mmap
+    movable : bool
+        Whether the optimizers look their state up anew in each step, as torch's own do.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        parameters: Sequence[torch.Tensor],
+        rooms: Sequence[tuple[int, int]],
+        arena: mmap.mmap,
+        *,
+        movable: bool,
+    ) -> None:
+        self._movable = movable
+        self._optimizers = optimizers
+        self._parameters = parameters
+        self._rooms = rooms
+        self._arena = arena
+        self._used = [0] * len(rooms)
+        self._placed: dict[int, Placed] = {}  # by address
+
+    def house(self, indices: Iterable[int]) -> list[int]:
+        """Move the state of these parameters into their rooms; returns those that have none yet."""
+        without: list[int] = []
+        for index in indices if self._movable else ():
+            found = False
+            for optimizer in self._optimizers:
+                state = optimizer.state.get(self._parameters[index])
+                if state:
+                    found = True
+                    for key, value in state.items():
+                        state[key] = map_tree(lambda leaf, at=index: self._housed(at, leaf), value)
+            if not found:
+                without.append(index)
+        return without
+
+    def describe(self, indices: Iterable[int]) -> list[dict[Any, Any]]:
+        """Per optimizer: state by parameter index, with ``Placed`` for what lies in the arena, and what is beside."""
+        indices = list(indices)
+        self.house(indices)
+        described: list[dict[Any, Any]] = []
+        for optimizer in self._optimizers:
+            state = {index: optimizer.state.get(self._parameters[index]) for index in indices}
+            found: dict[Any, Any] = {index: map_tree(self._described, value) for index, value in state.items() if value}
+            beside = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+            described.append({"parameters": found, "beside": beside})
+        return described
+
+    def take(self, described: Sequence[dict[Any, Any]], indices: Iterable[int]) -> None:
+        """Make described state of these parameters this process's own; it stays where it lies."""
+        wanted = set(indices)
+        for optimizer, state in zip(self._optimizers, described, strict=True):
+            for index, value in state["parameters"].items():
+                if index in wanted:
+                    optimizer.state[self._parameters[index]] = map_tree(lambda leaf, at=index: self._taken(at, leaf), value)
+            optimizer.state.update(state["beside"])
+
+    def _housed(self, index: int, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.data_ptr() in self._placed or leaf.numel() == 0:
+            return leaf
+        spec: Spec = tuple(leaf.shape), torch.empty_like(leaf, device="meta").stride(), leaf.dtype
+        start, size = self._rooms[index]
+        needed = _padded(spec)
+        if self._used[index] + needed > size:
+            return leaf  # stays private; it is sent by value when somebody asks
+        place = Placed(start + self._used[index], spec)
+        self._used[index] += needed
+        home = view(self._arena, place.offset, spec)
+        home.copy_(leaf)
+        self._placed[home.data_ptr()] = place
+        return home
+
+    def _described(self, leaf: Any) -> Any:
+        return self._placed.get(leaf.data_ptr(), leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+    def _taken(self, index: int, leaf: Any) -> Any:
+        if not isinstance(leaf, Placed):
+            return leaf
+        end = leaf.offset - self._rooms[index][0] + _padded(leaf.spec)
+        self._used[index] = max(self._used[index], end)
+        home = view(self._arena, leaf.offset, leaf.spec)
+        self._placed[home.data_ptr()] = leaf
+        return home
+
+
+def _padded(spec: Spec) -> int:
+    return -(-bytes_in(spec) // ALIGNMENT) * ALIGNMENT
