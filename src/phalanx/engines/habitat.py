@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 from phalanx.frameworks.opening import adopt_numeric_environment, numeric_environment
@@ -24,7 +25,7 @@ def _described(folder: str | None) -> dict[str, Any]:
         "folder": folder,
         "path": list(sys.path),
         "arguments": list(sys.argv),
-        "filters": list(warnings.filters),
+        "filters": [(*rest, (kind.__module__, kind.__name__)) for *rest, kind in map(_category_last, warnings.filters)],
         "numeric": numeric_environment(),
     }
 
@@ -38,6 +39,19 @@ def inhabit(place: dict[str, Any]) -> None:
             os.chdir(place["folder"])
     sys.path[:] = place["path"]
     sys.argv[:] = place["arguments"]
-    warnings.filters[:] = place["filters"]
+    warnings.filters[:] = list(_known_filters(place["filters"]))
     warnings._filters_mutated()  # type: ignore[attr-defined]
     adopt_numeric_environment(place["numeric"])
+
+
+def _category_last(item: Any) -> tuple[Any, ...]:
+    action, message, category, module, line = item
+    return action, message, module, line, category
+
+
+def _known_filters(filters: list[Any]) -> Iterator[Any]:
+    """Filters whose category is loaded here: importing a library only to filter its warnings would take long."""
+    for action, message, module, line, (home, name) in filters:
+        category = getattr(sys.modules.get(home), name, None)
+        if category is not None:
+            yield action, message, category, module, line

@@ -265,14 +265,15 @@ class Processes:
             while True:
                 words[words_of.ASLEEP] = 1
                 fence()
-                found = self._poller.poll(0 if until() else POLL_MILLISECONDS)
+                done = until()  # what was told before that is read now
+                found = self._poller.poll(0 if done else POLL_MILLISECONDS)
                 words[words_of.ASLEEP] = 0
                 self._interrupts.hold()
                 try:
                     self._handle({fd for fd, _ in found})
                 finally:
                     self._interrupts.release()
-                if until():
+                if done:
                     return
 
     def _handle(self, readable: set[int]) -> None:
@@ -286,13 +287,17 @@ class Processes:
 
     def _read(self, hand: Hand) -> None:
         try:
-            message = hand.channel.recv_bytes()
+            messages = [hand.channel.recv_bytes()]
+            while hand.channel.poll():
+                messages.append(hand.channel.recv_bytes())
         except (EOFError, OSError):
             self._died(hand)
             return
-        if not message:
-            return
-        kind, *facts = pickle.loads(message)  # noqa: S301  from a child of this process
+        for message in filter(None, messages):
+            self._take(hand, *pickle.loads(message))  # noqa: S301  from a child of this process
+
+    def _take(self, hand: Hand, kind: str, *facts: Any) -> None:
+        """A message of a worker."""
         if kind == "ready":
             self._ready += 1
         elif kind == "warning":

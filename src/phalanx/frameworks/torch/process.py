@@ -47,7 +47,8 @@ def adopt(settings: dict[str, Any]) -> None:
     torch.set_float32_matmul_precision(settings["matmul_precision"])
     torch.set_flush_denormal(settings["flush_denormal"])
     enabled, warn_only = settings["deterministic"]
-    torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+    if (enabled, warn_only) != numeric_environment()["deterministic"]:  # setting it imports the compiler
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
     torch.utils.deterministic.fill_uninitialized_memory = settings["fill_uninitialized"]
     for (place, names), values in zip(BACKENDS, settings["backends"], strict=True):
         for name, value in zip(names, values, strict=True):
