@@ -191,7 +191,8 @@ class Processes:
             words[words_of.UNTIL] = min(horizon, t + words_of.RING)
             if self._control.all_idle():
                 self._grant(words_of.STEPS)
-            self._wait(lambda: words[words_of.DONE] > t or self._control.all_idle(), t + 1)
+            worth_waking = min(horizon, t + words_of.RING // 2)
+            self._wait(lambda: words[words_of.DONE] > t or self._control.all_idle(), worth_waking)
             if self._control.all_idle() and words[words_of.TROUBLE]:
                 return
 
