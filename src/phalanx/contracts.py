@@ -6,17 +6,15 @@ A gradient is a vector: a list with one entry per parameter, None where the para
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from phalanx.data import Columns, Samples, Share
 from phalanx.events import StepReport
-from phalanx.plan.placement import Placement
+from phalanx.sharing import Sharing, Vector
 
-Vector = list[Any]
 Source = Columns | Samples
 
 
@@ -153,96 +151,6 @@ class Link(Protocol):
         ...
 
 
-class Shard(Protocol):
-    """A framework's state in an arena, as one worker works with it: it owns some parameters, and their optimizer."""
-
-    def homes(self, number: int) -> Vector:
-        """Where this worker publishes the ``number``-th vector that it holds; None for what it owns."""
-        ...
-
-    def live_in(self, homes: Vector) -> None:
-        """Put the next replica's gradient there."""
-        ...
-
-    def peer(self, worker: int, number: int) -> Vector:
-        """What another worker published, as far as this one owns it."""
-        ...
-
-    def add(self, left: Vector, right: Vector, homes: Vector) -> Vector:
-        """``left + right`` in place of ``left``, which lives in ``homes``."""
-        ...
-
-    def fold(
-        self,
-        vectors: Sequence[Vector | None],
-        order: Callable[[tuple[int, ...]], Sequence[tuple[int, int]]],
-        divisor: float,
-    ) -> Vector:
-        """Add vectors as ``order(positions that are there)`` says, and divide the sum; for what this worker owns."""
-        ...
-
-    def publish_norms(self, gradient: Vector) -> None:
-        """Write the norms of what this worker owns."""
-        ...
-
-    def total_norm(self, there: Sequence[int] | None) -> float:
-        """The global norm, out of what all published; ``there``: which parameters have a gradient, None for all."""
-        ...
-
-    def leave(self, replica: int, left: list[Any]) -> None:
-        """Publish the buffers that a replica left."""
-        ...
-
-    def left(self, replica: int) -> list[Any]:
-        """The buffers that a replica left, wherever it ran."""
-        ...
-
-    def house(self) -> None:
-        """Move optimizer state that this worker owns into the arena, as far as it is not there yet."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """What of the state is not weights or buffers, as far as this worker owns it; can be pickled."""
-        ...
-
-    def take(self, state: dict[str, Any]) -> None:
-        """Continue from such a description."""
-        ...
-
-
-class Mirror(Protocol):
-    """The same arena, seen from the caller's process, whose framework keeps a state of its own."""
-
-    def put(self) -> dict[str, Any]:
-        """Copy the state into the arena; returns what describes the rest."""
-        ...
-
-    def get(self, states: Sequence[dict[str, Any]]) -> None:
-        """Copy the state out of the arena, with what the workers described."""
-        ...
-
-
-class Sharing(Protocol):
-    """How a framework shares its state with other processes."""
-
-    @property
-    def count(self) -> int:
-        """How many entries a gradient has."""
-        ...
-
-    def lay_out(self, placement: Placement, take: Callable[[int], int]) -> Any:
-        """Give everything its place in an arena."""
-        ...
-
-    def mirror(self, layout: Any, arena: mmap.mmap) -> Mirror:
-        """The arena as the caller's process sees it."""
-        ...
-
-    def shard(self, layout: Any, arena: mmap.mmap, worker: int) -> Shard:
-        """The arena as a worker sees it; from here on, its framework's state lies there."""
-        ...
-
-
 class Framework(Steppable, Protocol):
     """What an engine needs of a model with its optimizer: steps, and a view of the state between them."""
 
@@ -278,12 +186,38 @@ class Framework(Steppable, Protocol):
         ...
 
 
+@dataclass(slots=True)
+class Course:
+    """What a run has done so far.
+
+    Attributes
+    ----------
+    loss_history : list of float
+        One mean loss per finished step; its length is the number of finished steps.
+    samples : int
+        Samples seen in all of them.
+    span : (float, float) or None
+        Start of the first step and end of the last, on the clock of ``time.perf_counter``.
+    """
+
+    loss_history: list[float] = field(default_factory=list[float])
+    samples: int = 0
+    span: tuple[float, float] | None = None
+
+    def add(self, loss: float, samples: int) -> None:
+        """Count a finished step."""
+        self.loss_history.append(loss)
+        self.samples += samples
+
+    def time(self, started: float, ended: float) -> None:
+        """Note when the latest step started and ended."""
+        self.span = (started if self.span is None else self.span[0], ended)
+
+
 class Engine(Protocol):
     """Where workers live. Takes a state from step to step, and shows it between two."""
 
-    loss_history: list[float]
-    samples: int
-    span: tuple[float, float] | None
+    course: Course
 
     @property
     def workers(self) -> int:

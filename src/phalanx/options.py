@@ -70,8 +70,8 @@ def settle(options: Mapping[str, Any], replicas: int) -> Settled:
     for name, default in LATER.items():
         if options.get(name, default) != default:
             raise UsageError(
-                f"{name} is {checks.shown(options[name])}, but this version takes no snapshots and replaces no workers; "
-                "leave it out"
+                f"{name} is {checks.shown(options[name])}, but this version takes no snapshots and replaces no "
+                "workers; leave it out"
             )
     engine = options.get("engine", "auto")
     workers = _checked_workers(options.get("workers", "auto"), replicas)

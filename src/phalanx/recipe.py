@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import time
 from typing import TYPE_CHECKING, Any, Unpack
 
 from phalanx.definition import Definition
-from phalanx.engines.launch import WARM
-from phalanx.engines.opening import open_engine
 from phalanx.errors import UsageError
 from phalanx.options import Options, settle, unknown
 from phalanx.result import Result
@@ -87,9 +86,10 @@ class Recipe(Definition):
         Parameters
         ----------
         workers : int or "auto"
-            W. Only 1 in this version.
-        engine : "auto" or "inline"
-            Where workers live. Only this process in this version.
+            W, at most ``replicas``. "auto": the run starts in this process, and hands over to one worker per core once
+            they are up, if that is faster.
+        engine : "auto", "inline" or "processes"
+            Where workers live: "inline" is this process. "auto": processes if ``workers`` is more than 1.
         devices : "auto", str or sequence of str
             torch device names, one per worker in turn. "auto": where ``make_model`` puts the model.
         evaluation : Evaluation, optional
@@ -143,6 +143,8 @@ class Recipe(Definition):
             raise UsageError(
                 "evaluation is given, but data is None, so there are no epochs; call run.evaluate() yourself"
             )
+        from phalanx.engines.opening import open_engine  # the first run imports what starts processes
+
         engine = open_engine(self, settled.engine, settled.workers, settled.device)
         total = None if self.data is None else self.plan.steps
         progress = Progress(settled.progress, total)
@@ -182,4 +184,6 @@ def load(path: Any) -> Any:
 
 def close() -> None:
     """End what is kept warm for the next run: a process that starts workers. The next run starts another."""
-    WARM.close()
+    launch = sys.modules.get("phalanx.engines.launch")
+    if launch is not None:
+        launch.WARM.close()

@@ -87,7 +87,7 @@ class Run:
     @property
     def steps(self) -> int:
         """How many steps are done."""
-        return len(self._engine.loss_history)
+        return len(self._engine.course.loss_history)
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -216,15 +216,15 @@ class Run:
 
     def _result(self, *, copy: bool) -> Result:
         exported = self._engine.export(copy=copy)
-        began, ended = self._engine.span or (self._opened, self._opened)
+        began, ended = self._engine.course.span or (self._opened, self._opened)
         return Result(
             model=exported.model,
             params=exported.params,
-            loss_history=list(self._engine.loss_history),
+            loss_history=list(self._engine.course.loss_history),
             metric_history=list(self.metric_history),
             digest=exported.digest,
             steps=self.steps,
-            samples=self._engine.samples,
+            samples=self._engine.course.samples,
             replicas=self._definition.replicas,
             workers=self._engine.workers,
             steps_per_epoch=None if self._definition.data is None else self._definition.plan.steps_per_epoch,

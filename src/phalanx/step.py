@@ -1,8 +1,8 @@
 """What a step is: gradients of the replicas, fold, screen, update. ``state[t+1] = step(state[t], t)``.
 
-Two halves: ``propose`` computes and changes nothing, ``commit`` changes the state. Reads top to bottom; every worker runs
-the same lines and meets the others through its link. Knows no device, file, process or clock; the framework computes,
-the plan decides the order.
+Two halves: ``propose`` computes and changes nothing, ``commit`` changes the state. Reads top to bottom; every worker
+runs the same lines and meets the others through its link. Knows no device, file, process or clock; the framework
+computes, the plan decides the order.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ pytestmark = pytest.mark.house
 # A name stands for a module or for all of a package; "" is the front of phalanx, its __init__.
 LAYERS = (
     ("errors", "events", "digest", "surroundings", "plan"),
-    ("checks", "data", "generators"),
+    ("checks", "data", "generators", "sharing"),
     ("definition", "contracts", "evaluation"),
     ("frameworks.torch", "deal", "replica"),
-    ("step",),
-    ("frameworks.opening", "engines"),
+    ("step", "frameworks.opening"),
+    ("engines",),
     ("watch",),
     ("result",),
     ("run",),
@@ -39,16 +39,16 @@ HOMES = {
     "typer": ("cli",),
     "rich": ("cli",),
     "sklearn": ("demos",),
-    "importlib": ("cli",),
+    "importlib": ("cli", "engines.parcel"),
     "runpy": ("cli",),
-    "pickle": (),
+    "pickle": ("engines", "frameworks.torch.process"),
     "cPickle": (),
     "_pickle": (),
     "marshal": (),
     "shelve": (),
     "dill": (),
     "joblib": (),
-    "cloudpickle": (),
+    "cloudpickle": ("engines",),
 }
 
 PLAN_KNOWS_NOT = {

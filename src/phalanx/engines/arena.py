@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import mmap
 
-from phalanx.contracts import Sharing
 from phalanx.engines.control import Control
 from phalanx.engines.memory import Carver
-from phalanx.plan.placement import Placement, most_held, remaining
+from phalanx.plan.placement import Placement, remaining
+from phalanx.sharing import Sharing
 
 WORD = 8
 
@@ -61,10 +61,3 @@ class Plan:
     def flags(self, arena: mmap.mmap) -> memoryview:
         """Per partial sum: which vector of its publisher holds it (0: none, else counted from 1), and its entries."""
         return memoryview(arena)[self._flags :][: self._flag_bytes]
-
-
-def held(placement: Placement, worker: int) -> int:
-    """How many vectors a worker needs to fold its block."""
-    return most_held(placement.replicas, placement.blocks[worker])
-
-

@@ -1,8 +1,8 @@
 """The control block of an arena: counters that processes read and write without locks, one writer each.
 
 Workers go from step to step by themselves: the parent grants a number of steps, or one task, and may grant again only
-when every worker is idle. Between, the first worker alone decides, before the last meeting of a step, whether there is a
-next one; so all of them agree. Whoever fails raises the trouble flag and goes idle; the others leave at their next
+when every worker is idle. Between, the first worker alone decides, before the last meeting of a step, whether there is
+a next one; so all of them agree. Whoever fails raises the trouble flag and goes idle; the others leave at their next
 meeting.
 """
 
@@ -12,6 +12,7 @@ import os
 import platform
 import threading
 import time
+from collections.abc import Sequence
 from typing import Final
 
 LINE: Final = 8  # words in a cache line: writers do not share one
@@ -35,7 +36,7 @@ NAP_SECONDS = (0.00005, 0.001)
 ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
 
 
-class Trouble(Exception):
+class Trouble(Exception):  # noqa: N818  not an error: how a step is left
     """Another worker failed, or the run is over: leave the step as it is."""
 
 
@@ -49,7 +50,7 @@ class Control:
     workers, replicas : int
     """
 
-    def __init__(self, words: memoryview, floats: memoryview, workers: int, replicas: int) -> None:
+    def __init__(self, words: memoryview, floats: memoryview[float], workers: int, replicas: int) -> None:
         self.words = words
         self.workers = workers
         self.rows = floats[: ROW * replicas]
@@ -83,7 +84,7 @@ class Control:
             place += 1
         self.words[DONE] = step + 1
 
-    def report(self, step: int) -> list[float]:
+    def report(self, step: int) -> Sequence[float]:
         """What was written of ``step``: loss, norm, lr, samples, started, ended."""
         start = step % RING * REPORT
         return self.ring[start : start + REPORT].tolist()
@@ -175,5 +176,3 @@ def through_kernel() -> None:
     finally:
         os.close(reader)
         os.close(writer)
-
-

@@ -13,7 +13,7 @@ from phalanx.frameworks.opening import adopt_numeric_environment, numeric_enviro
 
 
 def described() -> dict[str, Any]:
-    """This process: environment, folder, import path, arguments, warning filters, settings that change bits."""
+    """What surrounds this process: environment, folder, import path, arguments, warning filters, numeric settings."""
     with contextlib.suppress(OSError):  # the folder may be gone
         return _described(os.getcwd())
     return _described(None)
@@ -39,7 +39,8 @@ def inhabit(place: dict[str, Any]) -> None:
             os.chdir(place["folder"])
     sys.path[:] = place["path"]
     sys.argv[:] = place["arguments"]
-    warnings.filters[:] = list(_known_filters(place["filters"]))
+    filters: Any = warnings.filters
+    filters[:] = list(_known_filters(place["filters"]))
     warnings._filters_mutated()  # type: ignore[attr-defined]
     adopt_numeric_environment(place["numeric"])
 

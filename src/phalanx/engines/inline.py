@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.contracts import Exported, Framework
+from phalanx.contracts import Course, Exported, Framework
 from phalanx.deal import Dealer
 from phalanx.definition import Definition
 from phalanx.engines.alone import Alone
@@ -28,14 +28,11 @@ class Inline:
     framework : Framework
         Holds the state.
 
+    course : Course, optional
+        What was done before, in another engine.
+
     Attributes
     ----------
-    loss_history : list of float
-        One mean loss per finished step; its length is the number of finished steps.
-    samples : int
-        Samples seen in all of them.
-    span : (float, float) or None
-        Start of the first step and end of the last, on the clock of ``time.perf_counter``.
     environment : context manager
         Re-entrant. Inside, generators, threads, modes and SIGINT are the run's; outside, the caller's.
     """
@@ -43,7 +40,8 @@ class Inline:
     workers = 1
     worker_pids: tuple[int, ...] = ()
 
-    def __init__(self, definition: Definition, framework: Framework) -> None:
+    def __init__(self, definition: Definition, framework: Framework, course: Course | None = None) -> None:
+        self.course = Course() if course is None else course
         self._definition = definition
         self._framework = framework
         self._link = Alone(framework, definition.replicas)
@@ -52,9 +50,6 @@ class Inline:
         self._ended = ""
         self._interrupts = Interrupts()
         self.environment = Reentrant(self._interrupts, framework.environment)
-        self.loss_history: list[float] = []
-        self.samples = 0
-        self.span: tuple[float, float] | None = None
 
     def advance(self, batch: Any, horizon: int) -> StepReport:
         """Do one step: on a batch that the caller brought, or the next planned one; nothing runs ahead.
@@ -63,7 +58,7 @@ class Inline:
         """
         self._check_able()
         started = time.perf_counter()
-        t, lr = len(self.loss_history), self._framework.lr
+        t, lr = len(self.course.loss_history), self._framework.lr
         with self.environment:
             shares = self._dealer.planned(t) if batch is None else self._dealer.brought(batch)
             self._link.begin()
@@ -76,7 +71,7 @@ class Inline:
                 self._interrupts.release()
         epoch = self._definition.plan.epoch(t) if batch is None else None
         ended = time.perf_counter()
-        self.span = (started if self.span is None else self.span[0], ended)
+        self.course.time(started, ended)
         return StepReport(t, epoch, proposal.loss, proposal.norm, lr, samples, ended - started)
 
     def evaluate(self, metric_fn: Callable[..., Any], data: Any, batch_size: int) -> float:
@@ -96,7 +91,7 @@ class Inline:
         if self._torn:
             self._check_able()
         with self.environment:
-            return self._framework.export(len(self.loss_history), copy=copy)
+            return self._framework.export(len(self.course.loss_history), copy=copy)
 
     def close(self) -> None:
         """There is nothing to end."""
@@ -107,8 +102,7 @@ class Inline:
         during = "the optimizer, so the weights are not those of any step"
         try:
             commit(self._framework, self._link, t, proposal)
-            self.loss_history.append(proposal.loss)
-            self.samples += samples
+            self.course.add(proposal.loss, samples)
             self._torn = False
             during = "the scheduler; the step itself was done"
             self._framework.schedule(proposal.loss)

@@ -23,6 +23,9 @@ from phalanx.errors import RunError
 
 START = "import sys; sys.path[:] = {path!r}; from phalanx.engines.zygote import main; main({fd}, {parent})"
 MESSAGE_BYTES = 4096
+TUNED = {
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"
+}  # big blocks in huge pages; workers get the caller's environment back
 
 
 class Zygote:
@@ -43,6 +46,7 @@ class Zygote:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
+            env={**os.environ, **TUNED},
         )
         theirs.close()
         self._awake = False
@@ -196,6 +200,12 @@ class Warm:
                 atexit.unregister(self.close)
                 atexit.register(self.close)
             return self._zygote
+
+    @property
+    def awake(self) -> bool:
+        """Whether a worker would start at once."""
+        zygote = self._zygote
+        return zygote is not None and zygote.usable and zygote.awake
 
     def close(self) -> None:
         """End what is kept."""

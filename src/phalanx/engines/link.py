@@ -1,18 +1,20 @@
-"""The link between workers that share an arena: partial sums are published there, and each worker folds what it owns."""
+"""The link between workers that share an arena: partial sums are published there, and each folds what it owns."""
 
 from __future__ import annotations
 
 import functools
 import mmap
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.contracts import Part, Shard, Steppable, Vector
+from phalanx.contracts import Part, Steppable
 from phalanx.engines.arena import Plan
 from phalanx.engines.control import COMPUTE, FOLD, OPINION, ROW, UPDATE, Control, Meeting
 from phalanx.plan.fold import Fold
 from phalanx.plan.placement import Placement, additions, most_held
+from phalanx.sharing import Shard, Vector
 
 
 @dataclass(slots=True)
@@ -52,6 +54,7 @@ class ArenaLink:
         self.hosted = placement.blocks[worker]
         self._framework = framework
         self._shard = shard
+        self._slots = shard.slots
         self._publishers = plan.publishers
         self._control = control
         self._meeting = meeting
@@ -59,7 +62,7 @@ class ArenaLink:
         self._replicas = placement.replicas
         self._flags = plan.flags(arena)
         self._width = len(self._flags) // len(plan.nodes)
-        self._homes = [shard.homes(number) for number in range(most_held(placement.replicas, self.hosted))]
+        self._homes = [shard.slots.homes(number) for number in range(most_held(placement.replicas, self.hosted))]
         self._order = functools.cache(functools.partial(additions, placement.replicas, plan.nodes))
         self._peer = functools.cache(self._masked)
         self.begin()
@@ -82,12 +85,12 @@ class ArenaLink:
         rows = self._control.rows
         place = self.hosted.start * ROW
         for part in parts:
-            rows[place], rows[place + 1], rows[place + 2], rows[place + 3] = part
+            rows[place : place + ROW] = array("d", part)
             place += ROW
         self._mine = self._publish()
         self._meeting.meet(COMPUTE, FOLD)
         found = rows.tolist()
-        self._parts = [Part(*found[place : place + ROW]) for place in range(0, len(found), ROW)]
+        self._parts = [Part._make(found[place : place + ROW]) for place in range(0, len(found), ROW)]
         return self._parts
 
     def mean(self, weight: float) -> Vector:
@@ -101,13 +104,13 @@ class ArenaLink:
             mine = self._mine[number] if worker == self._worker else None
             vectors.append(mine if worker == self._worker else self._peer(worker, flags) if flags[0] else None)
         self._there = _union(masks)
-        return self._shard.fold(vectors, self._order, weight)
+        return self._slots.fold(vectors, self._order, weight)
 
     def norm(self, gradient: Vector) -> float:
         """See ``contracts.Link.norm``."""
-        self._shard.publish_norms(gradient)
+        self._slots.publish_norms(gradient)
         self._meeting.meet(FOLD, UPDATE)
-        return self._shard.total_norm(self._there)
+        return self._slots.total_norm(self._there)
 
     def agree(self, opinion: bool) -> bool:
         """See ``contracts.Link.agree``."""
@@ -143,18 +146,18 @@ class ArenaLink:
 
     def _masked(self, worker: int, flags: bytes) -> Vector:
         """What a peer published, without the entries that are absent."""
-        entries = zip(self._shard.peer(worker, flags[0] - 1), flags[1:], strict=True)
+        entries = zip(self._slots.peer(worker, flags[0] - 1), flags[1:], strict=True)
         return [entry if there else None for entry, there in entries]
 
     def _add(self, left: Held, right: Held) -> Held:
-        return Held(left.number, self._shard.add(left.vector, right.vector, self._homes[left.number]))
+        return Held(left.number, self._slots.add(left.vector, right.vector, self._homes[left.number]))
 
     def _aim(self) -> None:
         """The next replica's gradient goes where no vector is that is still needed."""
         taken = {partial.value.number for partial in self._fold.partials() if partial.value is not None}
         self._free = next((number for number in range(len(self._homes)) if number not in taken), -1)
         if self._free >= 0:
-            self._shard.live_in(self._homes[self._free])
+            self._slots.live_in(self._homes[self._free])
 
 
 def _union(masks: Sequence[bytes]) -> list[int] | None:
@@ -162,5 +165,3 @@ def _union(masks: Sequence[bytes]) -> list[int] | None:
     if any(0 not in mask for mask in masks):
         return None
     return [index for index in range(len(masks[0]) if masks else 0) if any(mask[index] for mask in masks)]
-
-

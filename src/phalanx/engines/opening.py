@@ -6,6 +6,7 @@ import os
 
 from phalanx.contracts import Engine
 from phalanx.definition import Definition
+from phalanx.engines.auto import Auto
 from phalanx.engines.inline import Inline
 from phalanx.engines.launch import WARM
 from phalanx.engines.processes import Processes
@@ -14,10 +15,12 @@ from phalanx.plan.placement import place
 
 
 def open_engine(definition: Definition, engine: str, workers: int | None, device: str | None) -> Engine:
-    """The engine that was asked for; "auto" with one worker, or one replica, is this process."""
-    if engine == "inline" or (engine == "auto" and workers in (None, 1)):
-        return Inline(definition, open_framework(definition, device))
+    """The engine that was asked for; "auto" without a number of workers measures."""
     count = workers or min(definition.replicas, usable_cores())
+    if engine == "inline" or (engine == "auto" and (count == 1 or device not in (None, "cpu"))):
+        return Inline(definition, open_framework(definition, device))
+    if engine == "auto" and workers is None:
+        return Auto(definition, open_framework(definition, device), count)
     zygote = WARM.zygote()  # first: it imports while the model is made here
     return Processes(definition, open_framework(definition, device), place(definition.replicas, count), zygote)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
@@ -34,6 +35,20 @@ class Output:
     def carry(self, fds: Iterable[int]) -> list[int]:
         """Write the whole lines that have come through ``fds``; returns those of them that have ended."""
         return [fd for fd in fds if fd in self._pending and not self._carry(fd)]
+
+    def carry_waiting(self, milliseconds: int) -> None:
+        """Carry what comes within this time, if anything does."""
+        poller = select.poll()
+        for fd in self._pending:
+            poller.register(fd, select.POLLIN)
+        self.carry([fd for fd, _ in poller.poll(milliseconds)])
+
+    def forget(self, pipes: Sequence[int]) -> None:
+        """Carry what is left in these pipes, and leave them."""
+        self.carry(pipes)
+        for fd in pipes:
+            self._pending.pop(fd, None)
+            self._errors.discard(fd)
 
     def warn(self, message: str, category: type[Warning], filename: str, line: int) -> None:
         """Show a warning of a worker, once for all of them, as this process shows its own."""

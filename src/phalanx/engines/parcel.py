@@ -110,6 +110,7 @@ def _pickled(thing: Any, reducer: Reducer, buffers: list[pickle.PickleBuffer]) -
         Packer(file, reducer, buffers).dump(thing)
     except Exception as error:
         path, culprit = _culprit(thing, reducer)
+        path = path.removeprefix("fields.")
         raise UsageError(
             f"{path} ({checks.shown(culprit)}) cannot be sent to a worker process: {error}; make it where it is used, "
             "in the worker, for instance at the first __getitem__ or forward, or use engine='inline' (same answer)"
@@ -151,11 +152,9 @@ def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(thing, CONTAINERS):
         for position, value in enumerate(thing):
             yield f"[{position}]", value
-    closure = getattr(thing, "__closure__", None)
-    if closure:
-        for name, cell in zip(thing.__code__.co_freevars, closure, strict=True):
+    if isinstance(thing, FunctionType):
+        for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True):
             yield f" (its variable {name})", cell.cell_contents
-    if callable(thing) and hasattr(thing, "__code__"):
         for name in thing.__code__.co_names:
             if name in thing.__globals__:
                 yield f" (its global {name})", thing.__globals__[name]
@@ -164,7 +163,6 @@ def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _travels(thing: Any, reducer: Reducer) -> bool:
-
 
     try:
         Packer(io.BytesIO(), reducer, []).dump(thing)

@@ -1,6 +1,6 @@
 """A worker's life: build the recipe's state over the arena, then go from step to step with the others.
 
-Between grants it sleeps. Whatever goes wrong is told to the caller's process; the worker itself goes idle and can go on.
+Between grants it sleeps. Whatever goes wrong is told to the caller's process; the worker goes idle and can go on.
 """
 
 from __future__ import annotations
@@ -151,10 +151,10 @@ class Worker:
             while words[words_of.AGREED] > self._step:
                 self._advance(self._dealer.planned(self._step))
         elif kind == words_of.BATCH:
-            self._advance(self._dealer.brought(unpack(self._mailbox)))
+            self._advance(self._dealer.brought(unpack(self._mailbox)["batch"]))
         else:
-            task, *arguments = unpack(self._mailbox)
-            self._caller.tell("result", self._evaluate(*arguments) if task == "evaluate" else self._state())
+            task = unpack(self._mailbox)
+            self._caller.tell("result", self._evaluate(**task) if task else self._state())
 
     def _advance(self, shares: list[Share]) -> None:
         """One step."""
@@ -187,7 +187,7 @@ class Worker:
             raise Trouble from error
 
     def _evaluate(self, metric_fn: Any, data: Any, batch_size: int) -> list[tuple[float, float]]:
-        """This worker's block of chunks."""
+        """Measure this worker's block of chunks."""
         shares = self._dealer.chunks(data, batch_size)
         start, end = share_bounds(len(shares), self._placement.workers)[self._number]
         seed = self._definition.seed

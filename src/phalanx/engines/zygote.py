@@ -1,9 +1,9 @@
 """The zygote: a fresh interpreter that has imported the framework and forks workers in milliseconds.
 
 It never runs user code, touches no GPU and holds no run's memory. It serves one parent over an inherited socket, one
-request at a time, and ends with it: at the end of the socket, or when the parent's pidfd says so. Its workers end with it
-(``PR_SET_PDEATHSIG``, bound to its only thread). Each worker leads a process group of its own, and whatever user code
-started there ends with the worker.
+request at a time, and ends with it: at the end of the socket, or when the parent's pidfd says so. Its workers end with
+it (``PR_SET_PDEATHSIG``, bound to its only thread). Each worker leads a process group of its own, and whatever user
+code started there ends with the worker.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from phalanx.frameworks.torch.losses import AmbiguousMean
 from phalanx.frameworks.torch.model import build_model, named_device
 from phalanx.frameworks.torch.optimizer import Update
 from phalanx.frameworks.torch.shard import Sharing
+from phalanx.surroundings import Reentrant
 
 
 class Torch:
@@ -42,7 +43,7 @@ class Torch:
 
     def __init__(self, definition: Definition, device: str | None) -> None:
         self.arithmetic = arithmetic
-        self.environment = Environment(definition.threads)
+        self.environment = Reentrant(Environment(definition.threads))
         named = named_device(device)
         with self.environment:
             self._build(definition, named)

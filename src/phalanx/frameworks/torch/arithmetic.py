@@ -31,10 +31,12 @@ def finite(vector: Gradient) -> bool:
 
 
 def add_sliced(
-    parts: Sequence[torch.Tensor | None], additions: Sequence[tuple[int, int]], total: torch.Tensor | None, divisor: float
+    parts: Sequence[torch.Tensor | None],
+    additions: Sequence[tuple[int, int]],
+    total: torch.Tensor,
+    divisor: float,
 ) -> None:
-    """Do the additions (into, from) between ``parts``, then divide ``total``; big ones slice by slice, while in cache."""
-    assert total is not None
+    """Do the additions (into, from) between ``parts``, then divide ``total``; slice by slice, while in cache."""
     there = [part for part in parts if part is not None]
     size = total.numel()
     if size <= SLICE or any(part.stride() != total.stride() for part in there):

@@ -1,7 +1,7 @@
-"""Where everything of a torch run lies in an arena: the same in every process, since it follows from model and placement.
+"""Where everything of a torch run lies in an arena: the same in every process, as it follows from model and placement.
 
-Only offsets; no memory is touched here. Whole storages are placed, not tensors, so that strides and shared memory (ties,
-views, flattened weights) stay as they are.
+Only offsets; no memory is touched here. Whole storages are placed, not tensors, so that strides and shared memory
+(ties, views, flattened weights) stay as they are.
 """
 
 from __future__ import annotations
@@ -56,15 +56,19 @@ class Layout:
     owners: list[int]
     gradients: list[Spec]
     buffers: list[Spec]
-    storages: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
-    starts: list[int] = field(default_factory=list[int])
-    sets: list[list[list[int]]] = field(default_factory=list[list[list[int]]])
-    left: list[list[int]] = field(default_factory=list[list[int]])
-    changed: int = 0
-    norms: int = 0
-    rooms: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    snapshot: tuple[int, int] = (0, 0)
-    touched: int = 0
+    storages: list[tuple[int, int, int]] = field(init=False)
+    starts: list[int] = field(init=False)
+    sets: list[list[list[int]]] = field(init=False)
+    left: list[list[int]] = field(init=False)
+    changed: int = field(init=False)
+    norms: int = field(init=False)
+    rooms: list[tuple[int, int]] = field(init=False)
+    snapshot: tuple[int, int] = field(init=False)
+    touched: int = field(init=False)
+
+    def owned(self, worker: int) -> list[int]:
+        """The parameters that a worker folds and updates."""
+        return [index for index, owner in enumerate(self.owners) if owner == worker]
 
     def signature(self) -> str:
         """Equal in two processes whose models fit together."""
@@ -80,13 +84,13 @@ def lay_out(
     layout.storages = [(address, size, take(size)) for address, size in _storages(parameters).items()]
     layout.starts = [take(bytes_in(spec)) for spec in layout.buffers]
     sizes = [bytes_in(spec) for spec in layout.gradients]
-    for worker, block in enumerate(placement.blocks):
-        layout.sets.append(
-            [
-                [OWNED if owner == worker else take(size) for size, owner in zip(sizes, owners, strict=True)]
-                for _ in range(most_held(placement.replicas, block))
-            ]
-        )
+    layout.sets = [
+        [
+            [OWNED if owner == worker else take(size) for size, owner in zip(sizes, owners, strict=True)]
+            for _ in range(most_held(placement.replicas, block))
+        ]
+        for worker, block in enumerate(placement.blocks)
+    ]
     layout.left = [[take(bytes_in(spec)) for spec in layout.buffers] for _ in range(placement.replicas)]
     layout.changed = take(placement.replicas * len(layout.buffers))
     layout.norms = take(8 * len(parameters))

@@ -89,14 +89,14 @@ class Update:
         """
         present = [grad for grad in gradient if grad is not None]
         if not self._uniform or not present:
-            self._norm = torch.nn.utils.get_total_norm(present)
-            return self._norm.item()
+            self._norm = norm = torch.nn.utils.get_total_norm(present)
+            return norm.item()
         return self.total_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in present]))
 
     def total_norm(self, norms: torch.Tensor) -> float:
         """The global norm out of the norms of all parameters that have a gradient, in order."""
-        self._norm = torch.linalg.vector_norm(norms)
-        return self._norm.item()
+        self._norm = norm = torch.linalg.vector_norm(norms)
+        return norm.item()
 
     def apply(self, step: int, gradient: Gradient) -> None:
         """Clip ``gradient`` by the norm computed last, and step the optimizers with it."""

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils import deterministic
 
+FILLING: Any = deterministic  # its settings are attributes of the module
 BACKENDS = (
     (torch.backends.cudnn, ("enabled", "benchmark", "deterministic", "allow_tf32")),
     (torch.backends.cuda.matmul, ("allow_tf32",)),
@@ -26,7 +28,7 @@ def numeric_environment() -> dict[str, Any]:
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
         ),
-        "fill_uninitialized": torch.utils.deterministic.fill_uninitialized_memory,
+        "fill_uninitialized": FILLING.fill_uninitialized_memory,
         "backends": [[getattr(place, name, None) for name in names] for place, names in BACKENDS],
         "attention": (
             torch.backends.cuda.flash_sdp_enabled(),
@@ -49,7 +51,7 @@ def adopt(settings: dict[str, Any]) -> None:
     enabled, warn_only = settings["deterministic"]
     if (enabled, warn_only) != numeric_environment()["deterministic"]:  # setting it imports the compiler
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-    torch.utils.deterministic.fill_uninitialized_memory = settings["fill_uninitialized"]
+    FILLING.fill_uninitialized_memory = settings["fill_uninitialized"]
     for (place, names), values in zip(BACKENDS, settings["backends"], strict=True):
         for name, value in zip(names, values, strict=True):
             if value is not None and getattr(place, name) != value:
@@ -71,7 +73,7 @@ def reduced(thing: Any) -> Any:
     if isinstance(thing, torch.UntypedStorage) and thing.device.type == "cpu":
         if not thing.nbytes():
             return torch.UntypedStorage, (0,)
-        return _untyped, (pickle.PickleBuffer(torch.empty(0, dtype=torch.uint8).set_(thing).numpy()),)
+        return _untyped, (pickle.PickleBuffer(_memory_of(thing)),)
     return NotImplemented
 
 
@@ -85,6 +87,10 @@ def without_compiler() -> None:
         plain: Any = getattr(method, "__wrapped__", None)
         if plain is not None:
             plain.__dynamo_disable = plain
+
+
+def _memory_of(storage: torch.UntypedStorage) -> Any:
+    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
 
 
 def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:

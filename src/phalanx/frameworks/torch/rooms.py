@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ class Rooms:
                 if state:
                     found = True
                     for key, value in state.items():
-                        state[key] = map_tree(lambda leaf, at=index: self._housed(at, leaf), value)
+                        state[key] = map_tree(functools.partial(self._housed, index), value)
             if not found:
                 without.append(index)
         return without
@@ -95,7 +96,9 @@ class Rooms:
         for optimizer, state in zip(self._optimizers, described, strict=True):
             for index, value in state["parameters"].items():
                 if index in wanted:
-                    optimizer.state[self._parameters[index]] = map_tree(lambda leaf, at=index: self._taken(at, leaf), value)
+                    optimizer.state[self._parameters[index]] = map_tree(
+                        lambda leaf, at=index: self._taken(at, leaf), value
+                    )
             optimizer.state.update(state["beside"])
 
     def _housed(self, index: int, leaf: Any) -> Any:

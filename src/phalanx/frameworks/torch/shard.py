@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import gc
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from phalanx.errors import UsageError
-from phalanx.frameworks.torch.arithmetic import Gradient, add_sliced
 from phalanx.frameworks.torch.buffers import Buffers, Left
 from phalanx.frameworks.torch.gradient import Collector
-from phalanx.frameworks.torch.layout import OWNED, Layout, Take, lay_out
+from phalanx.frameworks.torch.layout import Layout, Take, lay_out
 from phalanx.frameworks.torch.optimizer import Update
 from phalanx.frameworks.torch.rooms import Rooms, view
+from phalanx.frameworks.torch.slots import Slots
 from phalanx.plan.placement import Placement
-
-Order = Callable[[tuple[int, ...]], Sequence[tuple[int, int]]]
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """Implements ``contracts.Sharing`` for PyTorch: the parts of a framework that processes share."""
+    """Implements ``sharing.Sharing`` for PyTorch: the parts of a framework that processes share."""
 
     parameters: list[torch.nn.Parameter]
     buffers: Buffers
@@ -60,7 +58,7 @@ class Sharing:
 
 
 class Shard:
-    """Implements ``contracts.Shard`` for PyTorch. Made in a worker; binds its model to the arena.
+    """Implements ``sharing.Shard`` for PyTorch. Made in a worker; binds its model to the arena.
 
     Parameters
     ----------
@@ -71,75 +69,20 @@ class Shard:
     """
 
     def __init__(self, sharing: Sharing, layout: Layout, arena: mmap.mmap, worker: int) -> None:
-        buffers, updates = sharing.buffers, sharing.updates
-        self._buffers = buffers
-        self._updates = updates
-        self._collector = sharing.collector
-        self._layout = layout
-        self._arena = arena
-        self._worker = worker
-        self.owned = [index for index, owner in enumerate(layout.owners) if owner == worker]
+        self._buffers = sharing.buffers
+        self._updates = sharing.updates
+        self._owned = layout.owned(worker)
         rebind(layout, arena)
-        buffers.rehome([view(arena, *placed) for placed in zip(layout.starts, layout.buffers, strict=True)])
-        updates.restrict(self.owned)
-        self._collector.watch([index for index, owner in enumerate(layout.owners) if owner != worker])
-        self._rooms = Rooms(updates.optimizers, sharing.parameters, layout.rooms, arena, movable=not updates.foreign)
-        self._without = self.owned
-        self._norms = view(arena, layout.norms, ((len(layout.owners),), (1,), updates.norm_dtype))
+        self._buffers.rehome([view(arena, *placed) for placed in zip(layout.starts, layout.buffers, strict=True)])
+        self._updates.restrict(self._owned)
+        self.slots = Slots(sharing.collector, sharing.updates, layout, arena, worker)
+        movable = not self._updates.foreign
+        self._rooms = Rooms(self._updates.optimizers, sharing.parameters, layout.rooms, arena, movable=movable)
+        self._without = self._owned
         self._changed = memoryview(arena)[layout.changed :]
         self._left = [
             [view(arena, *placed) for placed in zip(offsets, layout.buffers, strict=True)] for offsets in layout.left
         ]
-
-    def homes(self, number: int) -> Gradient:
-        """Where this worker publishes the ``number``-th vector that it holds; None for what it owns."""
-        return self._vector(self._worker, number, mine=False)
-
-    def live_in(self, homes: Gradient) -> None:
-        """Put the next replica's gradient there."""
-        self._collector.live_in(homes)
-
-    def peer(self, worker: int, number: int) -> Gradient:
-        """What another worker published, as far as this one owns it."""
-        return self._vector(worker, number, mine=True)
-
-    def add(self, left: Gradient, right: Gradient, homes: Gradient) -> Gradient:
-        """``left + right`` in place of ``left``, which lives in ``homes``; so does what only ``right`` has."""
-        added: Gradient = []
-        for mine, other, home in zip(left, right, homes, strict=True):
-            if mine is not None:
-                added.append(mine if other is None else mine.add_(other))
-            else:
-                added.append(other if other is None or home is None else home.copy_(other))
-        return added
-
-    def fold(self, vectors: Sequence[Gradient | None], order: Order, divisor: float) -> Gradient:
-        """Add vectors as ``order(positions that are there)`` says, and divide the sum; for what this worker owns."""
-        total: Gradient = [None] * len(self._layout.owners)
-        for index in self.owned:
-            parts = [None if vector is None else vector[index] for vector in vectors]
-            there = tuple(position for position, part in enumerate(parts) if part is not None)
-            if there:
-                total[index] = parts[there[0]]
-                add_sliced(parts, order(there), parts[there[0]], divisor)
-        return total
-
-    def publish_norms(self, gradient: Gradient) -> None:
-        """Write the norms of what this worker owns."""
-        if self._updates.whole:
-            if self._worker == 0:
-                self._norms[0] = self._updates.norm(gradient)
-            return
-        for index in self.owned:
-            grad = gradient[index]
-            if grad is not None:
-                torch.linalg.vector_norm(grad, out=self._norms[index])
-
-    def total_norm(self, there: Sequence[int] | None) -> float:
-        """The global norm, out of what all published; ``there``: which parameters have a gradient, None for all."""
-        if self._updates.whole:
-            return self._norms[0].item()
-        return self._updates.total_norm(self._norms if there is None else self._norms[list(there)])
 
     def leave(self, replica: int, left: Left) -> None:
         """Publish the buffers that a replica left, where they differ from the step's start."""
@@ -163,19 +106,12 @@ class Shard:
 
     def state(self) -> dict[str, Any]:
         """What of the state is not weights or buffers: optimizer state that this worker owns, options, schedules."""
-        return {"optimizers": self._rooms.describe(self.owned), "options": self._updates.options()}
+        return {"optimizers": self._rooms.describe(self._owned), "options": self._updates.options()}
 
     def take(self, state: dict[str, Any]) -> None:
         """Continue from a described state."""
-        self._rooms.take(state["optimizers"], self.owned)
+        self._rooms.take(state["optimizers"], self._owned)
         self._updates.take_options(state["options"])
-
-    def _vector(self, worker: int, number: int, *, mine: bool) -> Gradient:
-        places = self._layout.sets[worker][number]
-        return [
-            view(self._arena, place, spec) if place != OWNED and (owner == self._worker) is mine else None
-            for place, spec, owner in zip(places, self._layout.gradients, self._layout.owners, strict=True)
-        ]
 
 
 class Mirror:

@@ -1,0 +1,123 @@
+"""The engine that measures instead of guessing: it starts inline at once, and hands over to workers if they are faster.
+
+The answer cannot change, so the choice may be made while training. Workers are started beside the run when what is left
+of it seems worth that; the state moves at a step boundary, and moves back if the workers turn out to be slower.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from phalanx.contracts import Course, Engine, Exported, Framework
+from phalanx.definition import Definition
+from phalanx.engines.inline import Inline
+from phalanx.engines.launch import WARM
+from phalanx.engines.processes import Processes
+from phalanx.errors import PhalanxError
+from phalanx.events import StepReport
+from phalanx.plan.placement import place
+
+START_SECONDS = 2.0  # of importing the framework in a new process, with room
+MOVE_SECONDS = 0.2  # of making the arena and forking workers
+WARM_UP = 3  # steps after a move that say nothing
+TRIAL = 7  # steps that decide
+
+
+class Auto:
+    """Implements ``contracts.Engine`` by one of two others.
+
+    Parameters
+    ----------
+    definition : Definition
+    framework : Framework
+    workers : int
+        How many to hand over to, at least 2.
+    """
+
+    def __init__(self, definition: Definition, framework: Framework, workers: int) -> None:
+        self.course = Course()
+        self._definition = definition
+        self._framework = framework
+        self._most = workers
+        self._inline = Inline(definition, framework, self.course)
+        self._engine: Engine = self._inline
+        self._recent: list[float] = []
+        self._alone = 0.0  # seconds of a step without workers
+        self._consider: Callable[[], None] | None = self._think_of_starting
+
+    @property
+    def workers(self) -> int:
+        """See ``contracts.Engine.workers``."""
+        return self._engine.workers
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """See ``contracts.Engine.worker_pids``."""
+        return self._engine.worker_pids
+
+    @property
+    def environment(self) -> AbstractContextManager[Any]:
+        """See ``contracts.Engine.environment``."""
+        return self._inline.environment
+
+    def advance(self, batch: Any, horizon: int) -> StepReport:
+        """See ``contracts.Engine.advance``."""
+        if self._consider is not None:
+            self._consider()
+        report = self._engine.advance(batch, horizon)
+        if self._consider is not None:
+            self._recent.append(report.seconds)
+        return report
+
+    def evaluate(self, metric_fn: Callable[..., Any], data: Any, batch_size: int) -> float:
+        """See ``contracts.Engine.evaluate``."""
+        return self._engine.evaluate(metric_fn, data, batch_size)
+
+    def export(self, *, copy: bool) -> Exported:
+        """See ``contracts.Engine.export``."""
+        return self._engine.export(copy=copy)
+
+    def close(self) -> None:
+        """See ``contracts.Engine.close``."""
+        self._engine.close()
+
+    def _think_of_starting(self) -> None:
+        """Start the process that forks workers as soon as that may pay."""
+        if self._gain() > (MOVE_SECONDS if WARM.awake else START_SECONDS):
+            WARM.zygote()
+            self._consider = self._think_of_moving
+
+    def _think_of_moving(self) -> None:
+        """Hand over once workers can start at once; stay where that is refused or no longer pays."""
+        if not WARM.awake:
+            return
+        if self._gain() < MOVE_SECONDS:
+            self._consider = None
+            return
+        self._alone = statistics.median(self._recent[-TRIAL:])
+        self._recent.clear()
+        self._consider = self._judge
+        try:
+            placement = place(self._definition.replicas, self._most)
+            self._engine = Processes(self._definition, self._framework, placement, WARM.zygote(), self.course)
+        except PhalanxError:  # the recipe cannot travel, or the arena does not fit
+            self._consider = None
+
+    def _judge(self) -> None:
+        """Move back if the workers are slower."""
+        if len(self._recent) == WARM_UP + TRIAL:
+            self._consider = None
+            if statistics.median(self._recent[WARM_UP:]) > self._alone:
+                self._engine.close()
+                self._engine = Inline(self._definition, self._framework, self.course)
+
+    def _gain(self) -> float:
+        """Seconds that workers might save: what is left, if all of them computed at once and nothing else took time."""
+        done = len(self.course.loss_history)
+        if done < WARM_UP:
+            return 0.0
+        left = done if self._definition.data is None else self._definition.plan.steps - done
+        return left * statistics.median(self._recent[-TRIAL:]) * (1 - 1 / self._most)

@@ -1,0 +1,98 @@
+"""Gradients in an arena: each worker publishes what others own, and folds what it owns itself."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+
+import torch
+
+from phalanx.frameworks.torch.arithmetic import Gradient, add_sliced
+from phalanx.frameworks.torch.gradient import Collector
+from phalanx.frameworks.torch.layout import OWNED, Layout
+from phalanx.frameworks.torch.optimizer import Update
+from phalanx.frameworks.torch.rooms import view
+
+Order = Callable[[tuple[int, ...]], Sequence[tuple[int, int]]]
+
+
+class Slots:
+    """Implements ``sharing.Slots`` for PyTorch.
+
+    Parameters
+    ----------
+    collector : Collector
+    updates : Update
+    layout : Layout
+    arena : mmap.mmap
+    worker : int
+    """
+
+    def __init__(self, collector: Collector, updates: Update, layout: Layout, arena: mmap.mmap, worker: int) -> None:
+        self._collector = collector
+        self._updates = updates
+        self._layout = layout
+        self._arena = arena
+        self._worker = worker
+        self._owned = layout.owned(worker)
+        self._norms = view(arena, layout.norms, ((len(layout.owners),), (1,), updates.norm_dtype))
+        self._norm_of = list(self._norms)
+        collector.watch([index for index, owner in enumerate(layout.owners) if owner != worker])
+
+    def homes(self, number: int) -> Gradient:
+        """Where this worker publishes the ``number``-th vector that it holds; None for what it owns."""
+        return self._vector(self._worker, number, mine=False)
+
+    def live_in(self, homes: Gradient) -> None:
+        """Put the next replica's gradient there."""
+        self._collector.live_in(homes)
+
+    def peer(self, worker: int, number: int) -> Gradient:
+        """What another worker published, as far as this one owns it."""
+        return self._vector(worker, number, mine=True)
+
+    def add(self, left: Gradient, right: Gradient, homes: Gradient) -> Gradient:
+        """``left + right`` in place of ``left``, which lives in ``homes``; so does what only ``right`` has."""
+        added: Gradient = []
+        for mine, other, home in zip(left, right, homes, strict=True):
+            if mine is not None:
+                added.append(mine if other is None else mine.add_(other))
+            else:
+                added.append(other if other is None or home is None else home.copy_(other))
+        return added
+
+    def fold(self, vectors: Sequence[Gradient | None], order: Order, divisor: float) -> Gradient:
+        """Add vectors as ``order(positions that are there)`` says, and divide the sum; for what this worker owns."""
+        total: Gradient = [None] * len(self._layout.owners)
+        for index in self._owned:
+            parts = [None if vector is None else vector[index] for vector in vectors]
+            there = tuple(position for position, part in enumerate(parts) if part is not None)
+            first = parts[there[0]] if there else None
+            if first is not None:
+                add_sliced(parts, order(there), first, divisor)
+                total[index] = first
+        return total
+
+    def publish_norms(self, gradient: Gradient) -> None:
+        """Write the norms of what this worker owns."""
+        if self._updates.whole:
+            if self._worker == 0:
+                self._norms[0] = self._updates.norm(gradient)
+            return
+        for index in self._owned:
+            grad = gradient[index]
+            if grad is not None:
+                torch.linalg.vector_norm(grad, out=self._norm_of[index])
+
+    def total_norm(self, there: Sequence[int] | None) -> float:
+        """The global norm, out of what all published; ``there``: which parameters have a gradient, None for all."""
+        if self._updates.whole:
+            return self._norms[0].item()
+        return self._updates.total_norm(self._norms if there is None else self._norms[list(there)])
+
+    def _vector(self, worker: int, number: int, *, mine: bool) -> Gradient:
+        places = self._layout.sets[worker][number]
+        return [
+            view(self._arena, place, spec) if place != OWNED and (owner == self._worker) is mine else None
+            for place, spec, owner in zip(places, self._layout.gradients, self._layout.owners, strict=True)
+        ]
