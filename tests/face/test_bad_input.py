@@ -501,10 +501,10 @@ OPTIMIZERS = [
 
 OPTIONS = [
     ("workers-0", lambda: train(workers=0), "workers is 0", "at least 1", "'auto'"),
-    ("workers-2", lambda: train(workers=2), "workers is 2", "workers=1", "'auto'"),
+    ("workers-inline", lambda: train(workers=2, engine="inline"), "workers is 2", "'inline'", "engine='processes'"),
+    ("workers-gpu", lambda: train(workers=2, devices="cuda:0"), "devices names 'cuda:0'", "CPU", "workers=1"),
     ("workers-9", lambda: recipe(replicas=8).train(workers=9), "workers is 9", "8 replicas", "workers <= replicas"),
     ("workers-string", lambda: train(workers="many"), "workers is 'many'", "an integer", "'auto'"),
-    ("engine-processes", lambda: train(engine="processes"), "engine is 'processes'", "'inline'", "'auto'"),
     ("engine-distributed", lambda: train(engine="distributed"), "engine is 'distributed'", "'inline'", "'auto'"),
     ("engine-unknown", lambda: train(engine="gpu"), "engine is 'gpu'", "'auto', 'inline'"),
     ("devices-absent", lambda: train(devices="cuda:99"), "devices", "'cuda:99'", "'cpu'"),

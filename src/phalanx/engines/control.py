@@ -31,8 +31,8 @@ REPORT: Final = 6  # loss, norm, lr, samples, started, ended
 ROW: Final = 4  # loss, weight, returned, samples
 
 ROUNDS = 32  # bits for the meetings within a grant
-YIELDS = 2000
-NAP_SECONDS = (0.00005, 0.001)
+SPIN_SECONDS = 0.0002
+NAP_SECONDS, LONGEST_NAP_SECONDS = 0.00002, 0.0005
 ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
 
 
@@ -91,7 +91,7 @@ class Control:
 
 
 class Meeting:
-    """A worker's meetings with the others: spin with ``sched_yield``, then short naps; about 2 us if all are there.
+    """A worker's meetings with the others: about 2 us if all come at once.
 
     Parameters
     ----------
@@ -144,15 +144,17 @@ class Meeting:
         self._since = now
 
     def _wait(self, other: int, mine: int) -> None:
-        words, turns = self._words, 0
+        """Spin for a moment, as the others are about to come; then sleep, so that they get the processor."""
+        words, nap = self._words, NAP_SECONDS
+        patience = time.perf_counter() + SPIN_SECONDS
         while words[other] < mine:
-            turns += 1
-            if turns < YIELDS:
-                os.sched_yield()
-            else:
-                time.sleep(min(NAP_SECONDS[1], NAP_SECONDS[0] * (turns - YIELDS + 1)))
             if words[TROUBLE] or words[ABORT]:
                 raise Trouble
+            if time.perf_counter() < patience:
+                os.sched_yield()
+            else:
+                time.sleep(nap)
+                nap = min(2 * nap, LONGEST_NAP_SECONDS)
 
 
 _lock = threading.Lock()

@@ -59,7 +59,9 @@ class Zygote:
     @property
     def awake(self) -> bool:
         """Whether it has imported what it needs, so that workers start at once."""
-        return self._awake or bool(select.select([self._socket], [], [], 0)[0])
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        return self._awake or bool(poller.poll(0))
 
     def spawn(self, number: int, fds: Sequence[int]) -> tuple[int, int | None]:
         """Start a worker with these descriptors; returns its pid and, where there are any, a pidfd."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import mmap
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,8 @@ from phalanx.engines.control import COMPUTE, FOLD, OPINION, ROW, UPDATE, Control
 from phalanx.plan.fold import Fold
 from phalanx.plan.placement import Placement, additions, most_held
 from phalanx.sharing import Shard, Vector
+
+PATTERNS = 64  # of which gradients are there; a mixture of experts may have more, and is then looked up anew
 
 
 @dataclass(slots=True)
@@ -64,13 +65,12 @@ class ArenaLink:
         self._width = len(self._flags) // len(plan.nodes)
         self._homes = [shard.slots.homes(number) for number in range(most_held(placement.replicas, self.hosted))]
         self._order = functools.cache(functools.partial(additions, placement.replicas, plan.nodes))
-        self._peer = functools.cache(self._masked)
+        self._published = functools.lru_cache(PATTERNS)(self._views)
         self.begin()
 
     def begin(self) -> None:
         """Forget what an earlier step left."""
         self._fold: Fold[Held] = Fold(self._replicas, self._add)
-        self._samples = [0] * self._replicas
         self._aim()
 
     def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:
@@ -85,8 +85,9 @@ class ArenaLink:
         rows = self._control.rows
         place = self.hosted.start * ROW
         for part in parts:
-            rows[place : place + ROW] = array("d", part)
-            place += ROW
+            for value in part:
+                rows[place] = value
+                place += 1
         self._mine = self._publish()
         self._meeting.meet(COMPUTE, FOLD)
         found = rows.tolist()
@@ -95,15 +96,12 @@ class ArenaLink:
 
     def mean(self, weight: float) -> Vector:
         """See ``contracts.Link.mean``."""
-        vectors: list[Vector | None] = []
-        masks: list[bytes] = []
-        for position, (worker, number) in enumerate(self._publishers):
-            flags = bytes(self._flags[position * self._width : (position + 1) * self._width])
-            if flags[0]:
-                masks.append(flags[1:])
-            mine = self._mine[number] if worker == self._worker else None
-            vectors.append(mine if worker == self._worker else self._peer(worker, flags) if flags[0] else None)
-        self._there = _union(masks)
+        peers, self._there = self._published(bytes(self._flags))
+        mine = iter(self._mine)
+        vectors = [
+            next(mine) if worker == self._worker else peer
+            for (worker, _), peer in zip(self._publishers, peers, strict=True)
+        ]
         return self._slots.fold(vectors, self._order, weight)
 
     def norm(self, gradient: Vector) -> float:
@@ -144,10 +142,19 @@ class ArenaLink:
                 mine.append(None if held is None else held.vector)
         return mine
 
-    def _masked(self, worker: int, flags: bytes) -> Vector:
-        """What a peer published, without the entries that are absent."""
-        entries = zip(self._slots.peer(worker, flags[0] - 1), flags[1:], strict=True)
-        return [entry if there else None for entry, there in entries]
+    def _views(self, flags: bytes) -> tuple[list[Vector | None], list[int] | None]:
+        """What peers published, as ``flags`` say; and which parameters have a gradient anywhere (None: all)."""
+        views: list[Vector | None] = []
+        masks: list[bytes] = []
+        for position, (worker, _) in enumerate(self._publishers):
+            number, *mask = flags[position * self._width : (position + 1) * self._width]
+            views.append(None)
+            if number:
+                masks.append(bytes(mask))
+                if worker != self._worker:
+                    entries = zip(self._slots.peer(worker, number - 1), mask, strict=True)
+                    views[-1] = [entry if there else None for entry, there in entries]
+        return views, _union(masks)
 
     def _add(self, left: Held, right: Held) -> Held:
         return Held(left.number, self._slots.add(left.vector, right.vector, self._homes[left.number]))

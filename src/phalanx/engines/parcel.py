@@ -19,13 +19,14 @@ import cloudpickle
 import numpy as np
 
 from phalanx import checks
-from phalanx.engines.memory import ALIGNMENT, Memory
+from phalanx.engines.memory import ALIGNMENT, Memory, available_bytes
 from phalanx.errors import UsageError
 
 Reducer = Callable[[Any], Any]
 NUMBER = struct.Struct("<q")
 CONTAINERS = (dict, list, tuple, set, frozenset)
 DEPTH = 6
+WORTH_CHECKING = 1 << 26  # bytes
 
 
 class Packer(cloudpickle.Pickler):
@@ -72,13 +73,22 @@ def pack(thing: Any, memory: Memory, reducer: Reducer) -> None:
     pieces = [memoryview(body), *(buffer.raw() for buffer in buffers)]
     offset = NUMBER.size * (1 + len(pieces))
     header = [len(pieces), *(piece.nbytes for piece in pieces)]
-    memory.grow(sum(_padded(piece.nbytes) for piece in pieces) + _padded(offset))
+    _fit(memory, sum(_padded(piece.nbytes) for piece in pieces) + _padded(offset))
     with memory.map() as place:
         place[:offset] = b"".join(map(NUMBER.pack, header))
         offset = _padded(offset)
         for piece in pieces:
             place[offset : offset + piece.nbytes] = piece
             offset += _padded(piece.nbytes)
+
+
+def _fit(memory: Memory, size: int) -> None:
+    if size - memory.size > WORTH_CHECKING and size - memory.size > available_bytes():
+        raise UsageError(
+            f"the data that workers are to share takes {size / 1e9:.1f} GB, but {available_bytes() / 1e9:.1f} GB "
+            "of memory are available; read samples from files in a dataset, or use engine='inline' (same answer)"
+        )
+    memory.grow(size)
 
 
 def unpack(memory: Memory) -> Any:

@@ -77,7 +77,7 @@ class Processes:
             pack(self._setup(plan, placement), parcel, reduced)
             self._crew.start(zygote)
             if self._crew.told:
-                raise _error(self._crew.told)
+                raise _unfit(_error(self._crew.told))
         except BaseException:
             self._crew.end()
             raise
@@ -151,6 +151,9 @@ class Processes:
     def _go_on(self, t: int, horizon: int) -> None:
         """Let the workers go on to ``horizon``, as far as reports have room, and wait for one step."""
         words, idle = self._control.words, self._control.all_idle
+        if idle() and words[words_of.TROUBLE]:  # met while running ahead
+            self._crew.wait(idle, t)
+            return
         while words[words_of.DONE] == t:
             words[words_of.UNTIL] = min(horizon, t + words_of.RING)
             if idle():
@@ -186,6 +189,7 @@ class Processes:
                 self._give_up("it was interrupted again before it had come to a stop")
                 raise
             self._crew.told.clear()
+            self._control.words[words_of.TROUBLE] = 0
         while self._control.words[words_of.DONE] > self._steps:
             self._absorb()
 
@@ -224,6 +228,7 @@ class Processes:
     def _failure(self, t: int) -> BaseException:
         """The error to raise for step ``t``, out of what the workers told."""
         told, self._crew.told = self._crew.told, []
+        self._control.words[words_of.TROUBLE] = 0
         if not told:
             return RunError(f"step {t} was given up, and no worker said why", step=t)
         error = _error(told)
@@ -261,6 +266,18 @@ def _error(told: Sequence[Told]) -> BaseException:
     error.__cause__ = first.cause
     (first.cause or error).add_note(f"in worker {first.worker}:\n{first.text}")
     return error
+
+
+def _unfit(error: BaseException) -> BaseException:
+    """Why a run cannot begin."""
+    if isinstance(error, PhalanxError):
+        return error
+    failure = UsageError(
+        f"a worker process could not make the recipe its own: {type(error).__name__}: {error}; a worker is a new "
+        "interpreter with your sys.path and environment: what the recipe needs must be there, or use engine='inline'"
+    )
+    failure.__cause__ = error
+    return failure
 
 
 def _replica(error: Any) -> int | None:

@@ -137,12 +137,13 @@ class Worker:
                 self._do(words[words_of.KIND])
             except (Trouble, Interrupted):
                 words[words_of.TROUBLE] = 1
-            except Exception as error:
+            except BaseException as error:  # sys.exit() in user code, too
                 words[words_of.TROUBLE] = 1
                 self._caller.tell("error", *_spelled(error), self._step)
             sys.stdout.flush()
             words[self._control.place(self._number, words_of.IDLE)] = grant
-            self._wake_caller()
+            fence()
+            self._wake_caller(idle=self._control.all_idle())
 
     def _do(self, kind: int) -> None:
         words = self._control.words
@@ -179,7 +180,7 @@ class Worker:
         if self._number == 0:
             samples = sum([len(share.samples) for share in shares])
             self._control.write(t, proposal.loss, proposal.norm, lr, samples, started, time.perf_counter())
-            self._wake_caller()
+            self._wake_caller(idle=False)
         try:
             self._framework.schedule(proposal.loss)
         except Exception as error:
@@ -210,10 +211,11 @@ class Worker:
         words[sleeping] = 0
         return words[words_of.GRANT]
 
-    def _wake_caller(self) -> None:
+    def _wake_caller(self, *, idle: bool) -> None:
+        """Wake the caller's process if it sleeps and has something to look at: enough reports, or idle workers."""
         words = self._control.words
         fence()
-        if words[words_of.ASLEEP] and (words[words_of.DONE] >= words[words_of.AWAITED] or self._control.all_idle()):
+        if words[words_of.ASLEEP] and (words[words_of.DONE] >= words[words_of.AWAITED] or idle):
             self._caller.wake()
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from phalanx.engines import worker
 from phalanx.frameworks.opening import prepare_process
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_TIMERSLACK = 1, 29
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 MESSAGE_BYTES = 4096
 DESCRIPTORS = 6  # channel, output, errors, parcel, arena, mailbox
@@ -81,6 +81,7 @@ def _serve(server: socket.socket, request: dict[str, int], fds: Sequence[int], w
         _become_worker(zygote, request["worker"], fds, watched)
     with contextlib.suppress(PermissionError):  # the child does the same; who comes first does not matter
         os.setpgid(pid, pid)
+    ENDED.pop(pid, None)  # of an earlier process that had this number
     for fd in fds:
         os.close(fd)
     handle = [os.pidfd_open(pid)] if hasattr(os, "pidfd_open") else []
@@ -129,6 +130,7 @@ def _die_with_parent(zygote: int) -> None:
     """The kernel ends this process with its parent, whatever it is doing then."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1000)  # naps end on time
     if os.getppid() != zygote:  # it died before that
         os._exit(1)
 
