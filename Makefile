@@ -22,8 +22,9 @@ check: $(INSTALLED)  ## lint, format, types and the house rules; under a minute
 	@$(BIN)/pyright --warnings
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m house tests/house
 
-bench: $(INSTALLED)  ## time one step beside the plain loop; writes benchmarks/results
+bench: $(INSTALLED)  ## time steps and scaling beside the plain loop and DDP; about 45 minutes; writes benchmarks/results
 	@$(BIN)/python benchmarks/step.py --save
+	@$(BIN)/python benchmarks/scaling.py --save
 
 clean:  ## remove caches and build outputs; .venv stays
 	@rm -rf build dist .pytest_cache .ruff_cache .hypothesis

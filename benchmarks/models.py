@@ -1,6 +1,8 @@
-"""The four models that every benchmark of this project uses, with their data and optimizer."""
+"""The models that the benchmarks of this project use, with their data and optimizer."""
 
+import dataclasses
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +68,11 @@ def mlp():
     )  # fmt: skip
 
 
+def square(width):
+    """Four square layers: 4 * width * (width + 1) parameters."""
+    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU())][:-1])
+
+
 def token_loss(output, target):
     return F.cross_entropy(output, target.flatten())
 
@@ -83,25 +90,40 @@ class Case:
 
     @property
     def warm_up(self) -> int:
-        """Steps that are not counted."""
+        """Steps that are not counted where the script holds the loop."""
         return max(3, self.steps // 5)
+
+    def shortened(self) -> "Case":
+        """A tenth of the steps, to see whether everything runs."""
+        return dataclasses.replace(self, steps=max(4, self.steps // 10))
 
 
 def case(name: str) -> Case:
-    """One of ``tiny``, ``lenet``, ``mlp``, ``gpt`` with random data; ``steps`` is about a second's worth."""
+    """One of ``CASES``, or ``size N`` for about N parameters, on random data."""
     random = torch.Generator().manual_seed(0)
+    if name.startswith("size "):
+        return sized(int(float(name.removeprefix("size "))), random)
     if name == "gpt":
         x = torch.randint(256, (64, 64), generator=random)
         y = torch.randint(256, (64, 64), generator=random)
-        return Case(Gpt, x, y, token_loss, 16, 10)
+        return Case(Gpt, x, y, token_loss, 16, 30)
     shape, classes, batch, steps, model = {
-        "tiny": ((150, 4), 3, 32, 2000, tiny),
-        "lenet": ((1024, 1, 28, 28), 10, 256, 15, lenet),
-        "mlp": ((512, 784), 10, 64, 15, mlp),
+        "tiny": ((150, 4), 3, 32, 3000, tiny),
+        "lenet": ((1024, 1, 28, 28), 10, 256, 50, lenet),
+        "mlp": ((512, 784), 10, 64, 40, mlp),
     }[name]
     x = torch.randn(shape, generator=random)
     y = torch.randint(classes, shape[:1], generator=random)
     return Case(model, x, y, F.cross_entropy, batch, steps)
+
+
+def sized(parameters: int, random: torch.Generator) -> Case:
+    """Square layers with about this many parameters; batches of 32."""
+    width = round(math.sqrt(parameters / 4))
+    x = torch.randn(256, width, generator=random)
+    y = torch.randint(width, (256,), generator=random)
+    steps = min(3000, max(15, 300_000_000 // parameters))
+    return Case(functools.partial(square, width), x, y, F.cross_entropy, 32, steps)
 
 
 CASES = ("tiny", "lenet", "mlp", "gpt")

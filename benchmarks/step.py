@@ -1,20 +1,21 @@
-"""One optimizer step: phalanx beside the plain PyTorch loop, in interleaved subprocess rounds; medians and ratios.
+"""One optimizer step: phalanx beside the plain PyTorch loop and DistributedDataParallel, in interleaved rounds.
 
     python benchmarks/step.py                     # all models
     python benchmarks/step.py --model tiny --rounds 3
+    python benchmarks/step.py --quick             # one short round: does everything run?
 
-Columns: the plain loop with 1 thread and with all cores; phalanx inline with R = 1, 2, 4, 8 (1 thread per replica).
-Each round starts a fresh process per column in turn, so that what else the machine does hits all columns alike. The
-first steps of each process warm up and are not counted. `x plain` is phalanx's time over the plain loop's at 1 thread,
-round by round.
+Columns: the plain loop with 1 thread and with all cores; DistributedDataParallel (DDP) over Gloo with W workers;
+phalanx with W worker processes and R = W replicas; phalanx inline with R = 1 and R = 8. Each round starts a fresh
+process per column in turn, so that what else the machine does hits all columns alike.
 """
 
 import argparse
 import datetime
 import json
-import os
+import math
 import pathlib
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -23,144 +24,249 @@ import time
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 import models
+import peers
 import torch
 import tqdm
 
-COLUMNS = ("plain 1 thread", "plain all cores", "R=1", "R=2", "R=4", "R=8")
+PLAIN = ("plain 1 thread", "plain all cores")
+COLUMNS = (*PLAIN, "DDP W=2", "W=2", "DDP W=4", "W=4", "R=1", "R=8", "compute W=2", "copy")
+SAME_ANSWER = ("R=4", "R=4 W=2", "W=4")  # all of them compute 4 replicas; the first two only once
 RESULTS = pathlib.Path(__file__).parent / "results"
 README = pathlib.Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- step:begin -->", "<!-- step:end -->"
+STATE_PASSES = 6  # weights and AdamW's two states, read and written
+METHOD = """Rounds: {rounds}, interleaved, a fresh process per column and round. Times are medians, ratios are medians
+of each round's ratio. The time of phalanx is `result.seconds / result.steps` of a whole free-running run, its first
+steps included, for both engines ({steps}). The plain loop and DDP are
+timed after warm steps, a fifth as many. DDP: Gloo on loopback, `gradient_as_bucket_view`, `static_graph`, the same
+fused AdamW, one thread per worker. The whole batch is the same everywhere; W workers have R = W replicas where nothing
+else is said."""
+LIMIT = """Computing alone: 2 processes at once, forward and backward of one share each, nothing else, with memory
+handled as in phalanx's workers (kept by the process, in huge pages). Traffic: each of the 2 gradients read once,
+weights and AdamW's two states read and written once, at the bandwidth of copying 256 MiB with all cores (bytes read and
+written). The limit is the sum of both. What fits in the caches costs less than this says."""
+PROFILE = "Where W=2 spends its steps, mean of both workers, in ms a step (`wait` is waiting for the other worker):"
+
+Facts = dict[str, list[dict]]
 
 
-class Clock:
-    """A loss that notes when it was called: two notes, a known number of steps apart, give the time of a step."""
-
-    def __init__(self, loss_fn):
-        self.loss_fn, self.calls = loss_fn, []
-
-    def __call__(self, output, target):
-        self.calls.append(time.perf_counter())
-        return self.loss_fn(output, target)
-
-    def seconds(self, first: int, steps: int, calls_per_step: int) -> float:
-        return (self.calls[(first + steps) * calls_per_step] - self.calls[first * calls_per_step]) / steps
-
-
-def plain_seconds(case: models.Case, threads: int) -> float:
-    """Seconds a step of the loop one writes by hand: shuffled batches, AdamW fused."""
-    torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    clock = Clock(case.loss_fn)
-    model = case.make_model()
-    optimizer = models.OPTIMIZER(model.parameters())
-    losses = []
-    while len(losses) <= case.warm_up + case.steps:
-        order = torch.randperm(len(case.x))
-        for start in range(0, len(case.x), case.batch_size):
-            batch = order[start : start + case.batch_size]
-            loss = clock(model(case.x[batch]), case.y[batch])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    return clock.seconds(case.warm_up, case.steps, 1)
-
-
-def phalanx_seconds(case: models.Case, replicas: int) -> float:
-    """Seconds a step of `train()`."""
+def phalanx_facts(case: models.Case, replicas: int, workers: int) -> dict:
+    """A whole `train()`: seconds a step, digest, and seconds a step in each phase, mean of the workers."""
     import phalanx
 
-    clock = Clock(case.loss_fn)
-    phalanx.train(
-        case.make_model, (case.x, case.y), clock, replicas=replicas, batch_size=case.batch_size,
-        steps=case.warm_up + case.steps + 1, optimizer=models.OPTIMIZER,
+    recipe = phalanx.Recipe(
+        case.make_model, (case.x, case.y), case.loss_fn, replicas=replicas, batch_size=case.batch_size,
+        steps=case.steps, optimizer=models.OPTIMIZER,
     )  # fmt: skip
-    return clock.seconds(case.warm_up, case.steps, replicas)
+    phases = {}
+    with recipe.start(workers=workers, engine="inline" if workers == 1 else "processes", progress=False) as run:
+        began = time.perf_counter()
+        run.finish()
+        ended = time.perf_counter()
+        if workers > 1:  # the engine is nobody's business but a profile's
+            phases = {name: statistics.mean(times) / case.steps for name, times in run._engine.phases().items()}
+    result = run.result()
+    seconds = result.seconds / result.steps
+    return {"seconds": seconds, "span": [began, ended], "digest": result.digest, "phases": phases}
 
 
-def measure(column: str, model: str) -> float:
-    """Seconds a step of one column, in this process."""
-    case = models.case(model)
-    if column.startswith("plain"):
-        return plain_seconds(case, 1 if column == "plain 1 thread" else os.cpu_count() or 1)
-    return phalanx_seconds(case, int(column.removeprefix("R=")))
+def measure(column: str, case: models.Case) -> dict:
+    """Facts of one column, in this process. `W=2` has as many replicas as workers, `R=8` one worker."""
+    numbers = {letter: int(number) for letter, number in re.findall(r"([RW])=(\d+)", column)}
+    if column == "copy":
+        return peers.copying()
+    if column in PLAIN:
+        return peers.plain(case, 1 if column == "plain 1 thread" else peers.CORES)
+    if column.startswith("DDP"):
+        return peers.ddp(case, numbers["W"])
+    if column.startswith("compute"):
+        return peers.compute(case, numbers["W"])
+    workers = numbers.get("W", 1)
+    return phalanx_facts(case, numbers.get("R", workers), workers)
 
 
-def measured_apart(column: str, model: str) -> float:
-    """The same in a fresh process."""
-    command = [sys.executable, __file__, "--model", model, "--column", column]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout)
+def measured_apart(column: str, model: str, *, quick: bool, script: str = __file__) -> dict:
+    """The same in a fresh process, whose last line are the facts."""
+    command = [sys.executable, script, "--model", model, "--column", column, *(["--quick"] if quick else [])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    if done.returncode != 0:
+        raise SystemExit(f"{model}, {column} failed:\n{done.stdout}{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def compare(model: str, rounds: int, bar: tqdm.tqdm) -> dict[str, list[float]]:
-    """Seconds a step per column and round, rounds interleaved."""
-    seconds: dict[str, list[float]] = {column: [] for column in COLUMNS}
+def compare(model: str, rounds: int, bar: tqdm.tqdm, *, quick: bool) -> Facts:
+    """Facts per column and round, rounds interleaved."""
+    facts: Facts = {column: [] for column in dict.fromkeys((*COLUMNS, *SAME_ANSWER))}
     for number in range(rounds):
-        for column in COLUMNS if number % 2 == 0 else reversed(COLUMNS):
+        columns = tuple(facts) if number == 0 else COLUMNS
+        for column in columns if number % 2 == 0 else reversed(columns):
             bar.set_description(f"{model}, {column}")
-            seconds[column].append(measured_apart(column, model))
+            facts[column].append(measured_apart(column, model, quick=quick))
             bar.update()
-    return seconds
+    check_digests(model, facts)
+    return facts
 
 
-def ratio(seconds: dict[str, list[float]], column: str, base: str = "plain 1 thread") -> float:
-    """Median over the rounds of this column's time over the base's in the same round."""
-    return statistics.median(mine / its for mine, its in zip(seconds[column], seconds[base], strict=True))
+def check_digests(model: str, facts: Facts) -> None:
+    """All runs with 4 replicas must have ended in the same bits, however many workers computed them."""
+    digests = {column: sorted({run["digest"] for run in facts[column]}) for column in SAME_ANSWER}
+    if len({digest for found in digests.values() for digest in found}) != 1:
+        raise SystemExit(f"WRONG: the digests of {model} with 4 replicas differ: {json.dumps(digests, indent=1)}")
 
 
-def table(measured: dict[str, dict[str, list[float]]]) -> str:
-    """Median milliseconds, and ratios, as Markdown."""
-    lines = [
-        "| model | " + " | ".join(f"{column}, ms" for column in COLUMNS) + " | R=1 x plain | R=8 x plain |",
-        "|---" * (len(COLUMNS) + 3) + "|",
+def milliseconds(facts: Facts, column: str) -> float:
+    """Median of a column."""
+    return statistics.median(run["seconds"] for run in facts[column]) * 1e3
+
+
+def ratio(facts: Facts, over: str, under: str) -> float:
+    """Median over the rounds of one column's time over another's in the same round."""
+    pairs = zip(facts[over], facts[under], strict=True)
+    return statistics.median(one["seconds"] / other["seconds"] for one, other in pairs)
+
+
+def traffic_bytes(model: str, gradients: int) -> int:
+    """Bytes that a step has to read and write outside the models' computing."""
+    count = sum(parameter.numel() for parameter in models.case(model).make_model().parameters())
+    return 4 * count * (gradients + STATE_PASSES)
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A table."""
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])
+
+
+def spelled(value: float) -> str:
+    """Three digits or so: 0.123, 1.23, 12.3, 123."""
+    digits = 3 if value < 1 else max(0, 2 - math.floor(math.log10(value)))
+    return f"{value:.{digits}f}"
+
+
+def main_table(measured: dict[str, Facts]) -> str:
+    """Milliseconds beside DDP and the plain loop, and the digest."""
+    header = ["model", "plain, all cores, ms"]
+    for workers in (2, 4):
+        header += [f"DDP W={workers}, ms", f"phalanx W={workers}, ms", f"DDP / phalanx, W={workers}"]
+    rows = []
+    for model, facts in measured.items():
+        cells = [model, spelled(milliseconds(facts, "plain all cores"))]
+        for ours in ("W=2", "W=4"):
+            cells += [spelled(milliseconds(facts, column)) for column in (f"DDP {ours}", ours)]
+            cells.append(f"**{ratio(facts, f'DDP {ours}', ours):.2f}**")
+        plain = f"{ratio(facts, 'plain all cores', 'W=2'):.2f}"
+        rows.append([*cells, plain, f"`{facts['W=4'][0]['digest'][:12]}`"])
+    return markdown([*header, "plain all cores / phalanx W=2", "digest, R=4, W=1=2=4"], rows)
+
+
+def price_table(measured: dict[str, Facts]) -> str:
+    """What replicas cost in one process."""
+    rows = []
+    for model, facts in measured.items():
+        cells = [spelled(milliseconds(facts, column)) for column in ("plain 1 thread", "R=1", "R=8")]
+        ratios = [f"{ratio(facts, column, 'plain 1 thread'):.2f}" for column in ("R=1", "R=8")]
+        rows.append([model, *cells, *ratios])
+    return markdown(["model", "plain 1 thread, ms", "R=1, ms", "R=8, ms", "R=1 x plain", "R=8 x plain"], rows)
+
+
+def limit_table(measured: dict[str, Facts]) -> str:
+    """How far phalanx with 2 workers is from computing and moving what must be moved."""
+    rows = []
+    for model, facts in measured.items():
+        size = traffic_bytes(model, 2)
+        speeds = [run["bytes_per_second"] for run in facts["copy"]]
+        limits = [run["seconds"] + size / speed for run, speed in zip(facts["compute W=2"], speeds, strict=True)]
+        ratios = [run["seconds"] / limit for run, limit in zip(facts["W=2"], limits, strict=True)]
+        speed = statistics.median(speeds)
+        rows.append([
+            model, f"{speed / 1e9:.1f}", spelled(milliseconds(facts, "compute W=2")), f"{size / 1e6:.3g}",
+            spelled(size / speed * 1e3), spelled(statistics.median(limits) * 1e3), spelled(milliseconds(facts, "W=2")),
+            f"**{statistics.median(ratios):.2f}**",
+        ])  # fmt: skip
+    header = [
+        "model",
+        "copy, GB/s",
+        "computing alone, ms",
+        "traffic, MB",
+        "traffic, ms",
+        "limit, ms",
+        "phalanx W=2, ms",
     ]
-    for model, seconds in measured.items():
-        cells = [f"{statistics.median(seconds[column]) * 1e3:.3f}" for column in COLUMNS]
-        cells += [f"{ratio(seconds, 'R=1'):.2f}", f"{ratio(seconds, 'R=8'):.2f}"]
-        lines.append(f"| {model} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return markdown([*header, "phalanx / limit"], rows)
 
 
-def put_into_readme(text: str) -> None:
+def profile_table(measured: dict[str, Facts]) -> str:
+    """Milliseconds a step in each phase, medians of the rounds."""
+    names = list(next(iter(measured.values()))["W=2"][0]["phases"])
+    rows = [
+        [model, *(spelled(statistics.median(run["phases"][name] for run in facts["W=2"]) * 1e3) for name in names)]
+        for model, facts in measured.items()
+    ]
+    return markdown(["model", *names], rows)
+
+
+def text(measured: dict[str, Facts], rounds: int, *, quick: bool) -> str:
+    """The report."""
+    cases = {model: models.case(model) for model in measured}
+    steps = ", ".join(f"{model} {(case.shortened() if quick else case).steps} steps" for model, case in cases.items())
+    parts = [
+        f"# One step\n\n{circumstances('step.py')}\n\n{METHOD.format(rounds=rounds, steps=steps)}",
+        f"## Beside DDP\n\n{main_table(measured)}",
+        "The digest is that of 4 replicas: checked to be equal for 1 (inline), 2 and 4 workers, in every round.",
+        f"## The price of replicas in one process\n\n{price_table(measured)}",
+        f"## The limit\n\n{LIMIT}\n\n{limit_table(measured)}",
+        f"{PROFILE}\n\n{profile_table(measured)}",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def put_into_readme(table: str) -> None:
     """Replace the table between the two markers of the README."""
     before, rest = README.read_text().split(BEGIN)
-    README.write_text(before + BEGIN + "\n" + text + "\n" + END + rest.split(END)[1])
+    README.write_text(before + BEGIN + "\n" + table + "\n" + END + rest.split(END)[1])
 
 
-def circumstances() -> str:
+def circumstances(script: str) -> str:
     """Machine, versions, date and command: what a figure is worth without them is nothing."""
     import phalanx
 
     lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
     cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
     return (
-        f"{datetime.date.today()}, {cpu}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}, Python "
+        f"{datetime.date.today()}, {cpu}, {peers.CORES} cores, {torch.backends.cpu.get_cpu_capability()}, Python "
         f"{platform.python_version()}, torch {torch.__version__}, phalanx {phalanx.__version__}; "
-        f"`{' '.join(['python benchmarks/step.py', *sys.argv[1:]])}`"
+        f"`{' '.join([f'python benchmarks/{script}', *sys.argv[1:]])}`"
     )
+
+
+def save(name: str, report: str, measured: object) -> None:
+    """Write what people read and what machines read."""
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.md").write_text(report)
+    (RESULTS / f"{name}.json").write_text(json.dumps(measured, indent=1) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=models.CASES, help="one model; all by default")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--column", choices=COLUMNS, help=argparse.SUPPRESS)
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/step.md and step.json")
+    parser.add_argument("--model", help=f"one of {', '.join(models.CASES)}, or 'size N'; all four by default")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="one round of a tenth of the steps: does everything run?")
+    parser.add_argument("--column", help=argparse.SUPPRESS)
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/step.* and the README's table")
     arguments = parser.parse_args()
     if arguments.column:
-        print(measure(arguments.column, arguments.model))
+        case = models.case(arguments.model)
+        print(json.dumps(measure(arguments.column, case.shortened() if arguments.quick else case)))
         return
     chosen = [arguments.model] if arguments.model else models.CASES
-    with tqdm.tqdm(total=len(chosen) * arguments.rounds * len(COLUMNS), unit="process") as bar:
-        measured = {model: compare(model, arguments.rounds, bar) for model in chosen}
-    method = f"Medians of {arguments.rounds} interleaved rounds; ratios are medians of each round's ratio."
-    report = f"# One step, inline\n\n{circumstances()}\n{method}\n\n{table(measured)}\n"
+    rounds = 1 if arguments.quick else arguments.rounds
+    once = len(SAME_ANSWER) - 1
+    with tqdm.tqdm(total=len(chosen) * (rounds * len(COLUMNS) + once), unit="process") as bar:
+        measured = {model: compare(model, rounds, bar, quick=arguments.quick) for model in chosen}
+    report = text(measured, rounds, quick=arguments.quick)
     print(report)
     if arguments.save:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "step.md").write_text(report)
-        (RESULTS / "step.json").write_text(json.dumps(measured, indent=1) + "\n")
-        put_into_readme(table(measured))
+        save("step", report, measured)
+        put_into_readme(main_table(measured))
 
 
 if __name__ == "__main__":

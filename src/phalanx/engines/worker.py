@@ -28,6 +28,7 @@ from phalanx.engines import control as words_of
 from phalanx.engines.arena import Plan
 from phalanx.engines.control import Control, Meeting, Trouble, fence
 from phalanx.engines.habitat import inhabit
+from phalanx.engines.heap import give_back
 from phalanx.engines.link import ArenaLink
 from phalanx.engines.memory import Memory
 from phalanx.engines.parcel import picklable, unpack
@@ -108,6 +109,8 @@ class Worker:
         self.environment = self._framework.environment
         self._share(arena, setup)
         self._dealer = Dealer(self._definition, self._framework)
+        self._settled = False
+        give_back()  # the model as it was made, before it moved into the arena
 
     def _share(self, memory: Memory, setup: dict[str, Any]) -> None:
         plan = Plan(self._framework.sharing, self._placement)
@@ -186,6 +189,9 @@ class Worker:
         except Exception as error:
             self._caller.tell("unscheduled", *_spelled(error), t)
             raise Trouble from error
+        if not self._settled:
+            self._settled = True
+            give_back()  # optimizer state as the first update made it
 
     def _evaluate(self, metric_fn: Any, data: Any, batch_size: int) -> list[tuple[float, float]]:
         """Measure this worker's block of chunks."""

@@ -21,10 +21,10 @@ import sys
 from collections.abc import Sequence
 
 from phalanx.engines import worker
+from phalanx.engines.heap import keep_freed
 from phalanx.frameworks.opening import prepare_process
 
 PR_SET_PDEATHSIG, PR_SET_TIMERSLACK = 1, 29
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 MESSAGE_BYTES = 4096
 DESCRIPTORS = 6  # channel, output, errors, parcel, arena, mailbox
 
@@ -103,7 +103,7 @@ def _become_worker(zygote: int, number: int, fds: Sequence[int], watched: Sequen
     try:
         os.setpgid(0, 0)
         _die_with_parent(zygote)
-        _keep_memory()
+        keep_freed()
         for fd in watched:
             os.close(fd)
         channel, output, errors, *memories = fds
@@ -133,11 +133,3 @@ def _die_with_parent(zygote: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1000)  # naps end on time
     if os.getppid() != zygote:  # it died before that
         os._exit(1)
-
-
-def _keep_memory() -> None:
-    """Big blocks that are freed stay with the process: each step needs them again (glibc gives them back)."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, -1)
