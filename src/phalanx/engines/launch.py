@@ -19,13 +19,11 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from phalanx.errors import RunError
+from phalanx.errors import RunError, UsageError
 
 START = "import sys; sys.path[:] = {path!r}; from phalanx.engines.zygote import main; main({fd}, {parent})"
 MESSAGE_BYTES = 4096
-TUNED = {
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"
-}  # big blocks in huge pages; workers get the caller's environment back
+TUNED = "glibc.malloc.hugetlb=1"  # big blocks in huge pages; user code sees its own environment
 
 
 class Zygote:
@@ -35,6 +33,11 @@ class Zygote:
     """
 
     def __init__(self) -> None:
+        if not sys.executable:
+            raise UsageError(
+                "worker processes need the Python interpreter, and sys.executable is empty here; set it, or use "
+                "engine='inline' (same answer)"
+            )
         self._socket, theirs = socket.socketpair()
         self._lock = threading.Lock()
         self.owner = os.getpid()
@@ -46,7 +49,7 @@ class Zygote:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            env={**os.environ, **TUNED},
+            env={**os.environ, "GLIBC_TUNABLES": ":".join(filter(None, [os.environ.get("GLIBC_TUNABLES"), TUNED]))},
         )
         theirs.close()
         self._awake = False
