@@ -6,6 +6,7 @@ travel beside the pickle (protocol 5, out of band), so that all workers map one 
 
 from __future__ import annotations
 
+import ctypes
 import io
 import pickle
 import struct
@@ -27,6 +28,7 @@ NUMBER = struct.Struct("<q")
 CONTAINERS = (dict, list, tuple, set, frozenset)
 DEPTH = 6
 WORTH_CHECKING = 1 << 26  # bytes
+ROOT_FACTOR = 4
 
 
 class Packer(cloudpickle.Pickler):
@@ -50,14 +52,23 @@ class Packer(cloudpickle.Pickler):
         if type(obj) is np.memmap and obj.base is not None and not isinstance(obj.base, np.ndarray) and obj.mode != "c":
             order = "F" if obj.flags.f_contiguous and not obj.flags.c_contiguous else "C"
             return np.memmap, (obj.filename, obj.dtype, "c", obj.offset, obj.shape, order)
-        if isinstance(obj, (type, FunctionType)) and obj.__module__ not in self._by_value:
-            module = sys.modules.get(obj.__module__)
-            hidden = module is not None and obj.__module__ != "__main__" and not _importable(module)
-            self._by_value[obj.__module__] = module if hidden else None
-            if hidden:
-                cloudpickle.register_pickle_by_value(module)
+        if type(obj) is np.ndarray and not (obj.flags.forc or obj.dtype.hasobject):
+            return _strided, _memory_under(obj)
+        if isinstance(obj, (type, FunctionType)):
+            self._consider(obj.__module__)
+        elif isinstance(obj, ModuleType):
+            self._consider(obj.__name__)
         reduced = self._reducer(obj)
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
+
+    def _consider(self, name: str) -> None:
+        """Send a module's code by value if a worker could not import it."""
+        if name not in self._by_value:
+            module = sys.modules.get(name)
+            hidden = module is not None and name != "__main__" and not _importable(module)
+            self._by_value[name] = module if hidden else None
+            if hidden:
+                cloudpickle.register_pickle_by_value(module)
 
 
 def pack(thing: Any, memory: Memory, reducer: Reducer) -> None:
@@ -140,6 +151,37 @@ def _importable(module: ModuleType) -> bool:
     finders = [PathFinder, *(item for item in sys.meta_path if type(item).__module__.startswith("__editable__"))]
     finders += [item for item in sys.meta_path if getattr(item, "__module__", "").startswith("__editable__")]
     return any(finder.find_spec(name, path) is not None for finder in finders)
+
+
+def _memory_under(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
+    """An array that is not dense as its memory, offset, shape, strides and dtype: strides may decide bits.
+
+    Views of one array share the memory of that, unless they need little of it.
+    """
+    low, high = _bounds(array)
+    root = array
+    while type(root.base) is np.ndarray:
+        root = root.base
+    start = _bounds(root)[0]
+    if not root.flags.forc or root.nbytes > ROOT_FACTOR * (high - low):
+        start, size = low, high - low
+        root = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(low)).copy()
+    offset = array.__array_interface__["data"][0] - start
+    return root, offset, array.shape, array.strides, array.dtype
+
+
+def _bounds(array: np.ndarray[Any, Any]) -> tuple[int, int]:
+    """Addresses of the first byte of an array and of the one after its last."""
+    steps = [(length - 1) * stride for length, stride in zip(array.shape, array.strides, strict=True)]
+    address = array.__array_interface__["data"][0]
+    return address + sum(min(step, 0) for step in steps), address + sum(max(step, 0) for step in steps) + array.itemsize
+
+
+def _strided(
+    memory: np.ndarray[Any, Any], offset: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any]
+) -> np.ndarray[Any, Any]:
+    flat = memory.reshape(-1, order="A").view(np.uint8)
+    return np.ndarray(shape, dtype, buffer=flat, offset=offset, strides=strides)
 
 
 def _padded(size: int) -> int:

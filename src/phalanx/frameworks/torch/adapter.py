@@ -97,7 +97,9 @@ class Torch:
     def update(self, step: int, gradient: Gradient, buffers: Sequence[tuple[int, Left]] | None) -> None:
         """See ``contracts.Steppable.update``."""
         self._updates.apply(step, gradient)
-        if buffers is not None:
+        if buffers is None:
+            self._buffers.expect()
+        else:
             self._buffers.settle(buffers)
         if not self._describable:  # better refused after the first step than when the run is over
             for _ in state.entries(self._model, self._updates.optimizers):

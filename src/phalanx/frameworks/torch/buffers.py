@@ -44,6 +44,10 @@ class Buffers:
         self._start = [None if start is None else next(values) for start in self._start]
         self._write(self._start)
 
+    def expect(self) -> None:
+        """Another worker settles the step's start: look there before the next forward pass."""
+        self._dirty = bool(self._places)
+
     def begin(self) -> None:
         """Announce a forward pass: it starts from the step's start."""
         self.restore()

@@ -102,8 +102,7 @@ class Update:
         """Clip ``gradient`` by the norm computed last, and step the optimizers with it."""
         for parameter, grad in zip(self._parameters, gradient, strict=True):
             parameter.grad = grad
-        if math.isfinite(self._max_norm):
-            assert self._norm is not None
+        if math.isfinite(self._max_norm) and self._norm is not None:  # None: another worker has all gradients
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._max_norm, self._norm)
         if self.foreign:
             generators.seed(update_key(self._seed, step))
@@ -133,22 +132,24 @@ class Update:
 def _step(optimizer: torch.optim.Optimizer) -> None:
     """``optimizer.step()`` without what torch wraps around its own: a profiler's record and marks for its compiler.
 
-    That saves 11 us a step, and importing the compiler (0.7 s) in a worker. With hooks, a schedule or a differentiable
-    optimizer, and for optimizers from elsewhere, it is called as it is.
+    That saves 11 us a step, and importing the compiler (0.7 s) in a worker. With hooks or a differentiable optimizer,
+    and for optimizers from elsewhere, it is called as it is. A schedule's wrapper only notes that there was a step.
     """
     kind = type(optimizer)
-    wrapped = (
+    plain = inspect.unwrap(kind.step)
+    own = vars(optimizer).get("step")
+    if (
         not kind.__module__.startswith("torch.optim")
-        or "step" in vars(optimizer)
+        or (own is not None and inspect.unwrap(own) is not plain)
         or optimizer.defaults.get("differentiable", True)
         or any((optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks))
         or any((_global_optimizer_pre_hooks, _global_optimizer_post_hooks))
-    )
-    if wrapped:
+    ):
         optimizer.step()
-    else:
-        with torch.no_grad():
-            inspect.unwrap(kind.step)(optimizer)
+        return
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+    with torch.no_grad():
+        plain(optimizer)
 
 
 def build_optimizers(definition: Definition, named: Named) -> list[torch.optim.Optimizer]:

@@ -1,0 +1,525 @@
+"""Parcels: what a caller hands to its workers arrives as it was, or is refused with the path to it."""
+
+import ctypes
+import functools
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import types
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import phalanx
+from phalanx.engines.memory import ALIGNMENT, Memory
+from phalanx.engines.parcel import pack, picklable, unpack
+from phalanx.errors import UsageError
+from phalanx.frameworks.opening import reduced
+from tests.families import FAMILIES
+
+MLP = FAMILIES["mlp"]
+READER = """
+import sys
+sys.path[:] = {path!r}
+from phalanx.engines.memory import Memory
+from phalanx.engines.parcel import unpack
+print(unpack(Memory(0, {fd}))())
+"""
+
+
+@pytest.fixture
+def memory():
+    made = Memory(0)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def sent(memory):
+    """Sends a thing through shared memory, and reads it in this process."""
+
+    def through(thing):
+        pack(thing, memory, reduced)
+        return unpack(memory)
+
+    return through
+
+
+@pytest.fixture
+def called(memory):
+    """Sends a function to a new interpreter, which calls it; what that printed."""
+
+    def there(function):
+        pack(function, memory, reduced)
+        code = READER.format(path=[entry for entry in sys.path if entry], fd=memory.fd)
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, pass_fds=[memory.fd], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    return there
+
+
+def module_of(name, source):
+    """A module that lives in this interpreter alone."""
+    module = types.ModuleType(name)
+    exec(textwrap.dedent(source), vars(module))
+    return module
+
+
+# Functions and classes.
+
+
+def test_functions_of_any_kind_arrive(called):
+    """A lambda, a closure over a closure, a partial, a method of a local class: all are called elsewhere."""
+    base = 10
+
+    class Adder:
+        step = 5
+
+        def __init__(self, start):
+            self.start = start
+
+        def add(self, more=lambda: base):
+            return self.start + self.step + more()
+
+    def outer(factor):
+        def inner(value):
+            return value * factor + base
+
+        return inner
+
+    function = functools.partial(lambda *parts: sum(part() for part in parts), Adder(1).add, lambda: outer(3)(4))
+    assert called(function) == str(function()) == "38"
+
+
+def test_a_class_with_super_and_inheritance_arrives(called):
+    """Local classes keep their bases, properties and class methods."""
+
+    class Base:
+        def __init__(self):
+            self.value = 2
+
+        @property
+        def double(self):
+            return 2 * self.value
+
+    class Derived(Base):
+        def __init__(self):
+            super().__init__()
+            self.value += 1
+
+        @classmethod
+        def make(cls):
+            return cls()
+
+    assert called(lambda: (Derived.make().double, isinstance(Derived(), Base))) == "(6, True)"
+
+
+def test_recursive_functions_arrive(called):
+    """A function that calls itself, and two that call each other."""
+
+    def even(number):
+        return number == 0 or odd(number - 1)
+
+    def odd(number):
+        return number != 0 and even(number - 1)
+
+    assert called(lambda: (even(10), odd(10))) == "(True, False)"
+
+
+def test_a_module_that_a_new_interpreter_finds_travels_by_name(sent, called):
+    """Its functions are imported there, and are the very same here."""
+    assert sent(textwrap.dedent) is textwrap.dedent
+    assert sent({"model": MLP.make_model})["model"] is MLP.make_model
+    assert called(functools.partial(textwrap.dedent, "  a")) == "a"
+
+
+def test_a_module_that_a_new_interpreter_does_not_find_travels_by_value(called, monkeypatch):
+    """Functions and classes of a module made at run time, with what they use of it, arrive all the same."""
+    module = module_of(
+        "made_at_run_time",
+        """
+        import math
+        OFFSET = 3
+        class Shape:
+            def area(self): return offset(math.floor(2.5))
+        class Square(Shape):
+            def area(self): return super().area() ** 2
+        def offset(value): return value + OFFSET
+        """,
+    )
+    monkeypatch.setitem(sys.modules, "made_at_run_time", module)
+    square, offset = module.Square, module.offset
+    assert called(lambda: (square().area(), offset(1))) == "(25, 4)"
+
+
+def test_a_module_that_a_new_interpreter_does_not_find_may_be_named_as_such(called, monkeypatch):
+    """A function that says ``module.function`` needs the whole module, and gets it."""
+    module = module_of("made_here", "FACTOR = 3\ndef times(value): return value * FACTOR")
+    monkeypatch.setitem(sys.modules, "made_here", module)
+    assert called(lambda: module.times(4)) == "12"
+
+
+def test_a_module_whose_folder_has_left_the_path_travels_by_value(called, monkeypatch, tmp_path):
+    """A module that was imported from a folder which is no longer on the path."""
+    (tmp_path / "left_behind.py").write_text("FACTOR = 7\ndef times(value):\n    return value * FACTOR\n")
+    with monkeypatch.context() as patched:
+        patched.syspath_prepend(tmp_path)
+        import left_behind
+    try:
+        assert str(tmp_path) not in sys.path
+        assert called(functools.partial(left_behind.times, 6)) == "42"
+    finally:
+        del sys.modules["left_behind"]
+
+
+def test_packing_leaves_no_trace_in_the_pickler(sent, monkeypatch):
+    """Modules that travelled by value once are not registered for the caller's own use of cloudpickle."""
+    import cloudpickle
+
+    before = set(cloudpickle.list_registry_pickle_by_value())
+    module = module_of("passing_by", "def one(): return 1")
+    monkeypatch.setitem(sys.modules, "passing_by", module)
+    assert sent(module.one)() == 1
+    with pytest.raises(UsageError):
+        sent([module.one, threading.Lock()])
+    assert set(cloudpickle.list_registry_pickle_by_value()) == before
+
+
+SCRIPT = """
+import sys, threading, torch, phalanx
+
+class Squares:
+    def __init__(self, offset): self.offset = offset
+    def __len__(self): return 20
+    def __getitem__(self, index):
+        x = torch.arange(5.0) * index + self.offset + torch.rand(())
+        return x / 100, helper(x)
+
+def helper(x):
+    return x.sum()[None] / CONSTANT
+
+class Net(torch.nn.Linear):
+    def __init__(self): super().__init__(5, 1)
+
+CONSTANT = 1e3
+data = Squares(0.5)
+recipe = phalanx.Recipe(Net, data, lambda o, t: torch.nn.functional.mse_loss(o, t), replicas=3, batch_size=6, steps=3)
+inline = recipe.train(engine="inline").digest
+assert recipe.train(engine="processes", workers=2).digest == inline
+CONSTANT = 1e4  # what workers get is what is here now
+data.offset = 2.0
+changed = recipe.train(engine="processes", workers=2).digest
+assert changed == recipe.train(engine="inline").digest != inline
+print("same", __name__)
+"""
+
+
+@pytest.mark.parametrize("by", ["file", "stdin"])
+def test_a_script_without_a_guard(by, tmp_path):
+    """Classes and functions of ``__main__``, without ``if __name__``, from a file or typed in, train in workers."""
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command, text = ([sys.executable, str(path)], None) if by == "file" else ([sys.executable, "-"], SCRIPT)
+    done = subprocess.run(
+        command, input=text, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path
+    )
+    assert (done.returncode, done.stdout) == (0, "same __main__\n"), done.stderr
+
+
+# Arrays.
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+)
+def test_tensors_arrive_as_they_were(sent, dtype):
+    """Values, dtype and strides of contiguous, turned, sliced, expanded, empty and scalar tensors."""
+    base = torch.arange(-12, 12).to(dtype).reshape(4, 6)
+    tensors = [base, base.t(), base[1:, ::2], base[:1].expand(3, 6), base[:0], base[2, 3], base[:, :0], base.flip(0)]
+    tensors += [torch.empty(0, dtype=dtype), torch.empty(3, 0, 2, dtype=dtype)]
+    for before, after in zip(tensors, sent(tensors), strict=True):
+        assert (after.dtype, after.shape, after.stride()) == (before.dtype, before.shape, before.stride())
+        assert torch.equal(after, before)
+
+
+def test_tensors_that_share_memory_go_on_sharing_it(sent):
+    """A write to one is seen in the other, however they are nested; others are not touched."""
+    base = torch.zeros(6)
+    thing = {"all": base, "deep": [(base[2:4],), {"turned": base.view(2, 3).t()}], "other": torch.zeros(6)}
+    got = sent(thing)
+    got["all"][:] = torch.arange(6.0)
+    assert got["deep"][0][0].tolist() == [2, 3]
+    assert got["deep"][1]["turned"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert got["other"].tolist() == base.tolist() == [0] * 6
+
+
+def test_one_object_stays_one_object(sent):
+    """Identity inside a parcel is kept: lists, tensors, arrays, parameters, cycles."""
+    array, tensor, inner = np.arange(3), torch.arange(3), [1]
+    inner.append(inner)
+    got = sent([array, array, tensor, tensor, inner])
+    assert got[0] is got[1]
+    assert got[2] is got[3]
+    assert got[4][1] is got[4]
+
+
+def test_what_is_read_is_written_to_by_nobody_else(memory):
+    """Two readers have memory of their own once they write; the sender's arrays stay as they were."""
+    tensor, array = torch.zeros(5), np.zeros(5)
+    pack([tensor, array], memory, reduced)
+    one, other = unpack(memory), unpack(memory)
+    one[0].fill_(1)
+    one[1][:] = 2
+    assert not any(value.any() for value in (tensor, array, *other))
+
+
+def test_arrays_lie_in_the_shared_memory_and_are_aligned(sent):
+    """They are mapped, not copied into the pickle, at multiples of 64 bytes, whatever lies before them."""
+    got = sent([b"x" * 3, torch.zeros(7), np.zeros(3, np.uint8), torch.zeros(1, dtype=torch.uint8), np.ones(9)])
+    tensors, arrays = [got[1], got[3]], [got[2], got[4]]
+    addresses = [tensor.data_ptr() for tensor in tensors] + [array.ctypes.data for array in arrays]
+    assert all(address % ALIGNMENT == 0 for address in addresses)
+    assert max(addresses) - min(addresses) < 4096
+
+
+STRIDED = {
+    "contiguous": np.arange(24.0).reshape(4, 6),
+    "turned": np.arange(24.0).reshape(4, 6).T,
+    "reversed": np.arange(24.0).reshape(4, 6)[::-1, ::-2],
+    "every_third": np.arange(24.0)[::3],
+    "broadcast": np.broadcast_to(np.arange(3.0), (4, 3)),
+    "permuted": np.arange(24.0).reshape(2, 3, 4).transpose(1, 2, 0),
+    "cropped_and_permuted": np.arange(48.0).reshape(4, 3, 4)[1:3].transpose(1, 2, 0)[:2],
+    "one_element": np.arange(24.0)[5:6].reshape(1, 1),
+    "scalar": np.array(2.5),
+    "empty": np.empty((0, 3)),
+    "empty_rows": np.empty((3, 0)),
+    "field": np.zeros(5, dtype=[("a", np.float32), ("b", np.int8)])["b"],
+    "records": np.array([(1.5, 2)], dtype=[("a", np.float32), ("b", np.int8)]),
+    "text": np.array(["a", "bcd"]),
+    "objects": np.array([1, "two", None], dtype=object),
+    "half": np.arange(5, dtype=np.float16),
+    "other_byte_order": np.arange(5, dtype=">f8"),
+}
+
+
+@pytest.mark.parametrize("name", STRIDED)
+def test_numpy_arrays_arrive_as_they_were(sent, name):
+    """Values, dtype and shape of arrays with any strides."""
+    array = STRIDED[name]
+    got = sent({"x": array})["x"]
+    assert (got.dtype, got.shape) == (array.dtype, array.shape)
+    np.testing.assert_array_equal(got, array)
+
+
+@pytest.mark.parametrize("name", ["turned", "permuted", "cropped_and_permuted", "broadcast", "every_third", "reversed"])
+def test_numpy_arrays_keep_their_order_in_memory(sent, name):
+    """Which axis lies closest in memory is part of the answer: batches cut from the array have the same layout."""
+    array = STRIDED[name]
+    got = sent(array)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        columns = [torch.from_numpy(np.array(item) if min(item.strides) < 0 else item) for item in (array, got)]
+    before, after = (column[torch.tensor([1, 0])] for column in columns)
+    assert after.stride() == before.stride()
+
+
+def test_a_read_only_array_arrives(sent):
+    """Arrays that may not be written, from bytes for instance, travel like others."""
+    array = np.frombuffer(b"\x01\x02\x03", dtype=np.uint8)
+    assert sent(array).tolist() == [1, 2, 3]
+
+
+def test_a_parameter_arrives_with_its_gradient_settings(sent):
+    """Parameters, buffers and modules keep dtype, ``requires_grad`` and ties."""
+    model = FAMILIES["tied"].make_model()
+    model.embedding.weight.requires_grad_(False)
+    got = sent(model)
+    assert got.head.weight is got.embedding.weight
+    assert not got.head.weight.requires_grad
+    assert phalanx.digest(got) == phalanx.digest(model)
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_a_memory_map_travels_by_its_file(sent, memory, tmp_path, order):
+    """The parcel holds the name of the file, not what is in it; writes by the reader do not reach the file."""
+    path, shape = tmp_path / "data", (1000, 7)
+    mapped = np.memmap(path, dtype=np.float32, mode="w+", shape=shape, offset=128, order=order)
+    mapped[:] = np.arange(7000).reshape(shape)
+    got = sent({"deep": [mapped]})["deep"][0]
+    assert os.fstat(memory.fd).st_size < mapped.nbytes
+    assert os.fspath(got.filename) == str(path)
+    assert got.strides == mapped.strides
+    np.testing.assert_array_equal(got, mapped)
+    mapped[3, 3] = -1  # seen at once: it is the same file
+    assert got[3, 3] == -1
+    got[5, 5] = -2
+    assert mapped[5, 5] == 40
+
+
+@pytest.mark.parametrize(
+    "view", [lambda m: m[10:20], lambda m: m.T, lambda m: m[::-1], lambda m: np.asarray(m), lambda m: m + 1]
+)
+def test_views_of_a_memory_map_arrive_by_value(sent, tmp_path, view):
+    """A part of a map is not the file: it is sent as the numbers that it has."""
+    mapped = np.memmap(tmp_path / "data", dtype=np.int64, mode="w+", shape=(100, 3))
+    mapped[:] = np.arange(300).reshape(100, 3)
+    part = view(mapped)
+    np.testing.assert_array_equal(sent(part), part)
+
+
+def test_a_private_memory_map_arrives_with_what_was_written_to_it(sent, tmp_path):
+    """What a copy-on-write map was changed to is not in its file, and travels by value."""
+    np.arange(5.0).tofile(tmp_path / "data")
+    mapped = np.memmap(tmp_path / "data", dtype=np.float64, mode="c")
+    mapped[2] = 99
+    assert sent(mapped).tolist() == [0, 1, 99, 3, 4]
+
+
+def test_parcels_grow_and_shrink_in_one_memory(memory):
+    """A mailbox is used again and again: small after big leaves nothing of the big one."""
+    for size in (3, 100_000, 1, 0, 300_000, 5):
+        pack({"x": torch.full((size,), float(size)), "n": size}, memory, reduced)
+        got = unpack(memory)
+        assert got["n"] == size
+        assert torch.equal(got["x"], torch.full((size,), float(size)))
+
+
+# What cannot travel.
+
+
+class Guarded:
+    """A dataset that holds a lock."""
+
+    def __init__(self, lock):
+        self.lock = lock
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return MLP.data[0][index], MLP.data[1][index]
+
+
+def guarded_loss():
+    lock = threading.Lock()
+
+    def loss(output, target):
+        with lock:
+            return torch.nn.functional.cross_entropy(output, target)
+
+    return loss
+
+
+LOCK = threading.Lock()
+
+
+def loss_with_a_global(output, target):
+    with LOCK:
+        return torch.nn.functional.cross_entropy(output, target)
+
+
+loss_with_a_global.__module__ = "__main__"  # by value, as in a script
+UNSENDABLE = {
+    "data.lock": {"data": Guarded(threading.Lock())},
+    "data.lock.inner[1][0]": {"data": Guarded(types.SimpleNamespace(inner=[0, (threading.Lock(), 1)]))},
+    "data.lock['a key']": {"data": Guarded({"a key": threading.Lock()})},
+    "data.lock.key": {"data": Guarded({"key": threading.Lock()})},
+    "data[1][0].lock": {"data": [MLP.data[0][0], (Guarded(threading.Lock()), 2)]},
+    "loss_fn (its variable lock)": {"loss_fn": guarded_loss()},
+    "optimizer (its variable loss) (its variable lock)": {
+        "optimizer": (lambda loss: lambda named: torch.optim.SGD(named, lr=0.1 if loss else 0.2))(guarded_loss())
+    },
+}
+
+
+@pytest.mark.parametrize("path", UNSENDABLE)
+def test_what_cannot_travel_is_named(path):
+    """A lock, wherever it hides, is refused with the way to it and the way out, before a step is done."""
+    with pytest.raises(UsageError) as error:
+        MLP.recipe(2, **UNSENDABLE[path]).start(engine="processes", workers=2)
+    text = str(error.value)
+    assert text.startswith(f"{path} (<unlocked _thread.lock")
+    assert "cannot be sent to a worker process: cannot pickle '_thread.lock' object" in text
+    assert "engine='inline' (same answer)" in text
+
+
+@pytest.mark.parametrize("path", UNSENDABLE)
+def test_what_cannot_travel_may_stay(path):
+    """The way out that the error names works: the same recipe starts inline."""
+    MLP.recipe(2, **UNSENDABLE[path]).start(engine="inline").close()
+
+
+@pytest.mark.parametrize(
+    ("thing", "path"),
+    [
+        ({"a": threading.Lock()}, "a"),
+        ({"a b": [threading.Lock()]}, "['a b'][0]"),
+        ([1, (2, {"k": threading.Lock()})], "[1][1].k"),
+        (threading.Lock(), "it"),
+        (loss_with_a_global, "(its global LOCK)"),
+        (sys._getframe(), "it"),
+        ((number for number in range(3)), "it"),
+        ({"pointer": ctypes.pointer(ctypes.c_int(1))}, "pointer"),
+    ],
+)
+def test_paths(memory, thing, path):
+    """The path is written as the caller would write it."""
+    with pytest.raises(UsageError) as error:
+        pack(thing, memory, reduced)
+    assert str(error.value).strip().startswith(f"{path} (")
+
+
+def test_a_refused_parcel_is_no_harm(memory):
+    """After an error the same memory takes another parcel; a run goes on after a refused batch or metric."""
+    with pytest.raises(UsageError):
+        pack([threading.Lock()], memory, reduced)
+    pack("fine", memory, reduced)
+    assert unpack(memory) == "fine"
+    lock = threading.Lock()
+    with MLP.recipe(2).start(engine="processes", workers=2) as run:
+        first = run.step()
+        with pytest.raises(UsageError, match=r"^metric_fn \(its variable lock\)"):
+            run.evaluate(lambda output, target: 0.0 if lock else 1.0, MLP.data)
+        with pytest.raises(UsageError, match=r"^batch\[1\]\[0\]"):
+            run.step([(1, 2), (lock, 2)])
+        run.finish()
+        losses = run.result().loss_history
+    assert losses == MLP.recipe(2).train(engine="inline").loss_history
+    assert losses[0] == first
+
+
+def test_a_module_with_a_lock_says_so():
+    """A model that is passed as it is, with something in it that cannot be copied or sent, is refused by name."""
+    model = MLP.make_model()
+    model.guard = threading.Lock()
+    with pytest.raises(UsageError, match="make_model"):
+        MLP.recipe(2, make_model=model).start(engine="processes", workers=2)
+
+
+def test_errors_that_cannot_travel_get_a_stand_in():
+    """It has the name and text of the original; others travel as they are."""
+
+    class Odd(Exception):
+        def __init__(self, text):
+            super().__init__(text)
+            self.lock = threading.Lock()
+
+    class TwoArguments(Exception):
+        def __init__(self, one, two):
+            super().__init__(f"{one} and {two}")
+
+    plain = ValueError("plain")
+    assert picklable(plain) is plain
+    for error in (Odd("text"), TwoArguments("text", "more")):
+        stand_in = picklable(error)
+        assert (type(stand_in).__name__, str(stand_in)) == (type(error).__name__, str(error))
+        assert isinstance(stand_in, RuntimeError)
+        assert picklable(stand_in) is not None

@@ -1,0 +1,735 @@
+"""Workers change no bit: worker processes answer what the inline engine answers, for any W and any placement."""
+
+import dataclasses
+import functools
+import itertools
+import os
+import sys
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import phalanx
+from phalanx.engines.launch import WARM
+from phalanx.engines.processes import Processes
+from phalanx.frameworks.opening import open_framework
+from phalanx.plan.placement import Placement
+from tests.families import DATA, FAMILIES, FEATURES, OPTIMIZERS, SAMPLES, SCHEDULERS, muon_and_adamw, normal, whole
+
+MLP = FAMILIES["mlp"]
+HELD_OUT = 13
+CHUNK = 3
+EVERY = (1, 2, 3, 4, 5, 7, 8)
+ALL_WORKERS = {"mlp": 8, "counting": 8, "partly_unused": 8}  # replicas of the families that are tried with every W
+FEW = (2, 3, 5)
+
+
+def held_out(data):
+    """Thirteen samples, which workers cannot share evenly; of a dataset all, which are drawn anew each time."""
+    if isinstance(data, tuple):
+        return tuple(column[:HELD_OUT] for column in data)
+    if isinstance(data, dict):
+        return {name: column[:HELD_OUT] for name, column in data.items()}
+    return data[:HELD_OUT] if isinstance(data, list) else data
+
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not import pytest
+
+
+def metric(output, target):
+    return output.double().mean()
+
+
+def course(recipe, evaluation=None, **options):
+    """What must not change: digest, losses and evaluations of a whole run, each to the last bit."""
+    with recipe.start(evaluation=evaluation, **options) as run:
+        run.finish()
+        run.evaluate(metric, held_out(recipe.data), batch_size=CHUNK)
+        result = run.result()
+    return answer(result.digest, result.loss_history, [dataclasses.astuple(item) for item in result.metric_history])
+
+
+def answer(digest, losses, metrics):
+    """With floats spelled exactly: NaN equals NaN, and -0 is not 0."""
+    return digest, [loss.hex() for loss in losses], [(step, value.hex(), name) for step, value, name in metrics]
+
+
+def same(recipe, workers=FEW, evaluation=None):
+    """Compare every number of workers with the inline engine; returns what all of them answered."""
+    expected = course(recipe, evaluation, engine="inline")
+    for count in workers:
+        if count <= recipe.replicas:
+            assert course(recipe, evaluation, engine="processes", workers=count) == expected, f"{count} workers"
+    return expected
+
+
+def evaluation_of(recipe):
+    return phalanx.Evaluation(metric, held_out(recipe.data), batch_size=CHUNK)
+
+
+# Whole recipes.
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ALL_WORKERS])
+def test_families_with_some_workers(name):
+    """Every family, with five replicas, ends in the same state, losses and evaluation on 2, 3 and 5 workers."""
+    same(FAMILIES[name].recipe(5))
+
+
+@pytest.mark.parametrize(("name", "replicas"), ALL_WORKERS.items())
+def test_families_with_any_number_of_workers(name, replicas):
+    """Eight replicas of uneven shares, and a last batch with empty ones: the same on 1 to 8 workers."""
+    recipe = FAMILIES[name].recipe(replicas, batch_size=13, steps=5)
+    assert {len(share) for step in range(2) for share in recipe.plan.shares(step)} == {0, 1, 2}
+    same(recipe, EVERY)
+
+
+@pytest.mark.parametrize(("name", "replicas"), [("conv_norm", 3), ("transformer", 7), ("spectral", 6), ("lstm", 2)])
+def test_families_with_other_replicas(name, replicas):
+    """Counts of replicas that no number of workers divides."""
+    same(FAMILIES[name].recipe(replicas), (1, 2, replicas - 1, replicas))
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "muon_and_adamw"])
+def test_optimizers(name):
+    """Every optimizer, restricted to the tensors that a worker owns, gives the bits of one over all of them."""
+    same(MLP.recipe(3, steps=5, optimizer=OPTIMIZERS.get(name, muon_and_adamw)), (2, 3))
+
+
+@pytest.mark.parametrize("name", ["sgd_nesterov", "adamw", "adafactor"])
+def test_one_replica(name):
+    """One worker for the one replica there is: the bits of the plain loop."""
+    same(MLP.recipe(1, optimizer=OPTIMIZERS[name]), (1,))
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers(name):
+    """Every scheduler runs in every worker as it does inline; ReduceLROnPlateau sees the same mean loss."""
+    same(MLP.recipe(3, steps=6, optimizer=OPTIMIZERS["sgd_nesterov"], scheduler=SCHEDULERS[name]), (2, 3))
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_data(name):
+    """Every kind of data reaches workers as it is, and is evaluated there after each epoch too."""
+    recipe = MLP.recipe(3, steps=6, **DATA[name])
+    assert len(same(recipe, (2,), evaluation_of(recipe))[2]) >= 2
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv_norm", "transformer"])
+def test_evaluation_between_epochs(name):
+    """Values in the middle of a run are the same, and taking them changes nothing that follows."""
+    recipe = FAMILIES[name].recipe(5, epochs=3)
+    plain, watched = same(recipe, (2,)), same(recipe, FEW, evaluation_of(recipe))
+    assert watched[:2] == plain[:2]
+    assert len(watched[2]) == 4
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 4, 7, 12, SAMPLES])
+def test_evaluations_of_any_length(samples):
+    """Fewer chunks than workers, as many, and more: the same value."""
+    data = tuple(column[:samples] for column in FEATURES)
+    values = set()
+    for options in ({"engine": "inline"}, *({"engine": "processes", "workers": count} for count in (2, 3, 5))):
+        with MLP.recipe(5).start(**options) as run:
+            for batch_size in (1, 3, 256):
+                values.add((batch_size, run.evaluate(metric, data, batch_size).hex()))
+    assert len(values) == 3
+
+
+def test_a_weighted_metric():
+    """A metric that brings its own weight, some of them 0, is averaged in the order of chunks."""
+    metric = lambda output, target: (output.mean(), float(target[0]))  # noqa: E731
+    values = set()
+    for options in ({"engine": "inline"}, *({"engine": "processes", "workers": count} for count in (2, 3, 5))):
+        with MLP.recipe(5).start(**options) as run:
+            run.step()
+            values.add(run.evaluate(metric, FEATURES, 2).hex())
+    assert len(values) == 1
+
+
+@pytest.mark.parametrize("max_norm", [0.05, 1e6])
+@pytest.mark.parametrize("name", ["mlp", "partly_unused", "mixed_dtypes", "tied", "odd_tensors", "shared_grad"])
+def test_clipping(name, max_norm):
+    """The norm is that of all gradients, wherever they are owned; what is absent is not in it."""
+    same(FAMILIES[name].recipe(5, max_norm=max_norm), (2, 3))
+
+
+@pytest.mark.parametrize("seed", [1, 2**64 - 1])
+def test_seeds(seed):
+    """Dropout, sample order and the model's own numbers follow from the seed, in any worker."""
+    same(FAMILIES["transformer"].recipe(5, seed=seed), (2, 3))
+
+
+def test_threads():
+    """Workers compute with the recipe's threads."""
+    answers = [same(FAMILIES["wide_sum"].recipe(3, threads=threads), (2, 3)) for threads in (1, 2)]
+    assert answers[0] != answers[1]
+
+
+# Shares that hold nothing, count nothing, or overflow.
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+@pytest.mark.parametrize("name", ["mlp", "counting", "partly_unused"])
+def test_batches_smaller_than_r(name, batch_size):
+    """Replicas, and whole workers, without a sample are absent, not zeros."""
+    recipe = FAMILIES[name].recipe(7, batch_size=batch_size)
+    assert 0 in {len(share) for share in recipe.plan.shares(0)}
+    same(recipe, (2, 4, 7))
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_a_short_last_batch(drop_last):
+    """The last batch of an epoch is dropped or dealt as it is, with fewer samples than replicas."""
+    recipe = FAMILIES["counting"].recipe(5, batch_size=9, epochs=3, drop_last=drop_last)
+    assert min(len(recipe.plan.indices(step)) for step in range(recipe.plan.steps)) == (9 if drop_last else 2)
+    same(recipe)
+
+
+def test_unshuffled():
+    """The order of the data, as it is."""
+    same(MLP.recipe(5, shuffle=False, epochs=2), (2, 3))
+
+
+def test_masked_shares():
+    """Shares of weight 0 are left out, wherever they are computed; some are in every step."""
+    recipe = FAMILIES["masked_tokens"].recipe(8)
+    counts = [[int((recipe.data[1][share] != -100).sum()) for share in recipe.plan.shares(t)] for t in range(4)]
+    assert sum(0 in count for count in counts) >= 2
+    same(recipe, EVERY)
+
+
+@pytest.mark.parametrize("alone", range(5))
+def test_only_one_replica_counts(alone):
+    """All others have weight 0: their workers publish nothing, and the one gradient is the mean."""
+    weights = [1.0 if replica == alone else 0.0 for replica in range(5)]
+    same(bringing(weights))
+
+
+@pytest.mark.parametrize("weights", [[0.5, 3.0, 0.0, 1e-3, 7.0], [0.0, 0.0, 2.0, 0.0, 3.0], [1e5, 1.0, 1.0, 1.0, 0.1]])
+def test_weights_that_the_loss_returns(weights):
+    """Any weights, zeros among them, in any worker."""
+    same(bringing(weights))
+
+
+def bringing(weights):
+    """Five samples, one for each replica, with the weights that the loss will return."""
+    return MLP.recipe(
+        5,
+        data=(*(column[:5] for column in FEATURES), torch.tensor(weights)),
+        batch_size=5,
+        shuffle=False,
+        forward_fn=lambda model, batch: model(batch[0]),
+        target_fn=lambda batch: batch[1:],
+        loss_fn=lambda output, target: (F.cross_entropy(output, target[0]), target[1].sum()),
+    )
+
+
+class Overflowing(nn.Module):
+    """Its output is inf for samples whose first feature is huge."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(5, 3)
+        self.register_buffer("seen", torch.zeros(5))
+
+    def forward(self, x):
+        self.seen += x.clamp(-9, 9).mean(0)
+        return self.body(x) * torch.where(x[:, :1] > 1e6, torch.inf, 1.0)
+
+
+def spoilt(index):
+    x = FEATURES[0].clone()
+    x[index, 0] = 1e9
+    return x, FEATURES[1]
+
+
+@pytest.mark.parametrize("on_nonfinite", ["skip", "ignore"])
+@pytest.mark.parametrize("index", [0, 11, 19])
+def test_steps_that_are_not_finite(index, on_nonfinite):
+    """A step with inf in one share is skipped by all workers, buffers too, or taken by all of them."""
+    recipe = MLP.recipe(5, make_model=Overflowing, data=spoilt(index), steps=6, on_nonfinite=on_nonfinite)
+    _, losses, _ = course(recipe, engine="inline")
+    assert any(loss in ("inf", "nan") for loss in losses)
+    same(recipe)
+
+
+def test_a_norm_that_overflows_is_not_an_infinite_gradient():
+    """Workers agree that every element is finite although the norm is not, and do not skip the step."""
+    recipe = MLP.recipe(5, loss_fn=lambda output, target: F.cross_entropy(output, target) * 1e30, on_nonfinite="skip")
+    with recipe.start(engine="inline") as run:
+        assert next(run).grad_norm == float("inf")
+    assert same(recipe, FEW)[0] != course(MLP.recipe(5, steps=0), engine="inline")[0]
+
+
+def test_a_gradient_that_overflows_in_the_fold_is_skipped_by_all():
+    """Each share's gradient is finite, their sum is not: only the owner of that tensor sees it, and all skip."""
+    scale = 3e38
+
+    class Huge(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.huge = nn.Parameter(torch.zeros(3))
+            self.small = nn.Parameter(torch.zeros(2))
+
+        def forward(self, x):
+            return (self.huge * scale).sum() * x[0, 0].sign() + self.small.sum()
+
+    data = (torch.tensor([[1.0]] * 3 + [[-1.0]] * 3 + [[1.0], [-1.0]] * 3), torch.zeros(12))
+    recipe = phalanx.Recipe(
+        Huge,
+        data,
+        output_only,
+        replicas=2,
+        batch_size=2,
+        steps=6,
+        shuffle=False,
+        on_nonfinite="skip",
+        optimizer=functools.partial(torch.optim.SGD, lr=1.0),
+    )
+    with recipe.start(engine="inline") as run:
+        norms = [report.grad_norm for report in run]
+    assert [norm == float("inf") for norm in norms] == [True, False, True, False, False, False]
+    same(recipe, (1, 2))
+
+
+def output_only(output, target):
+    return output
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5])
+def test_a_worker_that_had_no_sample_takes_over_the_settled_buffers(workers):
+    """One sample, which only the first replica gets, then more: all replicas start from what it left."""
+    feed(
+        FAMILIES["counting"].recipe(5, data=None, steps=None),
+        [tuple(c[:n] for c in FEATURES) for n in (1, 9)],
+        (workers,),
+    )
+
+
+def test_a_worker_that_evaluated_and_then_had_no_sample_takes_over_the_settled_buffers():
+    """An evaluation puts the buffers of all workers back; a step without samples there must not leave them behind."""
+    answers = set()
+    for options in ({"engine": "inline"}, {"engine": "processes", "workers": 2}):
+        with FAMILIES["counting"].recipe(2, data=None, steps=None).start(**options) as run:
+            values = []
+            for rows in (4, 1, 4):
+                run.step(tuple(column[:rows] for column in FEATURES))
+                values.append(run.evaluate(metric, FEATURES, CHUNK))
+            answers.add((run.result().digest, *values))
+    assert len(answers) == 1
+
+
+class OwnSGD(torch.optim.SGD):
+    """From elsewhere than torch: it has to see all parameters at once, so one worker owns them."""
+
+
+@pytest.mark.parametrize("max_norm", [float("inf"), 0.05])
+def test_an_optimizer_from_elsewhere(max_norm):
+    """It runs whole on one worker, clipped or not; the others step with nothing."""
+    optimizer = lambda named: OwnSGD(named, lr=0.1, momentum=0.9)  # noqa: E731
+    same(MLP.recipe(5, optimizer=optimizer, max_norm=max_norm), (1, 2, 5))
+
+
+def test_a_schedule_goes_on_over_skipped_steps():
+    """Every worker steps its scheduler also where nothing is updated, the first step included."""
+    recipe = MLP.recipe(
+        3,
+        make_model=Overflowing,
+        data=spoilt(slice(0, 8)),
+        shuffle=False,
+        steps=6,
+        on_nonfinite="skip",
+        scheduler=SCHEDULERS["exponential"],
+    )
+    same(recipe, (2,))
+
+
+# Runs that are held.
+
+
+@pytest.mark.parametrize("workers", FEW)
+@pytest.mark.parametrize("name", ["counting", "transformer", "two_groups"])
+def test_the_state_while_you_hold_a_report(name, workers):
+    """After each step the digest is exactly that step's, whatever is evaluated in between."""
+    recipe = FAMILIES[name].recipe(5, epochs=2)
+    expected = list(held(recipe, engine="inline"))
+    assert len({digest for digest, *_ in expected}) == recipe.plan.steps + 1
+    assert list(held(recipe, engine="processes", workers=workers)) == expected
+
+
+def held(recipe, **options):
+    """Digest, report and evaluation before the first step and after each."""
+    with recipe.start(**options) as run:
+        yield run.result().digest, None, run.evaluate(metric, held_out(recipe.data), CHUNK).hex()
+        for report in run:
+            assert run.steps == report.step + 1
+            before = run.result()
+            value = run.evaluate(metric, held_out(recipe.data), CHUNK)
+            assert run.result().digest == before.digest
+            assert phalanx.digest(before.model) == phalanx.digest(run.result().model)
+            yield before.digest, tuple(report[:6]), value.hex()
+
+
+@pytest.mark.parametrize("looks", [{0}, {1}, {4}, {0, 5}, {1, 2, 5}, set(range(6))])
+def test_looking_at_any_steps(looks):
+    """Taking results and evaluating after some steps and not after others gives the same states, and the same end."""
+    recipe = FAMILIES["counting"].recipe(5, steps=6)
+    assert look(recipe, looks, engine="processes", workers=3) == look(recipe, looks, engine="inline")
+
+
+def look(recipe, looks, **options):
+    seen = []
+    with recipe.start(**options) as run:
+        for report in run:
+            if report.step in looks:
+                seen.append((run.result().digest, run.evaluate(metric, held_out(recipe.data), CHUNK)))
+    return seen, run.result().digest, run.result().loss_history
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_a_run_that_is_left_early(steps):
+    """What is taken home is the state after the last step that was asked for."""
+    digests = set()
+    for options in ({"engine": "inline"}, {"engine": "processes", "workers": 2}, {"engine": "processes", "workers": 5}):
+        with FAMILIES["counting"].recipe(5, steps=6).start(**options) as run:
+            for _ in range(steps):
+                run.step()
+        digests.add((run.result().digest, tuple(run.result().loss_history)))
+    assert len(digests) == 1
+
+
+def test_more_steps_than_reports_have_room():
+    """A run that is longer than the ring of reports loses none of them."""
+    same(MLP.recipe(2, steps=1100, batch_size=2), (2,))
+
+
+# Batches that the caller brings.
+
+
+def fed(recipe, batches, **options):
+    with recipe.start(**options) as run:
+        for batch in batches:
+            run.step(batch)
+        result = run.result()
+    return answer(result.digest, result.loss_history, [])
+
+
+def feed(recipe, batches, workers=FEW):
+    expected = fed(recipe, batches, engine="inline")
+    assert len(expected[1]) == len(batches)
+    for count in workers:
+        assert fed(recipe, batches, engine="processes", workers=count) == expected, f"{count} workers"
+
+
+SIZES = [7, 1, 5, 20, 2, 13]
+
+
+def cut(rows):
+    """Batches of uneven sizes, one of them smaller than R, made of rows of the features."""
+    starts = itertools.accumulate([0, *SIZES])
+    return [rows(torch.arange(start, start + size) % SAMPLES) for start, size in zip(starts, SIZES, strict=False)]
+
+
+BATCHES = {
+    "tensors": lambda rows: (FEATURES[0][rows], FEATURES[1][rows]),
+    "list_of_tensors": lambda rows: [FEATURES[0][rows], FEATURES[1][rows]],
+    "numpy": lambda rows: (FEATURES[0][rows].numpy(), FEATURES[1][rows].numpy()),
+    "reversed_numpy": lambda rows: (FEATURES[0][rows].numpy()[::-1], FEATURES[1][rows].numpy()[::-1]),
+    "turned": lambda rows: (FEATURES[0][rows].t().contiguous().t(), FEATURES[1][rows]),
+    "samples": lambda rows: [(FEATURES[0][row], FEATURES[1][row]) for row in rows],
+    "numpy_samples": lambda rows: [(FEATURES[0][row].numpy(), int(FEATURES[1][row])) for row in rows],
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_brought_batches(kind):
+    """Batches of any form and any size, growing and shrinking, are dealt to workers as inline."""
+    feed(MLP.recipe(5, data=None, steps=None), cut(BATCHES[kind]))
+
+
+@pytest.mark.parametrize("kind", ["tensors", "numpy"])
+def test_brought_columns_by_name(kind):
+    """A batch may be a dict of columns."""
+    recipe = MLP.recipe(5, data=None, steps=None, **{k: v for k, v in DATA["dict"].items() if k != "data"})
+    feed(recipe, [dict(zip("xy", batch, strict=True)) for batch in cut(BATCHES[kind])])
+
+
+def test_a_batch_that_grows_beyond_the_mailbox():
+    """From some bytes to some megabytes and back: the shared memory that brings batches grows with them."""
+    recipe = phalanx.Recipe(lambda: nn.Linear(3, 1), None, F.mse_loss, replicas=5)
+    sizes = (4, 70_000, 6, 300_000, 5)
+    feed(recipe, [(normal(size, 3, seed=size), normal(size, 1, seed=size + 1)) for size in sizes], (2, 3))
+
+
+def test_a_batch_that_is_changed_after_its_step():
+    """The caller may write into a batch as soon as the step is done."""
+    recipe = MLP.recipe(5, data=None, steps=None)
+    answers = set()
+    for options in ({"engine": "inline"}, {"engine": "processes", "workers": 3}):
+        x, y = normal(11, 5), whole(3, 11)
+        with recipe.start(**options) as run:
+            for _ in range(4):
+                run.step((x, y))
+                x.mul_(1.5).add_(0.1)
+        answers.add(run.result().digest)
+    assert len(answers) == 1
+
+
+def test_planned_and_brought_steps_mixed():
+    """Steps of both kinds, with looks between, in one run."""
+    recipe, batches = MLP.recipe(5, steps=8), cut(BATCHES["tensors"])
+
+    def mixed(**options):
+        with recipe.start(**options) as run:
+            seen = [run.step(), run.step(batches[0]), run.step(batches[3]), run.result().digest, run.step()]
+            seen += [run.evaluate(metric, held_out(recipe.data), CHUNK), run.step(batches[1]), *(r.loss for r in run)]
+        return seen, run.result().digest
+
+    expected = mixed(engine="inline")
+    assert [mixed(engine="processes", workers=count) for count in FEW] == [expected] * len(FEW)
+
+
+# Memory layout is part of the data: convolutions have other bits where pixels lie before channels.
+
+PIXELS = normal(SAMPLES, 16, 16, 3).numpy()
+LAYOUTS = {
+    "channels_last_view": PIXELS[:, :12, :12].copy().transpose(0, 3, 1, 2),
+    "cropped_channels_last_view": PIXELS[:, 2:14, 2:14].transpose(0, 3, 1, 2),
+    "every_other_sample": np.repeat(PIXELS, 2, 0)[::2, :12, :12].transpose(0, 3, 1, 2),
+    "mirrored_channels_last_view": PIXELS[:, :12, 11::-1].transpose(0, 3, 1, 2),
+    "fortran": np.asfortranarray(PIXELS[:, :12, :12].transpose(0, 3, 1, 2)),
+    "broadcast": np.broadcast_to(PIXELS[:1, :12, :12].transpose(0, 3, 1, 2), (SAMPLES, 3, 12, 12)),
+    "tensor": torch.from_numpy(PIXELS)[:, 2:14, 2:14].permute(0, 3, 1, 2),
+    "expanded_tensor": torch.from_numpy(PIXELS)[:1, 2:14, 2:14].permute(0, 3, 1, 2).expand(SAMPLES, -1, -1, -1),
+}
+
+
+def convolutions():
+    return nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.Flatten(), nn.Linear(512, 3))
+
+
+def images(data, **changes):
+    return phalanx.Recipe(convolutions, data, F.cross_entropy, replicas=2, batch_size=8, **changes)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_memory_layouts_of_columns(layout):
+    """Views of arrays reach workers with the strides that they have here."""
+    same(images((LAYOUTS[layout], FEATURES[1]), steps=3), (2,))
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_memory_layouts_of_samples(layout):
+    """So do the arrays in a list of samples, as far as torch can read them."""
+    if "mirrored" in layout:
+        pytest.skip("torch reads no negative strides")
+    same(images(list(zip(LAYOUTS[layout], FEATURES[1].tolist(), strict=True)), steps=3), (2,))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_memory_layouts_of_brought_batches(layout):
+    """So do views in batches that the caller brings."""
+    x, y = LAYOUTS[layout], FEATURES[1]
+    feed(images(None), [(x[:8], y[:8]), (x[7:], y[7:])], (2,))
+
+
+def test_memory_layout_is_part_of_the_answer():
+    """The same numbers in another layout do end in other bits: what the tests above compare can differ."""
+    view = LAYOUTS["cropped_channels_last_view"]
+    one, other = (images((x, FEATURES[1]), steps=3) for x in (view, np.ascontiguousarray(view)))
+    assert course(one, engine="inline")[0] != course(other, engine="inline")[0]
+
+
+# Placements that are not the usual one.
+
+PLACEMENTS = {
+    "permuted": [(5, 8), (0, 2), (2, 5)],
+    "backwards": [(6, 8), (4, 6), (2, 4), (0, 2)],
+    "uneven": [(0, 1), (1, 7), (7, 8)],
+    "uneven_and_permuted": [(1, 7), (7, 8), (0, 1)],
+    "across_subtrees": [(3, 6), (6, 8), (0, 3)],
+    "singles_shuffled": [(3, 4), (7, 8), (0, 1), (5, 6), (2, 3), (6, 7), (1, 2), (4, 5)],
+    "alone": [(0, 8)],
+}
+
+
+def placed(recipe, blocks):
+    """A run on workers that host just these blocks."""
+    placement = Placement(recipe.replicas, tuple(range(start, end) for start, end in blocks))
+    engine = Processes(recipe, open_framework(recipe, None), placement, WARM.zygote())
+    try:
+        for _ in range(recipe.plan.steps):
+            engine.advance(None, recipe.plan.steps)
+        value = engine.evaluate(metric, held_out(recipe.data), CHUNK)
+        digest = engine.export(copy=True).digest
+    finally:
+        engine.close()
+    return answer(digest, engine.course.loss_history, [(recipe.plan.steps, value, "metric")])
+
+
+@pytest.mark.parametrize("blocks", PLACEMENTS.values(), ids=PLACEMENTS)
+@pytest.mark.parametrize("name", ["mlp", "counting", "partly_unused", "masked_tokens"])
+def test_any_placement(name, blocks):
+    """Who hosts which replicas, how many, and in which order among the workers, moves no bit."""
+    recipe = FAMILIES[name].recipe(8, max_norm=0.3, batch_size=13, steps=5)
+    assert placed(recipe, blocks) == course(recipe, engine="inline")
+
+
+# What would go wrong is noticed: each fault below is planted in the workers and ends in other bits.
+
+
+class Planted:
+    """Makes a family's model; in a worker it plants a fault first, before the worker makes its link to the others."""
+
+    def __init__(self, make_model, plant):
+        self.make_model, self.plant, self.here = make_model, plant, os.getpid()
+
+    def __call__(self):
+        if os.getpid() != self.here:
+            self.plant()
+        return self.make_model()
+
+
+def nothing():
+    """No fault: the control."""
+
+
+def arrival_order():
+    """What is left is added from left to right, as it lies, instead of pairwise."""
+    from phalanx.engines import link
+
+    def straight(replicas, nodes, present):
+        first, *others = sorted(present)
+        return [(first, other) for other in others]
+
+    assert link.additions.__name__ == "additions"
+    link.additions = straight
+
+
+def buffers_left_out():
+    """The buffers that replica 2 left are never published."""
+    from phalanx.frameworks.torch.shard import Shard
+
+    leave = Shard.leave
+    Shard.leave = lambda self, replica, left: None if replica == 2 else leave(self, replica, left)
+
+
+def stale_gradients():
+    """A peer's gradient is what it was when it was first looked at."""
+    from phalanx.frameworks.torch.slots import Slots
+
+    peer = Slots.peer
+    Slots.peer = lambda self, *place: [None if grad is None else grad.clone() for grad in peer(self, *place)]
+
+
+def absent_as_zero():
+    """What a worker did not publish is read all the same, as the zeros of fresh memory or what an earlier step left."""
+    from phalanx.engines.link import ArenaLink
+
+    publish = ArenaLink._publish
+
+    def all_there(self):
+        mine = publish(self)
+        for position, (worker, _) in enumerate(self._publishers):
+            start = position * self._width
+            if worker == self._worker and self._flags[start]:
+                self._flags[start + 1 : start + self._width] = bytes([1]) * (self._width - 1)
+        return mine
+
+    ArenaLink._publish = all_there
+
+
+def norm_of_the_own():
+    """Each worker clips by the norm of what it owns."""
+    from phalanx.frameworks.torch.slots import Slots
+
+    Slots.total_norm = lambda self, there: self._updates.total_norm(self._norms[self._owned])
+
+
+def seeded_by_worker():
+    """Random numbers follow the place among a worker's replicas, not the replica."""
+    from phalanx.engines.link import ArenaLink
+
+    hosted = {}
+    made = ArenaLink.__init__
+
+    def remember(self, *given):
+        made(self, *given)
+        hosted["start"] = self.hosted.start
+
+    ArenaLink.__init__ = remember
+    from phalanx import replica as module
+
+    key = module.replica_key
+    module.replica_key = lambda seed, t, replica, replicas: key(seed, t, replica - hosted["start"], replicas)
+
+
+FAULTS = [
+    (arrival_order, "mlp", 5, 5, {"batch_size": 13}),
+    (arrival_order, "mlp", 8, 8, {}),
+    (arrival_order, "lenet", 8, 3, {}),
+    (buffers_left_out, "conv_norm", 5, 2, {}),
+    (buffers_left_out, "counting", 8, 8, {}),
+    (stale_gradients, "mlp", 5, 2, {}),
+    (stale_gradients, "unused", 2, 2, {}),
+    (absent_as_zero, "partly_unused", 5, 5, {"steps": 8}),
+    (norm_of_the_own, "mlp", 5, 2, {"max_norm": 0.05}),
+    (seeded_by_worker, "transformer", 5, 2, {}),
+]
+
+
+@pytest.mark.parametrize(("fault", "name", "replicas", "workers", "changes"), FAULTS)
+def test_faults_in_the_workers(fault, name, replicas, workers, changes):
+    """Each named mistake ends in another digest, and the same run without it does not."""
+    family = FAMILIES[name]
+    expected = course(family.recipe(replicas, **changes), engine="inline")[0]
+    digests = [
+        course(
+            family.recipe(replicas, make_model=Planted(family.make_model, plant), **changes),
+            engine="processes",
+            workers=workers,
+        )[0]
+        for plant in (nothing, fault)
+    ]
+    assert digests[0] == expected
+    assert digests[1] != expected
+
+
+def test_arrival_order_goes_unnoticed_where_there_is_no_other():
+    """The planted order is the right one for two workers with half of the replicas each: it is the only fault."""
+    family = FAMILIES["mlp"]
+    recipe = family.recipe(8, make_model=Planted(family.make_model, arrival_order))
+    assert course(recipe, engine="processes", workers=2) == course(family.recipe(8), engine="inline")
+    with pytest.raises(AssertionError, match="8 workers"):
+        same(recipe, (8,))
+
+
+def test_evaluations_out_of_order_are_seen(monkeypatch):
+    """Chunks averaged in the order of arrival, here backwards, give another value."""
+    x = torch.tensor([1e16, 1.0, -1e16, 3.0, -1.0, 0.3, 5.0], dtype=torch.float64)[:, None]
+    recipe = phalanx.Recipe(lambda: nn.Linear(1, 1).double(), (x, x), F.mse_loss, steps=1, replicas=5)
+    metric = lambda output, target: target.mean()  # noqa: E731
+    with recipe.start(engine="inline") as inline, recipe.start(engine="processes", workers=5) as run:
+        assert run.evaluate(metric, (x, x), 1) == inline.evaluate(metric, (x, x), 1)
+        ask = Processes._ask
+        monkeypatch.setattr(Processes, "_ask", lambda self, *task: ask(self, *task)[::-1])
+        assert run.evaluate(metric, (x, x), 1) != inline.evaluate(metric, (x, x), 1)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_memory_maps_as_data(tmp_path, kind):
+    """Data in files, mapped, in rows or in columns: workers map the same files."""
+    columns = []
+    for number, order in enumerate("CF"):
+        mapped = np.memmap(tmp_path / f"{number}", dtype=kind, mode="w+", shape=(SAMPLES, 5), order=order)
+        mapped[:] = normal(SAMPLES, 5, seed=number).numpy()
+        mapped.flush()
+        columns.append(np.memmap(tmp_path / f"{number}", dtype=kind, mode="r", shape=(SAMPLES, 5), order=order))
+    model = functools.partial(nn.Linear, 5, 5, dtype=torch.float32 if kind is np.float32 else torch.float64)
+    same(phalanx.Recipe(model, tuple(columns), F.mse_loss, replicas=5, batch_size=7, steps=4), (2, 3))
