@@ -75,14 +75,16 @@ class Run:
 
     def finish(self) -> None:
         """Do all planned steps that are left. Between them the run keeps its environment, if no callback looks."""
+        self._watched = bool(self._callbacks)
         try:
-            self._watched = bool(self._callbacks)
             with contextlib.nullcontext() if self._watched else self._engine.environment:
                 for _ in self:
                     pass
         except BaseException as error:  # nobody else holds this run: what was trained must not be lost with it
             self._hand_over(error)
             raise
+        finally:
+            self._watched = True
 
     @property
     def steps(self) -> int:

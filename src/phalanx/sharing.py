@@ -100,6 +100,11 @@ class Sharing(Protocol):
         """How many entries a gradient has."""
         ...
 
+    @property
+    def portable(self) -> bool:
+        """Whether the whole state is known, so that a run can move to other processes in the middle."""
+        ...
+
     def lay_out(self, placement: Placement, take: Callable[[int], int]) -> Any:
         """Give everything its place in an arena."""
         ...

@@ -1,1 +1,1 @@
-"""Where workers live. ``inline``: this process."""
+"""Where workers live. ``inline``: this process; ``processes``: this host; ``auto`` measures the two."""

@@ -1,7 +1,8 @@
 """The engine that measures instead of guessing: it starts inline at once, and hands over to workers if they are faster.
 
 The answer cannot change, so the choice may be made while training. Workers are started beside the run when what is left
-of it seems worth that; the state moves at a step boundary, and moves back if the workers turn out to be slower.
+of it seems worth that; the state moves at a step boundary, and moves back if the workers turn out to be slower. A state
+that is not wholly known (optimizers from elsewhere) stays where it is.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from phalanx.definition import Definition
 from phalanx.engines.inline import Inline
 from phalanx.engines.launch import WARM
 from phalanx.engines.processes import Processes
-from phalanx.errors import PhalanxError
 from phalanx.events import StepReport
 from phalanx.plan.placement import place
 
@@ -46,7 +46,9 @@ class Auto:
         self._engine: Engine = self._inline
         self._recent: list[float] = []
         self._alone = 0.0  # seconds of a step without workers
-        self._consider: Callable[[], None] | None = self._think_of_starting
+        self._processes: Processes | None = None
+        movable = framework.sharing.portable
+        self._consider: Callable[[], None] | None = self._think_of_starting if movable else None
 
     @property
     def workers(self) -> int:
@@ -87,8 +89,11 @@ class Auto:
     def _think_of_starting(self) -> None:
         """Start the process that forks workers as soon as that may pay."""
         if self._gain() > (MOVE_SECONDS if WARM.awake else START_SECONDS):
-            WARM.zygote()
-            self._consider = self._think_of_moving
+            try:
+                WARM.zygote()
+                self._consider = self._think_of_moving
+            except Exception:  # no process can be started here
+                self._consider = None
 
     def _think_of_moving(self) -> None:
         """Hand over once workers can start at once; stay where that is refused or no longer pays."""
@@ -102,16 +107,17 @@ class Auto:
         self._consider = self._judge
         try:
             placement = place(self._definition.replicas, self._most)
-            self._engine = Processes(self._definition, self._framework, placement, WARM.zygote(), self.course)
-        except PhalanxError:  # the recipe cannot travel, or the arena does not fit
+            self._processes = Processes(self._definition, self._framework, placement, WARM.zygote(), self.course)
+            self._engine = self._processes
+        except Exception:  # the recipe cannot travel, the arena does not fit, or descriptors are short
             self._consider = None
 
     def _judge(self) -> None:
         """Move back if the workers are slower."""
         if len(self._recent) == WARM_UP + TRIAL:
             self._consider = None
-            if statistics.median(self._recent[WARM_UP:]) > self._alone:
-                self._engine.close()
+            if self._processes is not None and statistics.median(self._recent[WARM_UP:]) > self._alone:
+                self._processes.hand_back()
                 self._engine = Inline(self._definition, self._framework, self.course)
 
     def _gain(self) -> float:

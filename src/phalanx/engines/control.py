@@ -122,7 +122,8 @@ class Meeting:
         Raises
         ------
         Trouble
-            A worker failed: nobody goes on.
+            A worker failed before it came here. One that came, and failed later, stops the next meeting, not this one:
+            the others may have gone on from it already.
         """
         words = self._words
         arrived = time.perf_counter()
@@ -135,8 +136,6 @@ class Meeting:
                 self._wait(other, mine)
         if not ORDERED:
             through_kernel()
-        if words[TROUBLE]:
-            raise Trouble
         words[self._phase] = after
         now = time.perf_counter()
         self._times[self._clock + before] += arrived - self._since
@@ -149,6 +148,8 @@ class Meeting:
         patience = time.perf_counter() + SPIN_SECONDS
         while words[other] < mine:
             if words[TROUBLE] or words[ABORT]:
+                if words[other] >= mine:  # it came, and failed after that
+                    return
                 raise Trouble
             if time.perf_counter() < patience:
                 os.sched_yield()
@@ -157,13 +158,13 @@ class Meeting:
                 nap = min(2 * nap, LONGEST_NAP_SECONDS)
 
 
-_lock = threading.Lock()
+FENCE: Final = threading.Lock()
 
 
 def fence() -> None:
     """What was written before is seen before what is read after: an atomic instruction, or the kernel."""
     if ORDERED:
-        with _lock:
+        with FENCE:
             pass
     else:
         through_kernel()

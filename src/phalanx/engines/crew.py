@@ -5,13 +5,14 @@ Whatever waits here carries the workers' output and notices their deaths. Nothin
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import select
 import signal
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +45,8 @@ class Crew:
 
     Parameters
     ----------
-    control : Control
+    workers : int
+        W.
     memories : sequence of Memory
         What workers inherit; closed when the crew ends.
 
@@ -52,11 +54,14 @@ class Crew:
     ----------
     told : list of Told
         What the workers told, in the order in which it was read.
+    interrupted : bool
+        Whether Ctrl-C ended a wait, and the workers were asked to stop; they may not have come to it yet.
     """
 
-    def __init__(self, control: Control, memories: Sequence[Memory]) -> None:
+    def __init__(self, workers: int, memories: Sequence[Memory]) -> None:
         self.told: list[Told] = []
-        self._control = control
+        self.interrupted = False
+        self._workers = workers
         self._memories = memories
         self._hands: list[Hand] = []
         self._ready = 0
@@ -70,14 +75,16 @@ class Crew:
         """Of the workers that are alive."""
         return tuple(hand.pid for hand in list(self._hands) if not hand.ended)
 
-    def start(self, zygote: Zygote) -> None:
+    def start(self, control: Control, zygote: Zygote) -> None:
         """Start all workers, and wait until they are ready or one of them tells why it is not."""
-        for number in range(self._control.workers):
-            hand = Hand(zygote, number, [memory.fd for memory in self._memories])
-            self._hands.append(hand)
-            self._output.follow(hand.pipes)
-            for fd in hand.watched:
-                self._poller.register(fd, select.POLLIN)
+        self._control = control
+        for number in range(self._workers):
+            with self._uninterrupted():
+                hand = Hand(zygote, number, [memory.fd for memory in self._memories])
+                self._hands.append(hand)
+                self._output.follow(hand.pipes)
+                for fd in hand.watched:
+                    self._poller.register(fd, select.POLLIN)
         self.wait(lambda: self._ready == len(self._hands) or bool(self.told), 0)
 
     def grant(self, kind: int) -> None:
@@ -104,9 +111,16 @@ class Crew:
         RunError
             A worker has ended by itself.
         """
-        words = self._control.words
-        words[words_of.AWAITED] = steps
-        done = False
+        self._control.words[words_of.AWAITED] = steps
+        try:
+            self._wait(until)
+        except KeyboardInterrupt:
+            self.interrupted = True
+            self.interrupt()
+            raise
+
+    def _wait(self, until: Callable[[], bool]) -> None:
+        words, done = self._control.words, False
         with self._interrupts:
             while not done:
                 words[words_of.ASLEEP] = 1
@@ -124,37 +138,50 @@ class Crew:
         """End the workers, print what they still have to say, give everything back."""
         if self._abandoned.detach() is None:
             return
-        for hand in self._hands:
-            hand.dismiss()
-        deadline = time.monotonic() + FAREWELL_SECONDS
-        try:
-            while self._output.open and time.monotonic() < deadline:
-                self._output.carry_waiting(POLL_MILLISECONDS)
-        finally:
+        with self._uninterrupted():
             for hand in self._hands:
-                hand.end()
-            for memory in self._memories:
-                memory.close()
+                hand.dismiss()
+            deadline = time.monotonic() + FAREWELL_SECONDS
+            try:
+                while self._output.open and time.monotonic() < deadline:
+                    self._output.carry_waiting(POLL_MILLISECONDS)
+            finally:
+                for hand in self._hands:
+                    hand.end()
+                for memory in self._memories:
+                    memory.close()
+
+    @contextlib.contextmanager
+    def _uninterrupted(self) -> Iterator[None]:
+        """Ctrl-C waits: requests and answers of the zygote must not be torn apart."""
+        with self._interrupts:
+            self._interrupts.hold()
+            try:
+                yield
+            finally:
+                self._interrupts.release()
 
     def _handle(self, readable: set[int]) -> None:
         for fd in self._output.carry(readable):
             self._poller.unregister(fd)
-        for hand in self._hands:
+        for hand in [hand for hand in self._hands if not hand.ended]:
             if hand.channel.fileno() in readable:
                 self._read(hand)
             elif hand.pidfd in readable:
                 self._died(hand)
 
     def _read(self, hand: Hand) -> None:
+        messages: list[bytes] = []
+        ended = False
         try:
-            messages = [hand.channel.recv_bytes()]
-            while hand.channel.poll():
+            while not messages or hand.channel.poll():
                 messages.append(hand.channel.recv_bytes())
         except (EOFError, OSError):
-            self._died(hand)
-            return
+            ended = True
         for message in filter(None, messages):
             self._take(hand, *pickle.loads(message))  # noqa: S301  from a child of this process
+        if ended:
+            self._died(hand)
 
     def _take(self, hand: Hand, kind: str, *facts: Any) -> None:
         if kind == "ready":
@@ -166,6 +193,8 @@ class Crew:
 
     def _died(self, hand: Hand) -> None:
         """A worker ended by itself: this version stops the run there."""
+        if any(told.worker == hand.number and told.kind == "failed" for told in self.told):
+            return  # it never began, and has told why
         self._control.words[words_of.ABORT] = 1
         for fd in hand.watched:
             try:

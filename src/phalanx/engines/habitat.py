@@ -39,10 +39,10 @@ def inhabit(place: dict[str, Any]) -> None:
             os.chdir(place["folder"])
     sys.path[:] = place["path"]
     sys.argv[:] = place["arguments"]
-    filters: Any = warnings.filters
+    adopt_numeric_environment(place["numeric"])
+    filters: Any = warnings.filters  # last: what is imported above may put its own first
     filters[:] = list(_known_filters(place["filters"]))
     warnings._filters_mutated()  # type: ignore[attr-defined]
-    adopt_numeric_environment(place["numeric"])
 
 
 def _category_last(item: Any) -> tuple[Any, ...]:

@@ -21,8 +21,16 @@ from typing import Any
 
 from phalanx.errors import RunError, UsageError
 
-START = "import sys; sys.path[:] = {path!r}; from phalanx.engines.zygote import main; main({fd}, {parent})"
+START = """
+import ctypes, sys
+sys.path[:] = {path!r}
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: until everything is imported
+from phalanx.engines.zygote import main
+main({fd}, {parent})
+"""
 MESSAGE_BYTES = 4096
+FAREWELL_SECONDS = 3.0
 TUNED = "glibc.malloc.hugetlb=1"  # big blocks in huge pages; user code sees its own environment
 
 
@@ -77,11 +85,14 @@ class Zygote:
 
     def close(self) -> None:
         """End it, and with it every worker that is left."""
+        awake = self.owner == os.getpid() and self.awake
         self._socket.close()
         if self.owner == os.getpid():
-            with contextlib.suppress(ProcessLookupError):
+            try:
+                self._process.wait(FAREWELL_SECONDS if awake else 0)  # it ends its workers, and what they started
+            except subprocess.TimeoutExpired:
                 self._process.kill()
-            self._process.wait()
+                self._process.wait()
 
     def _ask(self, request: dict[str, int], fds: Sequence[int] = ()) -> tuple[dict[str, Any], list[int]]:
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 
 from phalanx.contracts import Engine
 from phalanx.definition import Definition
@@ -13,11 +14,13 @@ from phalanx.engines.processes import Processes
 from phalanx.frameworks.opening import open_framework
 from phalanx.plan.placement import place
 
+CAPABLE = hasattr(select, "poll")
+
 
 def open_engine(definition: Definition, engine: str, workers: int | None, device: str | None) -> Engine:
     """The engine that was asked for; "auto" without a number of workers measures."""
     count = workers or min(definition.replicas, usable_cores())
-    if engine == "inline" or (engine == "auto" and (count == 1 or device not in (None, "cpu"))):
+    if engine == "inline" or (engine == "auto" and (count == 1 or device not in (None, "cpu") or not CAPABLE)):
         return Inline(definition, open_framework(definition, device))
     if engine == "auto" and workers is None:
         return Auto(definition, open_framework(definition, device), count)

@@ -6,6 +6,7 @@ travel beside the pickle (protocol 5, out of band), so that all workers map one 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import io
 import pickle
@@ -115,14 +116,33 @@ def unpack(memory: Memory) -> Any:
     return pickle.loads(pieces[0], buffers=pieces[1:])  # noqa: S301  packed by this process's parent
 
 
-def picklable(error: BaseException) -> BaseException:
-    """``error``, or a stand-in of the same name and text if it cannot travel."""
-    try:
-        pickle.loads(cloudpickle.dumps(error))  # noqa: S301  pickled one line ago
-        return error
-    except Exception:
-        kind = type(error)
-        return type(kind.__name__, (RuntimeError,), {"__module__": kind.__module__})(str(error))
+class Carried:
+    """An exception that travels without its constructor, which may want other arguments than ``args``."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _uncarried, (type(self._error), self._error.args, dict(vars(self._error)))
+
+
+def picklable(error: BaseException) -> Any:
+    """What travels as ``error``; a stand-in of the same name and text if nothing else does."""
+    for candidate in (error, Carried(error)):
+        try:
+            pickle.loads(cloudpickle.dumps(candidate))  # noqa: S301  pickled in the same line
+            return candidate
+        except Exception:
+            continue
+    kind = type(error)
+    return type(kind.__name__, (RuntimeError,), {"__module__": kind.__module__})(str(error))
+
+
+def _uncarried(kind: type[BaseException], arguments: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
+    error = kind.__new__(kind, *arguments)
+    error.args = arguments
+    vars(error).update(state)
+    return error
 
 
 def _pickled(thing: Any, reducer: Reducer, buffers: list[pickle.PickleBuffer]) -> bytes:
@@ -206,7 +226,8 @@ def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
             yield f"[{position}]", value
     if isinstance(thing, FunctionType):
         for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True):
-            yield f" (its variable {name})", cell.cell_contents
+            with contextlib.suppress(ValueError):  # not assigned yet
+                yield f" (its variable {name})", cell.cell_contents
         for name in thing.__code__.co_names:
             if name in thing.__globals__:
                 yield f" (its global {name})", thing.__globals__[name]

@@ -66,21 +66,27 @@ class Processes:
         self._closed = False
         plan = Plan(framework.sharing, placement)
         _check_room(plan, placement)
-        memories = [Memory(0), Memory(plan.size), Memory(0)]
-        parcel, arena, self._mailbox = memories
-        mapped = arena.map()
-        self._control = plan.control(mapped)
-        self._control.words[words_of.DONE] = self._steps
-        self._mirror = framework.sharing.mirror(plan.layout, mapped)
-        self._crew = Crew(self._control, memories)
+        memories = [Memory(0), Memory(0), Memory(0)]
+        self._crew = Crew(placement.workers, memories)
         try:
-            pack(self._setup(plan, placement), parcel, reduced)
-            self._crew.start(zygote)
-            if self._crew.told:
-                raise _unfit(_error(self._crew.told))
+            self._begin(plan, placement, memories, zygote)
         except BaseException:
             self._crew.end()
             raise
+
+    def _begin(self, plan: Plan, placement: Placement, memories: Sequence[Memory], zygote: Zygote) -> None:
+        parcel, arena, self._mailbox = memories
+        arena.grow(plan.size)
+        mapped = arena.map()
+        self._control = plan.control(mapped)
+        self._control.words[words_of.DONE] = self._steps
+        self._mirror = self._framework.sharing.mirror(plan.layout, mapped)
+        pack(described(), self._mailbox, reduced)
+        pack(self._setup(plan, placement), parcel, reduced)
+        with self._watching():
+            self._crew.start(self._control, zygote)
+        if self._crew.told:
+            raise _unfit(_error(self._crew.told))
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -90,18 +96,22 @@ class Processes:
     def advance(self, batch: Any, horizon: int) -> StepReport:
         """See ``contracts.Engine.advance``."""
         self._check_able()
-        t, words = self._steps, self._control.words
         with self._watching():
+            if self._crew.interrupted:
+                self._halt()
+            t, words = self._steps, self._control.words
             if batch is not None:
                 self._crew.told = self._task(words_of.BATCH, {"batch": batch})
             elif words[words_of.DONE] == t:
                 self._go_on(t, horizon)
             else:  # there is a report already: only see to it that the workers need not stop
                 words[words_of.UNTIL] = max(words[words_of.UNTIL], min(horizon, t + words_of.RING))
+                if words[words_of.TROUBLE]:
+                    self._crew.wait(lambda: True, t)
         report = self._absorb() if words[words_of.DONE] > t else None
         if report is None or any(told.step == t for told in self._crew.told):
             raise self._failure(t)
-        return report
+        return report if batch is None else report._replace(epoch=None)
 
     def evaluate(self, metric_fn: Callable[..., Any], data: Any, batch_size: int) -> float:
         """See ``contracts.Engine.evaluate``: each worker measures a block of chunks."""
@@ -128,6 +138,12 @@ class Processes:
                 self._closed = True
                 self._crew.end()
 
+    def hand_back(self) -> None:
+        """Take the state home, or raise; then end the workers. Another engine goes on from the framework."""
+        self._check_able()
+        self._fetch()
+        self.close()
+
     def phases(self) -> dict[str, list[float]]:
         """Seconds that each worker has spent in each phase of its steps, for profiles."""
         times, count = self._control.times.tolist(), len(words_of.PHASES)
@@ -140,7 +156,6 @@ class Processes:
     def _setup(self, plan: Plan, placement: Placement) -> dict[str, Any]:
         """All that a worker needs to know."""
         return {
-            "habitat": described(),
             "placement": placement,
             "signature": plan.layout.signature(),
             "steps": self._steps,
@@ -151,16 +166,14 @@ class Processes:
     def _go_on(self, t: int, horizon: int) -> None:
         """Let the workers go on to ``horizon``, as far as reports have room, and wait for one step."""
         words, idle = self._control.words, self._control.all_idle
-        if idle() and words[words_of.TROUBLE]:  # met while running ahead
-            self._crew.wait(idle, t)
-            return
         while words[words_of.DONE] == t:
             words[words_of.UNTIL] = min(horizon, t + words_of.RING)
             if idle():
+                if words[words_of.TROUBLE]:  # met just now, or while running ahead
+                    self._crew.wait(idle, t)  # reads what was told
+                    return
                 self._crew.grant(words_of.STEPS)
             self._crew.wait(lambda: words[words_of.DONE] > t or idle(), min(horizon, t + words_of.RING // 2))
-            if words[words_of.DONE] == t and idle() and words[words_of.TROUBLE]:
-                return
 
     def _ask(self, evaluation: dict[str, Any]) -> list[Any]:
         """Have every worker do its part of an evaluation, or describe its state if there is none; their answers."""
@@ -174,21 +187,33 @@ class Processes:
         """Have every worker do something with ``thing``; what they told."""
         self._halt()
         pack(thing, self._mailbox, reduced)
+        self._settle()
         self._crew.grant(kind)
         self._crew.wait(self._control.all_idle, self._steps + 1)
+        return self._settle()
+
+    def _settle(self) -> list[Told]:
+        """Take in what the workers told: whether the run can go on after it."""
         told, self._crew.told = self._crew.told, []
+        for item in told:
+            if item.kind in WHERE:
+                self._lost = self._lost or item.kind == "torn"
+                self._ended = (
+                    f"{type(item.content).__name__} ({item.content}) at step {item.step} in {WHERE[item.kind]}"
+                )
         return told
 
     def _halt(self) -> None:
         """Stop at a step boundary, and count what was done on the way there."""
-        if not self._control.all_idle():
+        if self._crew.interrupted or not self._control.all_idle():
             self._crew.interrupt()
             try:
                 self._crew.wait(self._control.all_idle, 1 << 62)
             except KeyboardInterrupt:
                 self._give_up("it was interrupted again before it had come to a stop")
                 raise
-            self._crew.told.clear()
+            self._crew.interrupted = False
+            self._settle()
             self._control.words[words_of.TROUBLE] = 0
         while self._control.words[words_of.DONE] > self._steps:
             self._absorb()
@@ -227,17 +252,14 @@ class Processes:
 
     def _failure(self, t: int) -> BaseException:
         """The error to raise for step ``t``, out of what the workers told."""
-        told, self._crew.told = self._crew.told, []
+        with self._watching():
+            self._crew.wait(self._control.all_idle, 1 << 62)  # some may still be on their way there
         self._control.words[words_of.TROUBLE] = 0
+        told = self._settle()
         if not told:
-            return RunError(f"step {t} was given up, and no worker said why", step=t)
+            return RunError(f"step {t} was given up, and no worker said why; run it again", step=t)
         error = _error(told)
-        where = next((WHERE[item.kind] for item in told if item.kind in WHERE), None)
-        if where is None:
-            return error
-        self._lost = any(item.kind == "torn" for item in told)
-        self._ended = f"{type(error).__name__} ({error}) at step {t} in {where}"
-        if isinstance(error, PhalanxError):
+        if isinstance(error, PhalanxError) or not self._ended:
             return error
         failure = WorkerError(self._ended, step=t)
         failure.__cause__ = error

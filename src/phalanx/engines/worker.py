@@ -73,6 +73,7 @@ def live(channel: int, memories: Sequence[int], number: int) -> None:
     caller = Caller(channel)
     parcel, arena, mailbox = (Memory(0, fd) for fd in memories)
     try:
+        inhabit(unpack(mailbox))
         worker = Worker(caller, unpack(parcel), arena, mailbox, number)
     except Exception as error:
         caller.tell("failed", *_spelled(error))
@@ -95,7 +96,6 @@ class Worker:
     """
 
     def __init__(self, caller: Caller, setup: dict[str, Any], arena: Memory, mailbox: Memory, number: int) -> None:
-        inhabit(setup["habitat"])
         warnings.showwarning = self._pass_on
         signal.signal(signal.SIGINT, self._interrupted)
         self._caller = caller
@@ -158,7 +158,12 @@ class Worker:
             self._advance(self._dealer.brought(unpack(self._mailbox)["batch"]))
         else:
             task = unpack(self._mailbox)
-            self._caller.tell("result", self._evaluate(**task) if task else self._state())
+            self._computing = bool(task)
+            try:
+                answer = self._evaluate(**task) if task else self._state()
+            finally:
+                self._computing = False
+            self._caller.tell("result", answer)
 
     def _advance(self, shares: list[Share]) -> None:
         """One step."""
@@ -175,20 +180,24 @@ class Worker:
             words[words_of.AGREED] = t + 2 if more else t + 1
         try:
             commit(self._framework, self._link, t, proposal)
-        except Exception as error:
+        except BaseException as error:
             if not isinstance(error, Trouble):
                 self._caller.tell("torn", *_spelled(error), t)
             raise Trouble from error
         self._step = t + 1
+        failed = None
+        try:
+            self._framework.schedule(proposal.loss)
+        except Exception as error:
+            words[words_of.TROUBLE] = 1
+            self._caller.tell("unscheduled", *_spelled(error), t)
+            failed = error
         if self._number == 0:
             samples = sum([len(share.samples) for share in shares])
             self._control.write(t, proposal.loss, proposal.norm, lr, samples, started, time.perf_counter())
             self._wake_caller(idle=False)
-        try:
-            self._framework.schedule(proposal.loss)
-        except Exception as error:
-            self._caller.tell("unscheduled", *_spelled(error), t)
-            raise Trouble from error
+        if failed is not None:
+            raise Trouble from failed
         if not self._settled:
             self._settled = True
             give_back()  # optimizer state as the first update made it

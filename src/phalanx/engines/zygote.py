@@ -30,81 +30,111 @@ DESCRIPTORS = 6  # channel, output, errors, parcel, arena, mailbox
 
 
 def main(fd: int, parent: int) -> None:
-    """Serve ``parent`` over ``fd`` until it ends."""
+    """Serve ``parent`` over ``fd`` until it ends; never returns."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    server = socket.socket(fileno=fd)
-    watched = [server.fileno()]
-    if hasattr(os, "pidfd_open"):
-        with contextlib.suppress(ProcessLookupError):
-            watched.append(os.pidfd_open(parent))
-    if os.getppid() != parent:
-        return
-    prepare_process()
-    gc.collect()
-    gc.freeze()  # what is shared with workers stays shared, and their own objects are found quickly
-    server.send(b"{}")
-    poller = select.poll()
-    for item in watched:
-        poller.register(item, select.POLLIN)
-    while [item for item, _ in poller.poll()] == [server.fileno()]:
-        message, fds, _, _ = socket.recv_fds(server, MESSAGE_BYTES, DESCRIPTORS)
-        if not message:
+    watched = [fd, *_pidfd(parent)]
+    if os.getppid() == parent:
+        prepare_process()
+        gc.collect()
+        gc.freeze()  # what is shared with workers stays shared, and their own objects are found quickly
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)  # bound to a thread that may end; from here on we watch
+        with socket.socket(fileno=fd) as server:
+            Nursery(server, watched).serve()
+    os._exit(0)
+
+
+class Nursery:
+    """The zygote at work.
+
+    Parameters
+    ----------
+    server : socket.socket
+    watched : list of int
+        Its descriptor, and what tells that the parent has ended.
+    """
+
+    def __init__(self, server: socket.socket, watched: list[int]) -> None:
+        self._server = server
+        self._watched = watched
+        self._alive: dict[int, int] = {}  # pid of each worker: its pidfd, or -1
+        self._statuses: dict[int, int] = {}  # of workers that ended and were not asked for yet
+        self._poller = select.poll()
+        for fd in watched:
+            self._poller.register(fd, select.POLLIN)
+
+    def serve(self) -> None:
+        """Answer requests until the parent ends; then end all workers."""
+        self._server.send(b"{}")
+        while True:
+            ready = {fd for fd, _ in self._poller.poll()}
+            self._clear_away()
+            if ready & set(self._watched[1:]):
+                break
+            if self._server.fileno() in ready:
+                message, fds, _, _ = socket.recv_fds(self._server, MESSAGE_BYTES, DESCRIPTORS)
+                if not message:
+                    break
+                self._answer(json.loads(message), fds)
+        for pid in list(self._alive):
+            self._end(pid)
+
+    def _answer(self, request: dict[str, int], fds: Sequence[int]) -> None:
+        if "end" in request:
+            self._end(request["end"])
+            self._server.send(json.dumps({"status": self._statuses.pop(request["end"], 0)}).encode())
             return
-        _serve(server, json.loads(message), fds, watched)
+        zygote = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            inherited = [*self._watched, *(fd for fd in self._alive.values() if fd >= 0)]
+            _become_worker(zygote, request["worker"], fds, inherited)
+        for fd in fds:
+            os.close(fd)
+        with contextlib.suppress(PermissionError):  # the child does the same; who comes first does not matter
+            os.setpgid(pid, pid)
+        handles = _pidfd(pid)
+        for handle in handles:
+            self._poller.register(handle, select.POLLIN)
+        self._statuses.pop(pid, None)  # of an earlier process that had this number
+        self._alive[pid] = handles[0] if handles else -1
+        socket.send_fds(self._server, [json.dumps({"pid": pid}).encode()], handles)
+
+    def _clear_away(self) -> None:
+        """Take in workers that have ended by themselves."""
+        for pid in list(self._alive):
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                self._end(pid)
+
+    def _end(self, pid: int) -> None:
+        """Kill a worker and what it started, and wait for it. It is our child, so the pid is safe."""
+        if pid in self._alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+            self._statuses[pid] = os.waitpid(pid, 0)[1]
+            handle = self._alive.pop(pid)
+            if handle >= 0:
+                self._poller.unregister(handle)
+                os.close(handle)
 
 
-ENDED: dict[int, int] = {}  # wait status of workers that ended and were not asked for yet
+def _pidfd(pid: int) -> list[int]:
+    """A descriptor that is readable once a process has ended; none where there is no such thing."""
+    if not hasattr(os, "pidfd_open"):
+        return []
+    with contextlib.suppress(OSError):
+        return [os.pidfd_open(pid)]
+    return []
 
 
-def _clear_away() -> None:
-    """Take in workers that have ended by themselves, and end what they had started."""
-    while True:
-        try:
-            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            return
-        if found is None:
-            return
-        ENDED[found.si_pid] = _end(found.si_pid)
-
-
-def _serve(server: socket.socket, request: dict[str, int], fds: Sequence[int], watched: Sequence[int]) -> None:
-    _clear_away()
-    if "end" in request:
-        pid = request["end"]
-        status = ENDED.pop(pid) if pid in ENDED else _end(pid)
-        server.send(json.dumps({"status": status}).encode())
-        return
-    zygote = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        _become_worker(zygote, request["worker"], fds, watched)
-    with contextlib.suppress(PermissionError):  # the child does the same; who comes first does not matter
-        os.setpgid(pid, pid)
-    ENDED.pop(pid, None)  # of an earlier process that had this number
-    for fd in fds:
-        os.close(fd)
-    handle = [os.pidfd_open(pid)] if hasattr(os, "pidfd_open") else []
-    socket.send_fds(server, [json.dumps({"pid": pid}).encode()], handle)
-    for fd in handle:
-        os.close(fd)
-
-
-def _end(pid: int) -> int:
-    """Kill a worker and what it started, and wait for it; returns the wait status. It is ours, so the pid is safe."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    return os.waitpid(pid, 0)[1]
-
-
-def _become_worker(zygote: int, number: int, fds: Sequence[int], watched: Sequence[int]) -> None:
+def _become_worker(zygote: int, number: int, fds: Sequence[int], inherited: Sequence[int]) -> None:
     """Everything a forked child does; never returns."""
     code = 1
     try:
         os.setpgid(0, 0)
         _die_with_parent(zygote)
         keep_freed()
-        for fd in watched:
+        for fd in inherited:
             os.close(fd)
         channel, output, errors, *memories = fds
         sys.stdout, sys.stderr = _text(output, 1), _text(errors, 2)

@@ -126,4 +126,7 @@ def _storages(parameters: Sequence[torch.Tensor]) -> dict[int, int]:
 
 def _dense_spec(tensor: torch.Tensor) -> Spec:
     """Shape, strides and dtype that autograd gives a gradient: the tensor's own if it is dense, else row by row."""
-    return tuple(tensor.shape), torch.empty_like(tensor, device="meta").stride(), tensor.dtype
+    steps = [(length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    if sum(steps) + 1 == tensor.numel():
+        return tuple(tensor.shape), tensor.stride(), tensor.dtype
+    return tuple(tensor.shape), torch.empty(tensor.shape, device="meta").stride(), tensor.dtype

@@ -34,7 +34,8 @@ class Update:
         self._norm: torch.Tensor | None = None
         self._max_norm = definition.max_norm
         self.optimizers = build_optimizers(definition, named)
-        self.foreign = any(not type(made).__module__.startswith("torch.optim") for made in self.optimizers)
+        self.foreign = any(map(_foreign, self.optimizers))
+        self._idle = False
         self._stepped = False
         self._seed = definition.seed
         make = definition.scheduler
@@ -53,7 +54,11 @@ class Update:
     @property
     def norm_dtype(self) -> torch.dtype:
         """What the norm of a parameter's gradient is; float64 where the whole norm is computed at once."""
-        return torch.float64 if self.whole else torch.linalg.vector_norm(self._parameters[0].detach()[:0]).dtype
+        return (
+            torch.float64
+            if self.whole
+            else torch.linalg.vector_norm(self._parameters[0].detach().reshape(-1)[:0]).dtype
+        )
 
     def options(self) -> list[Any]:
         """Options of parameter groups and the state of schedules, for a process that continues."""
@@ -75,6 +80,7 @@ class Update:
     def restrict(self, owned: Sequence[int]) -> None:
         """Update only these parameters; groups keep their options and the schedule."""
         mine = {id(self._parameters[index]) for index in owned}
+        self._idle = self.whole and not mine  # an optimizer from elsewhere may not expect empty groups
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 kept = [position for position, parameter in enumerate(group["params"]) if id(parameter) in mine]
@@ -106,7 +112,7 @@ class Update:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._max_norm, self._norm)
         if self.foreign:
             generators.seed(update_key(self._seed, step))
-        for optimizer in self.optimizers:
+        for optimizer in self.optimizers if not self._idle else ():
             _step(optimizer)
         self._stepped = True
         for parameter in self._parameters:
@@ -127,6 +133,21 @@ class Update:
                 scheduler.step(loss)
             else:
                 scheduler.step()
+
+
+def check_no_global_hooks() -> None:
+    """Hooks for all optimizers were registered in the caller's process; workers would not have them."""
+    if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+        raise UsageError(
+            "hooks for all optimizers are registered in this process (register_optimizer_step_pre_hook or _post_hook), "
+            "which workers do not have; register them on the optimizer that the recipe makes, or use engine='inline'"
+        )
+
+
+def _foreign(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it may look at all parameters at once, or keep state where nobody looks: not torch's own, or hooked."""
+    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return not type(optimizer).__module__.startswith("torch.optim") or bool(hooked)
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:

@@ -90,7 +90,7 @@ class Rooms:
             described.append({"parameters": found, "beside": beside})
         return described
 
-    def take(self, described: Sequence[dict[Any, Any]], indices: Iterable[int]) -> None:
+    def take(self, described: Sequence[dict[Any, Any]], indices: Iterable[int], *, beside: bool = True) -> None:
         """Make described state of these parameters this process's own; it stays where it lies."""
         wanted = set(indices)
         for optimizer, state in zip(self._optimizers, described, strict=True):
@@ -99,7 +99,7 @@ class Rooms:
                     optimizer.state[self._parameters[index]] = map_tree(
                         lambda leaf, at=index: self._taken(at, leaf), value
                     )
-            optimizer.state.update(state["beside"])
+            optimizer.state.update(state["beside"] if beside else {})
 
     def _housed(self, index: int, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.data_ptr() in self._placed or leaf.numel() == 0:

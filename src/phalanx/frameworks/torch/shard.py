@@ -18,7 +18,7 @@ from phalanx.errors import UsageError
 from phalanx.frameworks.torch.buffers import Buffers, Left
 from phalanx.frameworks.torch.gradient import Collector
 from phalanx.frameworks.torch.layout import Layout, Take, lay_out
-from phalanx.frameworks.torch.optimizer import Update
+from phalanx.frameworks.torch.optimizer import Update, check_no_global_hooks
 from phalanx.frameworks.torch.rooms import Rooms, view
 from phalanx.frameworks.torch.slots import Slots
 from phalanx.plan.placement import Placement
@@ -38,8 +38,14 @@ class Sharing:
         """How many parameters there are."""
         return len(self.parameters)
 
+    @property
+    def portable(self) -> bool:
+        """Whether the whole state is known: optimizers from elsewhere may keep some in attributes."""
+        return not self.updates.foreign
+
     def lay_out(self, placement: Placement, take: Take) -> Layout:
         """Give everything its place in an arena."""
+        check_no_global_hooks()
         for parameter in self.parameters:
             if parameter.device.type != "cpu":
                 raise UsageError(
@@ -148,8 +154,8 @@ class Mirror:
         for optimizer in self._updates.optimizers:
             optimizer.state.clear()
         rooms = self._new_rooms()
-        for state in states:
-            rooms.take(state["optimizers"], self._all)
+        for number, state in enumerate(states):  # what optimizers keep beside is the first worker's
+            rooms.take(state["optimizers"], self._all, beside=number == 0)
         self._updates.take_options(states[0]["options"])
 
     def _new_rooms(self) -> Rooms:
