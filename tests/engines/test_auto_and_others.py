@@ -1,0 +1,207 @@
+"""The engine that measures, and what a review of the workers found: each of these once went wrong."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import phalanx
+from phalanx.engines import auto
+from phalanx.engines.launch import WARM
+from tests.families import ADAMW, FAMILIES, FEATURES, mlp
+
+
+def both(recipe):
+    """The results of one worker here and of two processes."""
+    return recipe.train(engine="inline"), recipe.train(engine="processes", workers=2)
+
+
+def assert_same(one, other):
+    assert (one.digest, one.loss_history) == (other.digest, other.loss_history)
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """An engine that moves as soon as it can."""
+    monkeypatch.setattr(auto, "START_SECONDS", -1.0)
+    monkeypatch.setattr(auto, "MOVE_SECONDS", -1.0)
+    monkeypatch.setattr("phalanx.engines.opening.usable_cores", lambda: 2)
+    WARM.zygote()
+    WARM._zygote._ask({"end": 0})  # returns when it is awake
+
+
+def moves(recipe, **options):
+    """How many workers each step had, and the result."""
+    with recipe.start(**options) as run:
+        counts = [run._engine.workers for _ in run]
+    return counts, run.result()
+
+
+@pytest.mark.parametrize("family", ["mlp", "conv_norm", "two_groups", "counting"])
+def test_a_run_that_moves_to_workers_and_back_keeps_its_bits(eager, monkeypatch, family):
+    """Inline, then two workers, then inline again: one digest; the workers are made to seem slower."""
+    recipe = FAMILIES[family].recipe(3, steps=20, optimizer=ADAMW)
+    monkeypatch.setattr(auto.Auto, "_alone", property(lambda self: -1.0, lambda self, value: None), raising=False)
+    counts, result = moves(recipe)
+    assert [count for count, _ in itertools.groupby(counts)] == [1, 2, 1]
+    assert_same(result, recipe.train(engine="inline"))
+
+
+def test_a_schedule_moves_along(eager):
+    """A cosine schedule goes on in the workers where it was."""
+    schedule = functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=9)
+    recipe = FAMILIES["mlp"].recipe(3, steps=9, scheduler=schedule)
+    counts, result = moves(recipe)
+    assert counts[-1] == 2
+    assert_same(result, recipe.train(engine="inline"))
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a count in an attribute, where nobody else finds it; it decides the rate."""
+
+    def __init__(self, named):
+        super().__init__(named, lr=0.1)
+        self.count = 0
+
+    def step(self, closure=None):
+        self.count += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.count
+        return super().step(closure)
+
+
+def test_an_optimizer_from_elsewhere_does_not_move(eager):
+    """What it keeps in attributes would be lost on the way, so such a run stays where it is."""
+    recipe = FAMILIES["mlp"].recipe(3, steps=8, optimizer=Counting)
+    counts, result = moves(recipe)
+    assert set(counts) == {1}
+    assert_same(result, recipe.train(engine="inline"))
+
+
+def test_a_recipe_that_cannot_travel_stays(eager):
+    """A generator in the loss's closure cannot be sent: the run goes on here, without a word."""
+    stream = (number for number in range(100))
+
+    def loss(output, target):
+        next(stream)
+        return F.cross_entropy(output, target)
+
+    counts, _ = moves(FAMILIES["mlp"].recipe(3, steps=8, loss_fn=loss))
+    assert set(counts) == {1}
+
+
+def hooked(named):
+    """An optimizer whose hook normalises all gradients together."""
+    optimizer = torch.optim.SGD(named, lr=0.1)
+
+    def together(optimizer, args, kwargs):
+        torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.01)
+
+    optimizer.register_step_pre_hook(together)
+    return optimizer
+
+
+class Stacking(torch.optim.SGD):
+    """Looks at all its parameters at once, and expects some."""
+
+    def step(self, closure=None):
+        grads = [p.grad.norm() for group in self.param_groups for p in group["params"]]
+        self.state["total"] = {"norm": torch.stack(grads).sum()}
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("optimizer", [hooked, functools.partial(Stacking, lr=0.1), Counting])
+def test_optimizers_that_see_everything_run_whole(optimizer):
+    """Hooks, empty groups, state beside the parameters: one worker has all of it."""
+    assert_same(*both(FAMILIES["mlp"].recipe(3, optimizer=optimizer)))
+
+
+def test_hooks_for_all_optimizers_are_refused():
+    """They are registered in this process, so workers do not have them."""
+    handle = register_optimizer_step_pre_hook(lambda *_: None)
+    try:
+        with pytest.raises(phalanx.UsageError, match=r"hooks for all optimizers.*engine='inline'"):
+            FAMILIES["mlp"].recipe(3).train(engine="processes", workers=2)
+    finally:
+        handle.remove()
+
+
+class Scaled(torch.nn.Module):
+    """The first parameter has no axis, as CLIP's logit scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(1.0))
+        self.body = mlp()
+
+    def forward(self, x):
+        return self.body(x) * self.scale
+
+
+def test_a_first_parameter_without_axes():
+    """Norms of numbers are norms too."""
+    assert_same(*both(phalanx.Recipe(Scaled, FEATURES, F.cross_entropy, replicas=3, batch_size=8, steps=3)))
+
+
+class Sliced(torch.nn.Module):
+    """A weight that is every other column of a bigger tensor, transposed."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(16, 10)[:, ::2].t())
+        self.head = torch.nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.head(torch.relu(x @ self.weight))
+
+
+def test_a_weight_that_is_not_dense():
+    """Its gradient is laid out row by row, wherever it is kept."""
+    recipe = phalanx.Recipe(Sliced, FEATURES, F.cross_entropy, replicas=4, batch_size=8, steps=3, max_norm=0.1)
+    assert_same(*both(recipe))
+
+
+class Aliased(torch.nn.Module):
+    """Keeps a view of a weight as a plain attribute, and uses it."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = mlp()
+        self.__dict__["view"] = self.body[0].weight.detach()
+
+    def forward(self, x):
+        return self.body(x) + self.view.sum()
+
+
+def test_views_of_weights_move_along():
+    """A plain attribute over a weight's memory sees the weight as it is now, in workers too."""
+    assert_same(*both(phalanx.Recipe(Aliased, FEATURES, F.cross_entropy, replicas=3, batch_size=8, steps=4)))
+
+
+def test_a_brought_batch_has_no_epoch():
+    """Also where the recipe has data: reports are the same in every engine."""
+    for options in ({"engine": "inline"}, {"engine": "processes", "workers": 2}):
+        seen = []
+        with FAMILIES["mlp"].recipe(2).start(callbacks=[seen.append], **options) as run:
+            run.step((FEATURES[0][:4], FEATURES[1][:4]))
+            run.step()
+        assert [report.epoch for report in seen] == [None, 0], options
+
+
+def test_a_run_is_watched_again_after_a_finish_that_failed():
+    """Holding a report after that means what it always means."""
+    calls = itertools.count()
+
+    def loss(output, target):
+        if next(calls) == 5:
+            raise ValueError("once")
+        return F.cross_entropy(output, target)
+
+    with FAMILIES["mlp"].recipe(2, loss_fn=loss, steps=12).start(engine="processes", workers=2) as run:
+        with pytest.raises(phalanx.WorkerError):
+            run.finish()
+        report = next(run)
+        assert run.result().steps == report.step + 1
