@@ -13,7 +13,6 @@ import signal
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from phalanx.engines import control as words_of
@@ -21,23 +20,12 @@ from phalanx.engines.control import Control, fence
 from phalanx.engines.launch import Hand, Zygote
 from phalanx.engines.memory import Memory
 from phalanx.engines.output import Output
+from phalanx.engines.told import Told
 from phalanx.errors import RunError
 from phalanx.surroundings import Interrupts
 
 POLL_MILLISECONDS = 50
 FAREWELL_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class Told:
-    """What a worker told: a result, or an error with its cause and traceback."""
-
-    worker: int
-    kind: str
-    content: Any
-    cause: BaseException | None = None
-    text: str = ""
-    step: int | None = None
 
 
 class Crew:

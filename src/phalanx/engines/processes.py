@@ -15,11 +15,12 @@ from phalanx.contracts import Course, Exported, Framework
 from phalanx.definition import Definition
 from phalanx.engines import control as words_of
 from phalanx.engines.arena import Plan
-from phalanx.engines.crew import Crew, Told
+from phalanx.engines.crew import Crew
 from phalanx.engines.habitat import described
 from phalanx.engines.launch import Zygote
 from phalanx.engines.memory import Memory, available_bytes
 from phalanx.engines.parcel import pack
+from phalanx.engines.told import Told, first_error, unfit
 from phalanx.errors import PhalanxError, RunError, UsageError, WorkerError
 from phalanx.evaluation import averaged
 from phalanx.events import StepReport
@@ -86,7 +87,7 @@ class Processes:
         with self._watching():
             self._crew.start(self._control, zygote)
         if self._crew.told:
-            raise _unfit(_error(self._crew.told))
+            raise unfit(first_error(self._crew.told))
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -180,7 +181,7 @@ class Processes:
         with self._watching():
             told = self._task(words_of.TASK, evaluation)
         if any(item.kind != "result" for item in told):
-            raise _error(told)
+            raise first_error(told)
         return [item.content for item in sorted(told, key=lambda item: item.worker)]
 
     def _task(self, kind: int, thing: Any) -> list[Told]:
@@ -258,7 +259,7 @@ class Processes:
         told = self._settle()
         if not told:
             return RunError(f"step {t} was given up, and no worker said why; run it again", step=t)
-        error = _error(told)
+        error = first_error(told)
         if isinstance(error, PhalanxError) or not self._ended:
             return error
         failure = WorkerError(self._ended, step=t)
@@ -278,29 +279,3 @@ def _check_room(plan: Plan, placement: Placement) -> None:
             f"state and gradients, but {available / 1e9:.1f} GB are available; use fewer workers, or engine='inline' "
             "(same answer)"
         )
-
-
-def _error(told: Sequence[Told]) -> BaseException:
-    """The error to raise out of several: that of the lowest replica, as one worker alone would have met it."""
-    errors = [item for item in told if item.kind != "result"]
-    first = min(errors, key=lambda item: (_replica(item.content) is None, _replica(item.content) or 0, item.worker))
-    error = first.content
-    error.__cause__ = first.cause
-    (first.cause or error).add_note(f"in worker {first.worker}:\n{first.text}")
-    return error
-
-
-def _unfit(error: BaseException) -> BaseException:
-    """Why a run cannot begin."""
-    if isinstance(error, PhalanxError):
-        return error
-    failure = UsageError(
-        f"a worker process could not make the recipe its own: {type(error).__name__}: {error}; a worker is a new "
-        "interpreter with your sys.path and environment: what the recipe needs must be there, or use engine='inline'"
-    )
-    failure.__cause__ = error
-    return failure
-
-
-def _replica(error: Any) -> int | None:
-    return getattr(error, "replica", None)

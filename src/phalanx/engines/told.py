@@ -1,0 +1,47 @@
+"""What workers tell the caller's process, and which of several errors it raises."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.errors import PhalanxError, UsageError
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a worker told: a result, or an error with its cause and traceback."""
+
+    worker: int
+    kind: str
+    content: Any
+    cause: BaseException | None = None
+    text: str = ""
+    step: int | None = None
+
+
+def first_error(told: Sequence[Told]) -> BaseException:
+    """The error to raise out of several: that of the lowest replica, as one worker alone would have met it."""
+    errors = [item for item in told if item.kind != "result"]
+    first = min(errors, key=lambda item: (_replica(item.content) is None, _replica(item.content) or 0, item.worker))
+    error = first.content
+    error.__cause__ = first.cause
+    (first.cause or error).add_note(f"in worker {first.worker}:\n{first.text}")
+    return error
+
+
+def unfit(error: BaseException) -> BaseException:
+    """Why a run cannot begin."""
+    if isinstance(error, PhalanxError):
+        return error
+    failure = UsageError(
+        f"a worker process could not make the recipe its own: {type(error).__name__}: {error}; a worker is a new "
+        "interpreter with your sys.path and environment: what the recipe needs must be there, or use engine='inline'"
+    )
+    failure.__cause__ = error
+    return failure
+
+
+def _replica(error: Any) -> int | None:
+    return getattr(error, "replica", None)
