@@ -11,6 +11,7 @@ process per column in turn, so that what else the machine does hits all columns 
 
 import argparse
 import datetime
+import itertools
 import json
 import math
 import pathlib
@@ -36,9 +37,7 @@ README = pathlib.Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- step:begin -->", "<!-- step:end -->"
 STATE_PASSES = 6  # weights and AdamW's two states, read and written
 METHOD = """Rounds: {rounds}, interleaved, a fresh process per column and round. Times are medians, ratios are medians
-of each round's ratio. The time of phalanx is `result.seconds / result.steps` of a whole free-running run, its first
-steps included, for both engines ({steps}). The plain loop and DDP are
-timed after warm steps, a fifth as many. DDP: Gloo on loopback, `gradient_as_bucket_view`, `static_graph`, the same
+of each round's ratio. Everything is timed after warm steps, a fifth as many ({steps} are timed). DDP: Gloo on loopback, `gradient_as_bucket_view`, `static_graph`, the same
 fused AdamW, one thread per worker. The whole batch is the same everywhere; W workers have R = W replicas where nothing
 else is said."""
 LIMIT = """Computing alone: 2 processes at once, forward and backward of one share each, nothing else, with memory
@@ -51,23 +50,34 @@ Facts = dict[str, list[dict]]
 
 
 def phalanx_facts(case: models.Case, replicas: int, workers: int) -> dict:
-    """A whole `train()`: seconds a step, digest, and seconds a step in each phase, mean of the workers."""
+    """A whole run: seconds a step after the warm steps, digest, and seconds a step in each phase, mean of the workers."""
     import phalanx
 
     recipe = phalanx.Recipe(
         case.make_model, (case.x, case.y), case.loss_fn, replicas=replicas, batch_size=case.batch_size,
-        steps=case.steps, optimizer=models.OPTIMIZER,
+        steps=case.warm_up + case.steps, optimizer=models.OPTIMIZER,
     )  # fmt: skip
     phases = {}
     with recipe.start(workers=workers, engine="inline" if workers == 1 else "processes", progress=False) as run:
+        for _ in itertools.islice(run, case.warm_up):
+            pass
+        warm = clocks(run) if workers > 1 else {}
         began = time.perf_counter()
         run.finish()
         ended = time.perf_counter()
-        if workers > 1:  # the engine is nobody's business but a profile's
-            phases = {name: statistics.mean(times) / case.steps for name, times in run._engine.phases().items()}
-    result = run.result()
-    seconds = result.seconds / result.steps
-    return {"seconds": seconds, "span": [began, ended], "digest": result.digest, "phases": phases}
+        if workers > 1:
+            phases = {name: (spent - warm[name]) / case.steps for name, spent in clocks(run).items()}
+    return {
+        "seconds": (ended - began) / case.steps,
+        "span": [began, ended],
+        "digest": run.result().digest,
+        "phases": phases,
+    }
+
+
+def clocks(run) -> dict[str, float]:
+    """Seconds spent in each phase so far, mean of the workers. The engine is nobody's business but a profile's."""
+    return {name: statistics.mean(times) for name, times in run._engine.phases().items()}
 
 
 def measure(column: str, case: models.Case) -> dict:
