@@ -37,9 +37,9 @@ README = pathlib.Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- step:begin -->", "<!-- step:end -->"
 STATE_PASSES = 6  # weights and AdamW's two states, read and written
 METHOD = """Rounds: {rounds}, interleaved, a fresh process per column and round. Times are medians, ratios are medians
-of each round's ratio. Everything is timed after warm steps, a fifth as many ({steps} are timed). DDP: Gloo on loopback, `gradient_as_bucket_view`, `static_graph`, the same
-fused AdamW, one thread per worker. The whole batch is the same everywhere; W workers have R = W replicas where nothing
-else is said."""
+of each round's ratio. Everything is timed after warm steps, a fifth as many ({steps} are timed). DDP: Gloo
+on loopback, `gradient_as_bucket_view`, `static_graph`, the same fused AdamW, one thread per worker. The
+whole batch is the same everywhere; W workers have R = W replicas where nothing else is said."""
 LIMIT = """Computing alone: 2 processes at once, forward and backward of one share each, nothing else, with memory
 handled as in phalanx's workers (kept by the process, in huge pages). Traffic: each of the 2 gradients read once,
 weights and AdamW's two states read and written once, at the bandwidth of copying 256 MiB with all cores (bytes read and
@@ -50,7 +50,7 @@ Facts = dict[str, list[dict]]
 
 
 def phalanx_facts(case: models.Case, replicas: int, workers: int) -> dict:
-    """A whole run: seconds a step after the warm steps, digest, and seconds a step in each phase, mean of the workers."""
+    """A whole run: seconds a step after the warm steps, digest, and seconds a step in each phase, mean of workers."""
     import phalanx
 
     recipe = phalanx.Recipe(

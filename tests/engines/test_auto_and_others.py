@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import threading
+import time
 
 import pytest
 import torch
@@ -9,7 +11,8 @@ from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import phalanx
-from phalanx.engines import auto
+from phalanx.engines import auto, control
+from phalanx.engines.control import Control, Meeting
 from phalanx.engines.launch import WARM
 from tests.families import ADAMW, FAMILIES, FEATURES, mlp
 
@@ -48,6 +51,45 @@ def test_a_run_that_moves_to_workers_and_back_keeps_its_bits(eager, monkeypatch,
     counts, result = moves(recipe)
     assert [count for count, _ in itertools.groupby(counts)] == [1, 2, 1]
     assert_same(result, recipe.train(engine="inline"))
+
+
+def test_workers_are_judged_by_all_that_a_step_costs(eager, monkeypatch):
+    """Steps that are quick in themselves, with long waits between them, are slow: the run moves back."""
+    advance = auto.Processes.advance
+
+    def slow(self, batch, horizon):
+        time.sleep(0.05)
+        return advance(self, batch, horizon)._replace(seconds=0.0)
+
+    monkeypatch.setattr(auto.Processes, "advance", slow)
+    counts, _ = moves(FAMILIES["mlp"].recipe(3, steps=20))
+    assert [count for count, _ in itertools.groupby(counts)] == [1, 2, 1]
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_meetings_hold_with_and_without_the_kernel(monkeypatch, ordered):
+    """Processors that reorder memory take another way; what was written before a meeting is seen after it."""
+    monkeypatch.setattr(control, "ORDERED", ordered)
+    workers, rounds = 3, 50
+    words = memoryview(bytearray(8 * Control.word_count(workers))).cast("q")
+    floats = memoryview(bytearray(8 * Control.float_count(workers, workers))).cast("d")
+    block = Control(words, floats, workers, workers)
+    seen = [[] for _ in range(workers)]
+
+    def work(worker):
+        meeting = Meeting(block, worker)
+        for number in range(rounds):
+            block.rows[worker] = number
+            meeting.meet(control.COMPUTE, control.FOLD)
+            seen[worker].append(block.rows[:workers].tolist())
+            meeting.meet(control.FOLD, control.COMPUTE)
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [[[number] * workers for number in range(rounds)]] * workers
 
 
 def test_a_schedule_moves_along(eager):

@@ -7,8 +7,11 @@ that is not wholly known (optimizers from elsewhere) stays where it is.
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -44,8 +47,10 @@ class Auto:
         self._most = workers
         self._inline = Inline(definition, framework, self.course)
         self._engine: Engine = self._inline
-        self._recent: list[float] = []
-        self._alone = 0.0  # seconds of a step without workers
+        self._seconds: deque[float] = deque(maxlen=TRIAL)  # of a step, without what is between steps
+        self._ends: deque[float] = deque(maxlen=TRIAL + 1)  # when steps were done
+        self._left = WARM_UP + TRIAL  # steps until workers are judged
+        self._alone = 0.0  # seconds from step to step without workers
         self._processes: Processes | None = None
         movable = framework.sharing.portable
         self._consider: Callable[[], None] | None = self._think_of_starting if movable else None
@@ -70,8 +75,9 @@ class Auto:
         if self._consider is not None:
             self._consider()
         report = self._engine.advance(batch, horizon)
-        if self._consider is not None:
-            self._recent.append(report.seconds)
+        if self._consider is not None and self.course.span is not None:
+            self._seconds.append(report.seconds)
+            self._ends.append(self.course.span[1])
         return report
 
     def evaluate(self, metric_fn: Callable[..., Any], data: Any, batch_size: int) -> float:
@@ -102,8 +108,7 @@ class Auto:
         if self._gain() < MOVE_SECONDS:
             self._consider = None
             return
-        self._alone = statistics.median(self._recent[-TRIAL:])
-        self._recent.clear()
+        self._alone = _pace(self._ends)
         self._consider = self._judge
         try:
             placement = place(self._definition.replicas, self._most)
@@ -114,16 +119,22 @@ class Auto:
 
     def _judge(self) -> None:
         """Move back if the workers are slower."""
-        if len(self._recent) == WARM_UP + TRIAL:
+        self._left -= 1
+        if self._left < 0:
             self._consider = None
-            if self._processes is not None and statistics.median(self._recent[WARM_UP:]) > self._alone:
+            if self._processes is not None and _pace(self._ends) > self._alone:
                 self._processes.hand_back()
                 self._engine = Inline(self._definition, self._framework, self.course)
 
     def _gain(self) -> float:
         """Seconds that workers might save: what is left, if all of them computed at once and nothing else took time."""
         done = len(self.course.loss_history)
-        if done < WARM_UP:
-            return 0.0
+        if len(self._ends) < WARM_UP:
+            return -math.inf
         left = done if self._definition.data is None else self._definition.plan.steps - done
-        return left * statistics.median(self._recent[-TRIAL:]) * (1 - 1 / self._most)
+        return left * statistics.median(self._seconds) * (1 - 1 / self._most)
+
+
+def _pace(ends: Iterable[float]) -> float:
+    """Seconds from the end of a step to the end of the next: all that steps cost, whoever does it."""
+    return statistics.median(later - earlier for earlier, later in itertools.pairwise(ends))

@@ -74,7 +74,9 @@ class Control:
     def all_idle(self) -> bool:
         """Whether every worker is done with the latest grant."""
         grant = self.words[GRANT]
-        return all(self.words[self.place(worker, IDLE)] == grant for worker in range(self.workers))
+        idle = all(self.words[self.place(worker, IDLE)] == grant for worker in range(self.workers))
+        order()
+        return idle
 
     def write(self, step: int, *report: float) -> None:
         """Report a finished step: loss, norm, lr, samples, started, ended."""
@@ -82,10 +84,12 @@ class Control:
         for value in report:
             self.ring[place] = value
             place += 1
+        order()
         self.words[DONE] = step + 1
 
     def report(self, step: int) -> Sequence[float]:
         """What was written of ``step``: loss, norm, lr, samples, started, ended."""
+        order()
         start = step % RING * REPORT
         return self.ring[start : start + REPORT].tolist()
 
@@ -128,14 +132,12 @@ class Meeting:
         words = self._words
         arrived = time.perf_counter()
         self._round = mine = self._round + 1
-        if not ORDERED:
-            through_kernel()
+        order()
         words[self._mine] = mine
         for other in self._others:
             if words[other] < mine:
                 self._wait(other, mine)
-        if not ORDERED:
-            through_kernel()
+        order()
         words[self._phase] = after
         now = time.perf_counter()
         self._times[self._clock + before] += arrived - self._since
@@ -159,6 +161,15 @@ class Meeting:
 
 
 FENCE: Final = threading.Lock()
+
+
+def order() -> None:
+    """What was written before is seen before what is written after, and read before what is read after.
+
+    x86 processors do that by themselves.
+    """
+    if not ORDERED:
+        through_kernel()
 
 
 def fence() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from phalanx.engines import control as words_of
-from phalanx.engines.control import Control, fence
+from phalanx.engines.control import Control, fence, order
 from phalanx.engines.launch import Hand, Zygote
 from phalanx.engines.memory import Memory
 from phalanx.engines.output import Output
@@ -79,6 +79,7 @@ class Crew:
         """Set idle workers to work."""
         words = self._control.words
         words[words_of.KIND], words[words_of.PAUSE], words[words_of.TROUBLE] = kind, 0, 0
+        order()
         words[words_of.GRANT] += 1
         fence()
         for hand in self._hands:

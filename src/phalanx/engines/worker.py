@@ -26,7 +26,7 @@ from phalanx.deal import Dealer
 from phalanx.definition import Definition
 from phalanx.engines import control as words_of
 from phalanx.engines.arena import Plan
-from phalanx.engines.control import Control, Meeting, Trouble, fence
+from phalanx.engines.control import Control, Meeting, Trouble, fence, order
 from phalanx.engines.habitat import inhabit
 from phalanx.engines.heap import give_back
 from phalanx.engines.link import ArenaLink
@@ -135,6 +135,7 @@ class Worker:
         grant = 0
         while True:
             grant = self._next_grant(grant)
+            order()
             self._meeting.begin(grant)
             try:
                 self._do(words[words_of.KIND])
@@ -144,6 +145,7 @@ class Worker:
                 words[words_of.TROUBLE] = 1
                 self._caller.tell("error", *_spelled(error), self._step)
             sys.stdout.flush()
+            order()
             words[self._control.place(self._number, words_of.IDLE)] = grant
             fence()
             self._wake_caller(idle=self._control.all_idle())
