@@ -112,6 +112,7 @@ def _ddp_worker(rank: int, workers: int, case: models.Case, store: str, results)
 
     facts = timed(case, shuffled(case, rank, workers), do, distributed.barrier)
     results.put((rank, facts))
+    distributed.barrier()
     distributed.destroy_process_group()
 
 
