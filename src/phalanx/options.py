@@ -38,7 +38,6 @@ LATER: Mapping[str, Any] = {
     "snapshot_every": "auto",
     "keep_snapshots": 3,
     "on_snapshot_error": "continue",
-    "deadline_seconds": "auto",
     "warm_start": None,
 }
 
@@ -50,6 +49,7 @@ class Settled:
     workers: int | None
     engine: str
     device: str | None
+    deadline_seconds: float | None
     evaluation: Evaluation | None
     callbacks: tuple[Callable[[StepReport], Any], ...]
     progress: bool | str
@@ -70,8 +70,7 @@ def settle(options: Mapping[str, Any], replicas: int) -> Settled:
     for name, default in LATER.items():
         if options.get(name, default) != default:
             raise UsageError(
-                f"{name} is {checks.shown(options[name])}, but this version takes no snapshots and replaces no "
-                "workers; leave it out"
+                f"{name} is {checks.shown(options[name])}, but this version writes no snapshots; leave it out"
             )
     engine = options.get("engine", "auto")
     workers = _checked_workers(options.get("workers", "auto"), replicas)
@@ -83,6 +82,7 @@ def settle(options: Mapping[str, Any], replicas: int) -> Settled:
         workers=workers,
         engine=engine,
         device=device,
+        deadline_seconds=_checked_deadline(options.get("deadline_seconds", "auto")),
         evaluation=_checked_evaluation(options.get("evaluation")),
         callbacks=_checked_callbacks(options.get("callbacks", ())),
         progress=progress,
@@ -122,6 +122,13 @@ def _check_engine(engine: Any, workers: int | None, device: str | None) -> None:
         )
     if (engine == "processes" or several) and not hasattr(select, "poll"):
         raise UsageError("worker processes need Linux or macOS; use engine='inline' (same answer)")
+
+
+def _checked_deadline(seconds: Any) -> float | None:
+    """Seconds; None for 'auto'."""
+    if seconds == "auto":
+        return None
+    return checks.positive("deadline_seconds", seconds, hint="or 'auto'")
 
 
 def _first_device(devices: Any) -> str | None:

@@ -145,7 +145,7 @@ class Recipe(Definition):
             )
         from phalanx.engines.opening import open_engine  # the first run imports what starts processes
 
-        engine = open_engine(self, settled.engine, settled.workers, settled.device)
+        engine = open_engine(self, settled.engine, settled.workers, settled.device, settled.deadline_seconds)
         total = None if self.data is None else self.plan.steps
         progress = Progress(settled.progress, total)
         return Run(self, engine, settled.callbacks, settled.evaluation, progress, called)

@@ -67,16 +67,28 @@ class Shard(Protocol):
         """The buffers that a replica left, wherever it ran."""
         ...
 
-    def house(self) -> None:
-        """Move optimizer state that this worker owns into the arena, as far as it is not there yet."""
+    def house(self) -> bool:
+        """Move optimizer state that this worker owns into the arena, as far as it is not there; True if some was."""
+        ...
+
+    def described(self) -> Any:
+        """The optimizer state that this worker owns; can be pickled, and stays true as long as nothing is housed."""
         ...
 
     def state(self) -> dict[str, Any]:
         """What of the state is not weights or buffers, as far as this worker owns it; can be pickled."""
         ...
 
-    def take(self, state: dict[str, Any]) -> None:
-        """Continue from such a description."""
+    def take(self, optimizers: Sequence[Any], options: Any) -> None:
+        """Continue from what was described, earlier descriptions first, and from options."""
+        ...
+
+    def save(self) -> None:
+        """Copy what this worker owns into the snapshot."""
+        ...
+
+    def restore(self) -> None:
+        """Copy it back, after ``take``."""
         ...
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from phalanx.contracts import Course, Engine, Exported, Framework
 from phalanx.definition import Definition
+from phalanx.engines.deadline import Deadline
 from phalanx.engines.inline import Inline
 from phalanx.engines.launch import WARM
 from phalanx.engines.processes import Processes
@@ -38,13 +39,15 @@ class Auto:
     framework : Framework
     workers : int
         How many to hand over to, at least 2.
+    deadline : Deadline
     """
 
-    def __init__(self, definition: Definition, framework: Framework, workers: int) -> None:
+    def __init__(self, definition: Definition, framework: Framework, workers: int, deadline: Deadline) -> None:
         self.course = Course()
         self._definition = definition
         self._framework = framework
         self._most = workers
+        self._deadline = deadline
         self._inline = Inline(definition, framework, self.course)
         self._engine: Engine = self._inline
         self._seconds: deque[float] = deque(maxlen=TRIAL)  # of a step, without what is between steps
@@ -112,7 +115,7 @@ class Auto:
         self._consider = self._judge
         try:
             placement = place(self._definition.replicas, self._most)
-            self._processes = Processes(self._definition, self._framework, placement, WARM.zygote(), self.course)
+            self._processes = Processes(self._definition, self._framework, placement, self.course, self._deadline)
             self._engine = self._processes
         except Exception:  # the recipe cannot travel, the arena does not fit, or descriptors are short
             self._consider = None

@@ -12,19 +12,22 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
+from phalanx.recovery.lifecycle import Place, Point
+
 LINE: Final = 8  # words in a cache line: writers do not share one
-GRANT, KIND, UNTIL, PAUSE, ASLEEP, AWAITED = 0, 1, 2, 3, 4, 5  # written by the parent
-AGREED, DONE = LINE, LINE + 1  # by the first worker
-TROUBLE, ABORT = 2 * LINE, 3 * LINE  # by anyone, only ever set; cleared by the parent
-WORKERS = 4 * LINE
-ARRIVED, IDLE, SLEEPING, PHASE, OPINION = 0, 1, 2, 3, 4  # by each worker, in a line of its own
+GRANT, KIND, UNTIL, PAUSE, ASLEEP, AWAITED, EAGER = 0, 1, 2, 3, 4, 5, 6  # written by the parent
+AGREED, DONE, DUE, KEPT = LINE, LINE + 1, LINE + 2, LINE + 3  # by the first worker, or by the parent while it is not
+TROUBLE = 2 * LINE  # by anyone, only ever set; cleared by the parent
+WORKERS = 3 * LINE
+ARRIVED, IDLE, SLEEPING, PLACE, OPINION, COUNT, TOTAL = 0, 1, 2, 3, 4, 5, 6  # by each worker, in a line of its own
 
 STEPS, BATCH, TASK = 1, 2, 3  # kinds of grants
 COMPUTE, WAIT, FOLD, UPDATE = 0, 1, 2, 3  # phases of a step, timed
 PHASES: Final = ("compute", "wait", "fold", "update")
+POINTS: Final = len(Point)
 
 RING: Final = 1024  # reports that the parent may be behind
 REPORT: Final = 6  # loss, norm, lr, samples, started, ended
@@ -71,21 +74,47 @@ class Control:
         """Index of a worker's own word."""
         return WORKERS + worker * LINE + field
 
-    def all_idle(self) -> bool:
-        """Whether every worker is done with the latest grant."""
-        grant = self.words[GRANT]
-        idle = all(self.words[self.place(worker, IDLE)] == grant for worker in range(self.workers))
+    def idle(self, worker: int) -> bool:
+        """Whether a worker is done with the latest grant."""
+        return self.words[self.place(worker, IDLE)] == self.words[GRANT]
+
+    def all_idle(self, workers: Iterable[int] | None = None) -> bool:
+        """Whether these workers (by default all) are done with the latest grant."""
+        idle = all(map(self.idle, range(self.workers) if workers is None else workers))
         order()
         return idle
 
+    def places(self) -> list[Place]:
+        """Where every worker is, or was when it ended."""
+        order()
+        found = (divmod(self.words[self.place(worker, PLACE)], POINTS) for worker in range(self.workers))
+        return [Place(step, Point(point)) for step, point in found]
+
+    def progress(self) -> bytes:
+        """Everything that workers write as they go on; equal as long as nobody does."""
+        return bytes(self.words[WORKERS:])
+
+    def hindmost(self, workers: Iterable[int]) -> set[int]:
+        """Those of these workers that others wait for, or that have still to finish what was granted."""
+        busy = {number: self.words[self.place(number, ARRIVED)] for number in workers if not self.idle(number)}
+        return {number for number, arrived in busy.items() if arrived == min(busy.values())}
+
+    def finished(self) -> int:
+        """Replicas that were finished so far, anywhere, again if they were lost."""
+        return sum(self.words[self.place(worker, TOTAL)] for worker in range(self.workers))
+
     def write(self, step: int, *report: float) -> None:
-        """Report a finished step: loss, norm, lr, samples, started, ended."""
+        """Report a step that is about to be finished: loss, norm, lr, samples, started, ended."""
         place = step % RING * REPORT
         for value in report:
             self.ring[place] = value
             place += 1
+
+    def finish(self, step: int, ended: float) -> None:
+        """The step is finished: its report may be read."""
+        self.ring[step % RING * REPORT + REPORT - 1] = ended
         order()
-        self.words[DONE] = step + 1
+        self.words[DONE] = max(self.words[DONE], step + 1)
 
     def report(self, step: int) -> Sequence[float]:
         """What was written of ``step``: loss, norm, lr, samples, started, ended."""
@@ -108,7 +137,8 @@ class Meeting:
         self._words = control.words
         self._times = control.times
         self._mine = control.place(worker, ARRIVED)
-        self._phase = control.place(worker, PHASE)
+        self._place = control.place(worker, PLACE)
+        self._step = 0
         self._others = [control.place(other, ARRIVED) for other in range(control.workers) if other != worker]
         self._clock = len(PHASES) * worker
         self._round = 0
@@ -116,9 +146,17 @@ class Meeting:
 
     def begin(self, grant: int) -> None:
         """A new grant: earlier arrivals no longer count."""
-        self._round = grant << ROUNDS
+        self._round = max(self._words[self._mine], grant << ROUNDS)  # a replacement goes on where the other ended
         self._since = time.perf_counter()
-        self._words[self._phase] = COMPUTE
+
+    def enter(self, step: int) -> None:
+        """Be at the beginning of a step."""
+        self._step = step
+        self.at(Point.SAVING)
+
+    def at(self, point: Point) -> None:
+        """Be so far in the step."""
+        self._words[self._place] = self._step * POINTS + point
 
     def meet(self, before: int, after: int) -> None:
         """Wait until all workers are here. ``before`` and ``after`` name the phases that it divides.
@@ -138,7 +176,6 @@ class Meeting:
             if words[other] < mine:
                 self._wait(other, mine)
         order()
-        words[self._phase] = after
         now = time.perf_counter()
         self._times[self._clock + before] += arrived - self._since
         self._times[self._clock + WAIT] += now - arrived
@@ -149,7 +186,7 @@ class Meeting:
         words, nap = self._words, NAP_SECONDS
         patience = time.perf_counter() + SPIN_SECONDS
         while words[other] < mine:
-            if words[TROUBLE] or words[ABORT]:
+            if words[TROUBLE]:
                 if words[other] >= mine:  # it came, and failed after that
                     return
                 raise Trouble

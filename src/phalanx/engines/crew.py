@@ -1,6 +1,6 @@
 """The workers of a run as the caller's process sees them: started, waited for, listened to, ended.
 
-Whatever waits here carries the workers' output and notices their deaths. Nothing outlives it.
+Whatever waits here carries the workers' output, notices their deaths and ends those that hang. Nothing outlives it.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import select
 import signal
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from phalanx.engines import control as words_of
 from phalanx.engines.control import Control, fence, order
+from phalanx.engines.deadline import Deadline, Watch
 from phalanx.engines.launch import Hand, Zygote
 from phalanx.engines.memory import Memory
 from phalanx.engines.output import Output
 from phalanx.engines.told import Told
-from phalanx.errors import RunError
 from phalanx.surroundings import Interrupts
 
 POLL_MILLISECONDS = 50
@@ -33,26 +33,36 @@ class Crew:
 
     Parameters
     ----------
-    workers : int
-        W.
     memories : sequence of Memory
         What workers inherit; closed when the crew ends.
+    control : Control
+    deadline : Deadline
 
     Attributes
     ----------
     told : list of Told
         What the workers told, in the order in which it was read.
+    housed : list of (step, description)
+        Where optimizer state lies from a step on, as its owners told.
+    deaths : dict
+        Worker to what ended it, of those that are to be replaced.
+    started : int
+        How many were ready so far.
     interrupted : bool
         Whether Ctrl-C ended a wait, and the workers were asked to stop; they may not have come to it yet.
     """
 
-    def __init__(self, workers: int, memories: Sequence[Memory]) -> None:
+    def __init__(self, memories: Sequence[Memory], control: Control, deadline: Deadline) -> None:
         self.told: list[Told] = []
+        self.housed: list[tuple[int, Any]] = []
+        self.deaths: dict[int, str] = {}
+        self.started = 0
         self.interrupted = False
-        self._workers = workers
         self._memories = memories
-        self._hands: list[Hand] = []
-        self._ready = 0
+        self._control = control
+        self._deadline = deadline
+        self._hands: dict[int, Hand] = {}
+        self._starting: set[int] = set()
         self._output = Output()
         self._poller = select.poll()
         self._interrupts = Interrupts()
@@ -61,19 +71,25 @@ class Crew:
     @property
     def pids(self) -> tuple[int, ...]:
         """Of the workers that are alive."""
-        return tuple(hand.pid for hand in list(self._hands) if not hand.ended)
+        return tuple(hand.pid for hand in list(self._hands.values()) if not hand.ended)
 
-    def start(self, control: Control, zygote: Zygote) -> None:
-        """Start all workers, and wait until they are ready or one of them tells why it is not."""
-        self._control = control
-        for number in range(self._workers):
+    @property
+    def alive(self) -> list[int]:
+        """The workers that can be waited for."""
+        return [number for number, hand in self._hands.items() if not hand.ended]
+
+    def start(self, numbers: Iterable[int], zygote: Zygote) -> None:
+        """Start workers, in place of those that ended; returns when all are ready, or told why not, or ended."""
+        for number in numbers:
             with self._uninterrupted():
                 hand = Hand(zygote, number, [memory.fd for memory in self._memories])
-                self._hands.append(hand)
+                self.deaths.pop(number, None)
+                self._hands[number] = hand
+                self._starting.add(number)
                 self._output.follow(hand.pipes)
                 for fd in hand.watched:
                     self._poller.register(fd, select.POLLIN)
-        self.wait(lambda: self._ready == len(self._hands) or bool(self.told), 0)
+        self.wait(lambda: not self._starting, 0)
 
     def grant(self, kind: int) -> None:
         """Set idle workers to work."""
@@ -82,24 +98,18 @@ class Crew:
         order()
         words[words_of.GRANT] += 1
         fence()
-        for hand in self._hands:
+        for hand in self._living():
             if words[self._control.place(hand.number, words_of.SLEEPING)]:
                 hand.wake()
 
     def interrupt(self) -> None:
         """Stop at a step boundary; user code that is running is broken off."""
         self._control.words[words_of.PAUSE] = 1
-        for hand in self._hands:
+        for hand in self._living():
             hand.interrupt()
 
     def wait(self, until: Callable[[], bool], steps: int) -> None:
-        """Wait until ``until()``; ``steps``: how many finished ones are worth waking up for.
-
-        Raises
-        ------
-        RunError
-            A worker has ended by itself.
-        """
+        """Wait until ``until()``; ``steps``: how many finished ones are worth waking up for."""
         self._control.words[words_of.AWAITED] = steps
         try:
             self._wait(until)
@@ -110,6 +120,7 @@ class Crew:
 
     def _wait(self, until: Callable[[], bool]) -> None:
         words, done = self._control.words, False
+        watch = Watch(self._deadline)
         with self._interrupts:
             while not done:
                 words[words_of.ASLEEP] = 1
@@ -120,22 +131,35 @@ class Crew:
                 self._interrupts.hold()
                 try:
                     self._handle({fd for fd, _ in found})
+                    if watch.expired(self._control.progress()):
+                        self._kill_hung()
                 finally:
                     self._interrupts.release()
+
+    def _kill_hung(self) -> None:
+        """Workers that all others wait for do nothing any more: they are ended, and count as dead."""
+        late = self._starting or self._control.hindmost(self.alive)
+        for hand in self._living():
+            if hand.number in late:
+                self.deaths[hand.number] = f"hung for {self._deadline.seconds:.0f} s and was killed"
+                hand.shoot()
+
+    def _living(self) -> list[Hand]:
+        return [hand for hand in self._hands.values() if not hand.ended]
 
     def end(self) -> None:
         """End the workers, print what they still have to say, give everything back."""
         if self._abandoned.detach() is None:
             return
         with self._uninterrupted():
-            for hand in self._hands:
+            for hand in self._hands.values():
                 hand.dismiss()
             deadline = time.monotonic() + FAREWELL_SECONDS
             try:
                 while self._output.open and time.monotonic() < deadline:
                     self._output.carry_waiting(POLL_MILLISECONDS)
             finally:
-                for hand in self._hands:
+                for hand in self._hands.values():
                     hand.end()
                 for memory in self._memories:
                     memory.close()
@@ -153,7 +177,7 @@ class Crew:
     def _handle(self, readable: set[int]) -> None:
         for fd in self._output.carry(readable):
             self._poller.unregister(fd)
-        for hand in [hand for hand in self._hands if not hand.ended]:
+        for hand in self._living():
             if hand.channel.fileno() in readable:
                 self._read(hand)
             elif hand.pidfd in readable:
@@ -174,30 +198,33 @@ class Crew:
 
     def _take(self, hand: Hand, kind: str, *facts: Any) -> None:
         if kind == "ready":
-            self._ready += 1
+            self._starting.discard(hand.number)
+            self.started += 1
+        elif kind == "housed":
+            self.housed.append(facts)
         elif kind == "warning":
             self._output.warn(*facts)
         else:
             self.told.append(Told(hand.number, kind, *facts))
+            if kind == "failed":
+                self._starting.discard(hand.number)
 
     def _died(self, hand: Hand) -> None:
-        """A worker ended by itself: this version stops the run there."""
-        if any(told.worker == hand.number and told.kind == "failed" for told in self.told):
-            return  # it never began, and has told why
-        self._control.words[words_of.ABORT] = 1
+        """A worker ended by itself; its end is confirmed before anybody takes its place."""
         for fd in hand.watched:
             try:
                 self._poller.unregister(fd)
             except KeyError:  # its output had ended before
                 continue
         self._output.forget(hand.pipes)
-        pid, status = hand.pid, hand.end()
-        raise RunError(f"worker {hand.number} (process {pid}) {_spelled(status)}")
+        self._starting.discard(hand.number)
+        why = _spelled(hand.end())
+        self.deaths.setdefault(hand.number, why)
 
 
-def _abandon(hands: Sequence[Hand], memories: Sequence[Memory]) -> None:
+def _abandon(hands: Mapping[int, Hand], memories: Sequence[Memory]) -> None:
     """A run that nobody closed is gone, or the interpreter ends."""
-    for hand in hands:
+    for hand in hands.values():
         hand.kill()
     for memory in memories:
         memory.close()

@@ -168,6 +168,12 @@ class Hand:
             if self.pidfd is not None:
                 signal.pidfd_send_signal(self.pidfd, signal.SIGINT)
 
+    def shoot(self) -> None:
+        """End it at once, even if it is stopped; its death shows as any other does."""
+        with contextlib.suppress(OSError):
+            if self.pidfd is not None:
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
     def dismiss(self) -> None:
         """Let it end by itself: it sees the end of its channel."""
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.channel.fileno())) as end:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from phalanx.contracts import Part, Steppable
 from phalanx.engines.arena import Plan
-from phalanx.engines.control import COMPUTE, FOLD, OPINION, ROW, UPDATE, Control, Meeting
+from phalanx.engines.control import COMPUTE, COUNT, FOLD, OPINION, ROW, TOTAL, UPDATE, Control, Meeting
 from phalanx.plan.fold import Fold
 from phalanx.plan.placement import Placement, additions, most_held
+from phalanx.recovery.lifecycle import Point
 from phalanx.sharing import Shard, Vector
 
 PATTERNS = 64  # of which gradients are there; a mixture of experts may have more, and is then looked up anew
@@ -39,6 +40,8 @@ class ArenaLink:
     control : Control
     meeting : Meeting
     worker : int
+    tell_housed : callable
+        Called with a step and a description when optimizer state has got a place in the arena that it keeps.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class ArenaLink:
         control: Control,
         meeting: Meeting,
         worker: int,
+        tell_housed: Callable[[int, Any], None],
     ) -> None:
         self.hosted = placement.blocks[worker]
         self._framework = framework
@@ -60,16 +64,19 @@ class ArenaLink:
         self._control = control
         self._meeting = meeting
         self._worker = worker
+        self._tell_housed = tell_housed
+        self._done = 0
         self._replicas = placement.replicas
         self._flags = plan.flags(arena)
         self._width = len(self._flags) // len(plan.nodes)
         self._homes = [shard.slots.homes(number) for number in range(most_held(placement.replicas, self.hosted))]
         self._order = functools.cache(functools.partial(additions, placement.replicas, plan.nodes))
         self._published = functools.lru_cache(PATTERNS)(self._views)
-        self.begin()
 
     def begin(self) -> None:
-        """Forget what an earlier step left."""
+        """Forget what an earlier step left; from here on replicas are computed."""
+        self._count(0)
+        self._meeting.at(Point.COMPUTING)
         self._fold: Fold[Held] = Fold(self._replicas, self._add)
         self._aim()
 
@@ -78,6 +85,7 @@ class ArenaLink:
         self._fold.push(replica, None if gradient is None else Held(self._free, gradient))
         if samples:
             self._shard.leave(replica, buffers)
+        self._count(self._done + 1)
         self._aim()
 
     def exchange(self, parts: Sequence[Part]) -> list[Part]:
@@ -89,7 +97,9 @@ class ArenaLink:
                 rows[place] = value
                 place += 1
         self._mine = self._publish()
+        self._meeting.at(Point.COMPUTED)
         self._meeting.meet(COMPUTE, FOLD)
+        self._meeting.at(Point.FOLDING)
         found = rows.tolist()
         self._parts = [Part._make(found[place : place + ROW]) for place in range(0, len(found), ROW)]
         return self._parts
@@ -107,6 +117,7 @@ class ArenaLink:
     def norm(self, gradient: Vector) -> float:
         """See ``contracts.Link.norm``."""
         self._slots.publish_norms(gradient)
+        self._meeting.at(Point.FOLDED)
         self._meeting.meet(FOLD, UPDATE)
         return self._slots.total_norm(self._there)
 
@@ -119,14 +130,24 @@ class ArenaLink:
 
     def commit(self, step: int, gradient: Vector | None) -> None:
         """See ``contracts.Link.commit``."""
+        self._meeting.at(Point.UPDATING)
         if gradient is not None:
             buffers = None
             if self._worker == 0:
                 ran = [replica for replica, part in enumerate(self._parts) if part.samples]
                 buffers = [(int(self._parts[replica].samples), self._shard.left(replica)) for replica in ran]
             self._framework.update(step, gradient, buffers)
-            self._shard.house()
+            if self._shard.house():
+                self._tell_housed(step + 1, self._shard.described())
+        self._meeting.at(Point.UPDATED)
         self._meeting.meet(UPDATE, COMPUTE)
+
+    def _count(self, done: int) -> None:
+        """Say how many replicas of this step are done."""
+        words = self._control.words
+        words[self._control.place(self._worker, COUNT)] = self._done = done
+        if done:
+            words[self._control.place(self._worker, TOTAL)] += 1
 
     def _publish(self) -> list[Vector | None]:
         """Say where this worker's partial sums lie; returns them."""

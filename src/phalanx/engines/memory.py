@@ -55,6 +55,15 @@ class Memory:
                 "space (ulimit -v), or use engine='inline'"
             ) from error
 
+    def read(self, size: int) -> bytes:
+        """A copy of the first ``size`` bytes."""
+        return os.pread(self.fd, size, 0)
+
+    def write(self, content: bytes) -> None:
+        """Put ``content`` at the beginning."""
+        with self.map() as place:
+            place[: len(content)] = content
+
     def close(self) -> None:
         """Give the descriptor back. Maps stay as long as somebody holds them."""
         if self.fd >= 0:

@@ -8,6 +8,7 @@ import select
 from phalanx.contracts import Engine
 from phalanx.definition import Definition
 from phalanx.engines.auto import Auto
+from phalanx.engines.deadline import Deadline
 from phalanx.engines.inline import Inline
 from phalanx.engines.launch import WARM
 from phalanx.engines.processes import Processes
@@ -17,15 +18,19 @@ from phalanx.plan.placement import place
 CAPABLE = hasattr(select, "poll")
 
 
-def open_engine(definition: Definition, engine: str, workers: int | None, device: str | None) -> Engine:
+def open_engine(
+    definition: Definition, engine: str, workers: int | None, device: str | None, deadline_seconds: float | None
+) -> Engine:
     """The engine that was asked for; "auto" without a number of workers measures."""
+    deadline = Deadline(deadline_seconds)
     count = workers or min(definition.replicas, usable_cores())
     if engine == "inline" or (engine == "auto" and (count == 1 or device not in (None, "cpu") or not CAPABLE)):
         return Inline(definition, open_framework(definition, device))
     if engine == "auto" and workers is None:
-        return Auto(definition, open_framework(definition, device), count)
-    zygote = WARM.zygote()  # first: it imports while the model is made here
-    return Processes(definition, open_framework(definition, device), place(definition.replicas, count), zygote)
+        return Auto(definition, open_framework(definition, device), count, deadline)
+    WARM.zygote()  # first: it imports while the model is made here
+    framework = open_framework(definition, device)
+    return Processes(definition, framework, place(definition.replicas, count), deadline=deadline)
 
 
 def usable_cores() -> int:

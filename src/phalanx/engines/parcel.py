@@ -72,8 +72,8 @@ class Packer(cloudpickle.Pickler):
                 cloudpickle.register_pickle_by_value(module)
 
 
-def pack(thing: Any, memory: Memory, reducer: Reducer) -> None:
-    """Write ``thing`` into ``memory``, which grows as needed.
+def pack(thing: Any, memory: Memory, reducer: Reducer) -> int:
+    """Write ``thing`` into ``memory``, which grows as needed; returns how many bytes that took.
 
     Raises
     ------
@@ -92,6 +92,7 @@ def pack(thing: Any, memory: Memory, reducer: Reducer) -> None:
         for piece in pieces:
             place[offset : offset + piece.nbytes] = piece
             offset += _padded(piece.nbytes)
+    return offset
 
 
 def _fit(memory: Memory, size: int) -> None:

@@ -12,15 +12,17 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from phalanx.contracts import Course, Exported, Framework
+from phalanx.deal import Dealer
 from phalanx.definition import Definition
 from phalanx.engines import control as words_of
 from phalanx.engines.arena import Plan
 from phalanx.engines.crew import Crew
+from phalanx.engines.deadline import Deadline
 from phalanx.engines.habitat import described
-from phalanx.engines.launch import Zygote
 from phalanx.engines.memory import Memory, available_bytes
 from phalanx.engines.parcel import pack
-from phalanx.engines.told import Told, first_error, unfit
+from phalanx.engines.supervisor import LostError, Supervisor
+from phalanx.engines.told import Told, first_error
 from phalanx.errors import PhalanxError, RunError, UsageError, WorkerError
 from phalanx.evaluation import averaged
 from phalanx.events import StepReport
@@ -28,6 +30,7 @@ from phalanx.frameworks.opening import reduced
 from phalanx.plan.placement import Placement
 
 SPARE = 0.05  # of the available memory, left to others
+MEMORIES = 5  # what workers inherit: habitat, parcel, arena, mailbox, orders
 WHERE = {
     "torn": "the optimizer, so the weights are not those of any step",
     "unscheduled": "the scheduler; the step itself was done",
@@ -43,9 +46,9 @@ class Processes:
     framework : Framework
         The caller's own: where the state comes from, and where it goes when somebody looks.
     placement : Placement
-    zygote : Zygote
     course : Course, optional
         What was done before, in another engine.
+    deadline : Deadline, optional
     """
 
     environment: AbstractContextManager[None] = contextlib.nullcontext()
@@ -55,39 +58,48 @@ class Processes:
         definition: Definition,
         framework: Framework,
         placement: Placement,
-        zygote: Zygote,
         course: Course | None = None,
+        deadline: Deadline | None = None,
     ) -> None:
         self.course = Course() if course is None else course
         self.workers = placement.workers
         self._definition = definition
         self._framework = framework
+        self._deadline = Deadline() if deadline is None else deadline
+        self._batch: Any = None
         self._ended = ""
         self._lost = False  # the state cannot be taken home any more
         self._closed = False
         plan = Plan(framework.sharing, placement)
         _check_room(plan, placement)
-        memories = [Memory(0), Memory(0), Memory(0)]
-        self._crew = Crew(placement.workers, memories)
+        memories = [Memory(0) for _ in range(MEMORIES)]
         try:
-            self._begin(plan, placement, memories, zygote)
+            self._begin(plan, placement, memories)
         except BaseException:
-            self._crew.end()
+            for memory in memories:
+                memory.close()
             raise
 
-    def _begin(self, plan: Plan, placement: Placement, memories: Sequence[Memory], zygote: Zygote) -> None:
-        parcel, arena, self._mailbox = memories
+    def _begin(self, plan: Plan, placement: Placement, memories: Sequence[Memory]) -> None:
+        habitat, parcel, arena, mailbox, orders = memories
         arena.grow(plan.size)
         mapped = arena.map()
         self._control = plan.control(mapped)
-        self._control.words[words_of.DONE] = self._steps
         self._mirror = self._framework.sharing.mirror(plan.layout, mapped)
-        pack(described(), self._mailbox, reduced)
-        pack(self._setup(plan, placement), parcel, reduced)
-        with self._watching():
-            self._crew.start(self._control, zygote)
-        if self._crew.told:
-            raise unfit(first_error(self._crew.told))
+        pack(described(), habitat, reduced)
+        fields = {item.name: getattr(self._definition, item.name) for item in dataclasses.fields(Definition)}
+        pack({"placement": placement, "signature": plan.layout.signature(), "fields": fields}, parcel, reduced)
+        self._crew = Crew(memories, self._control, self._deadline)
+        self._wall = Supervisor(
+            placement, self._crew, self._control, self._mirror, mailbox, orders, self.course, self._samples,
+            portable=self._framework.sharing.portable,
+        )  # fmt: skip
+        try:
+            with self._watching():
+                self._wall.begin()
+        except BaseException:
+            self._crew.end()
+            raise
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -101,14 +113,15 @@ class Processes:
             if self._crew.interrupted:
                 self._halt()
             t, words = self._steps, self._control.words
+            self._batch = batch
             if batch is not None:
-                self._crew.told = self._task(words_of.BATCH, {"batch": batch})
+                self._task(words_of.BATCH, {"batch": batch})
             elif words[words_of.DONE] == t:
                 self._go_on(t, horizon)
             else:  # there is a report already: only see to it that the workers need not stop
                 words[words_of.UNTIL] = max(words[words_of.UNTIL], min(horizon, t + words_of.RING))
-                if words[words_of.TROUBLE]:
-                    self._crew.wait(lambda: True, t)
+                if words[words_of.TROUBLE] or self._crew.deaths:
+                    self._wall.wait(lambda: True, t)
         report = self._absorb() if words[words_of.DONE] > t else None
         if report is None or any(told.step == t for told in self._crew.told):
             raise self._failure(t)
@@ -117,13 +130,13 @@ class Processes:
     def evaluate(self, metric_fn: Callable[..., Any], data: Any, batch_size: int) -> float:
         """See ``contracts.Engine.evaluate``: each worker measures a block of chunks."""
         self._check_able()
-        found = self._ask({"metric_fn": metric_fn, "data": data, "batch_size": batch_size})
+        found = self._ask("evaluate", {"metric_fn": metric_fn, "data": data, "batch_size": batch_size})
         return averaged([pair for pairs in found for pair in pairs])
 
     def export(self, *, copy: bool) -> Exported:
         """See ``contracts.Engine.export``."""
         if not self._closed:
-            self._fetch()
+            self._fetch(save=True)
         if self._lost:
             self._check_able()
         with self._framework.environment:
@@ -134,7 +147,7 @@ class Processes:
         if not self._closed:
             try:
                 with contextlib.suppress(PhalanxError):
-                    self._fetch()
+                    self._fetch(save=False)
             finally:
                 self._closed = True
                 self._crew.end()
@@ -142,7 +155,7 @@ class Processes:
     def hand_back(self) -> None:
         """Take the state home, or raise; then end the workers. Another engine goes on from the framework."""
         self._check_able()
-        self._fetch()
+        self._fetch(save=False)
         self.close()
 
     def phases(self) -> dict[str, list[float]]:
@@ -154,43 +167,40 @@ class Processes:
     def _steps(self) -> int:
         return len(self.course.loss_history)
 
-    def _setup(self, plan: Plan, placement: Placement) -> dict[str, Any]:
-        """All that a worker needs to know."""
-        return {
-            "placement": placement,
-            "signature": plan.layout.signature(),
-            "steps": self._steps,
-            "state": self._mirror.put(),
-            "fields": {item.name: getattr(self._definition, item.name) for item in dataclasses.fields(Definition)},
-        }
-
     def _go_on(self, t: int, horizon: int) -> None:
         """Let the workers go on to ``horizon``, as far as reports have room, and wait for one step."""
         words, idle = self._control.words, self._control.all_idle
         while words[words_of.DONE] == t:
             words[words_of.UNTIL] = min(horizon, t + words_of.RING)
             if idle():
-                if words[words_of.TROUBLE]:  # met just now, or while running ahead
-                    self._crew.wait(idle, t)  # reads what was told
+                if self._crew.told or words[words_of.TROUBLE]:  # met just now, or while running ahead
+                    self._wall.wait(idle, t)  # reads what was told
                     return
-                self._crew.grant(words_of.STEPS)
-            self._crew.wait(lambda: words[words_of.DONE] > t or idle(), min(horizon, t + words_of.RING // 2))
+                self._wall.grant(words_of.STEPS)
+                words[words_of.UNTIL] = min(horizon, t + words_of.RING)
+            self._wall.wait(lambda: words[words_of.DONE] > t or idle(), min(horizon, t + words_of.RING // 2))
 
-    def _ask(self, evaluation: dict[str, Any]) -> list[Any]:
-        """Have every worker do its part of an evaluation, or describe its state if there is none; their answers."""
+    def _ask(self, task: str, facts: dict[str, Any]) -> list[Any]:
+        """Have every worker do its part of a task; their answers."""
         with self._watching():
-            told = self._task(words_of.TASK, evaluation)
+            told = self._task(words_of.TASK, (task, facts))
         if any(item.kind != "result" for item in told):
             raise first_error(told)
         return [item.content for item in sorted(told, key=lambda item: item.worker)]
 
     def _task(self, kind: int, thing: Any) -> list[Told]:
-        """Have every worker do something with ``thing``; what they told."""
+        """Have every worker do something with ``thing``; what they told, which stays there if it is a step."""
         self._halt()
-        pack(thing, self._mailbox, reduced)
-        self._settle()
-        self._crew.grant(kind)
-        self._crew.wait(self._control.all_idle, self._steps + 1)
+        t = self._steps
+        while True:
+            self._settle()
+            self._wall.grant(kind, thing)
+            whole = self._wall.wait(self._control.all_idle, t + 1)
+            failed = any(told.kind != "result" for told in self._crew.told)
+            if whole or failed or (kind == words_of.BATCH and self._control.words[words_of.DONE] > t):
+                break
+        if kind == words_of.BATCH:
+            return []
         return self._settle()
 
     def _settle(self) -> list[Told]:
@@ -209,22 +219,27 @@ class Processes:
         if self._crew.interrupted or not self._control.all_idle():
             self._crew.interrupt()
             try:
-                self._crew.wait(self._control.all_idle, 1 << 62)
+                self._crew.wait(lambda: self._control.all_idle(self._crew.alive), 1 << 62)
             except KeyboardInterrupt:
                 self._give_up("it was interrupted again before it had come to a stop")
                 raise
             self._crew.interrupted = False
             self._settle()
-            self._control.words[words_of.TROUBLE] = 0
+        self._wall.steady()
         while self._control.words[words_of.DONE] > self._steps:
             self._absorb()
 
-    def _fetch(self) -> None:
-        """Copy the state out of the arena, at a step boundary."""
+    def _fetch(self, *, save: bool) -> None:
+        """Copy the state out of the arena, at a step boundary; ``save``: the workers will go on from there."""
         if not self._lost:
             with self._watching():
                 self._halt()
-            self._mirror.get(self._ask({}))
+            if save:
+                self._wall.forget()
+            states = self._ask("state", {"save": save})
+            if save:
+                self._wall.keep()
+            self._mirror.get(states)
 
     def _absorb(self) -> StepReport:
         """The next report."""
@@ -232,29 +247,33 @@ class Processes:
         loss, norm, lr, samples, started, ended = self._control.report(t)
         self.course.add(loss, int(samples))
         self.course.time(started, ended)
+        self._deadline.note(ended - started)
         epoch = None if self._definition.data is None else self._definition.plan.epoch(t)
         return StepReport(t, epoch, loss, norm, lr, int(samples), ended - started)
 
     @contextlib.contextmanager
     def _watching(self) -> Any:
-        """A worker that dies takes its part of the state with it: this version stops the run there."""
+        """What workers that ended leave behind is the supervisor's business; if it gives up, so does the run."""
         try:
             yield
         except RunError as error:
-            self._give_up(f"{error} in step {self._steps}")
-            raise RunError(
-                f"{self._ended}; what it printed last may say why, or the system's log if memory ran out. The state "
-                "is lost with it: run again",
-                step=self._steps,
-            ) from None
+            self._ended = str(error)
+            self._lost = isinstance(error, LostError)
+            raise
 
     def _give_up(self, why: str) -> None:
         self._lost, self._ended = True, why
 
+    def _samples(self, step: int, replica: int) -> Sequence[int]:
+        """Sample indices of a replica in the step that is being done."""
+        if self._batch is None:
+            return self._definition.plan.shares(step)[replica].tolist()
+        return Dealer(self._definition, self._framework).brought(self._batch)[replica].samples.tolist()
+
     def _failure(self, t: int) -> BaseException:
         """The error to raise for step ``t``, out of what the workers told."""
         with self._watching():
-            self._crew.wait(self._control.all_idle, 1 << 62)  # some may still be on their way there
+            self._wall.wait(self._control.all_idle, 1 << 62)  # some may still be on their way there
         self._control.words[words_of.TROUBLE] = 0
         told = self._settle()
         if not told:

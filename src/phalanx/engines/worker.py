@@ -1,24 +1,22 @@
 """A worker's life: build the recipe's state over the arena, then go from step to step with the others.
 
-Between grants it sleeps. Whatever goes wrong is told to the caller's process; the worker goes idle and can go on.
+Between grants it sleeps. Whatever goes wrong is told to the caller's process; the worker goes idle and can go on. One
+that replaces another takes up the state as it is, in the step in which the other ended if the rest still wait there.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
-import select
 import signal
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
-
-import cloudpickle
 
 from phalanx.contracts import Framework
 from phalanx.data import Share
@@ -26,9 +24,11 @@ from phalanx.deal import Dealer
 from phalanx.definition import Definition
 from phalanx.engines import control as words_of
 from phalanx.engines.arena import Plan
+from phalanx.engines.caller import Caller
 from phalanx.engines.control import Control, Meeting, Trouble, fence, order
 from phalanx.engines.habitat import inhabit
 from phalanx.engines.heap import give_back
+from phalanx.engines.keeper import Keeper
 from phalanx.engines.link import ArenaLink
 from phalanx.engines.memory import Memory
 from phalanx.engines.parcel import picklable, unpack
@@ -36,6 +36,7 @@ from phalanx.errors import UsageError
 from phalanx.frameworks.opening import open_framework
 from phalanx.plan import evaluation_key
 from phalanx.plan.shares import share_bounds
+from phalanx.recovery.lifecycle import Point
 from phalanx.replica import measure
 from phalanx.step import commit, propose
 
@@ -46,41 +47,21 @@ class Interrupted(BaseException):
     """The caller pressed Ctrl-C: leave the step as it is."""
 
 
-class Caller:
-    """The way to the caller's process: messages there, wakings and the end of the socket from there."""
-
-    def __init__(self, fd: int) -> None:
-        self._connection = Connection(fd)
-        self._poller = select.poll()
-        self._poller.register(fd, select.POLLIN)
-
-    def tell(self, kind: str, *facts: Any) -> None:
-        """Send a message."""
-        self._connection.send_bytes(cloudpickle.dumps((kind, *facts)))
-
-    def wake(self) -> None:
-        """Send an empty message."""
-        self._connection.send_bytes(b"")
-
-    def sleep(self, milliseconds: int) -> None:
-        """Wait until woken; SystemExit if the caller is gone or wants this worker to end."""
-        if self._poller.poll(milliseconds) and not os.read(self._connection.fileno(), 4096):
-            raise SystemExit
-
-
 def live(channel: int, memories: Sequence[int], number: int) -> None:
     """Be worker ``number`` of a run until the caller closes the channel."""
     caller = Caller(channel)
-    parcel, arena, mailbox = (Memory(0, fd) for fd in memories)
+    habitat, parcel, arena, mailbox, orders = (Memory(0, fd) for fd in memories)
     try:
-        inhabit(unpack(mailbox))
+        inhabit(unpack(habitat))
         worker = Worker(caller, unpack(parcel), arena, mailbox, number)
+        orders = unpack(orders)
+        worker.take(orders)
     except Exception as error:
         caller.tell("failed", *_spelled(error))
         return
     caller.tell("ready")
     with worker.environment:
-        worker.serve()
+        worker.serve(orders["grant"], joining=orders["joining"])
 
 
 class Worker:
@@ -102,8 +83,9 @@ class Worker:
         self._mailbox = mailbox
         self._number = number
         self._placement = setup["placement"]
-        self._step = setup["steps"]
+        self._step = 0
         self._computing = False
+        self._keeper = Keeper()
         self._definition = Definition(**setup["fields"])
         self._framework: Framework = open_framework(self._definition, "cpu")
         self.environment = self._framework.environment
@@ -122,19 +104,39 @@ class Worker:
         arena = memory.map()
         self._control: Control = plan.control(arena)
         self._meeting = Meeting(self._control, self._number)
-        shard = self._framework.sharing.shard(plan.layout, arena, self._number)
-        shard.take(setup["state"])
-        self._state = shard.state
+        self._shard = self._framework.sharing.shard(plan.layout, arena, self._number)
         self._link = ArenaLink(
-            self._framework, shard, plan, self._placement, arena, self._control, self._meeting, self._number
-        )
+            self._framework, self._shard, plan, self._placement, arena, self._control, self._meeting, self._number,
+            functools.partial(self._caller.tell, "housed"),
+        )  # fmt: skip
 
-    def serve(self) -> None:
-        """Do what is granted, one grant after another."""
+    def take(self, orders: dict[str, Any]) -> None:
+        """Be at the beginning of a step, with a state that lies in the arena and is described in ``orders``."""
+        self._framework.rewind()
+        self._shard.take(orders["optimizers"], orders["options"])
+        if orders["restore"]:
+            self._shard.restore()
+        for loss in orders["losses"]:  # schedules are not kept, but done again
+            self._framework.schedule(loss)
+        self._come_to(orders["step"])
+
+    def resume(self, step: int, loss: float) -> None:
+        """Go on at ``step``: the others know that the one before is done, if this worker was not told so."""
+        self._framework.rewind()
+        if self._step < step:
+            self._framework.schedule(loss)
+        self._come_to(step)
+
+    def serve(self, grant: int, *, joining: bool) -> None:
+        """Do what is granted, one grant after another; ``grant`` itself only if ``joining`` it."""
         words = self._control.words
-        grant = 0
         while True:
-            grant = self._next_grant(grant)
+            if not joining:
+                words[self._control.place(self._number, words_of.IDLE)] = grant
+                fence()
+                self._wake_caller(idle=self._control.all_idle())
+                grant = self._next_grant(grant)
+            joining = False
             order()
             self._meeting.begin(grant)
             try:
@@ -146,9 +148,6 @@ class Worker:
                 self._caller.tell("error", *_spelled(error), self._step)
             sys.stdout.flush()
             order()
-            words[self._control.place(self._number, words_of.IDLE)] = grant
-            fence()
-            self._wake_caller(idle=self._control.all_idle())
 
     def _do(self, kind: int) -> None:
         words = self._control.words
@@ -159,10 +158,11 @@ class Worker:
         elif kind == words_of.BATCH:
             self._advance(self._dealer.brought(unpack(self._mailbox)["batch"]))
         else:
-            task = unpack(self._mailbox)
-            self._computing = bool(task)
+            task, facts = unpack(self._mailbox)
+            tasks = {"evaluate": self._evaluate, "state": self._describe, "take": self.take, "resume": self.resume}
+            self._computing = task == "evaluate"
             try:
-                answer = self._evaluate(**task) if task else self._state()
+                answer = tasks[task](**facts)
             finally:
                 self._computing = False
             self._caller.tell("result", answer)
@@ -171,6 +171,8 @@ class Worker:
         """One step."""
         words, t = self._control.words, self._step
         started, lr = time.perf_counter(), self._framework.lr
+        if words[words_of.DUE] == t:
+            self._keeper.keep(self._shard.save)
         self._link.begin()
         self._computing = True
         try:
@@ -178,15 +180,16 @@ class Worker:
         finally:
             self._computing = False
         if self._number == 0:
-            more = words[words_of.UNTIL] > t + 1 and not words[words_of.PAUSE]
-            words[words_of.AGREED] = t + 2 if more else t + 1
+            self._announce(
+                t, (proposal.loss, proposal.norm, lr, sum([len(share.samples) for share in shares])), started
+            )
         try:
             commit(self._framework, self._link, t, proposal)
         except BaseException as error:
             if not isinstance(error, Trouble):
                 self._caller.tell("torn", *_spelled(error), t)
             raise Trouble from error
-        self._step = t + 1
+        self._come_to(t + 1)
         failed = None
         try:
             self._framework.schedule(proposal.loss)
@@ -195,14 +198,35 @@ class Worker:
             self._caller.tell("unscheduled", *_spelled(error), t)
             failed = error
         if self._number == 0:
-            samples = sum([len(share.samples) for share in shares])
-            self._control.write(t, proposal.loss, proposal.norm, lr, samples, started, time.perf_counter())
+            ended = time.perf_counter()
+            self._keeper.pace = ended - started
+            self._control.finish(t, ended)
             self._wake_caller(idle=False)
         if failed is not None:
             raise Trouble from failed
         if not self._settled:
             self._settled = True
             give_back()  # optimizer state as the first update made it
+
+    def _announce(self, t: int, report: tuple[float, float, float, int], started: float) -> None:
+        """What the first worker writes before a step is finished: nobody else could, should it end after that."""
+        words = self._control.words
+        more = words[words_of.UNTIL] > t + 1 and not words[words_of.PAUSE]
+        words[words_of.AGREED] = t + 2 if more else t + 1
+        self._control.write(t, *report, started, time.perf_counter())
+        if words[words_of.DUE] == t:
+            words[words_of.KEPT] = t  # all have met since they saved
+        if t + 1 - words[words_of.DUE] >= self._keeper.interval() or t < words[words_of.EAGER]:
+            words[words_of.DUE] = t + 1
+
+    def _come_to(self, step: int) -> None:
+        self._step = step
+        self._meeting.enter(step)
+
+    def _describe(self, save: bool) -> dict[str, Any]:
+        if save:
+            self._shard.save()
+        return self._shard.state()
 
     def _evaluate(self, metric_fn: Any, data: Any, batch_size: int) -> list[tuple[float, float]]:
         """Measure this worker's block of chunks."""
@@ -232,13 +256,14 @@ class Worker:
         """Wake the caller's process if it sleeps and has something to look at: enough reports, or idle workers."""
         words = self._control.words
         fence()
-        if words[words_of.ASLEEP] and (words[words_of.DONE] >= words[words_of.AWAITED] or idle):
+        if words[words_of.ASLEEP] and (
+            idle or words[words_of.DONE] >= words[words_of.AWAITED] or words[words_of.TROUBLE]
+        ):
             self._caller.wake()
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
         """Ctrl-C: break off what user code computes; what is being committed is finished."""
-        phase = self._control.words[self._control.place(self._number, words_of.PHASE)]
-        if self._computing and phase == words_of.COMPUTE:
+        if self._computing and self._control.places()[self._number].point <= Point.COMPUTING:
             self._computing = False
             raise Interrupted
 

@@ -26,7 +26,7 @@ from phalanx.frameworks.opening import prepare_process
 
 PR_SET_PDEATHSIG, PR_SET_TIMERSLACK = 1, 29
 MESSAGE_BYTES = 4096
-DESCRIPTORS = 6  # channel, output, errors, parcel, arena, mailbox
+DESCRIPTORS = 8  # channel, output, errors, habitat, parcel, arena, mailbox, orders
 
 
 def main(fd: int, parent: int) -> None:

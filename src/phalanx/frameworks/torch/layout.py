@@ -34,6 +34,8 @@ class Layout:
         What gradients of each parameter, and buffers, look like.
     storages : list of (address, bytes, offset)
         The parameters' storages; the address is that in this process.
+    keepers : list of int
+        The worker that owns what lies in each storage.
     starts : list of int
         Each buffer as it is at the step's start.
     sets : list of list of list of int
@@ -47,8 +49,8 @@ class Layout:
         One norm per parameter.
     rooms : list of (offset, bytes)
         Each parameter's optimizer state.
-    snapshot : (offset, bytes)
-        Room for a copy of the state at a step boundary.
+    snapshot : (list of int, list of int, list of int)
+        Offsets of copies, as of a step boundary: of the storages, the buffers' starts, the rooms.
     touched : int
         Bytes that will really be used, about.
     """
@@ -57,13 +59,14 @@ class Layout:
     gradients: list[Spec]
     buffers: list[Spec]
     storages: list[tuple[int, int, int]] = field(init=False)
+    keepers: list[int] = field(init=False)
     starts: list[int] = field(init=False)
     sets: list[list[list[int]]] = field(init=False)
     left: list[list[int]] = field(init=False)
     changed: int = field(init=False)
     norms: int = field(init=False)
     rooms: list[tuple[int, int]] = field(init=False)
-    snapshot: tuple[int, int] = field(init=False)
+    snapshot: tuple[list[int], list[int], list[int]] = field(init=False)
     touched: int = field(init=False)
 
     def owned(self, worker: int) -> list[int]:
@@ -82,6 +85,8 @@ def lay_out(
     owners = [0] * len(parameters) if whole else owners_of(parameters, placement.workers)
     layout = Layout(owners, [_dense_spec(item) for item in parameters], [_dense_spec(item) for item in buffers])
     layout.storages = [(address, size, take(size)) for address, size in _storages(parameters).items()]
+    keepers = {item.untyped_storage().data_ptr(): owner for item, owner in zip(parameters, owners, strict=True)}
+    layout.keepers = [keepers[address] for address, _, _ in layout.storages]
     layout.starts = [take(bytes_in(spec)) for spec in layout.buffers]
     sizes = [bytes_in(spec) for spec in layout.gradients]
     layout.sets = [
@@ -94,11 +99,14 @@ def lay_out(
     layout.left = [[take(bytes_in(spec)) for spec in layout.buffers] for _ in range(placement.replicas)]
     layout.changed = take(placement.replicas * len(layout.buffers))
     layout.norms = take(8 * len(parameters))
-    layout.touched = take(0) + (STATES + 1) * sum(sizes)
+    layout.touched = take(0) + (2 * STATES + 2) * sum(sizes)
     rooms = [ROOM_FACTOR * size + ROOM_BYTES for size in sizes]
     layout.rooms = [(take(room), room) for room in rooms]
-    state = sum(size for _, size, _ in layout.storages) + sum(map(bytes_in, layout.buffers)) + sum(rooms)
-    layout.snapshot = (take(state), state)
+    layout.snapshot = (
+        [take(size) for _, size, _ in layout.storages],
+        [take(bytes_in(spec)) for spec in layout.buffers],
+        [take(room) for room in rooms],
+    )
     return layout
 
 

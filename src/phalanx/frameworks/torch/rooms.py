@@ -63,6 +63,17 @@ class Rooms:
         self._used = [0] * len(rooms)
         self._placed: dict[int, Placed] = {}  # by address
 
+    def reset(self) -> None:
+        """Forget all state; the memory stays as it is."""
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
+        self._used = [0] * len(self._rooms)
+        self._placed.clear()
+
+    def used(self, index: int) -> tuple[int, int]:
+        """(offset, bytes) of what a parameter's optimizer state takes."""
+        return self._rooms[index][0], self._used[index]
+
     def house(self, indices: Iterable[int]) -> list[int]:
         """Move the state of these parameters into their rooms; returns those that have none yet."""
         without: list[int] = []
@@ -121,7 +132,7 @@ class Rooms:
 
     def _taken(self, index: int, leaf: Any) -> Any:
         if not isinstance(leaf, Placed):
-            return leaf
+            return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
         end = leaf.offset - self._rooms[index][0] + _padded(leaf.spec)
         self._used[index] = max(self._used[index], end)
         home = view(self._arena, leaf.offset, leaf.spec)

@@ -17,7 +17,7 @@ import torch
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.buffers import Buffers, Left
 from phalanx.frameworks.torch.gradient import Collector
-from phalanx.frameworks.torch.layout import Layout, Take, lay_out
+from phalanx.frameworks.torch.layout import Layout, Take, bytes_in, lay_out
 from phalanx.frameworks.torch.optimizer import Update, check_no_global_hooks
 from phalanx.frameworks.torch.rooms import Rooms, view
 from phalanx.frameworks.torch.slots import Slots
@@ -78,6 +78,9 @@ class Shard:
         self._buffers = sharing.buffers
         self._updates = sharing.updates
         self._owned = layout.owned(worker)
+        self._arena = arena
+        self._layout = layout
+        self._keeps_buffers = worker == 0
         rebind(layout, arena)
         self._buffers.rehome([view(arena, *placed) for placed in zip(layout.starts, layout.buffers, strict=True)])
         self._updates.restrict(self._owned)
@@ -85,6 +88,7 @@ class Shard:
         movable = not self._updates.foreign
         self._rooms = Rooms(self._updates.optimizers, sharing.parameters, layout.rooms, arena, movable=movable)
         self._without = self._owned
+        self._storages = [number for number, keeper in enumerate(layout.keepers) if keeper == worker]
         self._changed = memoryview(arena)[layout.changed :]
         self._left = [
             [view(arena, *placed) for placed in zip(offsets, layout.buffers, strict=True)] for offsets in layout.left
@@ -105,19 +109,53 @@ class Shard:
         pairs = zip(self._left[replica], starts, strict=True)
         return [left if self._changed[first + number] else start for number, (left, start) in enumerate(pairs)]
 
-    def house(self) -> None:
-        """Move optimizer state that this worker owns into the arena, as far as it is not there yet."""
-        if self._without:
-            self._without = self._rooms.house(self._without)
+    def house(self) -> bool:
+        """Move optimizer state that this worker owns into the arena, as far as it is not there; True if some was."""
+        if not self._without or self._updates.foreign:
+            return False
+        before, self._without = self._without, self._rooms.house(self._without)
+        return len(self._without) < len(before)
+
+    def described(self) -> list[Any]:
+        """The optimizer state that this worker owns: where it lies, or itself."""
+        return self._rooms.describe(self._owned)
 
     def state(self) -> dict[str, Any]:
         """What of the state is not weights or buffers: optimizer state that this worker owns, options, schedules."""
-        return {"optimizers": self._rooms.describe(self._owned), "options": self._updates.options()}
+        return {"optimizers": self.described(), "options": self._updates.options()}
 
-    def take(self, state: dict[str, Any]) -> None:
-        """Continue from a described state."""
-        self._rooms.take(state["optimizers"], self._owned)
-        self._updates.take_options(state["options"])
+    def take(self, optimizers: Sequence[list[Any]], options: list[Any]) -> None:
+        """Continue from described optimizer state, later descriptions before earlier ones, and options."""
+        self._rooms.reset()
+        for number, described in enumerate(optimizers):
+            self._rooms.take(described, self._owned, beside=number == 0)
+        self._without = self._owned
+        self._updates.take_options(options)
+        self._buffers.expect()  # somebody else may have written them
+
+    def save(self) -> None:
+        """Copy what this worker owns into the snapshot."""
+        for home, copy in self._kept():
+            copy.copy_(home)
+
+    def restore(self) -> None:
+        """Copy what this worker owns back from the snapshot, optimizer state as far as it was described."""
+        for home, copy in self._kept():
+            home.copy_(copy)
+
+    def _kept(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """All that a snapshot holds of this worker's, with its copy; as bytes."""
+        storages, starts, rooms = self._layout.snapshot
+        places = [(self._layout.storages[number][1:], storages[number]) for number in self._storages]
+        pairs = [(offset, size, copy) for (size, offset), copy in places]
+        for index in self._owned:
+            offset, size = self._rooms.used(index)
+            pairs.append((offset, size, rooms[index]))
+        if self._keeps_buffers:
+            specs = zip(self._layout.starts, self._layout.buffers, starts, strict=True)
+            pairs += [(offset, bytes_in(spec), copy) for offset, spec, copy in specs]
+        for offset, size, copy in pairs:
+            yield view(self._arena, offset, _raw(size)), view(self._arena, copy, _raw(size))
 
 
 class Mirror:

@@ -1,0 +1,71 @@
+"""When a worker that does nothing counts as hung."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import statistics
+import sys
+import time
+from collections import deque
+
+RECENT = 21  # steps whose median tells how long one takes
+PATIENCE, SLOWER, FIRST_PATIENCE = 60.0, 20, 600.0  # seconds; times a usual step; seconds while none is known
+AWAKE_SECONDS = 5.0  # between two looks: more means that this process was stopped, and perhaps the workers with it
+
+
+class Deadline:
+    """Seconds of silence that are too many.
+
+    Parameters
+    ----------
+    seconds : float or None
+        None: 20 usual steps, at least a minute; none at all under a debugger.
+    """
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self._seconds = seconds
+        self._recent: deque[float] = deque(maxlen=RECENT)
+
+    def note(self, seconds: float) -> None:
+        """A step took so long."""
+        self._recent.append(seconds)
+
+    @property
+    def seconds(self) -> float:
+        """How long a worker may be silent now."""
+        if self._seconds is not None:
+            return self._seconds
+        if sys.gettrace() is not None or _traced():
+            return math.inf
+        return max(PATIENCE, SLOWER * statistics.median(self._recent)) if self._recent else FIRST_PATIENCE
+
+
+class Watch:
+    """Notices that nothing has changed for too long, as far as this process was awake to see it."""
+
+    def __init__(self, deadline: Deadline) -> None:
+        self._deadline = deadline
+        self._last = b""
+        self._since = self._seen = time.monotonic()
+
+    def expired(self, progress: bytes) -> bool:
+        """Whether ``progress`` has been the same for too long; starts anew then."""
+        now = time.monotonic()
+        asleep, self._seen = now - self._seen > AWAKE_SECONDS, now
+        if progress != self._last or asleep:
+            self._last, self._since = progress, now
+            return False
+        expired = now - self._since > self._deadline.seconds
+        if expired:
+            self._since = now
+        return expired
+
+
+def _traced() -> bool:
+    """Whether a debugger is attached to this process."""
+    try:
+        lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return False
+    return any(line.startswith("TracerPid:") and line.split()[1] != "0" for line in lines)

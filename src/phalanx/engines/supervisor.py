@@ -1,0 +1,290 @@
+"""Keeps W workers at work: starts them, grants what they are to do, and puts others in the place of those that end.
+
+Decisions are made in ``recovery.lifecycle``; here they are carried out. What workers did lies in the arena, so a
+replacement only has to be told where: weights and gradients as the plan says, optimizer state as its owners described
+it, and schedules are done again with the losses that were reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from phalanx.contracts import Course
+from phalanx.engines import control as words_of
+from phalanx.engines.control import Control
+from phalanx.engines.crew import Crew
+from phalanx.engines.launch import WARM
+from phalanx.engines.memory import Memory
+from phalanx.engines.parcel import pack
+from phalanx.engines.told import Told, first_error, unfit
+from phalanx.errors import RunError, spell_samples
+from phalanx.frameworks.opening import reduced
+from phalanx.plan.placement import Placement
+from phalanx.recovery.lifecycle import Place, Point, Tally, joinable, judge, newest_whole
+from phalanx.sharing import Mirror
+
+EAGER_STEPS = 10  # after a state was taken back, each of as many steps is followed by a snapshot
+LONG = 1 << 62
+NEVER = -1
+
+
+class LostError(RunError):
+    """The state of a run is lost."""
+
+
+class Supervisor:
+    """W workers over one arena, seen as one that does not fail.
+
+    Parameters
+    ----------
+    placement : Placement
+    crew : Crew
+    control : Control
+    mirror : Mirror
+        The caller's own state, and the way into the arena.
+    mailbox, orders : Memory
+        For what all workers are to do, and for what a new one has to know.
+    course : Course
+        The steps that the caller has seen.
+    samples : callable
+        The sample indices of (step, replica), for errors.
+    portable : bool
+        Whether the whole state is known. Otherwise the first worker keeps some to itself, and cannot be replaced.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        crew: Crew,
+        control: Control,
+        mirror: Mirror,
+        mailbox: Memory,
+        orders: Memory,
+        course: Course,
+        samples: Callable[[int, int], Sequence[int]],
+        *,
+        portable: bool,
+    ) -> None:
+        self._placement = placement
+        self._crew = crew
+        self._control = control
+        self._mirror = mirror
+        self._mailbox = mailbox
+        self._orders = orders
+        self._course = course
+        self._portable = portable
+        self._home: int | None = self._seen  # the step at which the caller's own state is
+        self._first = self._seen  # the first step of the latest grant
+        self._batches: dict[int, bytes] = {}  # that the caller brought, since the last snapshot
+        self._tally = Tally()
+        self._counted: set[int] = set()  # of those that fell and were not replaced yet
+        self._samples = samples
+
+    def begin(self) -> None:
+        """Put the caller's state into the arena and start all workers."""
+        words = self._control.words
+        words[words_of.DONE], words[words_of.KEPT], words[words_of.DUE] = self._seen, NEVER, NEVER
+        self._put()
+        self._replace(range(self._placement.workers), self._seen)
+
+    def grant(self, kind: int, thing: Any = None) -> None:
+        """Set all workers to work; they are alive and idle, at the step after the last one that was finished."""
+        self.steady()
+        if kind != words_of.STEPS:
+            size = pack(thing, self._mailbox, reduced)
+            if kind == words_of.BATCH and self._portable:
+                kept = self._control.words[words_of.KEPT]
+                self._batches = {step: batch for step, batch in self._batches.items() if step >= kept}
+                self._batches[self._done] = self._mailbox.read(size)
+        self._first = self._done
+        self._crew.grant(kind)
+
+    def wait(self, until: Callable[[], bool], steps: int) -> bool:
+        """Wait; whoever falls meanwhile is replaced. False if what was granted has to be granted again."""
+        self._crew.wait(lambda: until() or bool(self._crew.deaths), steps)
+        while self._crew.deaths:
+            if not self._joined():
+                self.steady()
+                return False
+            self._crew.wait(lambda: until() or bool(self._crew.deaths), steps)
+        return True
+
+    def steady(self) -> None:
+        """See to it that all workers are alive and idle, with the state after the last finished step.
+
+        Raises
+        ------
+        LostError
+            The state is lost.
+        RunError
+            Workers end again and again.
+        """
+        while not self._whole():
+            self._control.words[words_of.TROUBLE] = 1  # the others leave the step
+            self._crew.wait(lambda: self._control.all_idle(self._crew.alive), LONG)
+            if self._crew.deaths:
+                self._count()
+                self._mend()
+            elif again := [told for told in self._errors() if told.step is not None and told.step < self._done]:
+                raise LostError(
+                    f"step {again[0].step} was done again after a worker had ended, and raised what it had not raised "
+                    f"before: {again[0].content!r}"
+                )
+            else:
+                self._do_again(self._boundary)
+        self._control.words[words_of.TROUBLE] = 0
+
+    def keep(self) -> None:
+        """The workers have just saved: that is the snapshot now. The caller's state may have changed."""
+        self._control.words[words_of.KEPT] = self._control.words[words_of.DUE] = self._done
+        self._home = None
+
+    def forget(self) -> None:
+        """The workers are about to save: until they have, there is no snapshot, and none is needed."""
+        self._control.words[words_of.KEPT], self._control.words[words_of.DUE] = NEVER, self._done
+
+    @property
+    def _seen(self) -> int:
+        return len(self._course.loss_history)
+
+    @property
+    def _done(self) -> int:
+        return self._control.words[words_of.DONE]
+
+    @property
+    def _boundary(self) -> int:
+        return judge(self._control.places()).step
+
+    def _whole(self) -> bool:
+        return not self._crew.deaths and self._control.all_idle() and self._boundary >= self._done
+
+    def _errors(self) -> list[Told]:
+        return [told for told in self._crew.told if told.kind != "result"]
+
+    def _joined(self) -> bool:
+        """Let replacements step in where the others wait for them, if that is possible."""
+        words, fallen = self._control.words, sorted(self._crew.deaths)
+        places = self._control.places()
+        step = places[fallen[0]].step
+        running = words[words_of.KIND] != words_of.TASK and not words[words_of.TROUBLE]
+        due = step == self._first or (words[words_of.KIND] == words_of.STEPS and words[words_of.AGREED] > step)
+        lost = 0 in fallen and not self._portable
+        if not (running and due and joinable(places, fallen)) or lost or any(map(self._control.idle, fallen)):
+            return False
+        self._count()
+        if 0 in fallen:  # it may have ended before it said that the step before is finished
+            words[words_of.DONE] = max(words[words_of.DONE], step)
+        self._replace(fallen, step, joining=True)
+        return True
+
+    def _mend(self) -> None:
+        """All that live are idle: take the state back if it is torn, replace those that ended, tell the others."""
+        words, fallen = self._control.words, sorted(self._crew.deaths)
+        step, torn = judge(self._control.places())
+        if not self._portable and (torn or 0 in fallen):
+            raise LostError(
+                f"worker {fallen[0]} {self._crew.deaths[fallen[0]]} in step {step}, and the optimizer is not one of "
+                "torch's own, so its state is lost with it; run again"
+            )
+        if torn:
+            words[words_of.EAGER] = self._done + EAGER_STEPS
+            self._go_back(newest_whole(words[words_of.DUE], words[words_of.KEPT], step), fallen)
+            return
+        words[words_of.DONE] = max(words[words_of.DONE], step)
+        self._replace(fallen, step)
+        self._tell("resume", {"step": step, "loss": self._loss(step - 1) if step > self._begun else 0.0})
+
+    def _go_back(self, kept: int, fallen: Sequence[int]) -> None:
+        """Take the state of an earlier step: the caller's own, or the snapshot."""
+        if kept < 0:
+            assert self._home is not None  # it is given up only when there is a snapshot
+            kept = self._home
+            self._put()
+        restore = kept != self._home
+        self._crew.housed = [item for item in self._crew.housed if item[0] <= kept]
+        self._replace(fallen, kept)
+        self._tell("take", {"orders": {**self._described(kept), "restore": restore}})
+
+    def _do_again(self, step: int) -> None:
+        """Do a finished step again, as it was lost."""
+        words = self._control.words
+        batch = self._batches.get(step)
+        if batch is not None:
+            self._mailbox.write(batch)
+        words[words_of.UNTIL] = step + 1
+        self._first = step
+        self._crew.grant(words_of.STEPS if batch is None else words_of.BATCH)
+        self._crew.wait(lambda: self._control.all_idle() or bool(self._crew.deaths), LONG)
+
+    def _tell(self, task: str, facts: Mapping[str, Any]) -> None:
+        """Have all workers do something about the state; if one falls meanwhile, the state is judged anew."""
+        if not self._crew.deaths:
+            pack((task, facts), self._mailbox, reduced)
+            self._crew.grant(words_of.TASK)
+            self._crew.wait(lambda: self._control.all_idle() or bool(self._crew.deaths), LONG)
+            self._crew.told = self._errors()
+
+    def _put(self) -> None:
+        """Put the caller's own state into the arena."""
+        state = self._mirror.put()
+        self._options = state["options"]
+        self._begun = self._seen if self._home is None else self._home
+        self._crew.housed = [(self._begun, state["optimizers"])]
+
+    def _described(self, step: int) -> dict[str, Any]:
+        """What a worker has to know of the state before ``step``, apart from what lies in the arena."""
+        return {
+            "step": step,
+            "optimizers": [description for since, description in self._crew.housed if since <= step],
+            "options": self._options,
+            "losses": [self._loss(earlier) for earlier in range(self._begun, step)],
+            "restore": False,
+        }
+
+    def _loss(self, step: int) -> float:
+        return self._course.loss_history[step] if step < self._seen else self._control.report(step)[0]
+
+    def _replace(self, workers: Sequence[int], step: int, *, joining: bool = False) -> None:
+        """Start workers at ``step``; returns when they are ready, or have ended again."""
+        grant = self._control.words[words_of.GRANT]
+        pack({**self._described(step), "grant": grant, "joining": joining}, self._orders, reduced)
+        for worker in workers:
+            self._control.words[self._control.place(worker, words_of.COUNT)] = 0
+        self._counted.difference_update(workers)
+        self._crew.start(workers, WARM.zygote())
+        if any(told.kind == "failed" for told in self._crew.told):
+            raise unfit(first_error(self._crew.told))
+
+    def _count(self) -> None:
+        """Count deaths that were not counted yet; end the run if they do not stop."""
+        fallen = {worker: why for worker, why in self._crew.deaths.items() if worker not in self._counted}
+        self._counted.update(fallen)
+        places = self._control.places()
+        computing = {worker: self._computing(worker, places[worker]) for worker in fallen}
+        found = {worker: place for worker, place in computing.items() if place is not None}
+        poison = self._tally.count(fallen, found, self._control.finished() + self._crew.started) if fallen else None
+        if poison is None:
+            return
+        causes = ", ".join(poison.causes)
+        if poison.replica is None:
+            raise RunError(
+                f"workers ended {len(poison.causes)} times in a row without anything done between ({causes}); look at "
+                "what they printed last, at the system's log and at memory, or use engine='inline'",
+                step=self._done,
+            )
+        samples = self._samples(poison.step, poison.replica)
+        raise RunError(
+            f"replica {poison.replica} of step {poison.step} ended {len(poison.causes)} workers that computed it "
+            f"({causes}); its samples are {spell_samples(samples)}. Look at these samples and at memory, or compute "
+            "them with engine='inline' under a debugger",
+            step=poison.step,
+            replica=poison.replica,
+            samples=samples,
+        )
+
+    def _computing(self, worker: int, place: Place) -> tuple[int, int] | None:
+        """(step, replica) that a worker computes."""
+        done = self._control.words[self._control.place(worker, words_of.COUNT)]
+        block = self._placement.blocks[worker]
+        return (place.step, block[done]) if place.point == Point.COMPUTING and done < len(block) else None

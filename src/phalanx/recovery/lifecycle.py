@@ -1,0 +1,116 @@
+"""Where a run stands when workers have ended, and how it goes on: a pure table over (step, point) of every worker.
+
+A step has named points. Weights change only between ``UPDATING`` and ``UPDATED``, and no worker comes there before all
+have ``FOLDED``; none begins the next step before all have ``UPDATED``. So workers are never more than a step apart, and
+where each was last seen tells whether the state is that before a step, that after it, or torn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
+
+ROW = 3  # deaths in a row, at one place or without anything done between, that end a run
+
+
+class Point(IntEnum):
+    """How far a worker is in a step, in order."""
+
+    SAVING = 0  # copies what it owns into the snapshot, if one is due
+    COMPUTING = 1  # gradients of its replicas
+    COMPUTED = 2  # waits for the others'
+    FOLDING = 3  # adds what it owns
+    FOLDED = 4  # waits for the others' norms; the state is untouched so far
+    UPDATING = 5  # writes weights, optimizer state, buffers
+    UPDATED = 6  # waits for the others
+
+
+class Place(NamedTuple):
+    """Where a worker was last seen. Places are ordered as they are passed."""
+
+    step: int
+    point: Point
+
+
+class Verdict(NamedTuple):
+    """Where a run goes on.
+
+    Attributes
+    ----------
+    step : int
+        The next step to be done; the state is, or will be, the one before it.
+    torn : bool
+        Whether the state is of no step: it has to be taken back from a snapshot.
+    """
+
+    step: int
+    torn: bool
+
+
+def joinable(places: Sequence[Place], fallen: Collection[int]) -> bool:
+    """Whether replacements may step in while the others wait: all that fell were computing, in the same step.
+
+    Then nobody can pass the point where gradients are exchanged, so nothing moves until they are there.
+    """
+    there = {places[worker] for worker in fallen}
+    return len({place.step for place in there}) == 1 and all(place.point <= Point.COMPUTING for place in there)
+
+
+def judge(places: Sequence[Place]) -> Verdict:
+    """How a run goes on from where every worker stood when all had stopped."""
+    furthest = max(places)
+    if furthest.point < Point.UPDATING:  # all others are in this step too, or have done all of the one before
+        return Verdict(furthest.step, torn=False)
+    if min(places) < Place(furthest.step, Point.UPDATED):
+        return Verdict(furthest.step, torn=True)
+    return Verdict(furthest.step + 1, torn=False)
+
+
+def newest_whole(due: int, kept: int, torn: int) -> int:
+    """The snapshot to go back to when the update of step ``torn`` broke off.
+
+    One that was due by then is whole, as all workers have met since they saved. One announced for later is not begun.
+    """
+    return due if kept < due <= torn else kept
+
+
+class Poison(NamedTuple):
+    """Why a run is given up: what ended workers at one place, or three times in a row without anything done."""
+
+    step: int
+    replica: int | None
+    causes: tuple[str, ...]
+
+
+@dataclass
+class Tally:
+    """Counts deaths, so that what kills every worker ends the run instead of going on for ever."""
+
+    _at: dict[tuple[int, int], list[str]] = field(default_factory=dict[tuple[int, int], list[str]])
+    _idle: list[str] = field(default_factory=list[str])
+    _done: int = -1
+
+    def count(self, deaths: Mapping[int, str], computing: Mapping[int, tuple[int, int]], done: int) -> Poison | None:
+        """Count one occasion.
+
+        Parameters
+        ----------
+        deaths : mapping
+            Worker to cause; workers that fell together are one occasion.
+        computing : mapping
+            Worker to the (step, replica) that it was computing, of those that were.
+        done : int
+            How many replicas were finished and workers started so far, anywhere.
+        """
+        if done != self._done:
+            self._done, self._idle = done, []
+        self._idle.extend(sorted(set(deaths.values()))[:1])
+        for worker, (step, replica) in computing.items():
+            causes = self._at.setdefault((step, replica), [])
+            causes.append(deaths[worker])
+            if len(causes) >= ROW:
+                return Poison(step, replica, tuple(causes))
+        step = max((step for step, _ in computing.values()), default=-1)
+        return Poison(step, None, tuple(self._idle)) if len(self._idle) >= ROW else None

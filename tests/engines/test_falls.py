@@ -1,0 +1,334 @@
+"""When a worker falls, the next steps forward: the same digest, every step seen once, nothing done that need not be."""
+
+import collections
+import functools
+import os
+import pathlib
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import phalanx
+from phalanx.engines.launch import WARM
+from tests.engines.deaths import HALVES, PLACES, Trapped, hunted, once, sprung, strike
+from tests.families import ADAMW, FAMILIES, FEATURES, SGD, conv_norm, mlp
+
+STEPS = 8
+COSINE = functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=5)
+FIRST, LATER = 0, 4  # before anything was saved, and after
+
+
+def norm_recipe(make_model=conv_norm, **changes):
+    """Buffers, clipping, a schedule and uneven shares: everything that has to be put back right."""
+    given = {"optimizer": ADAMW, "scheduler": COSINE, "max_norm": 0.5, "steps": STEPS}
+    return FAMILIES["conv_norm"].recipe(4, make_model=make_model, **(given | changes))
+
+
+def assert_same(one, other):
+    assert (one.digest, one.loss_history) == (other.digest, other.loss_history)
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    """What the run would have been."""
+    return norm_recipe().train(engine="inline")
+
+
+@pytest.mark.parametrize("step", [FIRST, LATER])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("worker", [0, 1, 2])
+def test_a_death_at_every_named_point(tmp_path, wanted, worker, place, step):
+    """SIGKILL of each worker at each point of the protocol, early and late: the digest is that of a quiet run."""
+    if place == "half saved" and step == FIRST:
+        pytest.skip("nothing is saved there")
+    if place == "half saved":
+        step = 1  # the first snapshot is always due there
+    seen = []
+    recipe = norm_recipe(Trapped(conv_norm, tmp_path, worker, step, place))
+    result = recipe.train(workers=3, engine="processes", callbacks=[lambda report: seen.append(report.step)])
+    assert_same(result, wanted)
+    assert seen == list(range(STEPS))
+    assert sprung(tmp_path) == 1
+
+
+@pytest.mark.parametrize("how", [signal.SIGSEGV, signal.SIGTERM, "exit"])
+def test_other_ways_to_end(tmp_path, wanted, how):
+    """A crash, a signal, an exit that says all is well."""
+    recipe = norm_recipe(Trapped(conv_norm, tmp_path, 1, LATER, "COMPUTING", how))
+    assert_same(recipe.train(workers=2, engine="processes"), wanted)
+    assert sprung(tmp_path) == 1
+
+
+@pytest.mark.parametrize("place", ["COMPUTING", "COMPUTED", "FOLDED", "UPDATING", "UPDATED"])
+def test_a_worker_that_hangs_is_ended_and_replaced(tmp_path, wanted, place):
+    """A stopped worker counts as dead after ``deadline_seconds``."""
+    recipe = norm_recipe(Trapped(conv_norm, tmp_path, 1, LATER, place, signal.SIGSTOP))
+    assert_same(recipe.train(workers=3, engine="processes", deadline_seconds=1.0), wanted)
+    assert sprung(tmp_path) == 1
+
+
+@pytest.mark.parametrize("place", ["COMPUTING", "FOLDING", "UPDATING"])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_all_workers_at_once(wanted, tmp_path, workers, place):
+    """Everybody is ended in the same step: the arena is all that is left, and it is enough."""
+    make_model = conv_norm
+    for number in range(workers):
+        make_model = Trapped(make_model, tmp_path, number, LATER, place)
+    assert_same(norm_recipe(make_model).train(workers=workers, engine="processes"), wanted)
+    assert sprung(tmp_path) >= 1
+
+
+def test_deaths_in_a_replay(tmp_path, wanted):
+    """A worker dies in its update, and another while that is made good again."""
+    make_model = Trapped(conv_norm, tmp_path / "one", 1, 5, "half updated")
+    make_model = Trapped(make_model, tmp_path / "two", 0, 5, "half updated", times=2)
+    make_model = Trapped(make_model, tmp_path / "three", 2, 5, "FOLDING")
+    for name in ("one", "two", "three"):
+        (tmp_path / name).mkdir()
+    assert_same(norm_recipe(make_model).train(workers=3, engine="processes"), wanted)
+    assert [sprung(tmp_path / name) for name in ("one", "two", "three")] == [1, 2, 1]
+
+
+class Noting:
+    """A loss that notes in a file which step it computes what for, as far as the first sample tells."""
+
+    def __init__(self, path, fatal):
+        self.path, self.fatal = str(path), fatal
+
+    def __call__(self, output, target):
+        with pathlib.Path(self.path).open("a") as file:
+            file.write(f"{int(target[0])}\n")
+        if int(target[0]) == self.fatal and once(pathlib.Path(self.path).parent, "sprung"):
+            strike(signal.SIGKILL)
+        return F.mse_loss(output.sum(1), target.float())
+
+
+def test_only_the_dead_workers_replicas_are_computed_again(tmp_path):
+    """Of six replicas on three workers, each is computed once, but for those of the worker that was ended."""
+    x, y = FEATURES[0][:12], torch.arange(12)
+    replicas, steps = 6, 3
+    give = functools.partial(
+        phalanx.Recipe, mlp, (x, y), replicas=replicas, batch_size=12, steps=steps, shuffle=False, optimizer=SGD
+    )
+    fatal = 6  # the first sample of replica 3, the second of worker 1's
+    noting = Noting(tmp_path / "computed", fatal)
+    result = give(loss_fn=noting).train(workers=3, engine="processes")
+    counts = collections.Counter(map(int, (tmp_path / "computed").read_text().split()))
+    assert counts == {0: steps, 2: steps, 4: steps + 1, 6: steps + 1, 8: steps, 10: steps}
+    assert_same(result, give(loss_fn=Noting(tmp_path / "again", -1)).train(engine="inline"))
+
+
+@pytest.mark.parametrize("place", ["COMPUTING", "UPDATING", "half updated", "UPDATED"])
+def test_batches_that_the_caller_brought_are_kept(tmp_path, place):
+    """They cannot be read again, so they are kept until a snapshot covers them, even if the caller writes over them."""
+
+    def train(make_model, **options):
+        generator = torch.Generator().manual_seed(3)
+        batch = torch.empty(9, 5)
+        recipe = phalanx.Recipe(make_model, None, F.cross_entropy, replicas=3, optimizer=ADAMW)
+        with recipe.start(**options) as run:
+            losses = []
+            for _ in range(7):
+                batch.normal_(generator=generator)
+                losses.append(run.step((batch, FEATURES[1][:9])))
+            return losses, run.result().digest
+
+    wanted = train(mlp, engine="inline")
+    assert train(Trapped(mlp, tmp_path, 1, 5, place), engine="processes", workers=2) == wanted
+    assert sprung(tmp_path) == 1
+
+
+def fatal_accuracy(folder, output, target):
+    """A metric that ends the first worker that computes it, once."""
+    if once(folder, "sprung"):
+        strike(signal.SIGKILL)
+    return (output.argmax(1) == target).float().mean()
+
+
+def test_a_death_in_an_evaluation(tmp_path):
+    """The evaluation is done again, by everybody; the run goes on."""
+    recipe = FAMILIES["mlp"].recipe(4, steps=6)
+    found = []
+    for folder, options in ((tmp_path, {"engine": "processes", "workers": 2}), ("/dev", {"engine": "inline"})):
+        with recipe.start(**options) as run:
+            next(run)
+            metric = functools.partial(fatal_accuracy, folder) if folder == tmp_path else accuracy
+            found.append([run.evaluate(metric, FEATURES, batch_size=4)])
+            run.finish()
+            found[-1].append(run.result().digest)
+    assert found[0] == found[1]
+    assert sprung(tmp_path) == 1
+
+
+def accuracy(output, target):
+    return (output.argmax(1) == target).float().mean()
+
+
+def test_deaths_while_nothing_is_done():
+    """Workers that are ended while the caller looks at a report are replaced when there is something to do again."""
+    recipe = FAMILIES["mlp"].recipe(4, steps=6, optimizer=ADAMW)
+    with recipe.start(workers=2, engine="processes") as run:
+        for report in run:
+            if report.step in (1, 3):
+                for pid in run.worker_pids:
+                    os.kill(pid, signal.SIGKILL)
+        for pid in run.worker_pids:
+            os.kill(pid, signal.SIGKILL)
+        result = run.result()
+    assert_same(result, recipe.train(engine="inline"))
+
+
+def test_the_process_that_starts_workers_may_end():
+    """With the zygote all workers end; another is started, and the run goes on."""
+    recipe = FAMILIES["mlp"].recipe(4, steps=6, optimizer=ADAMW)
+    with recipe.start(workers=2, engine="processes") as run:
+        for report in run:
+            if report.step == 2:
+                WARM._zygote._process.kill()
+                WARM._zygote._process.wait()
+        result = run.result()
+    assert_same(result, recipe.train(engine="inline"))
+
+
+def test_one_death_in_every_step():
+    """200 steps, in each of which a worker is ended, at any time in it: the run ends, in the same digest."""
+    recipe = FAMILIES["mlp"].recipe(3, steps=200, optimizer=ADAMW, scheduler=COSINE)
+    rng, ended = random.Random(0), 0
+    with recipe.start(workers=2, engine="processes") as run:
+        for _ in range(200):
+            pids = run.worker_pids
+            timer = threading.Timer(rng.uniform(0, 0.002), os.kill, (rng.choice(pids), signal.SIGKILL))
+            timer.start()
+            run.step()
+            timer.join()
+            ended += 1
+        result = run.result()
+    assert ended == 200
+    assert_same(result, recipe.train(engine="inline"))
+
+
+@pytest.mark.parametrize("family", ["conv_norm", "two_groups", "embedding", "double"])
+def test_deaths_at_random(family):
+    """A worker is ended every few steps while the run goes freely."""
+    recipe = FAMILIES[family].recipe(4, steps=150)
+    rng = random.Random(family)
+    with recipe.start(workers=3, engine="processes") as run:
+        with hunted(run, lambda: rng.uniform(0.01, 0.15)) as ended:
+            run.finish()
+        result = run.result()
+    assert ended
+    assert_same(result, recipe.train(engine="inline"))
+
+
+class Poisonous:
+    """A loss that ends whoever computes a certain sample."""
+
+    def __init__(self, parent, sample):
+        self.parent, self.sample = parent, sample
+
+    def __call__(self, output, target):
+        if os.getpid() != self.parent and self.sample in target.tolist():
+            strike(signal.SIGKILL)
+        return F.mse_loss(output.sum(1), target.float())
+
+
+def test_what_ends_every_worker_ends_the_run():
+    """A poisonous sample: after three deaths an error names step, replica, samples and signals, and has the state."""
+    x, y = FEATURES[0][:12], torch.arange(12)
+    give = functools.partial(phalanx.Recipe, mlp, (x, y), replicas=4, batch_size=4, shuffle=False, optimizer=SGD)
+    recipe = give(loss_fn=Poisonous(os.getpid(), 6), steps=3)
+    with pytest.raises(phalanx.RunError, match=r"replica 2 of step 1.*SIGKILL, .*SIGKILL, .*SIGKILL.*\[6\]") as caught:
+        recipe.train(workers=2, engine="processes")
+    error = caught.value
+    assert (error.step, error.replica, error.samples) == (1, 2, (6,))
+    assert_same(error.result, give(loss_fn=Poisonous(os.getpid(), 6), steps=1).train(engine="inline"))
+
+
+def suicidal(parent):
+    """A model that cannot be made in a worker."""
+    if os.getpid() != parent:
+        strike(signal.SIGKILL)
+    return mlp()
+
+
+def test_workers_that_cannot_start_end_the_run():
+    """They end before they have done anything, again and again: three times are enough."""
+    recipe = FAMILIES["mlp"].recipe(2, make_model=functools.partial(suicidal, os.getpid()))
+    with pytest.raises(phalanx.RunError, match=r"3 times in a row without anything done.*SIGKILL"):
+        recipe.train(workers=2, engine="processes")
+
+
+class Counting(torch.optim.SGD):
+    """From elsewhere: nobody knows all of its state."""
+
+    def __init__(self, named):
+        super().__init__(named, lr=0.1)
+        self.count = 0
+
+    def step(self, closure=None):
+        self.count += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.count
+        return super().step(closure)
+
+
+def test_state_that_only_one_worker_knows(tmp_path):
+    """With an optimizer from elsewhere, the others can be replaced while they compute; the first one cannot."""
+    for name in ("1", "0"):
+        (tmp_path / name).mkdir()
+    recipe = FAMILIES["mlp"].recipe(3, optimizer=Counting, make_model=Trapped(mlp, tmp_path / "1", 1, 2, "COMPUTING"))
+    assert_same(recipe.train(workers=2, engine="processes"), recipe.train(engine="inline"))
+    recipe = FAMILIES["mlp"].recipe(3, optimizer=Counting, make_model=Trapped(mlp, tmp_path / "0", 0, 2, "COMPUTING"))
+    with pytest.raises(phalanx.RunError, match=r"worker 0 was killed by SIGKILL in step 2.*not one of torch's own"):
+        recipe.train(workers=2, engine="processes")
+
+
+class Forgetful(Trapped):
+    """Beside the trap, a fault: in workers, going back to a snapshot does nothing."""
+
+    def set(self):
+        from phalanx.frameworks.torch.shard import Shard
+
+        super().set()
+        Shard.restore = lambda shard: None
+
+
+class Unscheduled(Trapped):
+    """Beside the trap, a fault: replacements do not do their schedules again."""
+
+    def set(self):
+        from phalanx.engines.worker import Worker
+
+        super().set()
+        take = Worker.take
+        Worker.take = lambda worker, orders: take(worker, {**orders, "losses": []})
+
+
+@pytest.mark.parametrize(("fault", "place"), [(Forgetful, "half updated"), (Unscheduled, "COMPUTING")])
+def test_planted_faults_show_in_the_digest(tmp_path, wanted, fault, place):
+    """The tests above can fail: with a fault in the way back, the digest differs."""
+    recipe = norm_recipe(fault(conv_norm, tmp_path, 0, LATER, place))
+    assert recipe.train(workers=3, engine="processes").digest != wanted.digest
+
+
+def test_a_death_is_made_good_soon():
+    """While it computes, a worker is ended: what that costs is printed, and the pause is not a matter of seconds."""
+    recipe = FAMILIES["mlp"].recipe(4, steps=60, optimizer=ADAMW)
+    with recipe.start(workers=2, engine="processes") as run:
+        next(run)
+        pauses = []
+        for _ in range(10):
+            os.kill(run.worker_pids[0], signal.SIGKILL)
+            began = time.perf_counter()
+            run.step()
+            pauses.append(time.perf_counter() - began)
+    print(f"from SIGKILL to the end of the next step: {sorted(pauses)[5] * 1e3:.0f} ms (median of 10)")
+    assert len(pauses) == 10
+
+
+assert set(HALVES) < set(PLACES)

@@ -1,0 +1,213 @@
+"""The decisions after a death, against workers that are only counters: what may be, and what may never be, decided."""
+
+import itertools
+import random
+
+import pytest
+
+from phalanx.recovery.lifecycle import ROW, Place, Point, Tally, joinable, judge, newest_whole
+
+STEPS = 5
+INTERVAL = 2
+
+
+class Broken(Exception):
+    """A simulated worker was ended."""
+
+
+class Worker:
+    """Goes through the points of each step; what it owns is the number of the step that it was last written for."""
+
+    def __init__(self, wall, number):
+        self.wall, self.number = wall, number
+        self.place = Place(0, Point.SAVING)
+        self.arrived = 0
+        self.owned, self.half = 0, False  # updates that were written; whether one is being written
+        self.saved = (0, False)  # (step, whether it is half written)
+        self.todo = self.life()
+
+    def life(self):
+        """One yield per thing that another worker, or a death, may come between."""
+        for step in range(STEPS):
+            self.place = Place(step, Point.SAVING)
+            yield
+            if self.wall.due == step:
+                self.saved = (step, True)
+                yield
+                self.saved = (step, False)
+            for point in (Point.COMPUTING, Point.COMPUTED):
+                self.place = Place(step, point)
+                yield
+            yield from self.meet()
+            self.place = Place(step, Point.FOLDING)
+            yield
+            self.place = Place(step, Point.FOLDED)
+            yield
+            yield from self.meet()
+            if self.number == 0:
+                if self.wall.due == step:
+                    self.wall.kept = step
+                    yield
+                if step + 1 - self.wall.due >= INTERVAL:
+                    self.wall.due = step + 1
+            self.place = Place(step, Point.UPDATING)
+            yield
+            self.half = True
+            yield
+            self.owned, self.half = step + 1, False
+            yield
+            self.place = Place(step, Point.UPDATED)
+            yield
+            yield from self.meet()
+
+    def meet(self):
+        self.arrived += 1
+        while min(worker.arrived for worker in self.wall.workers) < self.arrived:
+            yield
+
+
+class Wall:
+    """W workers, run in a seeded order until some of them are ended and the others have come to a stop."""
+
+    def __init__(self, count):
+        self.due, self.kept = -1, -1
+        self.workers = [Worker(self, number) for number in range(count)]
+
+    def run(self, rng, fatal):
+        """Returns who fell; ``fatal(worker)`` says where."""
+        living, fallen = list(self.workers), []
+        still = 0
+        while living and still < 20 * len(living):
+            worker = rng.choice(living)
+            before = (worker.place, worker.arrived, worker.half, worker.owned)
+            if next(worker.todo, "done") == "done":
+                living.remove(worker)
+            elif fatal(worker):
+                living.remove(worker)
+                fallen.append(worker.number)
+            still = 0 if (worker.place, worker.arrived, worker.half, worker.owned) != before else still + 1
+        return fallen
+
+
+def check(wall):
+    """The verdict must be true of what the workers really wrote."""
+    places = [worker.place for worker in wall.workers]
+    verdict = judge(places)
+    whole = not any(worker.half for worker in wall.workers) and len({worker.owned for worker in wall.workers}) == 1
+    if not verdict.torn:
+        assert whole
+        assert verdict.step == wall.workers[0].owned
+        return
+    kept = newest_whole(wall.due, wall.kept, verdict.step)
+    assert {worker.saved for worker in wall.workers} == {(kept, False)} or kept == -1
+    assert kept <= verdict.step
+
+
+POINTS = list(itertools.product(range(STEPS), Point))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_a_death_at_every_point_is_judged_as_what_it_is(count):
+    """Every point x every worker x many orders in which the others go on: never a torn state taken for a whole one."""
+    for (step, point), victim in itertools.product(POINTS, range(count)):
+        for seed in range(12):
+            rng = random.Random(f"{count} {step} {point} {victim} {seed}")
+            delay = iter([False] * rng.randrange(3) + [True])
+            wall = Wall(count)
+            place = Place(step, point)
+            fallen = wall.run(
+                rng, lambda w, v=victim, p=place, d=delay: (w.number, w.place) == (v, p) and next(d, True)
+            )
+            if fallen:
+                check(wall)
+
+
+def test_several_deaths_at_once_are_judged_as_what_they_are():
+    """Any workers at any time, up to all of them."""
+    torn = 0
+    for seed in range(3000):
+        rng = random.Random(seed)
+        wall = Wall(rng.randint(1, 4))
+        if wall.run(rng, lambda worker, rng=rng: rng.random() < 0.02):
+            check(wall)
+            torn += judge([worker.place for worker in wall.workers]).torn
+    assert torn > 100  # otherwise this looked at nothing
+
+
+def test_replacements_join_only_where_everybody_waits_for_them():
+    """If a replacement may join, no other worker has passed, or will pass, the exchange of that step."""
+    joined = 0
+    for seed in range(3000):
+        rng = random.Random(seed)
+        wall = Wall(rng.randint(2, 4))
+        fallen = wall.run(rng, lambda worker, rng=rng: rng.random() < 0.02)
+        places = [worker.place for worker in wall.workers]
+        if fallen and joinable(places, fallen):
+            joined += 1
+            step = places[fallen[0]].step
+            assert all(place < Place(step, Point.FOLDING) for place in places)
+            assert all(worker.owned == step and not worker.half for worker in wall.workers)
+    assert joined > 100
+
+
+def test_a_judge_that_trusts_updates_is_caught(monkeypatch):
+    """A table that takes broken updates for whole ones: the simulation must notice."""
+    monkeypatch.setitem(globals(), "judge", lambda places: judge_naively(places))
+    with pytest.raises(AssertionError):
+        test_several_deaths_at_once_are_judged_as_what_they_are()
+
+
+def test_a_snapshot_that_is_only_announced_is_caught(monkeypatch):
+    """A table that goes back to what is due, saved or not: the simulation must notice."""
+    monkeypatch.setitem(globals(), "newest_whole", lambda due, kept, torn: due)
+    with pytest.raises(AssertionError):
+        test_several_deaths_at_once_are_judged_as_what_they_are()
+
+
+def judge_naively(places):
+    """The furthest worker is right."""
+    verdict = judge_of_the_library(places)
+    return verdict._replace(torn=False)
+
+
+judge_of_the_library = judge
+
+
+@pytest.mark.parametrize(
+    ("places", "step", "torn"),
+    [
+        ([(3, 0), (3, 1)], 3, False),
+        ([(3, 2), (3, 1), (2, 6)], 3, False),
+        ([(3, 4), (3, 3)], 3, False),
+        ([(3, 5), (3, 4)], 3, True),
+        ([(3, 5), (3, 5)], 3, True),
+        ([(3, 6), (3, 5)], 3, True),
+        ([(3, 6), (3, 4)], 3, True),
+        ([(3, 6), (3, 6)], 4, False),
+        ([(4, 0), (3, 6)], 4, False),
+        ([(9, 5)], 9, True),
+    ],
+)
+def test_the_table(places, step, torn):
+    """By hand: from where everyone stood to how the run goes on."""
+    assert judge([Place(step, Point(point)) for step, point in places]) == (step, torn)
+
+
+def test_three_deaths_at_one_replica_end_the_run():
+    """Only the same replica of the same step counts, and the causes are told."""
+    tally = Tally()
+    assert tally.count({0: "a"}, {0: (5, 2)}, 1) is None
+    assert tally.count({1: "b"}, {1: (5, 3)}, 2) is None
+    assert tally.count({1: "c"}, {1: (5, 2)}, 3) is None
+    assert tally.count({0: "d"}, {0: (6, 2)}, 4) is None
+    assert tally.count({2: "e"}, {2: (5, 2)}, 5) == (5, 2, ("a", "c", "e"))
+
+
+def test_three_deaths_in_a_row_with_nothing_done_end_the_run():
+    """Several at once are one occasion; anything that was done between starts the count anew."""
+    tally = Tally()
+    for done in range(10):
+        assert tally.count({0: "a", 1: "a", 2: "a", 3: "a"}, {}, done) is None
+    for _ in range(ROW - 2):
+        assert tally.count({0: "b"}, {}, 9) is None
+    assert tally.count({0: "c"}, {}, 9) == (-1, None, ("a", "b", "c"))
