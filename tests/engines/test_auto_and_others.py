@@ -71,8 +71,8 @@ def test_meetings_hold_with_and_without_the_kernel(monkeypatch, ordered):
     """Processors that reorder memory take another way; what was written before a meeting is seen after it."""
     monkeypatch.setattr(control, "ORDERED", ordered)
     workers, rounds = 3, 50
-    words = memoryview(bytearray(8 * Control.word_count(workers))).cast("q")
-    floats = memoryview(bytearray(8 * Control.float_count(workers, workers))).cast("d")
+    words = memoryview(bytearray(8 * control.word_count(workers))).cast("q")
+    floats = memoryview(bytearray(8 * control.float_count(workers, workers))).cast("d")
     block = Control(words, floats, workers, workers)
     seen = [[] for _ in range(workers)]
 

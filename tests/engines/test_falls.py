@@ -1,6 +1,7 @@
 """When a worker falls, the next steps forward: the same digest, every step seen once, nothing done that need not be."""
 
 import collections
+import contextlib
 import functools
 import os
 import pathlib
@@ -198,21 +199,27 @@ def test_the_process_that_starts_workers_may_end():
 def test_one_death_in_every_step():
     """200 steps, in each of which a worker is ended, at any time in it: the run ends, in the same digest."""
     recipe = FAMILIES["mlp"].recipe(3, steps=200, optimizer=ADAMW, scheduler=COSINE)
-    rng, ended = random.Random(0), 0
+    rng, ended = random.Random(0), []
+
+    def end(pids):
+        for pid in rng.sample(pids, len(pids)):  # one may have been ended after the last step
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                ended.append(pid)
+                return
+
     with recipe.start(workers=2, engine="processes") as run:
         for _ in range(200):
-            pids = run.worker_pids
-            timer = threading.Timer(rng.uniform(0, 0.002), os.kill, (rng.choice(pids), signal.SIGKILL))
+            timer = threading.Timer(rng.uniform(0, 0.002), end, [run.worker_pids])
             timer.start()
             run.step()
             timer.join()
-            ended += 1
         result = run.result()
-    assert ended == 200
+    assert len(ended) > 150
     assert_same(result, recipe.train(engine="inline"))
 
 
-@pytest.mark.parametrize("family", ["conv_norm", "two_groups", "embedding", "double"])
+@pytest.mark.parametrize("family", ["conv_norm", "two_groups", "embedding", "counting"])
 def test_deaths_at_random(family):
     """A worker is ended every few steps while the run goes freely."""
     recipe = FAMILIES[family].recipe(4, steps=150)

@@ -262,9 +262,9 @@ def test_fewer_workers_take_less(monkeypatch):
 
 
 def test_what_is_compared_counts_what_is_written():
-    """Weights, gradients of every worker, and Adam's two states: about what an arena really takes."""
+    """Weights, gradients of every worker, Adam's two states, a snapshot of all but gradients: what an arena takes."""
     weights = 4 * (512 * 512 + 512)
     recipe = phalanx.Recipe(lambda: torch.nn.Linear(512, 512), None, torch.nn.functional.mse_loss, replicas=4)
     for workers, sets in ((1, 0), (2, 2), (4, 3)):  # what others own is published; two vectors for two replicas
-        least = (1 + 3 + sets) * weights
+        least = (1 + 3 + 3 + sets) * weights
         assert least <= touched(recipe, workers) <= 1.2 * least + 100_000, workers

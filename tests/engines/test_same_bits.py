@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import phalanx
-from phalanx.engines.launch import WARM
 from phalanx.engines.processes import Processes
 from phalanx.frameworks.opening import open_framework
 from phalanx.plan.placement import Placement
@@ -562,7 +561,7 @@ PLACEMENTS = {
 def placed(recipe, blocks):
     """A run on workers that host just these blocks."""
     placement = Placement(recipe.replicas, tuple(range(start, end) for start, end in blocks))
-    engine = Processes(recipe, open_framework(recipe, None), placement, WARM.zygote())
+    engine = Processes(recipe, open_framework(recipe, None), placement)
     try:
         for _ in range(recipe.plan.steps):
             engine.advance(None, recipe.plan.steps)

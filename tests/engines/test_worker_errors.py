@@ -570,38 +570,34 @@ DEATHS = {
 }
 
 
-def assert_tells_death(error, words, pids, began):
-    """A plain RunError that names worker, process and way, soon."""
-    assert time.monotonic() - began < SOON
-    assert type(error) is phalanx.RunError
-    number = next(n for n in range(len(pids)) if f"worker {n} " in str(error))
-    assert f"process {pids[number]}" in str(error)
-    assert words in str(error)
-
-
 @pytest.mark.parametrize("place", ["model", "dataset"])
 @pytest.mark.parametrize("way", DEATHS)
-def test_a_worker_that_ends_itself_is_told_at_once(way, place, capfd):
-    """os._exit, a segmentation fault or a signal in user code: a RunError says which worker and how; nothing hangs."""
+def test_what_ends_every_worker_is_told_soon(way, place):
+    """os._exit, a segmentation fault or a signal in user code, each time: a RunError says where and how; no hang."""
     with recipe(**failing_at(place, lambda: die_by(way))).start(workers=2, engine="processes") as run:
-        pids = run.worker_pids
         for _ in range(FAILING):
             run.step()
         began = time.monotonic()
         with pytest.raises(phalanx.RunError) as caught:
             run.step()
-        assert_tells_death(caught.value, DEATHS[way], pids, began)
-        assert (caught.value.step, caught.value.result) == (FAILING, None)
-        for call in (run.step, run.result, lambda: run.evaluate(F.mse_loss, (X, Y))):
+        assert time.monotonic() - began < SOON
+        error = caught.value
+        assert type(error) is phalanx.RunError
+        assert f"replica {error.replica} of step {FAILING} ended 3 workers" in str(error)
+        assert ", ".join([DEATHS[way]] * 3) in str(error)
+        assert error.step == FAILING
+        assert error.result.digest == recipe(steps=FAILING).train(engine="inline").digest
+        for call in (run.step, lambda: run.evaluate(F.mse_loss, (X, Y))):
             with pytest.raises(phalanx.RunError, match="cannot go on"):
                 call()
+        assert run.result().digest == error.result.digest
     assert run.worker_pids == ()
     assert_no_workers()
     assert recipe().train(workers=2, engine="processes").digest == recipe().train(engine="inline").digest
 
 
-def test_a_death_while_everybody_runs_ahead_is_told():
-    """A worker that dies in train(), far from the caller, is told too."""
+def test_what_ends_workers_while_everybody_runs_ahead_is_told():
+    """Workers that die in train(), far from the caller, are told too."""
     began = time.monotonic()
     error = workers_error(3, **failing_at("loss", lambda: os._exit(3)), steps=400)
     assert type(error) is phalanx.RunError
@@ -612,8 +608,8 @@ def test_a_death_while_everybody_runs_ahead_is_told():
 
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("when", ["between steps", "in a step", "in an evaluation", "before close"])
-def test_a_worker_that_is_killed_is_told(when, number):
-    """SIGKILL from outside, whenever it comes: the next call says so, close() works, nothing is left."""
+def test_a_worker_that_is_killed_is_replaced(when, number):
+    """SIGKILL from outside, whenever it comes: the run goes on with another, close() works, nothing is left."""
 
     def slow(output, target):
         if when == "in a step":
@@ -633,19 +629,19 @@ def test_a_worker_that_is_killed_is_told(when, number):
     timer = threading.Timer(0.5, kill)
     if when.startswith("in "):
         timer.start()
-        with pytest.raises(phalanx.RunError) as caught:
-            run.step() if when == "in a step" else run.evaluate(metric_fn, (X, Y))
+        run.step() if when == "in a step" else run.evaluate(metric_fn, (X, Y))
         timer.join()
     else:
         kill()
-        psutil.wait_procs([psutil.Process(pids[number])] if psutil.pid_exists(pids[number]) else [], timeout=1)
         if when == "between steps":
-            with pytest.raises(phalanx.RunError) as caught:
-                run.step()
+            run.step()
     if when != "before close":
-        assert_tells_death(caught.value, "was killed by SIGKILL", pids, began)
+        assert len(set(run.worker_pids) & set(pids)) == 1
+        assert len(run.worker_pids) == 2
+    steps = run.steps
     run.close()
-    assert time.monotonic() - began < SOON
+    assert time.monotonic() - began < SOON + 3
+    assert run.result().digest == recipe(steps=steps).train(engine="inline").digest
     assert_no_workers()
 
 
@@ -659,18 +655,17 @@ def test_exit_in_user_code_does_not_hang():
 
 
 def test_the_death_of_the_zygote_is_survived():
-    """If the process that starts workers is killed, the run ends with an error, and the next run starts another."""
+    """If the process that starts workers is killed, they end with it; the run starts another and goes on."""
     phalanx.close()
     before = children()
-    with recipe(steps=1_000_000).start(workers=2, engine="processes") as run:
+    with recipe().start(workers=2, engine="processes") as run:
         run.step()
         zygote = next(process for process in psutil.Process().children() if process.pid not in before)
         zygote.kill()
         began = time.monotonic()
-        with pytest.raises(phalanx.RunError):
-            all_of(run)
-        assert time.monotonic() - began < SOON
-    assert recipe().train(workers=2, engine="processes").digest == recipe().train(engine="inline").digest
+        all_of(run)
+        assert time.monotonic() - began < SOON + 10  # of importing the framework
+        assert run.result().digest == recipe().train(engine="inline").digest
     assert_no_workers()
 
 

@@ -11,7 +11,7 @@ import reading
 
 pytestmark = pytest.mark.house
 
-PACKAGE_LINES = 8000
+PACKAGE_LINES = 10_000
 FILE_LINES = 300
 FUNCTION_LINES = 40
 PARAMETERS = 8
@@ -118,7 +118,7 @@ def over(figures: Figures, budget: int, allowed: dict[str, str] | None = None) -
 
 
 def test_the_package_is_small():
-    """All of the package fits in 6,000 lines."""
+    """All of the package fits in its budget."""
     assert sum(file_figures().values()) <= PACKAGE_LINES, maxima()
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 
-from phalanx.engines.control import Control
+from phalanx.engines.control import Control, float_count, word_count
 from phalanx.engines.memory import Carver
 from phalanx.plan.placement import Placement, remaining
 from phalanx.sharing import Sharing
@@ -38,8 +38,8 @@ class Plan:
     def __init__(self, sharing: Sharing, placement: Placement) -> None:
         carver = Carver()
         self._placement = placement
-        self._words = carver.take(WORD * Control.word_count(placement.workers))
-        self._floats = carver.take(WORD * Control.float_count(placement.workers, placement.replicas))
+        self._words = carver.take(WORD * word_count(placement.workers))
+        self._floats = carver.take(WORD * float_count(placement.workers, placement.replicas))
         self.nodes: list[tuple[int, int]] = []
         self.publishers: list[tuple[int, int]] = []
         for worker in placement.order:
@@ -54,8 +54,8 @@ class Plan:
     def control(self, arena: mmap.mmap) -> Control:
         """The control block in a mapped arena."""
         workers, replicas = self._placement.workers, self._placement.replicas
-        words = memoryview(arena)[self._words :][: WORD * Control.word_count(workers)].cast("q")
-        floats = memoryview(arena)[self._floats :][: WORD * Control.float_count(workers, replicas)].cast("d")
+        words = memoryview(arena)[self._words :][: WORD * word_count(workers)].cast("q")
+        floats = memoryview(arena)[self._floats :][: WORD * float_count(workers, replicas)].cast("d")
         return Control(words, floats, workers, replicas)
 
     def flags(self, arena: mmap.mmap) -> memoryview:

@@ -39,6 +39,16 @@ NAP_SECONDS, LONGEST_NAP_SECONDS = 0.00002, 0.0005
 ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
 
 
+def word_count(workers: int) -> int:
+    """Words that a control block takes."""
+    return WORKERS + workers * LINE
+
+
+def float_count(workers: int, replicas: int) -> int:
+    """Floats that rows, reports and times take."""
+    return ROW * replicas + REPORT * RING + len(PHASES) * workers
+
+
 class Trouble(Exception):  # noqa: N818  not an error: how a step is left
     """Another worker failed, or the run is over: leave the step as it is."""
 
@@ -57,18 +67,8 @@ class Control:
         self.words = words
         self.workers = workers
         self.rows = floats[: ROW * replicas]
-        self.ring = floats[ROW * replicas : ROW * replicas + REPORT * RING]
+        self.reports = Reports(words, floats[ROW * replicas : ROW * replicas + REPORT * RING])
         self.times = floats[ROW * replicas + REPORT * RING :]
-
-    @staticmethod
-    def word_count(workers: int) -> int:
-        """Words that the block takes."""
-        return WORKERS + workers * LINE
-
-    @staticmethod
-    def float_count(workers: int, replicas: int) -> int:
-        """Floats that rows, reports and times take."""
-        return ROW * replicas + REPORT * RING + len(PHASES) * workers
 
     def place(self, worker: int, field: int) -> int:
         """Index of a worker's own word."""
@@ -103,24 +103,32 @@ class Control:
         """Replicas that were finished so far, anywhere, again if they were lost."""
         return sum(self.words[self.place(worker, TOTAL)] for worker in range(self.workers))
 
+
+class Reports:
+    """What the first worker reports of steps; the caller's process may be ``RING`` of them behind."""
+
+    def __init__(self, words: memoryview, ring: memoryview[float]) -> None:
+        self._words = words
+        self._ring = ring
+
     def write(self, step: int, *report: float) -> None:
-        """Report a step that is about to be finished: loss, norm, lr, samples, started, ended."""
+        """Of a step that is about to be finished: loss, norm, lr, samples, started, ended."""
         place = step % RING * REPORT
         for value in report:
-            self.ring[place] = value
+            self._ring[place] = value
             place += 1
 
     def finish(self, step: int, ended: float) -> None:
         """The step is finished: its report may be read."""
-        self.ring[step % RING * REPORT + REPORT - 1] = ended
+        self._ring[step % RING * REPORT + REPORT - 1] = ended
         order()
-        self.words[DONE] = max(self.words[DONE], step + 1)
+        self._words[DONE] = max(self._words[DONE], step + 1)
 
-    def report(self, step: int) -> Sequence[float]:
-        """What was written of ``step``: loss, norm, lr, samples, started, ended."""
+    def read(self, step: int) -> Sequence[float]:
+        """What was written of a step: loss, norm, lr, samples, started, ended."""
         order()
         start = step % RING * REPORT
-        return self.ring[start : start + REPORT].tolist()
+        return self._ring[start : start + REPORT].tolist()
 
 
 class Meeting:
@@ -134,6 +142,8 @@ class Meeting:
     """
 
     def __init__(self, control: Control, worker: int) -> None:
+        self.control = control
+        self.worker = worker
         self._words = control.words
         self._times = control.times
         self._mine = control.place(worker, ARRIVED)

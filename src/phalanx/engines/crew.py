@@ -59,7 +59,7 @@ class Crew:
         self.started = 0
         self.interrupted = False
         self._memories = memories
-        self._control = control
+        self.control = control
         self._deadline = deadline
         self._hands: dict[int, Hand] = {}
         self._starting: set[int] = set()
@@ -93,24 +93,24 @@ class Crew:
 
     def grant(self, kind: int) -> None:
         """Set idle workers to work."""
-        words = self._control.words
+        words = self.control.words
         words[words_of.KIND], words[words_of.PAUSE], words[words_of.TROUBLE] = kind, 0, 0
         order()
         words[words_of.GRANT] += 1
         fence()
         for hand in self._living():
-            if words[self._control.place(hand.number, words_of.SLEEPING)]:
+            if words[self.control.place(hand.number, words_of.SLEEPING)]:
                 hand.wake()
 
     def interrupt(self) -> None:
         """Stop at a step boundary; user code that is running is broken off."""
-        self._control.words[words_of.PAUSE] = 1
+        self.control.words[words_of.PAUSE] = 1
         for hand in self._living():
             hand.interrupt()
 
     def wait(self, until: Callable[[], bool], steps: int) -> None:
         """Wait until ``until()``; ``steps``: how many finished ones are worth waking up for."""
-        self._control.words[words_of.AWAITED] = steps
+        self.control.words[words_of.AWAITED] = steps
         try:
             self._wait(until)
         except KeyboardInterrupt:
@@ -119,7 +119,7 @@ class Crew:
             raise
 
     def _wait(self, until: Callable[[], bool]) -> None:
-        words, done = self._control.words, False
+        words, done = self.control.words, False
         watch = Watch(self._deadline)
         with self._interrupts:
             while not done:
@@ -131,14 +131,14 @@ class Crew:
                 self._interrupts.hold()
                 try:
                     self._handle({fd for fd, _ in found})
-                    if watch.expired(self._control.progress()):
+                    if watch.expired(self.control.progress()):
                         self._kill_hung()
                 finally:
                     self._interrupts.release()
 
     def _kill_hung(self) -> None:
         """Workers that all others wait for do nothing any more: they are ended, and count as dead."""
-        late = self._starting or self._control.hindmost(self.alive)
+        late = self._starting or self.control.hindmost(self.alive)
         for hand in self._living():
             if hand.number in late:
                 self.deaths[hand.number] = f"hung for {self._deadline.seconds:.0f} s and was killed"

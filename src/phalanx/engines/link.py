@@ -10,7 +10,7 @@ from typing import Any
 
 from phalanx.contracts import Part, Steppable
 from phalanx.engines.arena import Plan
-from phalanx.engines.control import COMPUTE, COUNT, FOLD, OPINION, ROW, TOTAL, UPDATE, Control, Meeting
+from phalanx.engines.control import COMPUTE, COUNT, FOLD, OPINION, ROW, TOTAL, UPDATE, Meeting
 from phalanx.plan.fold import Fold
 from phalanx.plan.placement import Placement, additions, most_held
 from phalanx.recovery.lifecycle import Point
@@ -37,9 +37,7 @@ class ArenaLink:
     plan : Plan
     placement : Placement
     arena : mmap.mmap
-    control : Control
     meeting : Meeting
-    worker : int
     tell_housed : callable
         Called with a step and a description when optimizer state has got a place in the arena that it keeps.
     """
@@ -51,19 +49,17 @@ class ArenaLink:
         plan: Plan,
         placement: Placement,
         arena: mmap.mmap,
-        control: Control,
         meeting: Meeting,
-        worker: int,
         tell_housed: Callable[[int, Any], None],
     ) -> None:
-        self.hosted = placement.blocks[worker]
+        self._worker = meeting.worker
+        self.hosted = placement.blocks[self._worker]
         self._framework = framework
         self._shard = shard
         self._slots = shard.slots
         self._publishers = plan.publishers
-        self._control = control
+        self._control = meeting.control
         self._meeting = meeting
-        self._worker = worker
         self._tell_housed = tell_housed
         self._done = 0
         self._replicas = placement.replicas

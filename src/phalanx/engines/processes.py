@@ -91,7 +91,7 @@ class Processes:
         pack({"placement": placement, "signature": plan.layout.signature(), "fields": fields}, parcel, reduced)
         self._crew = Crew(memories, self._control, self._deadline)
         self._wall = Supervisor(
-            placement, self._crew, self._control, self._mirror, mailbox, orders, self.course, self._samples,
+            placement, self._crew, self._mirror, mailbox, orders, self.course, self._samples,
             portable=self._framework.sharing.portable,
         )  # fmt: skip
         try:
@@ -183,7 +183,7 @@ class Processes:
     def _ask(self, task: str, facts: dict[str, Any]) -> list[Any]:
         """Have every worker do its part of a task; their answers."""
         with self._watching():
-            told = self._task(words_of.TASK, (task, facts))
+            told = self._task(words_of.TASK, {**facts, "task": task})
         if any(item.kind != "result" for item in told):
             raise first_error(told)
         return [item.content for item in sorted(told, key=lambda item: item.worker)]
@@ -219,7 +219,7 @@ class Processes:
         if self._crew.interrupted or not self._control.all_idle():
             self._crew.interrupt()
             try:
-                self._crew.wait(lambda: self._control.all_idle(self._crew.alive), 1 << 62)
+                self._crew.wait(lambda: self._control.all_idle() or bool(self._crew.deaths), 1 << 62)
             except KeyboardInterrupt:
                 self._give_up("it was interrupted again before it had come to a stop")
                 raise
@@ -244,7 +244,7 @@ class Processes:
     def _absorb(self) -> StepReport:
         """The next report."""
         t = self._steps
-        loss, norm, lr, samples, started, ended = self._control.report(t)
+        loss, norm, lr, samples, started, ended = self._control.reports.read(t)
         self.course.add(loss, int(samples))
         self.course.time(started, ended)
         self._deadline.note(ended - started)

@@ -12,7 +12,6 @@ from typing import Any
 
 from phalanx.contracts import Course
 from phalanx.engines import control as words_of
-from phalanx.engines.control import Control
 from phalanx.engines.crew import Crew
 from phalanx.engines.launch import WARM
 from phalanx.engines.memory import Memory
@@ -40,7 +39,6 @@ class Supervisor:
     ----------
     placement : Placement
     crew : Crew
-    control : Control
     mirror : Mirror
         The caller's own state, and the way into the arena.
     mailbox, orders : Memory
@@ -57,7 +55,6 @@ class Supervisor:
         self,
         placement: Placement,
         crew: Crew,
-        control: Control,
         mirror: Mirror,
         mailbox: Memory,
         orders: Memory,
@@ -68,7 +65,7 @@ class Supervisor:
     ) -> None:
         self._placement = placement
         self._crew = crew
-        self._control = control
+        self._control = crew.control
         self._mirror = mirror
         self._mailbox = mailbox
         self._orders = orders
@@ -220,7 +217,7 @@ class Supervisor:
     def _tell(self, task: str, facts: Mapping[str, Any]) -> None:
         """Have all workers do something about the state; if one falls meanwhile, the state is judged anew."""
         if not self._crew.deaths:
-            pack((task, facts), self._mailbox, reduced)
+            pack({**facts, "task": task}, self._mailbox, reduced)
             self._crew.grant(words_of.TASK)
             self._crew.wait(lambda: self._control.all_idle() or bool(self._crew.deaths), LONG)
             self._crew.told = self._errors()
@@ -243,7 +240,7 @@ class Supervisor:
         }
 
     def _loss(self, step: int) -> float:
-        return self._course.loss_history[step] if step < self._seen else self._control.report(step)[0]
+        return self._course.loss_history[step] if step < self._seen else self._control.reports.read(step)[0]
 
     def _replace(self, workers: Sequence[int], step: int, *, joining: bool = False) -> None:
         """Start workers at ``step``; returns when they are ready, or have ended again."""

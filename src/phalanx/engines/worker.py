@@ -105,10 +105,8 @@ class Worker:
         self._control: Control = plan.control(arena)
         self._meeting = Meeting(self._control, self._number)
         self._shard = self._framework.sharing.shard(plan.layout, arena, self._number)
-        self._link = ArenaLink(
-            self._framework, self._shard, plan, self._placement, arena, self._control, self._meeting, self._number,
-            functools.partial(self._caller.tell, "housed"),
-        )  # fmt: skip
+        tell_housed = functools.partial(self._caller.tell, "housed")
+        self._link = ArenaLink(self._framework, self._shard, plan, self._placement, arena, self._meeting, tell_housed)
 
     def take(self, orders: dict[str, Any]) -> None:
         """Be at the beginning of a step, with a state that lies in the arena and is described in ``orders``."""
@@ -158,7 +156,8 @@ class Worker:
         elif kind == words_of.BATCH:
             self._advance(self._dealer.brought(unpack(self._mailbox)["batch"]))
         else:
-            task, facts = unpack(self._mailbox)
+            facts = unpack(self._mailbox)
+            task = facts.pop("task")
             tasks = {"evaluate": self._evaluate, "state": self._describe, "take": self.take, "resume": self.resume}
             self._computing = task == "evaluate"
             try:
@@ -200,7 +199,7 @@ class Worker:
         if self._number == 0:
             ended = time.perf_counter()
             self._keeper.pace = ended - started
-            self._control.finish(t, ended)
+            self._control.reports.finish(t, ended)
             self._wake_caller(idle=False)
         if failed is not None:
             raise Trouble from failed
@@ -213,7 +212,7 @@ class Worker:
         words = self._control.words
         more = words[words_of.UNTIL] > t + 1 and not words[words_of.PAUSE]
         words[words_of.AGREED] = t + 2 if more else t + 1
-        self._control.write(t, *report, started, time.perf_counter())
+        self._control.reports.write(t, *report, started, time.perf_counter())
         if words[words_of.DUE] == t:
             words[words_of.KEPT] = t  # all have met since they saved
         if t + 1 - words[words_of.DUE] >= self._keeper.interval() or t < words[words_of.EAGER]:
