@@ -98,7 +98,10 @@ class Recipe(Definition):
             Each is called with the ``StepReport`` of every step, once, in this process.
         progress : bool or "auto"
             A progress bar on stderr; "auto": if that is a terminal.
-        run_dir, resume, snapshot_every, keep_snapshots, on_snapshot_error, deadline_seconds, warm_start
+        deadline_seconds : float or "auto"
+            A worker process that does nothing for longer counts as hung: it is killed and replaced. "auto": 20 usual
+            steps, at least a minute (10 minutes before the first step is done); never under a debugger.
+        run_dir, resume, snapshot_every, keep_snapshots, on_snapshot_error, warm_start
             Not in this version: anything but the default is refused.
 
         Returns

@@ -323,6 +323,34 @@ def test_planted_faults_show_in_the_digest(tmp_path, wanted, fault, place):
     assert recipe.train(workers=3, engine="processes").digest != wanted.digest
 
 
+class Spoiling(torch.optim.lr_scheduler.LambdaLR):
+    """After step 3, an option that makes torch's own optimizer raise in the next one."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer, lambda epoch: 1.0)
+
+    def step(self, epoch=None):
+        super().step()
+        if self.last_epoch == LATER:
+            self.optimizer.param_groups[0]["betas"] = None
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_update_that_raises_is_undone(workers):
+    """torch's own optimizer raises in the middle of the update: the run is over, but the state before it is there."""
+    give = functools.partial(FAMILIES["mlp"].recipe, 3, optimizer=functools.partial(torch.optim.Adam, lr=0.01))
+    with give(steps=8, scheduler=Spoiling).start(workers=workers, engine="processes") as run:
+        with pytest.raises(
+            phalanx.WorkerError, match=rf"at step {LATER} in the optimizer; the state is the one before"
+        ):
+            for _ in run:
+                pass
+        with pytest.raises(phalanx.RunError, match="cannot go on"):
+            run.step()
+        result = run.result()
+    assert_same(result, give(steps=LATER).train(engine="inline"))
+
+
 def test_a_death_is_made_good_soon():
     """While it computes, a worker is ended: what that costs is printed, and the pause is not a matter of seconds."""
     recipe = FAMILIES["mlp"].recipe(4, steps=60, optimizer=ADAMW)

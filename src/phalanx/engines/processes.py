@@ -33,6 +33,7 @@ SPARE = 0.05  # of the available memory, left to others
 MEMORIES = 5  # what workers inherit: habitat, parcel, arena, mailbox, orders
 WHERE = {
     "torn": "the optimizer, so the weights are not those of any step",
+    "repaired": "the optimizer; the state is the one before that step",
     "unscheduled": "the scheduler; the step itself was done",
 }
 
@@ -208,10 +209,9 @@ class Processes:
         told, self._crew.told = self._crew.told, []
         for item in told:
             if item.kind in WHERE:
-                self._lost = self._lost or item.kind == "torn"
-                self._ended = (
-                    f"{type(item.content).__name__} ({item.content}) at step {item.step} in {WHERE[item.kind]}"
-                )
+                kind = "repaired" if item.kind == "torn" and self._wall.repaired() else item.kind
+                self._lost = self._lost or kind == "torn"
+                self._ended = f"{type(item.content).__name__} ({item.content}) at step {item.step} in {WHERE[kind]}"
         return told
 
     def _halt(self) -> None:

@@ -132,6 +132,15 @@ class Supervisor:
                 self._do_again(self._boundary)
         self._control.words[words_of.TROUBLE] = 0
 
+    def repaired(self) -> bool:
+        """An optimizer raised, and tore the state: take it back to the last finished step; False if that cannot be."""
+        step, torn = judge(self._control.places())
+        if torn and self._portable:
+            words = self._control.words
+            self._go_back(newest_whole(words[words_of.DUE], words[words_of.KEPT], step), ())
+            self.steady()
+        return self._portable
+
     def keep(self) -> None:
         """The workers have just saved: that is the snapshot now. The caller's state may have changed."""
         self._control.words[words_of.KEPT] = self._control.words[words_of.DUE] = self._done
