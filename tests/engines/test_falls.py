@@ -337,7 +337,7 @@ class Spoiling(torch.optim.lr_scheduler.LambdaLR):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_update_that_raises_is_undone(workers):
-    """torch's own optimizer raises in the middle of the update: the run is over, but the state before it is there."""
+    """An update of torch's own optimizer raises in the middle: the run is over, but the state before it is there."""
     give = functools.partial(FAMILIES["mlp"].recipe, 3, optimizer=functools.partial(torch.optim.Adam, lr=0.01))
     with give(steps=8, scheduler=Spoiling).start(workers=workers, engine="processes") as run:
         with pytest.raises(
