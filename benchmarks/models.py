@@ -108,7 +108,7 @@ def case(name: str) -> Case:
         y = torch.randint(256, (64, 64), generator=random)
         return Case(Gpt, x, y, token_loss, 16, 30)
     shape, classes, batch, steps, model = {
-        "tiny": ((150, 4), 3, 32, 3000, tiny),
+        "tiny": ((150, 4), 3, 32, 1000, tiny),
         "lenet": ((1024, 1, 28, 28), 10, 256, 50, lenet),
         "mlp": ((512, 784), 10, 64, 40, mlp),
     }[name]

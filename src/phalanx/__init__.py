@@ -5,7 +5,15 @@ Start reading at ``recipe``: ``Recipe.train`` -> ``run`` -> ``engines.inline`` -
 
 from __future__ import annotations
 
-from phalanx.errors import NonFiniteError, PhalanxError, RunError, UsageError, WorkerError
+from phalanx.errors import (
+    NonFiniteError,
+    PhalanxError,
+    Preempted,
+    RunError,
+    SnapshotError,
+    UsageError,
+    WorkerError,
+)
 from phalanx.evaluation import Evaluation
 from phalanx.events import Evaluated, StepReport
 from phalanx.frameworks.torch.losses import weighted
@@ -23,10 +31,12 @@ __all__ = [
     "NonFiniteError",
     "PhalanxError",
     "Plan",
+    "Preempted",
     "Recipe",
     "Result",
     "Run",
     "RunError",
+    "SnapshotError",
     "StepReport",
     "UsageError",
     "WorkerError",

@@ -1,6 +1,7 @@
 """The command line: ``phalanx train FILE``, ``phalanx demo NAME``.
 
-Exit codes: 0 done; 1 the run went wrong (its error says how); 2 the call is wrong; 130 stopped by Ctrl-C.
+Exit codes: 0 done; 1 the run went wrong (its error says how); 2 the call is wrong; 75 SIGTERM came and the state was
+saved, run the same again; 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ from typing import Annotated, Any
 import typer
 
 from phalanx import __version__
-from phalanx.errors import PhalanxError, UsageError
+from phalanx.errors import PhalanxError, Preempted, UsageError
 from phalanx.evaluation import Evaluation
 from phalanx.recipe import Recipe
 from phalanx.result import Result
 
-EXIT_RUN, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_RUN, EXIT_USAGE, EXIT_PREEMPTED, EXIT_INTERRUPTED = 1, 2, 75, 130
 PICTURES = (".png", ".pdf", ".svg")
-EXIT_CODES = "Exit codes: 0 done, 1 the run went wrong, 2 the call is wrong, 130 stopped by Ctrl-C."
+EXIT_CODES = (
+    "Exit codes: 0 done, 1 the run went wrong, 2 the call is wrong, 75 saved at SIGTERM: run me again, 130 stopped by "
+    "Ctrl-C."
+)
 
 app = typer.Typer(
     help=f"Synchronous data-parallel training with an exact answer.\n\n{EXIT_CODES}",
@@ -35,6 +39,7 @@ app = typer.Typer(
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar.")]
 Plot = Annotated[str, typer.Option("--plot", metavar="PATH", help="Where to write the picture of loss and metric.")]
+RunDir = Annotated[str, typer.Option("--run-dir", metavar="DIR", help="Keep snapshots there, and go on from them.")]
 Workers = Annotated[str, typer.Option("--workers", help="How many workers, or auto. Never changes the answer.")]
 
 
@@ -49,6 +54,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 def train(
     file: Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="A Python file that defines `recipe`, or NAME.")],
     workers: Workers = "auto",
+    run_dir: RunDir = "",
     plot: Plot = "",
     json_: Json = False,
     quiet: Quiet = False,
@@ -59,7 +65,7 @@ def train(
     """
     _check_picture(plot)
     recipe, evaluation = load_recipe(file)
-    result = _trained(recipe, evaluation, workers, quiet=quiet)
+    result = _trained(recipe, evaluation, workers, quiet=quiet, run_dir=run_dir)
     picture = _picture(result, plot) if plot else None
     _report(pathlib.Path(file.split(":")[0]).name, result, picture, json_=json_)
 
@@ -122,6 +128,9 @@ def main() -> None:
     except UsageError as error:
         typer.echo(f"phalanx: {error}", err=True)
         sys.exit(EXIT_USAGE)
+    except Preempted as error:
+        typer.echo(f"phalanx: {error}", err=True)
+        sys.exit(EXIT_PREEMPTED)
     except PhalanxError as error:
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
@@ -129,10 +138,10 @@ def main() -> None:
         sys.exit(EXIT_RUN)
 
 
-def _trained(recipe: Recipe, evaluation: Evaluation | None, workers: str, *, quiet: bool) -> Result:
+def _trained(recipe: Recipe, evaluation: Evaluation | None, workers: str, *, quiet: bool, run_dir: str = "") -> Result:
     count = int(workers) if workers.lstrip("-").isdigit() else workers
     try:
-        return recipe.train(workers=count, evaluation=evaluation, progress=not quiet)
+        return recipe.train(workers=count, evaluation=evaluation, progress=not quiet, run_dir=run_dir or None)
     except KeyboardInterrupt as interrupt:
         result = getattr(interrupt, "result", None)
         after = f" after {result.steps} steps, digest {result.digest}" if result is not None else ""

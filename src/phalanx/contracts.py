@@ -6,7 +6,7 @@ A gradient is a vector: a list with one entry per parameter, None where the para
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from phalanx.data import Columns, Samples, Share
 from phalanx.events import StepReport
 from phalanx.sharing import Sharing, Vector
+from phalanx.state.tensors import Tensor
 
 Source = Columns | Samples
 
@@ -68,6 +69,26 @@ class Exported:
     model: Any
     params: dict[str, Any]
     digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A state as snapshots hold it, as of a step boundary.
+
+    Attributes
+    ----------
+    weights, training : dict of str to Tensor
+        Parameters and buffers by name; the tensors of optimizers and schedules.
+    facts : dict
+        All else, as JSON values.
+    release : callable
+        To be called when the tensors have been read: their memory may be written from then on.
+    """
+
+    weights: dict[str, Tensor]
+    training: dict[str, Tensor]
+    facts: dict[str, Any]
+    release: Callable[[], None] = lambda: None
 
 
 class Arithmetic(Protocol):
@@ -185,6 +206,18 @@ class Framework(Steppable, Protocol):
         """The state after ``steps`` steps; ``copy`` makes it independent of the run."""
         ...
 
+    def capture(self, *, copy: bool) -> Captured:
+        """The state for a snapshot; ``copy``: it is to stay as it is while the run goes on."""
+        ...
+
+    def adopt(self, captured: Captured) -> None:
+        """Take over such a state."""
+        ...
+
+    def adopt_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Take over parameters and buffers only."""
+        ...
+
 
 @dataclass(slots=True)
 class Course:
@@ -244,6 +277,10 @@ class Engine(Protocol):
 
     def export(self, *, copy: bool) -> Exported:
         """The state as of the last finished step."""
+        ...
+
+    def capture(self) -> Captured:
+        """The state as of the last finished step, for a snapshot; it stays as it is while the run goes on."""
         ...
 
     def close(self) -> None:

@@ -4,7 +4,9 @@ PhalanxError
 ├── UsageError          the call is wrong (also a ValueError); names the argument, the value, the way out
 └── RunError            the run went wrong; ``result`` is the last good state
     ├── WorkerError     user code raised; always raised from the user's own exception
-    └── NonFiniteError  a loss or a gradient is not finite
+    ├── NonFiniteError  a loss or a gradient is not finite
+    ├── SnapshotError   a snapshot cannot be written or used
+    └── Preempted       SIGTERM came; a snapshot was written
 """
 
 from __future__ import annotations
@@ -66,6 +68,14 @@ class WorkerError(RunError):
 
 class NonFiniteError(RunError):
     """A loss or a gradient is NaN or infinite; nothing was updated."""
+
+
+class SnapshotError(RunError):
+    """A snapshot cannot be written, or is not whole, damaged or of another version."""
+
+
+class Preempted(RunError):  # noqa: N818  the field's word
+    """SIGTERM came while ``train`` ran with a ``run_dir``: the state was saved; the same call again continues."""
 
 
 def spell_samples(samples: Collection[int]) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import os
+import pathlib
 import select
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,14 +34,23 @@ class Options(TypedDict, total=False):
     progress: bool | str
 
 
-LATER: Mapping[str, Any] = {
-    "run_dir": None,
+NEEDS_RUN_DIR: Mapping[str, Any] = {
     "resume": True,
     "snapshot_every": "auto",
     "keep_snapshots": 3,
     "on_snapshot_error": "continue",
-    "warm_start": None,
 }
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Options about a run's directory after checking."""
+
+    run_dir: pathlib.Path
+    resume: bool
+    every: int | None
+    keep: int
+    stop: bool
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,8 @@ class Settled:
     engine: str
     device: str | None
     deadline_seconds: float | None
+    saving: Saving | None
+    warm_start: pathlib.Path | None
     evaluation: Evaluation | None
     callbacks: tuple[Callable[[StepReport], Any], ...]
     progress: bool | str
@@ -67,11 +80,6 @@ def settle(options: Mapping[str, Any], replicas: int) -> Settled:
     for name in options:
         if name not in known:
             raise UsageError(unknown(name, known))
-    for name, default in LATER.items():
-        if options.get(name, default) != default:
-            raise UsageError(
-                f"{name} is {checks.shown(options[name])}, but this version writes no snapshots; leave it out"
-            )
     engine = options.get("engine", "auto")
     workers = _checked_workers(options.get("workers", "auto"), replicas)
     device = _first_device(options.get("devices", "auto"))
@@ -83,6 +91,8 @@ def settle(options: Mapping[str, Any], replicas: int) -> Settled:
         engine=engine,
         device=device,
         deadline_seconds=_checked_deadline(options.get("deadline_seconds", "auto")),
+        saving=_checked_saving(options),
+        warm_start=_path("warm_start", options.get("warm_start")),
         evaluation=_checked_evaluation(options.get("evaluation")),
         callbacks=_checked_callbacks(options.get("callbacks", ())),
         progress=progress,
@@ -122,6 +132,29 @@ def _check_engine(engine: Any, workers: int | None, device: str | None) -> None:
         )
     if (engine == "processes" or several) and not hasattr(select, "poll"):
         raise UsageError("worker processes need Linux or macOS; use engine='inline' (same answer)")
+
+
+def _checked_saving(options: Mapping[str, Any]) -> Saving | None:
+    given = {**NEEDS_RUN_DIR, **options}
+    every, keep = given["snapshot_every"], checks.integer("keep_snapshots", given["keep_snapshots"], least=1)
+    count = None if every == "auto" else checks.integer("snapshot_every", every, least=1, hint="or 'auto'")
+    checks.choice("resume", given["resume"], (True, False))
+    checks.choice("on_snapshot_error", given["on_snapshot_error"], ("continue", "stop"))
+    run_dir = _path("run_dir", options.get("run_dir"))
+    if run_dir is None:
+        for name, default in NEEDS_RUN_DIR.items():
+            if given[name] != default:
+                raise UsageError(
+                    f"{name} is {checks.shown(given[name])}, but there is no run_dir; give one, or leave it"
+                )
+        return None
+    return Saving(run_dir, given["resume"], count, keep, given["on_snapshot_error"] == "stop")
+
+
+def _path(name: str, value: Any) -> pathlib.Path | None:
+    if value is not None and (value == "" or not isinstance(value, (str, os.PathLike))):
+        raise UsageError(f"{name} is {checks.shown(value)}, which is no path; give a directory, or leave it out")
+    return None if value is None else pathlib.Path(value)
 
 
 def _checked_deadline(seconds: Any) -> float | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import pathlib
 import sys
 import time
 from typing import TYPE_CHECKING, Any, Unpack
@@ -12,6 +14,7 @@ from phalanx.definition import Definition
 from phalanx.errors import UsageError
 from phalanx.options import Options, settle, unknown
 from phalanx.result import Result
+from phalanx.resume import Loaded, Past, loaded, preemptible
 from phalanx.run import Run
 from phalanx.watch.progress import Progress
 
@@ -101,8 +104,21 @@ class Recipe(Definition):
         deadline_seconds : float or "auto"
             A worker process that does nothing for longer counts as hung: it is killed and replaced. "auto": 20 usual
             steps, at least a minute (10 minutes before the first step is done); never under a debugger.
-        run_dir, resume, snapshot_every, keep_snapshots, on_snapshot_error, warm_start
-            Not in this version: anything but the default is refused.
+        run_dir : path-like, optional
+            Where snapshots and a log of events are kept. The same call again goes on from the newest good snapshot, to
+            the same digest, with any number of workers. SIGTERM then saves and raises ``Preempted``.
+        resume : bool
+            False: refuse a ``run_dir`` that has snapshots already.
+        snapshot_every : int or "auto"
+            Steps from one to the next. "auto": at least 30 s, and as seldom as costs 1 % of the time. The beginning and
+            the end are always saved.
+        keep_snapshots : int
+            How many stay.
+        on_snapshot_error : "continue" or "stop"
+            What to do if one cannot be written; those before stay whole.
+        warm_start : path-like, optional
+            A snapshot, as ``run.save`` writes it: begin from its weights and buffers, unless the
+            run is resumed.
 
         Returns
         -------
@@ -123,7 +139,7 @@ class Recipe(Definition):
             raise UsageError(
                 "train() needs data, but data is None: start() the recipe and bring batches: run.step(batch)"
             )
-        with self.start(**options) as run:
+        with self.start(**options) as run, preemptible(run, options.get("run_dir")):
             run.finish()
         return run.result()
 
@@ -148,10 +164,20 @@ class Recipe(Definition):
             )
         from phalanx.engines.opening import open_engine  # the first run imports what starts processes
 
-        engine = open_engine(self, settled.engine, settled.workers, settled.device, settled.deadline_seconds)
-        total = None if self.data is None else self.plan.steps
-        progress = Progress(settled.progress, total)
-        return Run(self, engine, settled.callbacks, settled.evaluation, progress, called)
+        with contextlib.ExitStack() as undo:
+            past = Past(self, settled.saving, settled.warm_start)
+            undo.callback(past.close)
+            engine = open_engine(
+                self, settled.engine, settled.workers, settled.device, settled.deadline_seconds, past.begin
+            )
+            undo.callback(engine.close)
+            saver = past.saver(engine)
+            total = None if self.data is None else self.plan.steps
+            progress = Progress(settled.progress, total)
+            run = Run(self, engine, settled.callbacks, settled.evaluation, progress, called, saver)
+            run.metric_history.extend(past.metrics)
+            undo.pop_all()
+        return run
 
 
 def train(make_model: Any, data: Any, loss_fn: Any = None, **arguments: Any) -> Result:
@@ -180,9 +206,25 @@ def train(make_model: Any, data: Any, loss_fn: Any = None, **arguments: Any) -> 
     return Recipe(make_model, data, loss_fn, **fields).train(**options)  # type: ignore[arg-type]
 
 
-def load(path: Any) -> Any:
-    """Not in this version: refused with a UsageError."""
-    raise UsageError(f"load({str(path)!r}): this version reads no snapshots, as it writes none")
+def load(path: Any) -> Loaded:
+    """Read a snapshot, as ``run.save`` or a run's directory holds it; every byte is checked, nothing is executed.
+
+    Parameters
+    ----------
+    path : path-like
+        The folder of a snapshot, or a ``run_dir``, of which the newest good one is taken.
+
+    Returns
+    -------
+    Loaded
+        ``step``, ``params`` and ``buffers`` are what one wants of it.
+
+    Raises
+    ------
+    SnapshotError
+        It is not whole, damaged, or of another version.
+    """
+    return loaded(pathlib.Path(path))
 
 
 def close() -> None:

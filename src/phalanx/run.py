@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from phalanx.contracts import Engine
 from phalanx.definition import Definition
-from phalanx.errors import PhalanxError, UsageError
+from phalanx.errors import PhalanxError, Preempted, SnapshotError, UsageError
 from phalanx.evaluation import DEFAULT_BATCH, Evaluation, check_evaluation
 from phalanx.events import Evaluated, StepReport
+from phalanx.fingerprint import fingerprint
+from phalanx.frameworks.opening import recorded_environment
 from phalanx.result import Result
+from phalanx.saver import Saver, snapshot_of
+from phalanx.state import files, snapshot
 from phalanx.watch.progress import Progress
 
 Callback = Callable[[StepReport], Any]
@@ -37,6 +42,7 @@ class Run:
         evaluation: Evaluation | None,
         progress: Progress,
         called: float,
+        saver: Saver | None = None,
     ) -> None:
         self._definition = definition
         self._engine = engine
@@ -44,6 +50,8 @@ class Run:
         self._evaluation = evaluation
         self._progress = progress
         self._called = called
+        self._saver = saver
+        self._terminated = False
         self._opened = time.perf_counter()
         self._watched = True
         self._closed = False
@@ -150,11 +158,35 @@ class Run:
         return value
 
     def save(self, path: Any) -> None:
-        """Not in this version: refused with a UsageError."""
-        raise UsageError(
-            f"save({str(path)!r}): this version writes no snapshots; keep run.result().params, for instance with "
-            "safetensors.torch.save_file"
-        )
+        """Write a snapshot of the state now, as a folder; ``phalanx.load`` reads it, ``warm_start`` begins from it.
+
+        Parameters
+        ----------
+        path : path-like
+            A folder that does not exist yet; it appears when it is whole and durable.
+
+        Raises
+        ------
+        UsageError
+            The run is closed, or there is something at ``path``.
+        SnapshotError
+            It could not be written.
+        """
+        self._check_open()
+        target = pathlib.Path(path)
+        if target.exists() or target.is_symlink():
+            raise UsageError(f"path is {str(path)!r}, which exists already; choose another name, or remove it")
+        digest = self._result(copy=False).digest
+        captured = self._engine.capture()
+        try:
+            files.make_folder(target.parent)
+            recipe, environment = fingerprint(self._definition), recorded_environment()
+            state = snapshot_of(self._engine.course, captured, self.metric_history, recipe, environment, digest)
+            snapshot.write(state, target)
+        except OSError as error:
+            raise SnapshotError(f"the snapshot could not be written to {str(path)!r}: {error}") from error
+        finally:
+            captured.release()
 
     def result(self) -> Result:
         """The state now as a Result of your own: training on does not change it."""
@@ -165,7 +197,15 @@ class Run:
         self._progress.close()
         if not self._closed:
             self._closed = True
-            self._engine.close()
+            try:
+                if self._saver is not None:
+                    self._saver.close(self._engine, self.metric_history, self.steps)
+            finally:
+                self._engine.close()
+
+    def terminate(self) -> None:
+        """After the step that is being done, save and raise ``Preempted``; may be called in a signal handler."""
+        self._terminated = True
 
     def _advance(self, batch: Any) -> StepReport:
         self._check_open()
@@ -182,16 +222,32 @@ class Run:
             self._progress.show(report, self.metric_history)
             for callback in self._callbacks:
                 callback(report)
+        if self._saver is not None:
+            self._save(self._saver, report)
         return report
+
+    def _save(self, saver: Saver, report: StepReport) -> None:
+        saver.note(report)
+        if self._terminated or saver.due(self.steps):
+            saver.save(self._engine, self.metric_history)
+        if self._terminated:
+            saver.settle()
+            raise Preempted(
+                f"SIGTERM came, and the state after {self.steps} steps was saved; the same call again goes on there",
+                step=report.step,
+            )
 
     def _horizon(self, batch: Any) -> int:
         """How many steps may be done before the state is looked at."""
         if self._watched or batch is not None:
             return self.steps + 1
         plan = self._definition.plan
-        if self._evaluation is None:
-            return plan.steps
-        return min(plan.steps, (self.steps // plan.steps_per_epoch + 1) * plan.steps_per_epoch)
+        limits = [plan.steps]
+        if self._evaluation is not None:
+            limits.append((self.steps // plan.steps_per_epoch + 1) * plan.steps_per_epoch)
+        if self._saver is not None:
+            limits.append(self._saver.horizon(self.steps))
+        return min(limits)
 
     def _due(self, report: StepReport) -> bool:
         if report.epoch is None:
@@ -217,6 +273,8 @@ class Run:
         return None
 
     def _result(self, *, copy: bool) -> Result:
+        if self._saver is not None and not self._closed:
+            self._saver.settle()
         exported = self._engine.export(copy=copy)
         began, ended = self._engine.course.span or (self._opened, self._opened)
         return Result(

@@ -99,8 +99,11 @@ class Mirror(Protocol):
         """Copy the state into the arena; returns what describes the rest."""
         ...
 
-    def get(self, states: Sequence[dict[str, Any]]) -> None:
-        """Copy the state out of the arena, with what the workers described."""
+    def get(self, states: Sequence[dict[str, Any]], *, saved: bool) -> None:
+        """Copy the state out of the arena, or out of the snapshot in it, with what the workers described.
+
+        Optimizer state stays where it is: that of a snapshot is not written while the run goes on.
+        """
         ...
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from phalanx.contracts import Course, Engine, Exported, Framework
+from phalanx.contracts import Captured, Course, Engine, Exported, Framework
 from phalanx.definition import Definition
 from phalanx.engines.deadline import Deadline
 from phalanx.engines.inline import Inline
@@ -37,13 +37,17 @@ class Auto:
     ----------
     definition : Definition
     framework : Framework
+    course : Course
+        What was done before.
     workers : int
         How many to hand over to, at least 2.
     deadline : Deadline
     """
 
-    def __init__(self, definition: Definition, framework: Framework, workers: int, deadline: Deadline) -> None:
-        self.course = Course()
+    def __init__(
+        self, definition: Definition, framework: Framework, course: Course, workers: int, deadline: Deadline
+    ) -> None:
+        self.course = course
         self._definition = definition
         self._framework = framework
         self._most = workers
@@ -90,6 +94,10 @@ class Auto:
     def export(self, *, copy: bool) -> Exported:
         """See ``contracts.Engine.export``."""
         return self._engine.export(copy=copy)
+
+    def capture(self) -> Captured:
+        """See ``contracts.Engine.capture``."""
+        return self._engine.capture()
 
     def close(self) -> None:
         """See ``contracts.Engine.close``."""

@@ -18,7 +18,7 @@ from typing import Final
 from phalanx.recovery.lifecycle import Place, Point
 
 LINE: Final = 8  # words in a cache line: writers do not share one
-GRANT, KIND, UNTIL, PAUSE, ASLEEP, AWAITED, EAGER = 0, 1, 2, 3, 4, 5, 6  # written by the parent
+GRANT, KIND, UNTIL, PAUSE, ASLEEP, AWAITED, EAGER, HOLD = range(8)  # written by the parent
 AGREED, DONE, DUE, KEPT = LINE, LINE + 1, LINE + 2, LINE + 3  # by the first worker, or by the parent while it is not
 TROUBLE = 2 * LINE  # by anyone, only ever set; cleared by the parent
 WORKERS = 3 * LINE

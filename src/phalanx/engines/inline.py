@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.contracts import Course, Exported, Framework
+from phalanx.contracts import Captured, Course, Exported, Framework
 from phalanx.deal import Dealer
 from phalanx.definition import Definition
 from phalanx.engines.alone import Alone
@@ -92,6 +92,13 @@ class Inline:
             self._check_able()
         with self.environment:
             return self._framework.export(len(self.course.loss_history), copy=copy)
+
+    def capture(self) -> Captured:
+        """See ``contracts.Engine.capture``."""
+        if self._torn:
+            self._check_able()
+        with self.environment:
+            return self._framework.capture(copy=True)
 
     def close(self) -> None:
         """There is nothing to end."""

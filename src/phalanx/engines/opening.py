@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import select
+from collections.abc import Callable
 
-from phalanx.contracts import Engine
+from phalanx.contracts import Course, Engine, Framework
 from phalanx.definition import Definition
 from phalanx.engines.auto import Auto
 from phalanx.engines.deadline import Deadline
@@ -19,18 +20,28 @@ CAPABLE = hasattr(select, "poll")
 
 
 def open_engine(
-    definition: Definition, engine: str, workers: int | None, device: str | None, deadline_seconds: float | None
+    definition: Definition,
+    engine: str,
+    workers: int | None,
+    device: str | None,
+    deadline_seconds: float | None,
+    begin: Callable[[Framework], Course],
 ) -> Engine:
-    """The engine that was asked for; "auto" without a number of workers measures."""
+    """The engine that was asked for; "auto" without a number of workers measures.
+
+    ``begin(framework)`` may give the framework the state of an earlier run, and tells what that had done.
+    """
     deadline = Deadline(deadline_seconds)
     count = workers or min(definition.replicas, usable_cores())
     if engine == "inline" or (engine == "auto" and (count == 1 or device not in (None, "cpu") or not CAPABLE)):
-        return Inline(definition, open_framework(definition, device))
+        framework = open_framework(definition, device)
+        return Inline(definition, framework, begin(framework))
     if engine == "auto" and workers is None:
-        return Auto(definition, open_framework(definition, device), count, deadline)
+        framework = open_framework(definition, device)
+        return Auto(definition, framework, begin(framework), count, deadline)
     WARM.zygote()  # first: it imports while the model is made here
     framework = open_framework(definition, device)
-    return Processes(definition, framework, place(definition.replicas, count), deadline=deadline)
+    return Processes(definition, framework, place(definition.replicas, count), begin(framework), deadline)
 
 
 def usable_cores() -> int:

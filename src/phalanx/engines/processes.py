@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from phalanx.contracts import Course, Exported, Framework
+from phalanx.contracts import Captured, Course, Exported, Framework
 from phalanx.deal import Dealer
 from phalanx.definition import Definition
 from phalanx.engines import control as words_of
@@ -143,6 +143,14 @@ class Processes:
         with self._framework.environment:
             return self._framework.export(self._steps, copy=copy)
 
+    def capture(self) -> Captured:
+        """See ``contracts.Engine.capture``: the workers copy what they own, and go on at once."""
+        self._fetch(save=True)
+        self._check_able()
+        self._wall.hold()
+        with self._framework.environment:
+            return dataclasses.replace(self._framework.capture(copy=False), release=self._wall.let_go)
+
     def close(self) -> None:
         """Take the state home and end the workers."""
         if not self._closed:
@@ -239,7 +247,7 @@ class Processes:
             states = self._ask("state", {"save": save})
             if save:
                 self._wall.keep()
-            self._mirror.get(states)
+            self._mirror.get(states, saved=save)
 
     def _absorb(self) -> StepReport:
         """The next report."""

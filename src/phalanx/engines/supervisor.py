@@ -150,6 +150,14 @@ class Supervisor:
         """The workers are about to save: until they have, there is no snapshot, and none is needed."""
         self._control.words[words_of.KEPT], self._control.words[words_of.DUE] = NEVER, self._done
 
+    def hold(self) -> None:
+        """Somebody reads the snapshot: leave it as it is."""
+        self._control.words[words_of.HOLD] = 1
+
+    def let_go(self) -> None:
+        """Nobody reads the snapshot any more."""
+        self._control.words[words_of.HOLD] = 0
+
     @property
     def _seen(self) -> int:
         return len(self._course.loss_history)

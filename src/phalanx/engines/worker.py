@@ -215,7 +215,8 @@ class Worker:
         self._control.reports.write(t, *report, started, time.perf_counter())
         if words[words_of.DUE] == t:
             words[words_of.KEPT] = t  # all have met since they saved
-        if t + 1 - words[words_of.DUE] >= self._keeper.interval() or t < words[words_of.EAGER]:
+        due = t < words[words_of.EAGER] or t + 1 - words[words_of.DUE] >= self._keeper.interval()
+        if due and not words[words_of.HOLD]:
             words[words_of.DUE] = t + 1
 
     def _come_to(self, step: int) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from phalanx.contracts import Framework
 from phalanx.definition import Definition
+from phalanx.state.tensors import Tensor
 
 
 def open_framework(definition: Definition, device: str | None) -> Framework:
@@ -28,6 +29,20 @@ def numeric_environment() -> dict[str, Any]:
     from phalanx.frameworks.torch import process
 
     return process.numeric_environment()
+
+
+def recorded_environment() -> dict[str, Any]:
+    """The same and the framework's version as text, for snapshots."""
+    from phalanx.frameworks.torch import process
+
+    return process.recorded_environment()
+
+
+def tensor_of(stored: Tensor) -> Any:
+    """A tensor of a snapshot as the framework's own."""
+    from phalanx.frameworks.torch import snapshot
+
+    return snapshot.tensor_of(stored)
 
 
 def adopt_numeric_environment(settings: dict[str, Any]) -> None:

@@ -38,6 +38,11 @@ class Buffers:
         """The buffers as they are at the step's start, those that are not None."""
         return [start for start in self._start if start is not None]
 
+    def renew(self) -> None:
+        """The step's start is what the buffers are now."""
+        self._start = [None if tensor is None else tensor.detach().clone() for tensor in self._tensors]
+        self._dirty = False
+
     def rehome(self, starts: Left) -> None:
         """Keep the step's start in other memory, and take its values from there."""
         values = iter(starts)

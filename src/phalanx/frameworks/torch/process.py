@@ -41,6 +41,12 @@ def numeric_environment() -> dict[str, Any]:
     }
 
 
+def recorded_environment() -> dict[str, Any]:
+    """What a snapshot says of the numeric environment, as text; with it, torch and the processor's abilities."""
+    found = {name: repr(value) for name, value in numeric_environment().items()}
+    return {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), **found}
+
+
 def adopt(settings: dict[str, Any]) -> None:
     """Set this process to another one's numeric environment."""
     torch.set_default_dtype(settings["default_dtype"])

@@ -101,15 +101,25 @@ class Rooms:
             described.append({"parameters": found, "beside": beside})
         return described
 
-    def take(self, described: Sequence[dict[Any, Any]], indices: Iterable[int], *, beside: bool = True) -> None:
-        """Make described state of these parameters this process's own; it stays where it lies."""
+    def take(
+        self,
+        described: Sequence[dict[Any, Any]],
+        indices: Iterable[int],
+        *,
+        beside: bool = True,
+        copies: Sequence[int] | None = None,
+    ) -> None:
+        """Make described state of these parameters this process's own; it stays where it lies.
+
+        ``copies``: where a copy of each room lies, to take that instead.
+        """
         wanted = set(indices)
         for optimizer, state in zip(self._optimizers, described, strict=True):
             for index, value in state["parameters"].items():
                 if index in wanted:
-                    optimizer.state[self._parameters[index]] = map_tree(
-                        lambda leaf, at=index: self._taken(at, leaf), value
-                    )
+                    shift = 0 if copies is None else copies[index] - self._rooms[index][0]
+                    take = functools.partial(self._taken, index, shift)
+                    optimizer.state[self._parameters[index]] = map_tree(take, value)
             optimizer.state.update(state["beside"] if beside else {})
 
     def _housed(self, index: int, leaf: Any) -> Any:
@@ -130,12 +140,12 @@ class Rooms:
     def _described(self, leaf: Any) -> Any:
         return self._placed.get(leaf.data_ptr(), leaf) if isinstance(leaf, torch.Tensor) else leaf
 
-    def _taken(self, index: int, leaf: Any) -> Any:
+    def _taken(self, index: int, shift: int, leaf: Any) -> Any:
         if not isinstance(leaf, Placed):
             return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
         end = leaf.offset - self._rooms[index][0] + _padded(leaf.spec)
         self._used[index] = max(self._used[index], end)
-        home = view(self._arena, leaf.offset, leaf.spec)
+        home = view(self._arena, leaf.offset + shift, leaf.spec)
         self._placed[home.data_ptr()] = leaf
         return home
 

@@ -184,16 +184,17 @@ class Mirror:
             placed.copy_(start)
         return {"optimizers": self._new_rooms().describe(self._all), "options": self._updates.options()}
 
-    def get(self, states: Sequence[dict[str, Any]]) -> None:
-        """Copy weights and buffers out of the arena; take the optimizer state that workers described."""
+    def get(self, states: Sequence[dict[str, Any]], *, saved: bool) -> None:
+        """Copy weights and buffers out of the arena; take the optimizer state there, or in the snapshot, as it lies."""
         for mine, shared in self._storages():
             mine.copy_(shared)
         self._buffers.rehome([shared.clone() for shared in self._shared_buffers()])
         for optimizer in self._updates.optimizers:
             optimizer.state.clear()
         rooms = self._new_rooms()
+        copies = self._layout.snapshot[2] if saved else None
         for number, state in enumerate(states):  # what optimizers keep beside is the first worker's
-            rooms.take(state["optimizers"], self._all, beside=number == 0)
+            rooms.take(state["optimizers"], self._all, beside=number == 0, copies=copies)
         self._updates.take_options(states[0]["options"])
 
     def _new_rooms(self) -> Rooms:

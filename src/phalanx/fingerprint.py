@@ -1,0 +1,102 @@
+"""What defines the answer, as values that can be written down and compared. Never a hash of pickles."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from phalanx.data import Columns, Samples
+from phalanx.definition import Definition
+from phalanx.errors import UsageError
+from phalanx.state.plain import encoded
+
+VALUES = ("replicas", "batch_size", "lr", "max_norm", "shuffle", "drop_last", "seed", "precision", "threads",
+          "on_nonfinite")  # fmt: skip
+FUNCTIONS = ("make_model", "loss_fn", "forward_fn", "target_fn", "optimizer", "scheduler", "collate_fn")
+SAMPLED = 16  # rows of each column
+SOURCE = "source of "
+
+
+def fingerprint(definition: Definition) -> dict[str, Any]:
+    """Fields of a recipe by name; steps and epochs are left out, so that a finished run can be extended."""
+    found = {name: encoded(getattr(definition, name), lambda leaf, path: None, name) for name in VALUES}
+    for name in FUNCTIONS:
+        value = getattr(definition, name)
+        found[name] = None if value is None else _spelled(value)
+        found[SOURCE + name] = None if value is None else _source(value)
+    found["data"] = _data(definition.source)
+    return found
+
+
+def compare(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """Fields whose change is allowed but worth a warning.
+
+    Raises
+    ------
+    UsageError
+        Other fields differ: the snapshot is of another recipe.
+    """
+    names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+    hard = [name for name in names if not name.startswith(SOURCE)]
+    if hard:
+        told = "; ".join(f"{name} is {mine.get(name)!r} here, and {theirs.get(name)!r} there" for name in hard)
+        raise UsageError(
+            f"run_dir has snapshots of another recipe: {told}. Use that recipe to go on, or choose another run_dir"
+        )
+    return names
+
+
+def _spelled(value: Any) -> str:
+    """A function by its name, a partial with its arguments, an object by its class."""
+    if isinstance(value, functools.partial):
+        given = [_argument(item) for item in value.args]
+        given += [f"{name}={_argument(item)}" for name, item in sorted(value.keywords.items())]
+        return f"{_spelled(value.func)}({', '.join(given)})"
+    named = value if inspect.isroutine(value) or isinstance(value, type) else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _argument(value: Any) -> str:
+    plain = value is None or isinstance(value, (bool, int, float, str, bytes))
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_argument, value))})"
+    return repr(value) if plain else _spelled(value)
+
+
+def _source(value: Any) -> str | None:
+    """A hash of the source, where there is one."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    try:
+        text = inspect.getsource(value if inspect.isroutine(value) or isinstance(value, type) else type(value))
+    except (OSError, TypeError):
+        return None
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _data(source: Columns | Samples | None) -> Any:
+    if source is None:
+        return None
+    if isinstance(source, Samples):
+        return f"{len(source)} samples in a {type(source.items).__name__}"
+    hashed = hashlib.sha256()
+    for part in _sampled(source):
+        hashed.update(part)
+    shapes = ", ".join(f"{str(array.dtype).removeprefix('torch.')}{list(array.shape)}" for array in source.arrays)
+    return f"{shapes}, sampled {hashed.hexdigest()[:16]}"
+
+
+def _sampled(source: Columns) -> Iterator[bytes]:
+    rows = np.unique(np.linspace(0, len(source) - 1, SAMPLED).astype(np.int64))
+    for array in source.arrays:
+        for row in rows:
+            item = array[int(row)]
+            try:
+                yield np.ascontiguousarray(np.asarray(item)).tobytes()
+            except TypeError:  # what numpy has no dtype for, or lies on another device
+                yield repr(item.tolist()).encode()

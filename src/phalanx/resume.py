@@ -1,0 +1,183 @@
+"""How a run goes on from an earlier one: its snapshot is found, compared with the recipe, and taken over."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import signal
+import threading
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from phalanx.contracts import Captured, Course, Engine, Framework
+from phalanx.definition import Definition
+from phalanx.errors import SnapshotError, UsageError
+from phalanx.events import Evaluated
+from phalanx.fingerprint import compare, fingerprint
+from phalanx.frameworks.opening import recorded_environment, tensor_of
+from phalanx.options import Saving
+from phalanx.run import Run
+from phalanx.saver import LOSSES, Saver
+from phalanx.state import snapshot
+from phalanx.state.directory import SNAPSHOTS, RunDirectory, newest_of
+from phalanx.state.snapshot import Snapshot
+
+
+class Past:
+    """What was before a run: nothing, weights to begin from, or a snapshot in its directory.
+
+    Parameters
+    ----------
+    definition : Definition
+    saving : Saving or None
+    warm_start : path or None
+
+    Raises
+    ------
+    UsageError
+        The directory is another recipe's, in use, or has snapshots that are not to be used.
+    SnapshotError
+        All of its snapshots are damaged, or that to begin from is.
+    """
+
+    def __init__(self, definition: Definition, saving: Saving | None, warm_start: pathlib.Path | None) -> None:
+        self.metrics: list[Evaluated] = []
+        self._saving = saving
+        self._recipe = fingerprint(definition) if saving is not None else {}
+        self._directory: RunDirectory | None = None
+        self._found: Snapshot | None = None
+        self._weights: Snapshot | None = None
+        if saving is not None:
+            self._directory = RunDirectory(saving.run_dir, saving.keep)
+            try:
+                self._found = self._checked(saving, self._directory.newest())
+            except BaseException:
+                self._directory.close()
+                raise
+        if warm_start is not None and self._found is None:
+            self._weights = read_any(warm_start)
+
+    def begin(self, framework: Framework) -> Course:
+        """Give ``framework`` the state that was found; returns what had been done."""
+        if self._weights is not None:
+            framework.adopt_weights(self._weights.weights)
+        found = self._found
+        if found is None:
+            return Course()
+        framework.adopt(Captured(dict(found.weights), dict(found.training), found.facts))
+        self.metrics = [Evaluated(steps, float(value), name) for steps, value, name in found.metrics]
+        return Course(loss_history=losses_in(found), samples=found.samples)
+
+    def saver(self, engine: Engine) -> Saver | None:
+        """What saves the run from here on."""
+        if self._saving is None or self._directory is None:
+            return None
+        made = Saver(
+            self._directory, self._saving.every, stop=self._saving.stop, recipe=self._recipe,
+            environment=recorded_environment(),
+        )  # fmt: skip
+        facts = {"workers": engine.workers, "pid": os.getpid()}
+        made.begin(engine.course, engine, None if self._found is None else self._found.step, facts)
+        return made
+
+    def close(self) -> None:
+        """Let go of the directory, as there will be no run."""
+        if self._directory is not None:
+            self._directory.close()
+
+    def _checked(self, saving: Saving, found: Snapshot | None) -> Snapshot | None:
+        if found is None:
+            return None
+        if not saving.resume:
+            raise UsageError(
+                f"run_dir is {str(saving.run_dir)!r}, which has a run of {found.step} steps, and resume is False; "
+                "choose another directory, or go on from there with resume=True"
+            )
+        changed = compare(self._recipe, found.recipe)
+        if changed:
+            warnings.warn(f"since the snapshot was written, the {', '.join(changed)} changed", stacklevel=2)
+        now = recorded_environment()
+        differing = [name for name in {**now, **found.environment} if now.get(name) != found.environment.get(name)]
+        if differing:
+            told = "; ".join(f"{name} is {now.get(name)}, was {found.environment.get(name)}" for name in differing)
+            warnings.warn(f"bits may differ from an uninterrupted run's, as the numbers' environment does: {told}",
+                          stacklevel=2)  # fmt: skip
+        return found
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A snapshot that was read.
+
+    Attributes
+    ----------
+    step, samples : int
+        Finished steps, and samples seen in them.
+    digest : str or None
+        That of the run's ``Result``, where ``run.save`` wrote it.
+    weights : dict
+        Parameters and buffers by name, as tensors: ``model.load_state_dict(weights, strict=False)``.
+    loss_history : list of float
+        Mean loss of every step.
+    """
+
+    step: int
+    samples: int
+    digest: str | None
+    weights: dict[str, Any] = field(repr=False)
+    loss_history: list[float] = field(repr=False)
+
+
+def loaded(path: pathlib.Path) -> Loaded:
+    """See ``phalanx.load``."""
+    found = read_any(path)
+    weights = {name: tensor_of(stored) for name, stored in found.weights.items()}
+    return Loaded(found.step, found.samples, found.digest, weights, losses_in(found))
+
+
+def read_any(path: pathlib.Path) -> Snapshot:
+    """The snapshot at ``path``, or the newest good one of the run there."""
+    if not (path / SNAPSHOTS).is_dir():
+        return snapshot.read(path)
+    found = newest_of(path)
+    if found is None:
+        raise SnapshotError(f"{str(path)!r} has no snapshot")
+    return found
+
+
+def losses_in(found: Snapshot) -> list[float]:
+    """The loss of every step."""
+    try:
+        history: list[Any] = memoryview(found.training[LOSSES].content).cast("B").cast("d").tolist()
+    except (KeyError, TypeError, ValueError) as error:
+        raise SnapshotError("the snapshot has no losses") from error
+    if len(history) != found.step:
+        raise SnapshotError(f"the snapshot is of step {found.step}, and has {len(history)} losses")
+    return history
+
+
+@contextlib.contextmanager
+def preemptible(run: Run, run_dir: Any) -> Iterator[None]:
+    """SIGTERM saves and ends the run, if there is a directory and this is the main thread.
+
+    A handler that was there before is called too, and is there again afterwards.
+    """
+    if run_dir is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+
+    def received(number: int, frame: FrameType | None) -> None:
+        run.terminate()
+        if callable(before):
+            before(number, frame)
+
+    signal.signal(signal.SIGTERM, received)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)

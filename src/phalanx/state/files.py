@@ -1,0 +1,87 @@
+"""Files that are whole or not there: written beside, made durable, renamed. Read without following links."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import shutil
+import stat
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO
+
+TEMPORARY = ".tmp-"
+MODE, FOLDER_MODE = 0o600, 0o700
+NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+
+
+def make_folder(path: pathlib.Path) -> None:
+    """Make a folder that only its owner may read, with those above it."""
+    path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+
+
+@contextlib.contextmanager
+def whole_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A folder to be filled; it appears as ``target``, durably, when the block ends well, else not at all."""
+    place = target.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
+    os.mkdir(place, FOLDER_MODE)
+    try:
+        yield place
+        sync_folder(place)
+        os.rename(place, target)
+        sync_folder(target.parent)
+    except BaseException:
+        shutil.rmtree(place, ignore_errors=True)
+        raise
+
+
+def write(path: pathlib.Path, fill: Callable[[BinaryIO], Any]) -> Any:
+    """Make a new file, let ``fill`` write it, and see it onto the disk; returns what ``fill`` returns."""
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | NOFOLLOW, MODE)
+    with os.fdopen(fd, "wb", buffering=1 << 20) as file:
+        found = fill(file)
+        file.flush()
+        os.fsync(file.fileno())
+    return found
+
+
+def read(path: pathlib.Path, most: int) -> bytes:
+    """All of a plain file of at most ``most`` bytes.
+
+    Raises
+    ------
+    ValueError
+        It is a link, no plain file, or larger.
+    OSError
+        It cannot be read.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | NOFOLLOW | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
+    except OSError as error:
+        if path.is_symlink():
+            raise ValueError("it is a symbolic link") from error
+        raise
+    with os.fdopen(fd, "rb") as file:
+        facts = os.fstat(fd)
+        if not stat.S_ISREG(facts.st_mode):
+            raise ValueError("it is no plain file")
+        if facts.st_size > most:
+            raise ValueError(f"it has {facts.st_size} bytes")
+        return file.read()
+
+
+def sync_folder(path: pathlib.Path) -> None:
+    """See the names in a folder onto the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def clear_away(folder: pathlib.Path) -> None:
+    """Remove what an interrupted writer left."""
+    for place in folder.glob(f"{TEMPORARY}*"):
+        if not place.is_symlink():
+            shutil.rmtree(place, ignore_errors=True)

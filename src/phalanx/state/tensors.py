@@ -1,0 +1,86 @@
+"""Tensors in a file, in the safetensors format: a length, a JSON header, bytes. Written in one go, read with limits."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+LENGTH = struct.Struct("<Q")
+HEADER_BYTES = 100_000_000
+ALIGNMENT = 8
+METADATA = "__metadata__"
+CODES = {
+    "bool": ("BOOL", 1), "uint8": ("U8", 1), "int8": ("I8", 1), "uint16": ("U16", 2), "int16": ("I16", 2),
+    "uint32": ("U32", 4), "int32": ("I32", 4), "uint64": ("U64", 8), "int64": ("I64", 8), "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2), "float32": ("F32", 4), "float64": ("F64", 8), "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1), "complex64": ("C64", 8),
+}  # fmt: skip
+NAMES = {code: (name, size) for name, (code, size) in CODES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor as bytes: dtype as torch and numpy name it, shape, content in C order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    content: Any
+
+
+def write(file: BinaryIO, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Write ``tensors``; returns the SHA-256 of each."""
+    header: dict[str, Any] = {METADATA: {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        code, size = CODES[tensor.dtype]
+        end = offset + size * math.prod(tensor.shape)
+        header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    file.write(LENGTH.pack(len(text)) + text)
+    hashes: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        content = memoryview(tensor.content).cast("B")
+        hashes[name] = hashlib.sha256(content).hexdigest()
+        file.write(content)
+    return hashes
+
+
+def read(data: memoryview, hashes: Mapping[str, str]) -> dict[str, Tensor]:
+    """The tensors in ``data``, which is a whole file.
+
+    Raises
+    ------
+    ValueError
+        It is no such file, or a tensor is not the one that was written; names it.
+    """
+    if len(data) < LENGTH.size:
+        raise ValueError("it is cut off")
+    (length,) = LENGTH.unpack_from(data)
+    if length > min(HEADER_BYTES, len(data) - LENGTH.size):
+        raise ValueError("its header is cut off or too long")
+    header = json.loads(bytes(data[LENGTH.size : LENGTH.size + length]))
+    body = data[LENGTH.size + length :]
+    if not isinstance(header, dict) or set(header) - {METADATA} != set(hashes):
+        raise ValueError("its tensors are not those that were written")
+    header.pop(METADATA, None)
+    found: dict[str, Tensor] = {}
+    expected = 0
+    for name, entry in header.items():
+        dtype, size = NAMES[entry["dtype"]]
+        shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
+        if start != expected or end - start != size * math.prod(shape) or end > len(body):
+            raise ValueError(f"tensor {name!r} is not where it should be, or cut off")
+        if hashlib.sha256(body[start:end]).hexdigest() != hashes[name]:
+            raise ValueError(f"tensor {name!r} is damaged: its checksum differs")
+        found[name] = Tensor(dtype, shape, body[start:end])
+        expected = end
+    if expected != len(body):
+        raise ValueError("there is something behind its tensors")
+    return found
