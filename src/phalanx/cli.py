@@ -17,10 +17,12 @@ from typing import Annotated, Any
 import typer
 
 from phalanx import __version__
+from phalanx.chaos import Trial, campaign
 from phalanx.errors import PhalanxError, Preempted, UsageError
 from phalanx.evaluation import Evaluation
 from phalanx.recipe import Recipe
 from phalanx.result import Result
+from phalanx.watch.plots import plot_timeline
 
 EXIT_RUN, EXIT_USAGE, EXIT_PREEMPTED, EXIT_INTERRUPTED = 1, 2, 75, 130
 PICTURES = (".png", ".pdf", ".svg")
@@ -89,6 +91,53 @@ def demo(
         typer.echo(f"phalanx: {shown.title}")
     result = _trained(shown.recipe, shown.evaluation, workers, quiet=quiet)
     _report(name, result, _picture(result, plot.format(name=name)), json_=json_)
+
+
+@app.command()
+def chaos(
+    file: Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="A Python file that defines `recipe`, or NAME.")],
+    kills: Annotated[int, typer.Option("--kills", min=1, help="How many workers to kill.")] = 50,
+    seed: Annotated[int, typer.Option("--seed", help="When and whom; give the same to see the same.")] = 0,
+    workers: Annotated[int, typer.Option("--workers", min=1, help="How many workers there are.")] = 3,
+    plot: Plot = "out/chaos.png",
+    json_: Json = False,
+) -> None:
+    """Kill workers at random while a recipe trains, and see whether the digest is what it would have been.
+
+    Exit code 1 if a digest differs or anything is left behind.
+    """
+    _check_picture(plot)
+    recipe, _ = load_recipe(file)
+    if workers > recipe.replicas:
+        raise UsageError(f"--workers is {workers}, but the recipe has {recipe.replicas} replicas; use at most those")
+    if not json_:
+        typer.echo(f"phalanx: killing {kills} workers of {file}, seed {seed}")
+    trials = campaign(recipe, kills, seed, workers, lambda one: None if json_ else typer.echo(_line(one)))
+    shown = max(trials, key=lambda one: one.kills)
+    verdict = "same digest" if shown.right else "WRONG"
+    title = f"{shown.kills} kills in {shown.steps} steps, seed {shown.seed}: {verdict}"
+    target = pathlib.Path(plot)
+    if plot:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        plot_timeline(shown.incidents, shown.began, shown.seconds, workers, title).savefig(target)
+    pauses = sorted(pause for one in trials for pause in one.pauses)
+    facts = {
+        "kills": sum(one.kills for one in trials),
+        "runs": len(trials),
+        "wrong": sum(not one.right for one in trials),
+        "problems": [one.problem for one in trials if one.problem],
+        "median_pause_ms": round(pauses[len(pauses) // 2] * 1e3, 1) if pauses else None,
+        "seed": seed,
+        "picture": str(target) if plot else None,
+    }
+    typer.echo(json.dumps(facts) if json_ else "\n".join(f"{key:15}  {value}" for key, value in facts.items()))
+    if facts["wrong"] or facts["problems"]:
+        raise typer.Exit(EXIT_RUN)
+
+
+def _line(one: Trial) -> str:
+    verdict = "same digest" if one.right else "WRONG DIGEST"
+    return f"seed {one.seed}: {one.kills} kills, {one.steps} steps, {verdict} {one.problem}".rstrip()
 
 
 def load_recipe(file: str) -> tuple[Recipe, Evaluation | None]:

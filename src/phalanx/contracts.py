@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from phalanx.data import Columns, Samples, Share
-from phalanx.events import StepReport
+from phalanx.events import Incident, StepReport
 from phalanx.sharing import Sharing, Vector
 from phalanx.state.tensors import Tensor
 
@@ -231,11 +231,14 @@ class Course:
         Samples seen in all of them.
     span : (float, float) or None
         Start of the first step and end of the last, on the clock of ``time.perf_counter``.
+    incidents : list of Incident
+        What happened to workers.
     """
 
     loss_history: list[float] = field(default_factory=list[float])
     samples: int = 0
     span: tuple[float, float] | None = None
+    incidents: list[Incident] = field(default_factory=list[Incident])
 
     def add(self, loss: float, samples: int) -> None:
         """Count a finished step."""

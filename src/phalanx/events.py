@@ -39,6 +39,28 @@ class StepReport(NamedTuple):
     metric: float | None = None
 
 
+class Incident(NamedTuple):
+    """Something that happened to a worker.
+
+    Attributes
+    ----------
+    seconds : float
+        When, on the clock of ``time.perf_counter``.
+    kind : str
+        "death", "replaced", or "rollback" for all of them.
+    worker, step : int
+        Which worker, in which step; for a rollback the step whose update broke off.
+    why : str
+        What ended it.
+    """
+
+    seconds: float
+    kind: str
+    worker: int
+    step: int
+    why: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Evaluated:
     """One evaluation: after how many finished steps, its value, and the metric function's name."""

@@ -12,7 +12,7 @@ from phalanx.contracts import Engine
 from phalanx.definition import Definition
 from phalanx.errors import PhalanxError, Preempted, SnapshotError, UsageError
 from phalanx.evaluation import DEFAULT_BATCH, Evaluation, check_evaluation
-from phalanx.events import Evaluated, StepReport
+from phalanx.events import Evaluated, Incident, StepReport
 from phalanx.fingerprint import fingerprint
 from phalanx.frameworks.opening import recorded_environment
 from phalanx.result import Result
@@ -98,6 +98,11 @@ class Run:
     def steps(self) -> int:
         """How many steps are done."""
         return len(self._engine.course.loss_history)
+
+    @property
+    def incidents(self) -> Sequence[Incident]:
+        """Deaths and replacements of workers so far, and what was rolled back."""
+        return tuple(self._engine.course.incidents)
 
     @property
     def worker_pids(self) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import phalanx
 from phalanx.engines.launch import WARM
+from phalanx.engines.supervisor import Supervisor
 from tests.engines.deaths import HALVES, PLACES, Trapped, hunted, once, sprung, strike
 from tests.families import ADAMW, FAMILIES, FEATURES, SGD, conv_norm, mlp
 
@@ -93,6 +94,28 @@ def test_deaths_in_a_replay(tmp_path, wanted):
         (tmp_path / name).mkdir()
     assert_same(norm_recipe(make_model).train(workers=3, engine="processes"), wanted)
     assert [sprung(tmp_path / name) for name in ("one", "two", "three")] == [1, 2, 1]
+
+
+@pytest.mark.parametrize("whom", ["all", "others"])
+def test_deaths_while_the_state_is_taken_back(tmp_path, wanted, monkeypatch, whom):
+    """After a broken update, workers die when replacements are there but nobody has the old state yet."""
+    recipe = norm_recipe(Trapped(conv_norm, tmp_path, 1, LATER, "half updated"))
+    told, struck = Supervisor._told, []
+
+    def fatal(supervisor, task, facts):
+        if task == "take" and len(struck) < 2:
+            struck.append(run.worker_pids)
+            for pid in struck[-1] if whom == "all" else [pid for pid in struck[-1] if pid in before]:
+                os.kill(pid, signal.SIGKILL)
+        return told(supervisor, task, facts)
+
+    monkeypatch.setattr(Supervisor, "_told", fatal)
+    with recipe.start(workers=3, engine="processes") as run:
+        before = run.worker_pids
+        run.finish()
+        result = run.result()
+    assert len(struck) == 2
+    assert_same(result, wanted)
 
 
 class Noting:

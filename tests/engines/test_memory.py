@@ -228,7 +228,7 @@ def test_this_machine_has_some():
 def test_an_arena_that_is_too_large_is_refused_before_anything_starts(monkeypatch):
     """The error names the workers, what they take and what there is; no worker is started and no memory taken."""
     recipe = phalanx.Recipe(lambda: torch.nn.Linear(1000, 1000), None, torch.nn.functional.mse_loss, replicas=4)
-    monkeypatch.setattr(processes, "available_bytes", lambda: 10_000_000)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 10_000_000)
 
     def never(*_, **__):
         raise AssertionError("something was started")
@@ -254,7 +254,7 @@ def test_fewer_workers_take_less(monkeypatch):
     recipe = MLP.recipe(8, make_model=lambda: torch.nn.Sequential(torch.nn.Linear(5, 3000), torch.nn.Linear(3000, 3)))
     few, many = touched(recipe, 2), touched(recipe, 8)
     assert few < 0.8 * many
-    monkeypatch.setattr(processes, "available_bytes", lambda: (few + many) // 2)
+    monkeypatch.setattr(memory, "available_bytes", lambda: (few + many) // 2)
     with pytest.raises(UsageError, match="workers is 8"):
         recipe.start(engine="processes", workers=8)
     digest = recipe.train(engine="processes", workers=2).digest

@@ -25,7 +25,7 @@ LAYERS = (
     ("resume",),
     ("recipe",),
     ("",),
-    ("demos",),
+    ("demos", "chaos"),
     ("cli",),
     ("__main__",),
 )

@@ -14,6 +14,7 @@ from phalanx.errors import UsageError
 ALIGNMENT = 64
 CGROUPS = pathlib.Path("/sys/fs/cgroup")
 UNLIMITED = 1 << 60
+SPARE = 0.05  # of the available memory, left to others
 
 
 class Memory:
@@ -92,6 +93,17 @@ def available_bytes() -> int:
         return UNLIMITED
     machine = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), UNLIMITED)
     return min([machine, *_left_by_groups()])
+
+
+def check_room(needed: int, workers: int) -> None:
+    """Refuse what does not fit, before anything starts: afterwards the kernel would end somebody."""
+    available = available_bytes()
+    if needed > available * (1 - SPARE):
+        raise UsageError(
+            f"workers is {workers}, which takes about {needed / 1e9:.1f} GB of memory for weights, optimizer "
+            f"state and gradients, but {available / 1e9:.1f} GB are available; use fewer workers, or engine='inline' "
+            "(same answer)"
+        )
 
 
 def _left_by_groups() -> Iterator[int]:

@@ -19,17 +19,17 @@ from phalanx.engines.arena import Plan
 from phalanx.engines.crew import Crew
 from phalanx.engines.deadline import Deadline
 from phalanx.engines.habitat import described
-from phalanx.engines.memory import Memory, available_bytes
+from phalanx.engines.ledger import Ledger
+from phalanx.engines.memory import Memory, check_room
 from phalanx.engines.parcel import pack
 from phalanx.engines.supervisor import LostError, Supervisor
 from phalanx.engines.told import Told, first_error
-from phalanx.errors import PhalanxError, RunError, UsageError, WorkerError
+from phalanx.errors import PhalanxError, RunError, WorkerError
 from phalanx.evaluation import averaged
 from phalanx.events import StepReport
 from phalanx.frameworks.opening import reduced
 from phalanx.plan.placement import Placement
 
-SPARE = 0.05  # of the available memory, left to others
 MEMORIES = 5  # what workers inherit: habitat, parcel, arena, mailbox, orders
 WHERE = {
     "torn": "the optimizer, so the weights are not those of any step",
@@ -72,7 +72,7 @@ class Processes:
         self._lost = False  # the state cannot be taken home any more
         self._closed = False
         plan = Plan(framework.sharing, placement)
-        _check_room(plan, placement)
+        check_room(plan.layout.touched, placement.workers)
         memories = [Memory(0) for _ in range(MEMORIES)]
         try:
             self._begin(plan, placement, memories)
@@ -92,7 +92,8 @@ class Processes:
         pack({"placement": placement, "signature": plan.layout.signature(), "fields": fields}, parcel, reduced)
         self._crew = Crew(memories, self._control, self._deadline)
         self._wall = Supervisor(
-            placement, self._crew, self._mirror, mailbox, orders, self.course, self._samples,
+            placement, self._crew, self._mirror, mailbox, orders, self.course,
+            Ledger(placement, self._control, self.course, self._samples),
             portable=self._framework.sharing.portable,
         )  # fmt: skip
         try:
@@ -296,13 +297,3 @@ class Processes:
     def _check_able(self) -> None:
         if self._ended:
             raise RunError(f"this run cannot go on: {self._ended}; start another")
-
-
-def _check_room(plan: Plan, placement: Placement) -> None:
-    needed, available = plan.layout.touched, available_bytes()
-    if needed > available * (1 - SPARE):
-        raise UsageError(
-            f"workers is {placement.workers}, which takes about {needed / 1e9:.1f} GB of memory for weights, optimizer "
-            f"state and gradients, but {available / 1e9:.1f} GB are available; use fewer workers, or engine='inline' "
-            "(same answer)"
-        )

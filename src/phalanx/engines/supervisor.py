@@ -14,13 +14,14 @@ from phalanx.contracts import Course
 from phalanx.engines import control as words_of
 from phalanx.engines.crew import Crew
 from phalanx.engines.launch import WARM
+from phalanx.engines.ledger import Ledger
 from phalanx.engines.memory import Memory
 from phalanx.engines.parcel import pack
 from phalanx.engines.told import Told, first_error, unfit
-from phalanx.errors import RunError, spell_samples
+from phalanx.errors import RunError
 from phalanx.frameworks.opening import reduced
 from phalanx.plan.placement import Placement
-from phalanx.recovery.lifecycle import Place, Point, Tally, joinable, judge, newest_whole
+from phalanx.recovery.lifecycle import joinable, judge, newest_whole
 from phalanx.sharing import Mirror
 
 EAGER_STEPS = 10  # after a state was taken back, each of as many steps is followed by a snapshot
@@ -45,8 +46,7 @@ class Supervisor:
         For what all workers are to do, and for what a new one has to know.
     course : Course
         The steps that the caller has seen.
-    samples : callable
-        The sample indices of (step, replica), for errors.
+    ledger : Ledger
     portable : bool
         Whether the whole state is known. Otherwise the first worker keeps some to itself, and cannot be replaced.
     """
@@ -59,7 +59,7 @@ class Supervisor:
         mailbox: Memory,
         orders: Memory,
         course: Course,
-        samples: Callable[[int, int], Sequence[int]],
+        ledger: Ledger,
         *,
         portable: bool,
     ) -> None:
@@ -70,13 +70,12 @@ class Supervisor:
         self._mailbox = mailbox
         self._orders = orders
         self._course = course
+        self._ledger = ledger
         self._portable = portable
         self._home: int | None = self._seen  # the step at which the caller's own state is
         self._first = self._seen  # the first step of the latest grant
+        self._back_to: int | None = None  # the step whose state is being taken back
         self._batches: dict[int, bytes] = {}  # that the caller brought, since the last snapshot
-        self._tally = Tally()
-        self._counted: set[int] = set()  # of those that fell and were not replaced yet
-        self._samples = samples
 
     def begin(self) -> None:
         """Put the caller's state into the arena and start all workers."""
@@ -121,8 +120,10 @@ class Supervisor:
             self._control.words[words_of.TROUBLE] = 1  # the others leave the step
             self._crew.wait(lambda: self._control.all_idle(self._crew.alive), LONG)
             if self._crew.deaths:
-                self._count()
+                self._ledger.fell(self._crew.deaths, self._crew.started)
                 self._mend()
+            elif self._back_to is not None:  # broken off by Ctrl-C
+                self._go_back(self._back_to, ())
             elif again := [told for told in self._errors() if told.step is not None and told.step < self._done]:
                 raise LostError(
                     f"step {again[0].step} was done again after a worker had ended, and raised what it had not raised "
@@ -171,7 +172,8 @@ class Supervisor:
         return judge(self._control.places()).step
 
     def _whole(self) -> bool:
-        return not self._crew.deaths and self._control.all_idle() and self._boundary >= self._done
+        whole = not self._crew.deaths and self._control.all_idle() and self._back_to is None
+        return whole and self._boundary >= self._done
 
     def _errors(self) -> list[Told]:
         return [told for told in self._crew.told if told.kind != "result"]
@@ -186,7 +188,7 @@ class Supervisor:
         lost = 0 in fallen and not self._portable
         if not (running and due and joinable(places, fallen)) or lost or any(map(self._control.idle, fallen)):
             return False
-        self._count()
+        self._ledger.fell(self._crew.deaths, self._crew.started)
         if 0 in fallen:  # it may have ended before it said that the step before is finished
             words[words_of.DONE] = max(words[words_of.DONE], step)
         self._replace(fallen, step, joining=True)
@@ -201,16 +203,21 @@ class Supervisor:
                 f"worker {fallen[0]} {self._crew.deaths[fallen[0]]} in step {step}, and the optimizer is not one of "
                 "torch's own, so its state is lost with it; run again"
             )
+        if self._back_to is not None:
+            self._go_back(self._back_to, fallen)
+            return
         if torn:
             words[words_of.EAGER] = self._done + EAGER_STEPS
+            self._ledger.note("rollback", fallen[0], step)
             self._go_back(newest_whole(words[words_of.DUE], words[words_of.KEPT], step), fallen)
             return
         words[words_of.DONE] = max(words[words_of.DONE], step)
         self._replace(fallen, step)
-        self._tell("resume", {"step": step, "loss": self._loss(step - 1) if step > self._begun else 0.0})
+        self._told("resume", {"step": step, "loss": self._loss(step - 1) if step > self._begun else 0.0})
 
     def _go_back(self, kept: int, fallen: Sequence[int]) -> None:
-        """Take the state of an earlier step: the caller's own, or the snapshot."""
+        """Take the state of an earlier step: the caller's own, or the snapshot. Goes on next time if somebody falls."""
+        self._back_to = kept
         if kept < 0:
             assert self._home is not None  # it is given up only when there is a snapshot
             kept = self._home
@@ -218,7 +225,8 @@ class Supervisor:
         restore = kept != self._home
         self._crew.housed = [item for item in self._crew.housed if item[0] <= kept]
         self._replace(fallen, kept)
-        self._tell("take", {"orders": {**self._described(kept), "restore": restore}})
+        if self._told("take", {"orders": {**self._described(kept), "restore": restore}}):
+            self._back_to = None
 
     def _do_again(self, step: int) -> None:
         """Do a finished step again, as it was lost."""
@@ -231,13 +239,14 @@ class Supervisor:
         self._crew.grant(words_of.STEPS if batch is None else words_of.BATCH)
         self._crew.wait(lambda: self._control.all_idle() or bool(self._crew.deaths), LONG)
 
-    def _tell(self, task: str, facts: Mapping[str, Any]) -> None:
-        """Have all workers do something about the state; if one falls meanwhile, the state is judged anew."""
+    def _told(self, task: str, facts: Mapping[str, Any]) -> bool:
+        """Have all workers do something about the state; False if one fell meanwhile."""
         if not self._crew.deaths:
             pack({**facts, "task": task}, self._mailbox, reduced)
             self._crew.grant(words_of.TASK)
             self._crew.wait(lambda: self._control.all_idle() or bool(self._crew.deaths), LONG)
             self._crew.told = self._errors()
+        return not self._crew.deaths
 
     def _put(self) -> None:
         """Put the caller's own state into the arena."""
@@ -265,40 +274,10 @@ class Supervisor:
         pack({**self._described(step), "grant": grant, "joining": joining}, self._orders, reduced)
         for worker in workers:
             self._control.words[self._control.place(worker, words_of.COUNT)] = 0
-        self._counted.difference_update(workers)
+        replacements = self._ledger.starting(workers)
         self._crew.start(workers, WARM.zygote())
+        for worker in replacements:
+            if worker not in self._crew.deaths:
+                self._ledger.note("replaced", worker, step)
         if any(told.kind == "failed" for told in self._crew.told):
             raise unfit(first_error(self._crew.told))
-
-    def _count(self) -> None:
-        """Count deaths that were not counted yet; end the run if they do not stop."""
-        fallen = {worker: why for worker, why in self._crew.deaths.items() if worker not in self._counted}
-        self._counted.update(fallen)
-        places = self._control.places()
-        computing = {worker: self._computing(worker, places[worker]) for worker in fallen}
-        found = {worker: place for worker, place in computing.items() if place is not None}
-        poison = self._tally.count(fallen, found, self._control.finished() + self._crew.started) if fallen else None
-        if poison is None:
-            return
-        causes = ", ".join(poison.causes)
-        if poison.replica is None:
-            raise RunError(
-                f"workers ended {len(poison.causes)} times in a row without anything done between ({causes}); look at "
-                "what they printed last, at the system's log and at memory, or use engine='inline'",
-                step=self._done,
-            )
-        samples = self._samples(poison.step, poison.replica)
-        raise RunError(
-            f"replica {poison.replica} of step {poison.step} ended {len(poison.causes)} workers that computed it "
-            f"({causes}); its samples are {spell_samples(samples)}. Look at these samples and at memory, or compute "
-            "them with engine='inline' under a debugger",
-            step=poison.step,
-            replica=poison.replica,
-            samples=samples,
-        )
-
-    def _computing(self, worker: int, place: Place) -> tuple[int, int] | None:
-        """(step, replica) that a worker computes."""
-        done = self._control.words[self._control.place(worker, words_of.COUNT)]
-        block = self._placement.blocks[worker]
-        return (place.step, block[done]) if place.point == Point.COMPUTING and done < len(block) else None

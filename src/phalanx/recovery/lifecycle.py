@@ -91,22 +91,29 @@ class Tally:
     _at: dict[tuple[int, int], list[str]] = field(default_factory=dict[tuple[int, int], list[str]])
     _idle: list[str] = field(default_factory=list[str])
     _done: int = -1
+    _attempts: int = -1
 
-    def count(self, deaths: Mapping[int, str], computing: Mapping[int, tuple[int, int]], done: int) -> Poison | None:
-        """Count one occasion.
+    def count(
+        self, deaths: Mapping[int, str], computing: Mapping[int, tuple[int, int]], done: int, attempts: int
+    ) -> Poison | None:
+        """Count deaths; those between two attempts to replace workers are one occasion.
 
         Parameters
         ----------
         deaths : mapping
-            Worker to cause; workers that fell together are one occasion.
+            Worker to cause.
         computing : mapping
             Worker to the (step, replica) that it was computing, of those that were.
         done : int
             How many replicas were finished and workers started so far, anywhere.
+        attempts : int
+            How often workers were about to be started so far.
         """
         if done != self._done:
             self._done, self._idle = done, []
-        self._idle.extend(sorted(set(deaths.values()))[:1])
+        if attempts != self._attempts:
+            self._attempts = attempts
+            self._idle.append(min(deaths.values()))
         for worker, (step, replica) in computing.items():
             causes = self._at.setdefault((step, replica), [])
             causes.append(deaths[worker])

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from phalanx.errors import UsageError
-from phalanx.events import Evaluated
+from phalanx.events import Evaluated, Incident
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 LOSS_COLOR = "#1f5a96"
 PLATE = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1}
+DEATH_COLOR = "#c1452b"
 METRIC_COLORS = ("#c1452b", "#3d8b5f", "#8a5ca8")
 
 
@@ -41,6 +43,40 @@ def plot_history(
     else:  # what lies outside the caller's axes might be cut off
         ax.legend(loc="best", fontsize=8)
     return ax
+
+
+def plot_timeline(incidents: Sequence[Incident], began: float, seconds: float, workers: int, title: str) -> Figure:
+    """One line per worker: where it was there, its deaths and replacements; rollbacks across all of them."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 1.6 + 0.45 * workers), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    ax = figure.subplots()
+    styles = {"death": ("x", DEATH_COLOR, "killed"), "replaced": ("o", METRIC_COLORS[1], "replaced")}
+    for worker in range(workers):
+        there = began
+        for incident in [one for one in incidents if one.worker == worker and one.kind in styles]:
+            when = incident.seconds
+            if incident.kind == "death":
+                ax.plot([there - began, when - began], [worker, worker], color=LOSS_COLOR, linewidth=4, alpha=0.45)
+            else:
+                there = when
+        ax.plot([there - began, seconds], [worker, worker], color=LOSS_COLOR, linewidth=4, alpha=0.45)
+    for kind, (marker, color, label) in styles.items():
+        found = [one for one in incidents if one.kind == kind]
+        ax.plot([one.seconds - began for one in found], [one.worker for one in found], marker, color=color, label=label,
+                markersize=5, zorder=3)  # fmt: skip
+    for number, one in enumerate([one for one in incidents if one.kind == "rollback"]):
+        ax.axvline(one.seconds - began, color="gray", linewidth=0.8, alpha=0.6, label="" if number else "rolled back")
+    ax.set_yticks(range(workers), [f"worker {worker}" for worker in range(workers)])
+    ax.set_ylim(workers - 0.5, -0.5)
+    ax.set_xlim(0, seconds * 1.01)
+    ax.set_xlabel("seconds since the first step began")
+    ax.set_title(title, fontsize=10, loc="left")
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.32), ncols=3, frameon=False, fontsize=8)
+    return figure
 
 
 def _plot_losses(losses: np.ndarray[Any, np.dtype[np.float64]], per_epoch: int | None, ax: Axes) -> None:

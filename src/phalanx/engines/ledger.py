@@ -1,0 +1,94 @@
+"""Who fell, where and why: counted, noted, and an error if it does not stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from phalanx.contracts import Course
+from phalanx.engines.control import COUNT, Control
+from phalanx.errors import RunError, spell_samples
+from phalanx.events import Incident
+from phalanx.plan.placement import Placement
+from phalanx.recovery.lifecycle import Place, Point, Poison, Tally
+
+
+class Ledger:
+    """The losses of one run.
+
+    Parameters
+    ----------
+    placement : Placement
+    control : Control
+    course : Course
+        Where incidents are noted.
+    samples : callable
+        The sample indices of (step, replica), for errors.
+    """
+
+    def __init__(
+        self, placement: Placement, control: Control, course: Course, samples: Callable[[int, int], Sequence[int]]
+    ) -> None:
+        self._placement = placement
+        self._control = control
+        self._incidents = course.incidents
+        self._samples = samples
+        self._tally = Tally()
+        self._attempts = 0
+        self._fallen: set[int] = set()  # and not replaced yet
+
+    def fell(self, deaths: Mapping[int, str], started: int) -> None:
+        """Note and count the deaths that were not yet; ``started``: how many workers were, so far.
+
+        Raises
+        ------
+        RunError
+            They do not stop: at one replica of one step, or one after another with nothing done between.
+        """
+        fresh = {worker: why for worker, why in deaths.items() if worker not in self._fallen}
+        if not fresh:
+            return
+        self._fallen.update(fresh)
+        places = self._control.places()
+        for worker, why in fresh.items():
+            self.note("death", worker, places[worker].step, why)
+        computing = {worker: self._computing(worker, places[worker]) for worker in fresh}
+        found = {worker: place for worker, place in computing.items() if place is not None}
+        poison = self._tally.count(fresh, found, self._control.finished() + started, self._attempts)
+        if poison is not None:
+            raise self._error(poison, max(places).step)
+
+    def starting(self, workers: Iterable[int]) -> list[int]:
+        """Workers are about to be started, and may fall again; those of them that take another's place."""
+        self._attempts += 1
+        replacements = sorted(self._fallen & set(workers))
+        self._fallen.difference_update(replacements)
+        return replacements
+
+    def note(self, kind: str, worker: int, step: int, why: str = "") -> None:
+        """Note an incident."""
+        self._incidents.append(Incident(time.perf_counter(), kind, worker, step, why))
+
+    def _error(self, poison: Poison, step: int) -> RunError:
+        causes = ", ".join(poison.causes)
+        if poison.replica is None:
+            return RunError(
+                f"workers ended {len(poison.causes)} times in a row without anything done between ({causes}); look at "
+                "what they printed last, at the system's log and at memory, or use engine='inline'",
+                step=step,
+            )
+        samples = self._samples(poison.step, poison.replica)
+        return RunError(
+            f"replica {poison.replica} of step {poison.step} ended {len(poison.causes)} workers that computed it "
+            f"({causes}); its samples are {spell_samples(samples)}. Look at these samples and at memory, or compute "
+            "them with engine='inline' under a debugger",
+            step=poison.step,
+            replica=poison.replica,
+            samples=samples,
+        )
+
+    def _computing(self, worker: int, place: Place) -> tuple[int, int] | None:
+        """(step, replica) that a worker was computing."""
+        done = self._control.words[self._control.place(worker, COUNT)]
+        block = self._placement.blocks[worker]
+        return (place.step, block[done]) if place.point == Point.COMPUTING and done < len(block) else None
