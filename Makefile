@@ -4,7 +4,7 @@ INSTALLED := .venv/.installed
 SOURCES := $(wildcard src tests benchmarks examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check bench chaos clean
 .DELETE_ON_ERROR:
 
 help:  ## this text
@@ -25,6 +25,9 @@ check: $(INSTALLED)  ## lint, format, types and the house rules; under a minute
 bench: $(INSTALLED)  ## time steps and scaling beside the plain loop and DDP; about 45 minutes; writes benchmarks/results
 	@$(BIN)/python benchmarks/step.py --save
 	@$(BIN)/python benchmarks/scaling.py --save
+
+chaos: $(INSTALLED)  ## kill workers at random for five minutes; every digest must be what it would have been
+	@$(BIN)/python benchmarks/chaos.py --minutes 5
 
 clean:  ## remove caches and build outputs; .venv stays
 	@rm -rf build dist .pytest_cache .ruff_cache .hypothesis

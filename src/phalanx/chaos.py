@@ -12,8 +12,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from phalanx.engines.launch import WARM
 from phalanx.errors import PhalanxError
 from phalanx.events import Incident
 from phalanx.recipe import Recipe
@@ -24,7 +25,7 @@ STEPS_BETWEEN = 3.0  # kills, on the average
 ALL_AT_ONCE = 0.05  # of the kills hit every worker
 AGAIN = 0.2  # of the kills are followed by one while replacements start
 REPLACING = 0.06  # seconds that this may take
-PATIENCE = 2.0  # seconds until workers that nobody needs any more are not waited for
+SLOWEST = 0.03  # seconds that the first step of a replacement may take, even if others take less
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Nemesis(threading.Thread):
         It stops after so many.
     seed : int
     pause : float
-        Mean seconds from one kill to the next.
+        Mean seconds from a replacement to the next kill.
     """
 
     def __init__(self, run: Run, kills: int, seed: int, pause: float) -> None:
@@ -96,7 +97,7 @@ class Nemesis(threading.Thread):
 
     def run(self) -> None:
         """Kill until enough are dead or the run is over."""
-        while self.kills < self._most and not self._stopped.wait(self._random.expovariate(1 / self._pause)):
+        while self.kills < self._most and not self._stopped.wait(self._random.uniform(0.2, 1.8) * self._pause):
             for _ in range(2 if self._random.random() < AGAIN else 1):  # a third in a row would be poison
                 pids = self._run.worker_pids
                 everybody = self._random.random() < ALL_AT_ONCE
@@ -105,13 +106,13 @@ class Nemesis(threading.Thread):
                         os.kill(pid, signal.SIGKILL)
                         self.kills += 1
                 self._stopped.wait(self._random.uniform(0, REPLACING))
-            self._await_replacements()
+            self._await_progress(self._run.steps)
 
-    def _await_replacements(self) -> None:
-        patience = time.monotonic() + PATIENCE
-        while time.monotonic() < patience and not self._stopped.wait(0.002):
+    def _await_progress(self, steps: int) -> None:
+        """What ends workers three times at one place is taken for poison: wait until the run is past it."""
+        while not self._stopped.wait(0.002):
             latest = {one.worker: one.kind for one in self._run.incidents if one.kind != "rollback"}
-            if latest and set(latest.values()) == {"replaced"}:
+            if latest and set(latest.values()) == {"replaced"} and self._run.steps > steps:
                 return
 
     def stop(self) -> None:
@@ -122,9 +123,16 @@ class Nemesis(threading.Thread):
 
 def trial(recipe: Recipe, quiet: Result, kills: int, seed: int, workers: int) -> Trial:
     """Train ``recipe`` while up to ``kills`` of its workers are killed, and compare with the undisturbed result."""
-    pause = STEPS_BETWEEN * max(quiet.seconds / max(quiet.steps, 1), 0.005)
-    began, problem, result = time.perf_counter(), "", None
+    WARM.zygote()  # stays
     before = _descriptors()
+    found = _under_fire(recipe, quiet, kills, seed, workers)
+    left = _descriptors() - before
+    return found if left <= 0 else replace(found, problem=f"{found.problem} {left} descriptors are left")
+
+
+def _under_fire(recipe: Recipe, quiet: Result, kills: int, seed: int, workers: int) -> Trial:
+    pause = STEPS_BETWEEN * max(quiet.seconds / max(quiet.steps, 1), SLOWEST)
+    began, problem, result = time.perf_counter(), "", None
     with recipe.start(workers=workers, engine="processes", progress=False) as run:
         nemesis = Nemesis(run, kills, seed, pause)
         nemesis.start()
@@ -136,9 +144,7 @@ def trial(recipe: Recipe, quiet: Result, kills: int, seed: int, workers: int) ->
         finally:
             nemesis.stop()
     if run.worker_pids:
-        problem = f"workers {run.worker_pids} are left"
-    elif _descriptors() > before + 1:  # the process that starts workers may have been started
-        problem = f"{_descriptors() - before} descriptors are left"
+        problem += f" workers {run.worker_pids} are left"
     right = result is not None and (result.digest, result.loss_history) == (quiet.digest, quiet.loss_history)
     seconds = time.perf_counter() - began if result is None else result.seconds
     first = began if result is None else began + result.startup_seconds

@@ -327,9 +327,10 @@ def test_flipped_bits_are_refused_or_harmless(run_dir, name):
 def test_a_flipped_bit_in_a_weight(run_dir, wanted):
     """The warning names the tensor."""
     path = folder_of(run_dir, NEWER) / snapshot.WEIGHTS
-    flipped(path, 8 * (path.stat().st_size - 1))  # in the last one
+    flipped(path, 8 * (path.stat().st_size - 1))  # in the last one of the file
     with pytest.warns(
-        UserWarning, match=rf"weights.safetensors cannot be used: tensor '5.bias' is damaged.* step {OLDER}"
+        UserWarning,
+        match=rf"weights.safetensors cannot be used: tensor '1.num_batches_tracked' is damaged.* step {OLDER}",
     ):
         assert_same(go_on(run_dir), wanted)
 
@@ -466,7 +467,7 @@ def test_odd_states(run_dir, field):
     folder, rng = folder_of(run_dir, NEWER), random.Random(field)
     whole = {name: (folder / name).read_bytes() for name in (snapshot.FACTS, snapshot.MANIFEST)}
     allowed = (phalanx.SnapshotError, phalanx.UsageError)
-    for turn in range(60):
+    for turn in range(40):
         odd = ODD[turn % len(ODD)] if turn < len(ODD) else rng.choice(ODD)
         deep = turn >= len(ODD)
 

@@ -51,6 +51,7 @@ from tests.state.runs import (
 
 STEPS = 30
 PAIRS = list(itertools.product([1, 2, 3], repeat=2))  # workers before and after
+SPREAD = random.Random(2).sample(PAIRS * 2 + PAIRS[:3] * 4, STEPS)  # a driver that starts workers takes its time
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,7 @@ def drive():
 def test_the_driver_is_killed_after_every_step(tmp_path, wanted, drive, step):
     """SIGKILL after step k, in the midst of saving or just after it; the run ends as if nothing had been."""
     settled = bool(step % 2)
-    before, after = PAIRS[step // 2 % 9 if settled else (step // 2 + 4) % 9]
+    before, after = SPREAD[step]
     assert drive(step, before, tmp_path, settled=settled) == -signal.SIGKILL
     found = phalanx.load(tmp_path).step
     assert found in ([step + 1] if settled else [max(0, step - 1), step])
@@ -296,6 +297,17 @@ def test_no_evaluation_is_lost_to_a_snapshot(tmp_path, monkeypatch, workers):
     result = give().train(run_dir=tmp_path, evaluation=evaluation, **engine_of(workers))
     assert [kept.steps for kept in result.metric_history] == list(range(10, 601, 10))
     assert_same(result, give().train(engine="inline"))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_no_step_is_missing_in_the_log(tmp_path, monkeypatch, workers):
+    """Whenever snapshots are taken, the log has every step once, in order."""
+    monkeypatch.setattr("phalanx.saver.SECONDS", 0.01)
+    monkeypatch.setattr("phalanx.saver.SHARE", 1e9)
+    FAMILIES["mlp"].recipe(2, steps=600).train(run_dir=tmp_path, **engine_of(workers))
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "step"] == list(range(600))
+    assert sum(event["event"] == "snapshot" for event in events) > 3
 
 
 def test_a_finished_run_is_extended(tmp_path, wanted):
@@ -740,14 +752,14 @@ def test_sigterm_here(tmp_path, earlier, workers):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_sigterm_at_any_time(tmp_path, earlier, workers):
     """It comes every few milliseconds, while the run goes freely: in the end, nothing is missing."""
-    give = functools.partial(FAMILIES["mlp"].recipe, 2, batch_size=2, epochs=40)  # epochs of ten steps
+    give = functools.partial(FAMILIES["mlp"].recipe, 2, batch_size=2, epochs=15)  # epochs of ten steps
     evaluation = phalanx.Evaluation(accuracy, FEATURES)
     (handler, _), rng, preempted, result = earlier, random.Random(0), 0, None
 
     def strike():
         while signal.getsignal(signal.SIGTERM) is handler and not ended.is_set():
             time.sleep(0.001)
-        if not ended.wait(rng.uniform(0, 0.1)):
+        if not ended.wait(rng.uniform(0.02, 0.1)):
             os.kill(os.getpid(), signal.SIGTERM)
 
     while result is None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from phalanx.contracts import Course
+from phalanx.contracts import Course, Framework
+from phalanx.deal import Dealer
+from phalanx.definition import Definition
 from phalanx.engines.control import COUNT, Control
 from phalanx.errors import RunError, spell_samples
 from phalanx.events import Incident
@@ -18,21 +21,28 @@ class Ledger:
 
     Parameters
     ----------
+    definition : Definition
+    framework : Framework
     placement : Placement
     control : Control
     course : Course
         Where incidents are noted.
-    samples : callable
-        The sample indices of (step, replica), for errors.
+
+    Attributes
+    ----------
+    batch : Any
+        That the caller brought for the step that is being done; None for planned ones.
     """
 
     def __init__(
-        self, placement: Placement, control: Control, course: Course, samples: Callable[[int, int], Sequence[int]]
+        self, definition: Definition, framework: Framework, placement: Placement, control: Control, course: Course
     ) -> None:
+        self.batch: Any = None
+        self._definition = definition
+        self._framework = framework
         self._placement = placement
         self._control = control
         self._incidents = course.incidents
-        self._samples = samples
         self._tally = Tally()
         self._attempts = 0
         self._fallen: set[int] = set()  # and not replaced yet
@@ -86,6 +96,12 @@ class Ledger:
             replica=poison.replica,
             samples=samples,
         )
+
+    def _samples(self, step: int, replica: int) -> Sequence[int]:
+        """Sample indices of a replica in a step; positions in the batch if the caller brought it."""
+        if self.batch is None:
+            return self._definition.plan.shares(step)[replica].tolist()
+        return Dealer(self._definition, self._framework).brought(self.batch)[replica].samples.tolist()
 
     def _computing(self, worker: int, place: Place) -> tuple[int, int] | None:
         """(step, replica) that a worker was computing."""

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from phalanx.contracts import Captured, Course, Exported, Framework
-from phalanx.deal import Dealer
 from phalanx.definition import Definition
 from phalanx.engines import control as words_of
 from phalanx.engines.arena import Plan
@@ -67,7 +66,6 @@ class Processes:
         self._definition = definition
         self._framework = framework
         self._deadline = Deadline() if deadline is None else deadline
-        self._batch: Any = None
         self._ended = ""
         self._lost = False  # the state cannot be taken home any more
         self._closed = False
@@ -91,9 +89,10 @@ class Processes:
         fields = {item.name: getattr(self._definition, item.name) for item in dataclasses.fields(Definition)}
         pack({"placement": placement, "signature": plan.layout.signature(), "fields": fields}, parcel, reduced)
         self._crew = Crew(memories, self._control, self._deadline)
+        self._ledger = Ledger(self._definition, self._framework, placement, self._control, self.course)
         self._wall = Supervisor(
             placement, self._crew, self._mirror, mailbox, orders, self.course,
-            Ledger(placement, self._control, self.course, self._samples),
+            self._ledger,
             portable=self._framework.sharing.portable,
         )  # fmt: skip
         try:
@@ -115,7 +114,7 @@ class Processes:
             if self._crew.interrupted:
                 self._halt()
             t, words = self._steps, self._control.words
-            self._batch = batch
+            self._ledger.batch = batch
             if batch is not None:
                 self._task(words_of.BATCH, {"batch": batch})
             elif words[words_of.DONE] == t:
@@ -272,12 +271,6 @@ class Processes:
 
     def _give_up(self, why: str) -> None:
         self._lost, self._ended = True, why
-
-    def _samples(self, step: int, replica: int) -> Sequence[int]:
-        """Sample indices of a replica in the step that is being done."""
-        if self._batch is None:
-            return self._definition.plan.shares(step)[replica].tolist()
-        return Dealer(self._definition, self._framework).brought(self._batch)[replica].samples.tolist()
 
     def _failure(self, t: int) -> BaseException:
         """The error to raise for step ``t``, out of what the workers told."""
