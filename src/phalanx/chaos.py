@@ -98,6 +98,7 @@ class Nemesis(threading.Thread):
     def run(self) -> None:
         """Kill until enough are dead or the run is over."""
         while self.kills < self._most and not self._stopped.wait(self._random.uniform(0.2, 1.8) * self._pause):
+            noticed = self._noticed()
             for _ in range(2 if self._random.random() < AGAIN else 1):  # a third in a row would be poison
                 pids = self._run.worker_pids
                 everybody = self._random.random() < ALL_AT_ONCE
@@ -106,13 +107,19 @@ class Nemesis(threading.Thread):
                         os.kill(pid, signal.SIGKILL)
                         self.kills += 1
                 self._stopped.wait(self._random.uniform(0, REPLACING))
-            self._await_progress(self._run.steps)
+            self._await_progress(noticed)
 
-    def _await_progress(self, steps: int) -> None:
+    def _noticed(self) -> int:
+        return sum(one.kind == "death" for one in self._run.incidents)
+
+    def _await_progress(self, noticed: int) -> None:
         """What ends workers three times at one place is taken for poison: wait until the run is past it."""
         while not self._stopped.wait(0.002):
-            latest = {one.worker: one.kind for one in self._run.incidents if one.kind != "rollback"}
-            if latest and set(latest.values()) == {"replaced"} and self._run.steps > steps:
+            if self._noticed() == noticed:
+                continue
+            found = [one for one in self._run.incidents if one.kind != "rollback"]
+            latest = {one.worker: one.kind for one in found}
+            if latest and set(latest.values()) == {"replaced"} and self._run.steps > max(one.step for one in found) + 1:
                 return
 
     def stop(self) -> None:

@@ -274,6 +274,10 @@ class Engine(Protocol):
         """Do a step: on ``batch``, or the next planned one; may run ahead up to ``horizon`` finished steps."""
         ...
 
+    def pause(self) -> bool:
+        """Begin no step that was not asked for; whether nothing is ahead of the last report any more."""
+        ...
+
     def evaluate(self, metric_fn: Callable[..., Any], data: Any, batch_size: int) -> float:
         """Weighted mean of a metric over all samples of ``data``."""
         ...

@@ -57,15 +57,27 @@ def _spelled(value: Any) -> str:
         given = [_argument(item) for item in value.args]
         given += [f"{name}={_argument(item)}" for name, item in sorted(value.keywords.items())]
         return f"{_spelled(value.func)}({', '.join(given)})"
-    named = value if inspect.isroutine(value) or isinstance(value, type) else type(value)
-    return f"{named.__module__}.{named.__qualname__}"
+    if inspect.isroutine(value) or isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if not hasattr(value, "named_buffers"):  # attributes of other objects may change as they are used
+        return name
+    given = {name: item for name, item in vars(value).items() if not name.startswith("_") and _is_plain(item)}
+    given |= dict(value.named_buffers())
+    return f"{name}({', '.join(f'{key}={_argument(item)}' for key, item in sorted(given.items()))})"
 
 
 def _argument(value: Any) -> str:
-    plain = value is None or isinstance(value, (bool, int, float, str, bytes))
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(_argument, value))})"
-    return repr(value) if plain else _spelled(value)
+    if hasattr(value, "dtype") and hasattr(value, "tolist"):
+        hashed = hashlib.sha256(repr(value.tolist()).encode()).hexdigest()[:16]
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} {hashed}"
+    return repr(value) if _is_plain(value) else _spelled(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str, bytes))
 
 
 def _source(value: Any) -> str | None:
@@ -98,5 +110,5 @@ def _sampled(source: Columns) -> Iterator[bytes]:
             item = array[int(row)]
             try:
                 yield np.ascontiguousarray(np.asarray(item)).tobytes()
-            except TypeError:  # what numpy has no dtype for, or lies on another device
+            except (TypeError, RuntimeError):  # what numpy has no dtype for, or does not read
                 yield repr(item.tolist()).encode()

@@ -217,7 +217,7 @@ def load(path: Any) -> Loaded:
     Returns
     -------
     Loaded
-        ``step``, ``params`` and ``buffers`` are what one wants of it.
+        ``weights`` (parameters and buffers by name), ``step``, ``loss_history`` and more.
 
     Raises
     ------

@@ -47,6 +47,7 @@ class Past:
     def __init__(self, definition: Definition, saving: Saving | None, warm_start: pathlib.Path | None) -> None:
         self.metrics: list[Evaluated] = []
         self._saving = saving
+        self._steps = None if definition.data is None else definition.plan.steps
         self._recipe = fingerprint(definition) if saving is not None else {}
         self._directory: RunDirectory | None = None
         self._found: Snapshot | None = None
@@ -63,12 +64,20 @@ class Past:
 
     def begin(self, framework: Framework) -> Course:
         """Give ``framework`` the state that was found; returns what had been done."""
-        if self._weights is not None:
-            framework.adopt_weights(self._weights.weights)
         found = self._found
+        if self._weights is not None:
+            with framework.environment:
+                framework.adopt_weights(self._weights.weights)
         if found is None:
             return Course()
-        framework.adopt(Captured(dict(found.weights), dict(found.training), found.facts))
+        if not framework.sharing.portable:
+            warnings.warn(
+                "the optimizer is not one of torch's own: what it keeps outside optimizer.state is not in snapshots, "
+                "so that the run may go on differently",
+                stacklevel=2,
+            )
+        with framework.environment:
+            framework.adopt(Captured(dict(found.weights), dict(found.training), found.facts))
         self.metrics = [Evaluated(steps, float(value), name) for steps, value, name in found.metrics]
         return Course(loss_history=losses_in(found), samples=found.samples)
 
@@ -96,6 +105,11 @@ class Past:
             raise UsageError(
                 f"run_dir is {str(saving.run_dir)!r}, which has a run of {found.step} steps, and resume is False; "
                 "choose another directory, or go on from there with resume=True"
+            )
+        if self._steps is not None and self._steps < found.step:
+            raise UsageError(
+                f"run_dir is {str(saving.run_dir)!r}, which has a run of {found.step} steps, and the recipe has "
+                f"{self._steps}; raise steps or epochs, or choose another directory"
             )
         changed = compare(self._recipe, found.recipe)
         if changed:

@@ -16,8 +16,7 @@ from phalanx.events import Evaluated, Incident, StepReport
 from phalanx.fingerprint import fingerprint
 from phalanx.frameworks.opening import recorded_environment
 from phalanx.result import Result
-from phalanx.saver import Saver, snapshot_of
-from phalanx.state import files, snapshot
+from phalanx.saver import Saver, write_apart
 from phalanx.watch.progress import Progress
 
 Callback = Callable[[StepReport], Any]
@@ -182,16 +181,8 @@ class Run:
         if target.exists() or target.is_symlink():
             raise UsageError(f"path is {str(path)!r}, which exists already; choose another name, or remove it")
         digest = self._result(copy=False).digest
-        captured = self._engine.capture()
-        try:
-            files.make_folder(target.parent)
-            recipe, environment = fingerprint(self._definition), recorded_environment()
-            state = snapshot_of(self._engine.course, captured, self.metric_history, recipe, environment, digest)
-            snapshot.write(state, target)
-        except OSError as error:
-            raise SnapshotError(f"the snapshot could not be written to {str(path)!r}: {error}") from error
-        finally:
-            captured.release()
+        recipe, environment = fingerprint(self._definition), recorded_environment()
+        write_apart(target, self._engine, self.metric_history, recipe, environment, digest)
 
     def result(self) -> Result:
         """The state now as a Result of your own: training on does not change it."""
@@ -205,6 +196,10 @@ class Run:
             try:
                 if self._saver is not None:
                     self._saver.close(self._engine, self.metric_history, self.steps)
+            except SnapshotError as error:
+                self._engine.close()
+                self._hand_over(error)
+                raise
             finally:
                 self._engine.close()
 
@@ -228,19 +223,21 @@ class Run:
             for callback in self._callbacks:
                 callback(report)
         if self._saver is not None:
-            self._save(self._saver, report)
+            try:
+                self._save(self._saver, report)
+            except PhalanxError as error:
+                self._hand_over(error)
+                raise
         return report
 
     def _save(self, saver: Saver, report: StepReport) -> None:
         saver.note(report)
-        if self._terminated or saver.due(self.steps):
+        ended = self._terminated and self._engine.pause()
+        if ended or saver.due(self.steps):
             saver.save(self._engine, self.metric_history)
-        if self._terminated:
-            saver.settle()
-            raise Preempted(
-                f"SIGTERM came, and the state after {self.steps} steps was saved; the same call again goes on there",
-                step=report.step,
-            )
+        if ended:
+            saved = f"the state after {self.steps} steps was saved" if saver.settle() else "the state was not saved"
+            raise Preempted(f"SIGTERM came, and {saved}; the same call again goes on there", step=report.step)
 
     def _horizon(self, batch: Any) -> int:
         """How many steps may be done before the state is looked at."""

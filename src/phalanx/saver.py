@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import pathlib
 import threading
 import time
 import warnings
@@ -13,6 +14,7 @@ from typing import Any
 from phalanx.contracts import Captured, Course, Engine
 from phalanx.errors import PhalanxError, SnapshotError
 from phalanx.events import Evaluated, StepReport
+from phalanx.state import snapshot
 from phalanx.state.directory import RunDirectory
 from phalanx.state.snapshot import Snapshot
 from phalanx.state.tensors import Tensor
@@ -45,8 +47,9 @@ class Saver:
         self._recipe = recipe
         self._environment = environment
         self._thread: threading.Thread | None = None
-        self._error: OSError | None = None
+        self._error: Exception | None = None
         self._saved = -1  # the step of the newest snapshot
+        self._next = 0  # the step at which workers stop, to see whether it is time
         self._since = time.monotonic()
         self._pace = 0.0  # seconds of the latest step
         self._cost = 0.0  # seconds that the latest snapshot took, from beginning to end
@@ -61,11 +64,14 @@ class Saver:
             self._saved = resumed
 
     def horizon(self, steps: int) -> int:
-        """How many steps may be done before this wants to be asked again."""
-        if self._every is not None:
-            return (steps // self._every + 1) * self._every
-        left = self._pause() - (time.monotonic() - self._since)
-        return steps + max(1, int(left / self._pace)) if self._pace else steps + 1
+        """How many steps may be done before this wants to be asked again; workers run no further ahead."""
+        if self._next <= steps:
+            if self._every is not None:
+                self._next = (steps // self._every + 1) * self._every
+            else:
+                left = self._pause() - (time.monotonic() - self._since)
+                self._next = steps + (max(1, int(left / self._pace)) if self._pace else 1)
+        return self._next
 
     def note(self, report: StepReport) -> None:
         """A step was done."""
@@ -75,7 +81,7 @@ class Saver:
 
     def due(self, steps: int) -> bool:
         """Whether a snapshot should be written after so many steps."""
-        if steps <= self._saved:
+        if steps <= self._saved or steps < self._next:
             return False
         if self._every is not None:
             return steps % self._every == 0
@@ -92,8 +98,8 @@ class Saver:
         self._saved = state.step
         self._thread.start()
 
-    def settle(self) -> None:
-        """Wait until the latest snapshot is written, or could not be.
+    def settle(self) -> bool:
+        """Wait until the latest snapshot is written, or could not be; returns which.
 
         Raises
         ------
@@ -110,17 +116,28 @@ class Saver:
             if self._stop:
                 raise SnapshotError(why) from error
             warnings.warn(f"{why}; the run goes on, and those before are whole", stacklevel=2)
+        return error is None
 
     def close(self, engine: Engine, metrics: Sequence[Evaluated], steps: int) -> None:
         """Save what was not saved, if the state is there, and let go of the directory."""
         try:
+            failed = self._failure()
             if steps > self._saved:
-                with contextlib.suppress(PhalanxError):
+                with contextlib.suppress(PhalanxError):  # the state may be lost
                     self.save(engine, metrics)
-            self.settle()
+            failed = self._failure() or failed
+            if failed is not None:
+                raise failed
         finally:
             self._directory.note("end", step=steps)
             self._directory.close()
+
+    def _failure(self) -> SnapshotError | None:
+        try:
+            self.settle()
+        except SnapshotError as error:
+            return error
+        return None
 
     def _pause(self) -> float:
         return max(SECONDS, self._cost / SHARE)
@@ -129,7 +146,7 @@ class Saver:
         try:
             self._directory.write(state)
             self._directory.note("snapshot", step=state.step, seconds=time.monotonic() - began)
-        except OSError as error:
+        except Exception as error:  # whatever it is: nobody else would see it
             self._error = error
             self._directory.note("failed", step=state.step, why=str(error))
         finally:
@@ -159,3 +176,28 @@ def snapshot_of(
         recipe=recipe,
         environment=environment,
     )
+
+
+def write_apart(
+    target: pathlib.Path,
+    engine: Engine,
+    metrics: Sequence[Evaluated],
+    recipe: dict[str, Any],
+    environment: dict[str, Any],
+    digest: str,
+) -> None:
+    """Write the state now as a folder of its own.
+
+    Raises
+    ------
+    SnapshotError
+        It could not be written.
+    """
+    captured = engine.capture()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        snapshot.write(snapshot_of(engine.course, captured, metrics, recipe, environment, digest), target)
+    except OSError as error:
+        raise SnapshotError(f"the snapshot could not be written to {str(target)!r}: {error}") from error
+    finally:
+        captured.release()

@@ -87,6 +87,10 @@ class Auto:
             self._ends.append(self.course.span[1])
         return report
 
+    def pause(self) -> bool:
+        """See ``contracts.Engine.pause``."""
+        return self._engine.pause()
+
     def evaluate(self, metric_fn: Callable[..., Any], data: Any, batch_size: int) -> float:
         """See ``contracts.Engine.evaluate``."""
         return self._engine.evaluate(metric_fn, data, batch_size)

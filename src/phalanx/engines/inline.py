@@ -74,6 +74,10 @@ class Inline:
         self.course.time(started, ended)
         return StepReport(t, epoch, proposal.loss, proposal.norm, lr, samples, ended - started)
 
+    def pause(self) -> bool:
+        """See ``contracts.Engine.pause``: nothing runs ahead here."""
+        return True
+
     def evaluate(self, metric_fn: Callable[..., Any], data: Any, batch_size: int) -> float:
         """Weighted mean of a metric over all samples of ``data``, chunk by chunk, folded in the fixed order."""
         self._check_able()

@@ -128,6 +128,11 @@ class Processes:
             raise self._failure(t)
         return report if batch is None else report._replace(epoch=None)
 
+    def pause(self) -> bool:
+        """See ``contracts.Engine.pause``."""
+        self._control.words[words_of.PAUSE] = 1
+        return self._control.all_idle() and self._control.words[words_of.DONE] == self._steps
+
     def evaluate(self, metric_fn: Callable[..., Any], data: Any, batch_size: int) -> float:
         """See ``contracts.Engine.evaluate``: each worker measures a block of chunks."""
         self._check_able()

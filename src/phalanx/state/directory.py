@@ -46,6 +46,7 @@ class RunDirectory:
         self._keep = keep
         self._lock = -1
         try:
+            files.make_folder(self.path)
             files.make_folder(self.path / SNAPSHOTS)
             self._lock = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR | files.NOFOLLOW, files.MODE)
             if fcntl is not None:
@@ -78,11 +79,14 @@ class RunDirectory:
             It could not be written; those that were there still are.
         """
         target = self.path / SNAPSHOTS / f"step-{state.step:012d}"
-        if target.exists():  # of an earlier run, and damaged, or it would not be written again
-            shutil.rmtree(target)
+        if os.path.lexists(target):  # of an earlier run, and damaged, or it would not be written again
+            _remove(target)
         snapshot.write(state, target)
-        for place in places(self.path)[self._keep :]:
-            shutil.rmtree(place, ignore_errors=True)
+        newer = [place for place in places(self.path) if place.name > target.name]  # damaged, for the same reason
+        older = [place for place in places(self.path) if place.name <= target.name]
+        for place in [*newer, *older[self._keep :]]:
+            with contextlib.suppress(OSError):
+                _remove(place)
 
     def note(self, kind: str, **facts: Any) -> None:
         """Add a line to the log. A log that cannot be written stops nothing."""
@@ -128,6 +132,13 @@ def places(path: pathlib.Path) -> list[pathlib.Path]:
     """Folders of a run's snapshots, newest first."""
     found = [place for place in (path / SNAPSHOTS).iterdir() if NAME.fullmatch(place.name)]
     return sorted(found, key=lambda place: place.name, reverse=True)
+
+
+def _remove(place: pathlib.Path) -> None:
+    if place.is_symlink() or not place.is_dir():
+        place.unlink()
+    else:
+        shutil.rmtree(place)
 
 
 def _odd(value: Any) -> bool:

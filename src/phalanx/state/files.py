@@ -17,8 +17,10 @@ NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 
 def make_folder(path: pathlib.Path) -> None:
-    """Make a folder that only its owner may read, with those above it."""
-    path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+    """Make a folder that only its owner may read, unless it is there; those above it are as usual."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=FOLDER_MODE, exist_ok=True)
+    sync_folder(path.parent)
 
 
 @contextlib.contextmanager
@@ -62,13 +64,16 @@ def read(path: pathlib.Path, most: int) -> bytes:
         if path.is_symlink():
             raise ValueError("it is a symbolic link") from error
         raise
-    with os.fdopen(fd, "rb") as file:
+    try:
         facts = os.fstat(fd)
         if not stat.S_ISREG(facts.st_mode):
             raise ValueError("it is no plain file")
         if facts.st_size > most:
             raise ValueError(f"it has {facts.st_size} bytes")
-        return file.read()
+        with os.fdopen(fd, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(fd)
 
 
 def sync_folder(path: pathlib.Path) -> None:

@@ -37,7 +37,10 @@ def encoded(value: Any, keep: Sink, path: str, depth: int = 0) -> Any:
             return items if type(value) is list else {MARK: "tuple", "is": items}
         if isinstance(value, dict):
             pairs = [
-                [encoded(key, keep, path, depth + 1), encoded(item, keep, f"{path}.{key}", depth + 1)]
+                [
+                    encoded(key, keep, path, depth + 1),
+                    encoded(item, keep, _below(path, key), depth + 1),
+                ]
                 for key, item in value.items()
             ]
             return {MARK: "counter" if isinstance(value, collections.Counter) else "dict", "is": pairs}
@@ -45,6 +48,10 @@ def encoded(value: Any, keep: Sink, path: str, depth: int = 0) -> Any:
         f"{path} is a {type(value).__name__}, which no snapshot can hold; keep tensors, numbers, text, lists and dicts "
         "there, or train without run_dir"
     )
+
+
+def _below(path: str, key: Any) -> str:
+    return f"{path}.{key if isinstance(key, str) else (key,)}"
 
 
 def decoded(value: Any, find: Callable[[Any], Any]) -> Any:

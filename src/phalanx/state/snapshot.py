@@ -17,7 +17,10 @@ from phalanx.state.tensors import Tensor
 SCHEMA = 1
 WEIGHTS, TRAINING, FACTS, MANIFEST = "weights.safetensors", "training.safetensors", "state.json", "manifest.json"
 MOST_JSON, MOST_TENSORS = 1 << 30, 1 << 44
-FIELDS = {"step", "samples", "digest", "recipe", "environment", "facts", "metrics", "hashes"}
+FIELDS: dict[str, Any] = {
+    "step": int, "samples": int, "digest": (str, type(None)), "recipe": dict, "environment": dict, "facts": dict,
+    "metrics": list, "hashes": dict,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ def read(folder: pathlib.Path) -> Snapshot:
         if folder.is_symlink() or not folder.is_dir():
             raise ValueError("it is no folder" if folder.exists() else "there is no such folder")
         place = folder / MANIFEST
-        seal = _object(files.read(place, MOST_JSON), {"schema", FACTS})
+        seal = _object(files.read(place, MOST_JSON), {"schema": int, FACTS: str})
         if seal["schema"] != SCHEMA:
             raise ValueError(f"it is of version {seal['schema']!r}, and this phalanx reads version {SCHEMA}")
         place = folder / FACTS
@@ -106,16 +109,19 @@ def read(folder: pathlib.Path) -> Snapshot:
             found[name] = tensors.read(memoryview(files.read(place, MOST_TENSORS)), facts["hashes"][name])
         del facts["hashes"]
         return Snapshot(weights=found[WEIGHTS], training=found[TRAINING], **facts)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise SnapshotError(f"{place} cannot be used: {why}") from error
 
 
-def _object(text: bytes, fields: set[str]) -> dict[str, Any]:
+def _object(text: bytes, fields: dict[str, Any]) -> dict[str, Any]:
     found = json.loads(text)
     if not isinstance(found, dict):
         raise ValueError("it holds no object")
-    unknown, missing = set(found) - fields, fields - set(found)
+    unknown, missing = set(found) - set(fields), set(fields) - set(found)
     if unknown or missing:
         raise ValueError(f"it has unknown fields {sorted(unknown)}, and lacks {sorted(missing)}")
+    for name, kind in fields.items():
+        if not isinstance(found[name], kind) or isinstance(found[name], bool):
+            raise ValueError(f"its field {name!r} is of the wrong kind")
     return found

@@ -47,7 +47,7 @@ def write(file: BinaryIO, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     hashes: dict[str, str] = {}
     for name, tensor in tensors.items():
         content = memoryview(tensor.content).cast("B")
-        hashes[name] = hashlib.sha256(content).hexdigest()
+        hashes[name] = _hash(CODES[tensor.dtype][0], tensor.shape, content)
         file.write(content)
     return hashes
 
@@ -77,10 +77,17 @@ def read(data: memoryview, hashes: Mapping[str, str]) -> dict[str, Tensor]:
         shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
         if start != expected or end - start != size * math.prod(shape) or end > len(body):
             raise ValueError(f"tensor {name!r} is not where it should be, or cut off")
-        if hashlib.sha256(body[start:end]).hexdigest() != hashes[name]:
+        if _hash(entry["dtype"], shape, body[start:end]) != hashes[name]:
             raise ValueError(f"tensor {name!r} is damaged: its checksum differs")
         found[name] = Tensor(dtype, shape, body[start:end])
         expected = end
     if expected != len(body):
         raise ValueError("there is something behind its tensors")
     return found
+
+
+def _hash(code: str, shape: tuple[int, ...], content: memoryview) -> str:
+    """SHA-256 over what a tensor is and its bytes."""
+    hashed = hashlib.sha256(json.dumps([code, list(shape)]).encode())
+    hashed.update(content)
+    return hashed.hexdigest()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from phalanx.contracts import Captured
-from phalanx.errors import SnapshotError
+from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.torch.buffers import bytes_of
 from phalanx.frameworks.torch.optimizer import Update
 from phalanx.state.plain import decoded, encoded
@@ -26,7 +26,7 @@ def captured(model: torch.nn.Module, updates: Update, *, copy: bool) -> Captured
         if not isinstance(leaf, torch.Tensor) or _name(leaf.dtype) not in CODES:
             return None
         training[path] = _taken(leaf, copy=copy)
-        return [path, list(leaf.stride())]
+        return [path, list(leaf.stride()), leaf.device.type]
 
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     optimizers: list[Any] = []
@@ -48,7 +48,7 @@ def adopt(model: torch.nn.Module, updates: Update, state: Captured) -> None:
     """
     adopt_weights(model, state.weights)
     parameters = dict(model.named_parameters())
-    find = functools.partial(_found, state.training)
+    find = functools.partial(_found, state.training, next(iter(parameters.values())).device)
     try:
         for optimizer, (described, beside) in zip(updates.optimizers, state.facts["optimizers"], strict=True):
             optimizer.state.clear()
@@ -75,7 +75,9 @@ def adopt_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None
             raise SnapshotError(f"{name} is {spec[1] or 'missing'} in the snapshot, but {spec[0] or 'missing'} here")
     with torch.no_grad():
         for name, tensor in mine.items():
-            tensor.copy_(tensor_of(weights[name]))
+            value = tensor_of(weights[name])
+            if not torch.equal(bytes_of(tensor.detach().cpu()), bytes_of(value)):  # constants may not be writable
+                tensor.copy_(value)
 
 
 def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -83,14 +85,17 @@ def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _taken(tensor: torch.Tensor, *, copy: bool) -> Tensor:
+    if _name(tensor.dtype) not in CODES:
+        raise UsageError(f"a tensor of the model is {tensor.dtype}, which no snapshot can hold; train without run_dir")
     content: Any = bytes_of(tensor.detach().cpu()).numpy()
     return Tensor(_name(tensor.dtype), tuple(tensor.shape), content.copy() if copy else content)
 
 
-def _found(training: Mapping[str, Tensor], place: Any) -> torch.Tensor:
-    name, strides = place
+def _found(training: Mapping[str, Tensor], device: torch.device, place: Any) -> torch.Tensor:
+    name, strides, kind = place
     tensor = tensor_of(training[name])
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
+    target = "cpu" if kind == "cpu" else device
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=target).copy_(tensor)
 
 
 def tensor_of(stored: Tensor) -> torch.Tensor:
