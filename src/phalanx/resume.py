@@ -78,7 +78,10 @@ class Past:
             )
         with framework.environment:
             framework.adopt(Captured(dict(found.weights), dict(found.training), found.facts))
-        self.metrics = [Evaluated(steps, float(value), name) for steps, value, name in found.metrics]
+        try:
+            self.metrics = [Evaluated(int(steps), float(value), str(name)) for steps, value, name in found.metrics]
+        except (TypeError, ValueError) as error:
+            raise SnapshotError("the snapshot's evaluations are none") from error
         return Course(loss_history=losses_in(found), samples=found.samples)
 
     def saver(self, engine: Engine) -> Saver | None:

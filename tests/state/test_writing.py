@@ -95,8 +95,8 @@ def watch(count, when):
         setattr(os, name, functools.partial(fatally, getattr(os, name), count, when))
     fdopen = os.fdopen
 
-    def opened(fd, mode, buffering=-1):
-        return io.BufferedWriter(Torn(fd, "wb"), buffering) if mode == "wb" else fdopen(fd, mode, buffering)
+    def opened(fd, mode, buffering=-1, **options):
+        return io.BufferedWriter(Torn(fd, "wb"), buffering) if mode == "wb" else fdopen(fd, mode, buffering, **options)
 
     os.fdopen = opened
     Torn.count = count
@@ -231,10 +231,10 @@ class Broken:
             fdopen = os.fdopen
             monkeypatch.setattr(Failing, "number", number)
 
-            def opened(fd, mode="r", buffering=-1):
+            def opened(fd, mode="r", buffering=-1, **options):
                 if mode == "wb" and self.due():
                     return io.BufferedWriter(Failing(fd, "wb"), buffering)
-                return fdopen(fd, mode, buffering)
+                return fdopen(fd, mode, buffering, **options)
 
             monkeypatch.setattr(os, "fdopen", opened)
             return

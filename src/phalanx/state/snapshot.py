@@ -95,7 +95,7 @@ def read(folder: pathlib.Path) -> Snapshot:
         if folder.is_symlink() or not folder.is_dir():
             raise ValueError("it is no folder" if folder.exists() else "there is no such folder")
         place = folder / MANIFEST
-        seal = _object(files.read(place, MOST_JSON), {"schema": int, FACTS: str})
+        seal = _object(files.read(place, MOST_JSON), {"schema": object, FACTS: str})
         if seal["schema"] != SCHEMA:
             raise ValueError(f"it is of version {seal['schema']!r}, and this phalanx reads version {SCHEMA}")
         place = folder / FACTS

@@ -43,7 +43,8 @@ def numeric_environment() -> dict[str, Any]:
 
 def recorded_environment() -> dict[str, Any]:
     """What a snapshot says of the numeric environment, as text; with it, torch and the processor's abilities."""
-    found = {name: repr(value) for name, value in numeric_environment().items()}
+    settings = numeric_environment()
+    found = {name: repr(value) for name, value in settings.items() if name not in ("default_device", "anomaly")}
     return {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), **found}
 
 
@@ -108,4 +109,4 @@ def _untyped(buffer: Any) -> torch.UntypedStorage:
 
 
 def _flushes_denormals() -> bool:
-    return not bool(torch.tensor([1e-310], dtype=torch.float64).mul(1.0).item())
+    return not bool(torch.tensor([1e-310], dtype=torch.float64, device="cpu").mul(1.0).item())
