@@ -122,7 +122,7 @@ def main() -> None:
         step.save("chaos", report, facts)
         shown = max(everything, key=lambda one: (one.workers > 2, one.kills))
         title = f"{shown.kills} kills in {shown.steps} steps on {shown.workers} workers, seed {shown.seed}: same digest"
-        figure = plot_timeline(shown.incidents, shown.began, shown.seconds, shown.workers, title)
+        figure = plot_timeline(shown.incidents, shown.seconds, shown.workers, title)
         figure.savefig(step.RESULTS / "chaos.png")
     if not all(one.right and not one.problem for one in everything):
         raise SystemExit("FAILED: see above")

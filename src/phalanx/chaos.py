@@ -41,12 +41,11 @@ class Trial:
         Whether digest and losses are those of the undisturbed run.
     problem : str
         What else went wrong, or nothing.
-    seconds, quiet_seconds : float
-        From the first step to the last, under fire and undisturbed.
-    incidents : sequence of Incident
-    began : float
-        When the first step began, on the incidents' clock.
+    seconds : float
+        From the first step to the last.
     steps : int
+    incidents : sequence of Incident
+        In seconds since the first step began.
     """
 
     seed: int
@@ -55,8 +54,6 @@ class Trial:
     right: bool
     problem: str
     seconds: float
-    quiet_seconds: float
-    began: float
     steps: int
     incidents: Sequence[Incident] = field(repr=False, default=())
 
@@ -155,9 +152,8 @@ def _under_fire(recipe: Recipe, quiet: Result, kills: int, seed: int, workers: i
     right = result is not None and (result.digest, result.loss_history) == (quiet.digest, quiet.loss_history)
     seconds = time.perf_counter() - began if result is None else result.seconds
     first = began if result is None else began + result.startup_seconds
-    return Trial(
-        seed, workers, nemesis.kills, right, problem, seconds, quiet.seconds, first, quiet.steps, run.incidents
-    )
+    incidents = tuple(one._replace(seconds=one.seconds - first) for one in run.incidents)
+    return Trial(seed, workers, nemesis.kills, right, problem, seconds, quiet.steps, incidents)
 
 
 def campaign(recipe: Recipe, kills: int, seed: int, workers: int, show: Callable[[Trial], None]) -> list[Trial]:

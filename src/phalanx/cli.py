@@ -119,7 +119,7 @@ def chaos(
     target = pathlib.Path(plot)
     if plot:
         target.parent.mkdir(parents=True, exist_ok=True)
-        plot_timeline(shown.incidents, shown.began, shown.seconds, workers, title).savefig(target)
+        plot_timeline(shown.incidents, shown.seconds, workers, title).savefig(target)
     pauses = sorted(pause for one in trials for pause in one.pauses)
     facts = {
         "kills": sum(one.kills for one in trials),

@@ -6,7 +6,7 @@ A gradient is a vector: a list with one entry per parameter, None where the para
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from phalanx.data import Columns, Samples, Share
 from phalanx.events import Incident, StepReport
 from phalanx.sharing import Sharing, Vector
-from phalanx.state.tensors import Tensor
+from phalanx.state.captured import Captured, Snapshots
 
 Source = Columns | Samples
 
@@ -69,26 +69,6 @@ class Exported:
     model: Any
     params: dict[str, Any]
     digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """A state as snapshots hold it, as of a step boundary.
-
-    Attributes
-    ----------
-    weights, training : dict of str to Tensor
-        Parameters and buffers by name; the tensors of optimizers and schedules.
-    facts : dict
-        All else, as JSON values.
-    release : callable
-        To be called when the tensors have been read: their memory may be written from then on.
-    """
-
-    weights: dict[str, Tensor]
-    training: dict[str, Tensor]
-    facts: dict[str, Any]
-    release: Callable[[], None] = lambda: None
 
 
 class Arithmetic(Protocol):
@@ -186,6 +166,11 @@ class Framework(Steppable, Protocol):
         ...
 
     @property
+    def snapshots(self) -> Snapshots:
+        """How this state becomes a snapshot, and is made again out of one."""
+        ...
+
+    @property
     def sharing(self) -> Sharing:
         """How this state is shared with other processes."""
         ...
@@ -204,18 +189,6 @@ class Framework(Steppable, Protocol):
 
     def export(self, steps: int, *, copy: bool) -> Exported:
         """The state after ``steps`` steps; ``copy`` makes it independent of the run."""
-        ...
-
-    def capture(self, *, copy: bool) -> Captured:
-        """The state for a snapshot; ``copy``: it is to stay as it is while the run goes on."""
-        ...
-
-    def adopt(self, captured: Captured) -> None:
-        """Take over such a state."""
-        ...
-
-    def adopt_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over parameters and buffers only."""
         ...
 
 

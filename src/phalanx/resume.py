@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from phalanx.contracts import Captured, Course, Engine, Framework
+from phalanx.contracts import Course, Engine, Framework
 from phalanx.definition import Definition
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.events import Evaluated
@@ -23,6 +23,7 @@ from phalanx.options import Saving
 from phalanx.run import Run
 from phalanx.saver import LOSSES, Saver
 from phalanx.state import snapshot
+from phalanx.state.captured import Captured
 from phalanx.state.directory import SNAPSHOTS, RunDirectory, newest_of
 from phalanx.state.snapshot import Snapshot
 
@@ -67,7 +68,7 @@ class Past:
         found = self._found
         if self._weights is not None:
             with framework.environment:
-                framework.adopt_weights(self._weights.weights)
+                framework.snapshots.adopt_weights(self._weights.weights)
         if found is None:
             return Course()
         if not framework.sharing.portable:
@@ -77,7 +78,7 @@ class Past:
                 stacklevel=2,
             )
         with framework.environment:
-            framework.adopt(Captured(dict(found.weights), dict(found.training), found.facts))
+            framework.snapshots.adopt(Captured(dict(found.weights), dict(found.training), found.facts))
         try:
             self.metrics = [Evaluated(int(steps), float(value), str(name)) for steps, value, name in found.metrics]
         except (TypeError, ValueError) as error:

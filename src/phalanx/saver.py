@@ -11,10 +11,11 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.contracts import Captured, Course, Engine
+from phalanx.contracts import Course, Engine
 from phalanx.errors import PhalanxError, SnapshotError
 from phalanx.events import Evaluated, StepReport
 from phalanx.state import snapshot
+from phalanx.state.captured import Captured
 from phalanx.state.directory import RunDirectory
 from phalanx.state.snapshot import Snapshot
 from phalanx.state.tensors import Tensor

@@ -75,6 +75,6 @@ def test_a_timeline_has_a_line_per_worker():
         Incident(1.1, "rollback", 1, 3),
         Incident(1.2, "replaced", 1, 2),
     ]
-    (ax,) = plot_timeline(incidents, 0.5, 2.0, 2, "title").axes
+    (ax,) = plot_timeline(incidents, 2.0, 2, "title").axes
     assert [label.get_text() for label in ax.get_yticklabels()] == ["worker 0", "worker 1"]
     assert {text.get_text() for text in ax.get_legend().get_texts()} == {"killed", "replaced", "rolled back"}

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.house
 
 FIRST_RUNG = {"Recipe", "Plan", "Result", "train", "load", "close", "digest", "weighted"}
 SECOND_RUNG = {"Run", "StepReport", "Evaluation", "Evaluated"}
-ERRORS = {"PhalanxError", "UsageError", "RunError", "WorkerError", "NonFiniteError"}
+ERRORS = {"PhalanxError", "UsageError", "RunError", "WorkerError", "NonFiniteError", "SnapshotError", "Preempted"}
 
 
 def members(owner: type) -> Iterator[tuple[str, Any]]:

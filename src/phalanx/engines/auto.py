@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from phalanx.contracts import Captured, Course, Engine, Exported, Framework
+from phalanx.contracts import Course, Engine, Exported, Framework
 from phalanx.definition import Definition
 from phalanx.engines.deadline import Deadline
 from phalanx.engines.inline import Inline
@@ -23,6 +23,7 @@ from phalanx.engines.launch import WARM
 from phalanx.engines.processes import Processes
 from phalanx.events import StepReport
 from phalanx.plan.placement import place
+from phalanx.state.captured import Captured
 
 START_SECONDS = 2.0  # of importing the framework in a new process, with room
 MOVE_SECONDS = 0.2  # of making the arena and forking workers

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.contracts import Captured, Course, Exported, Framework
+from phalanx.contracts import Course, Exported, Framework
 from phalanx.deal import Dealer
 from phalanx.definition import Definition
 from phalanx.engines.alone import Alone
@@ -15,6 +15,7 @@ from phalanx.evaluation import averaged
 from phalanx.events import StepReport
 from phalanx.plan import evaluation_key
 from phalanx.replica import measure
+from phalanx.state.captured import Captured
 from phalanx.step import Proposal, commit, propose
 from phalanx.surroundings import Interrupts, Reentrant
 
@@ -102,7 +103,7 @@ class Inline:
         if self._torn:
             self._check_able()
         with self.environment:
-            return self._framework.capture(copy=True)
+            return self._framework.snapshots.capture(copy=True)
 
     def close(self) -> None:
         """There is nothing to end."""

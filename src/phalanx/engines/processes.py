@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from phalanx.contracts import Captured, Course, Exported, Framework
+from phalanx.contracts import Course, Exported, Framework
 from phalanx.definition import Definition
 from phalanx.engines import control as words_of
 from phalanx.engines.arena import Plan
@@ -28,6 +29,7 @@ from phalanx.evaluation import averaged
 from phalanx.events import StepReport
 from phalanx.frameworks.opening import reduced
 from phalanx.plan.placement import Placement
+from phalanx.state.captured import Captured
 
 MEMORIES = 5  # what workers inherit: habitat, parcel, arena, mailbox, orders
 WHERE = {
@@ -152,9 +154,10 @@ class Processes:
         """See ``contracts.Engine.capture``: the workers copy what they own, and go on at once."""
         self._fetch(save=True)
         self._check_able()
-        self._wall.hold()
+        self._wall.hold(reading=True)
+        release = functools.partial(self._wall.hold, reading=False)
         with self._framework.environment:
-            return dataclasses.replace(self._framework.capture(copy=False), release=self._wall.let_go)
+            return dataclasses.replace(self._framework.snapshots.capture(copy=False), release=release)
 
     def close(self) -> None:
         """Take the state home and end the workers."""

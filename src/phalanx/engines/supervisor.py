@@ -151,13 +151,9 @@ class Supervisor:
         """The workers are about to save: until they have, there is no snapshot, and none is needed."""
         self._control.words[words_of.KEPT], self._control.words[words_of.DUE] = NEVER, self._done
 
-    def hold(self) -> None:
-        """Somebody reads the snapshot: leave it as it is."""
-        self._control.words[words_of.HOLD] = 1
-
-    def let_go(self) -> None:
-        """Nobody reads the snapshot any more."""
-        self._control.words[words_of.HOLD] = 0
+    def hold(self, *, reading: bool) -> None:
+        """While somebody reads the snapshot it stays as it is."""
+        self._control.words[words_of.HOLD] = reading
 
     @property
     def _seen(self) -> int:

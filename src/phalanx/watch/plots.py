@@ -45,7 +45,7 @@ def plot_history(
     return ax
 
 
-def plot_timeline(incidents: Sequence[Incident], began: float, seconds: float, workers: int, title: str) -> Figure:
+def plot_timeline(incidents: Sequence[Incident], seconds: float, workers: int, title: str) -> Figure:
     """One line per worker: where it was there, its deaths and replacements; rollbacks across all of them."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -55,20 +55,20 @@ def plot_timeline(incidents: Sequence[Incident], began: float, seconds: float, w
     ax = figure.subplots()
     styles = {"death": ("x", DEATH_COLOR, "killed"), "replaced": ("o", METRIC_COLORS[1], "replaced")}
     for worker in range(workers):
-        there = began
-        for incident in [one for one in incidents if one.worker == worker and one.kind in styles]:
-            when = incident.seconds
-            if incident.kind == "death":
-                ax.plot([there - began, when - began], [worker, worker], color=LOSS_COLOR, linewidth=4, alpha=0.45)
-            else:
-                there = when
-        ax.plot([there - began, seconds], [worker, worker], color=LOSS_COLOR, linewidth=4, alpha=0.45)
+        since: float | None = 0.0  # when the worker that is there began
+        own = [one for one in incidents if one.worker == worker and one.kind in styles]
+        for incident in [*own, Incident(seconds, "death", worker, 0)]:
+            if incident.kind == "replaced":
+                since = incident.seconds
+            elif since is not None:
+                ax.plot([since, incident.seconds], [worker, worker], color=LOSS_COLOR, linewidth=4, alpha=0.45)
+                since = None
     for kind, (marker, color, label) in styles.items():
         found = [one for one in incidents if one.kind == kind]
-        ax.plot([one.seconds - began for one in found], [one.worker for one in found], marker, color=color, label=label,
+        ax.plot([one.seconds for one in found], [one.worker for one in found], marker, color=color, label=label,
                 markersize=5, zorder=3)  # fmt: skip
     for number, one in enumerate([one for one in incidents if one.kind == "rollback"]):
-        ax.axvline(one.seconds - began, color="gray", linewidth=0.8, alpha=0.6, label="" if number else "rolled back")
+        ax.axvline(one.seconds, color="gray", linewidth=0.8, alpha=0.6, label="" if number else "rolled back")
     ax.set_yticks(range(workers), [f"worker {worker}" for worker in range(workers)])
     ax.set_ylim(workers - 0.5, -0.5)
     ax.set_xlim(0, seconds * 1.01)

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,11 @@ import torch
 from torch.utils.data import default_collate
 
 from phalanx import generators
-from phalanx.contracts import Captured, Computed, Exported, Source
+from phalanx.contracts import Computed, Exported, Source
 from phalanx.data import Columns, Samples, Share
 from phalanx.definition import Definition
 from phalanx.errors import UsageError
-from phalanx.frameworks.torch import arithmetic, snapshot, state
+from phalanx.frameworks.torch import arithmetic, state
 from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.buffers import Buffers, Left
 from phalanx.frameworks.torch.environment import Environment
@@ -28,7 +28,7 @@ from phalanx.frameworks.torch.losses import AmbiguousMean
 from phalanx.frameworks.torch.model import build_model, named_device
 from phalanx.frameworks.torch.optimizer import Update
 from phalanx.frameworks.torch.shard import Sharing
-from phalanx.state.tensors import Tensor
+from phalanx.frameworks.torch.snapshot import Snapshots
 from phalanx.surroundings import Reentrant
 
 
@@ -69,6 +69,12 @@ class Torch:
     def lr(self) -> float:
         """Learning rate of the next step, of the first parameter group."""
         return self._updates.lr
+
+    @property
+    def snapshots(self) -> Snapshots:
+        """How this state becomes a snapshot, and is made again out of one."""
+        self.rewind()
+        return Snapshots(self._model, self._updates, self._buffers)
 
     @property
     def sharing(self) -> Sharing:
@@ -133,21 +139,6 @@ class Torch:
         if isinstance(source, Samples):
             return source
         return Columns(tuple(map(_column, source.arrays)), source.rebuild, torch.from_numpy)
-
-    def capture(self, *, copy: bool) -> Captured:
-        """See ``contracts.Framework.capture``."""
-        self.rewind()
-        return snapshot.captured(self._model, self._updates, copy=copy)
-
-    def adopt(self, captured: Captured) -> None:
-        """See ``contracts.Framework.adopt``."""
-        snapshot.adopt(self._model, self._updates, captured)
-        self._buffers.renew()
-
-    def adopt_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """See ``contracts.Framework.adopt_weights``."""
-        snapshot.adopt_weights(self._model, weights)
-        self._buffers.renew()
 
     def export(self, steps: int, *, copy: bool) -> Exported:
         """See ``contracts.Framework.export``."""

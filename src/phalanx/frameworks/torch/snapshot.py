@@ -5,16 +5,40 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from phalanx.contracts import Captured
 from phalanx.errors import SnapshotError, UsageError
-from phalanx.frameworks.torch.buffers import bytes_of
+from phalanx.frameworks.torch.buffers import Buffers, bytes_of
 from phalanx.frameworks.torch.optimizer import Update
+from phalanx.state.captured import Captured
 from phalanx.state.plain import decoded, encoded
 from phalanx.state.tensors import CODES, Tensor
+
+
+@dataclass(frozen=True)
+class Snapshots:
+    """Implements ``contracts.Snapshots`` for PyTorch."""
+
+    model: torch.nn.Module
+    updates: Update
+    buffers: Buffers
+
+    def capture(self, *, copy: bool) -> Captured:
+        """See ``contracts.Snapshots.capture``."""
+        return captured(self.model, self.updates, copy=copy)
+
+    def adopt(self, state: Captured) -> None:
+        """See ``contracts.Snapshots.adopt``."""
+        adopt(self.model, self.updates, state)
+        self.buffers.renew()
+
+    def adopt_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """See ``contracts.Snapshots.adopt_weights``."""
+        adopt_weights(self.model, weights)
+        self.buffers.renew()
 
 
 def captured(model: torch.nn.Module, updates: Update, *, copy: bool) -> Captured:
