@@ -77,7 +77,7 @@ def phalanx_facts(case: models.Case, replicas: int, workers: int) -> dict:
 
 def clocks(run) -> dict[str, float]:
     """Seconds spent in each phase so far, mean of the workers. The engine is nobody's business but a profile's."""
-    return {name: statistics.mean(times) for name, times in run._engine.phases().items()}
+    return {name: statistics.mean(times) for name, times in run._engine.control.phases().items()}
 
 
 def measure(column: str, case: models.Case) -> dict:

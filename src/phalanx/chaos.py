@@ -99,7 +99,8 @@ class Nemesis(threading.Thread):
             for _ in range(2 if self._random.random() < AGAIN else 1):  # a third in a row would be poison
                 pids = self._run.worker_pids
                 everybody = self._random.random() < ALL_AT_ONCE
-                for pid in pids if everybody or not pids else [self._random.choice(pids)]:
+                victims = list(pids) if everybody or not pids else [self._random.choice(pids)]
+                for pid in victims[: self._most - self.kills]:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                         self.kills += 1

@@ -41,7 +41,7 @@ def check_evaluation(metric_fn: Any, data: Any, batch_size: Any) -> None:
     """Refuse what cannot be evaluated, before anything is computed."""
     if not callable(metric_fn):
         raise UsageError(
-            f"metric_fn is {metric_fn!r}; it must be callable, as in "
+            f"metric_fn is {checks.shown(metric_fn)}; it must be callable, as in "
             "metric_fn=lambda output, target: (output.argmax(1) == target).float().mean()"
         )
     open_data(data, "evaluation data")

@@ -173,7 +173,7 @@ class Recipe(Definition):
             undo.callback(engine.close)
             saver = past.saver(engine)
             total = None if self.data is None else self.plan.steps
-            progress = Progress(settled.progress, total)
+            progress = Progress(settled.progress, total, len(engine.course.loss_history))
             run = Run(self, engine, settled.callbacks, settled.evaluation, progress, called, saver)
             run.metric_history.extend(past.metrics)
             undo.pop_all()

@@ -110,12 +110,12 @@ class Past:
                 f"run_dir is {str(saving.run_dir)!r}, which has a run of {found.step} steps, and resume is False; "
                 "choose another directory, or go on from there with resume=True"
             )
+        changed = compare(self._recipe, found.recipe)
         if self._steps is not None and self._steps < found.step:
             raise UsageError(
                 f"run_dir is {str(saving.run_dir)!r}, which has a run of {found.step} steps, and the recipe has "
                 f"{self._steps}; raise steps or epochs, or choose another directory"
             )
-        changed = compare(self._recipe, found.recipe)
         if changed:
             warnings.warn(f"since the snapshot was written, the {', '.join(changed)} changed", stacklevel=2)
         now = recorded_environment()
@@ -159,7 +159,7 @@ def loaded(path: pathlib.Path) -> Loaded:
 
 def read_any(path: pathlib.Path) -> Snapshot:
     """The snapshot at ``path``, or the newest good one of the run there."""
-    if not (path / SNAPSHOTS).is_dir():
+    if (path / snapshot.MANIFEST).exists() or not (path / SNAPSHOTS).is_dir():
         return snapshot.read(path)
     found = newest_of(path)
     if found is None:

@@ -60,9 +60,11 @@ class Run:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, KeyboardInterrupt):
-            self._hand_over(error)
-        self.close()
+        try:
+            if isinstance(error, KeyboardInterrupt):
+                self._hand_over(error)
+        finally:
+            self.close()
 
     def __iter__(self) -> Iterator[StepReport]:
         return self
@@ -231,7 +233,7 @@ class Run:
         return report
 
     def _save(self, saver: Saver, report: StepReport) -> None:
-        saver.note(report)
+        saver.note(report, self._engine.course.incidents)
         ended = self._terminated and self._engine.pause()
         if ended or saver.due(self.steps):
             saver.save(self._engine, self.metric_history)

@@ -13,7 +13,7 @@ from typing import Any
 
 from phalanx.contracts import Course, Engine
 from phalanx.errors import PhalanxError, SnapshotError
-from phalanx.events import Evaluated, StepReport
+from phalanx.events import Evaluated, Incident, StepReport
 from phalanx.state import snapshot
 from phalanx.state.captured import Captured
 from phalanx.state.directory import RunDirectory
@@ -52,6 +52,7 @@ class Saver:
         self._saved = -1  # the step of the newest snapshot
         self._next = 0  # the step at which workers stop, to see whether it is time
         self._since = time.monotonic()
+        self._told = 0  # incidents in the log
         self._pace = 0.0  # seconds of the latest step
         self._cost = 0.0  # seconds that the latest snapshot took, from beginning to end
 
@@ -74,11 +75,16 @@ class Saver:
                 self._next = steps + (max(1, int(left / self._pace)) if self._pace else 1)
         return self._next
 
-    def note(self, report: StepReport) -> None:
-        """A step was done."""
+    def note(self, report: StepReport, incidents: Sequence[Incident]) -> None:
+        """A step was done, and these things happened to workers so far."""
         self._pace = report.seconds
+        for one in incidents[self._told :]:
+            self._directory.note(one.kind, step=one.step, worker=one.worker, why=one.why)
+        self._told = len(incidents)
         facts = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": report.lr, "seconds": report.seconds}
-        self._directory.note("step", step=report.step, **facts)
+        if report.metric is not None:
+            facts["metric"] = report.metric
+        self._directory.note("step", step=report.step, samples=report.samples, **facts)
 
     def due(self, steps: int) -> bool:
         """Whether a snapshot should be written after so many steps."""

@@ -137,10 +137,15 @@ class Auto:
         """Move back if the workers are slower."""
         self._left -= 1
         if self._left < 0:
+            self._consider = self._move_back if _pace(self._ends) > self._alone else None
+
+    def _move_back(self) -> None:
+        """As soon as nothing is ahead of the caller, and nobody reads the state to write it down."""
+        assert self._processes is not None
+        if self._processes.pause() and not self._processes.wall.held:
             self._consider = None
-            if self._processes is not None and _pace(self._ends) > self._alone:
-                self._processes.hand_back()
-                self._engine = Inline(self._definition, self._framework, self.course)
+            self._processes.hand_back()
+            self._engine = Inline(self._definition, self._framework, self.course)
 
     def _gain(self) -> float:
         """Seconds that workers might save: what is left, if all of them computed at once and nothing else took time."""

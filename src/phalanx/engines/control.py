@@ -99,6 +99,11 @@ class Control:
         busy = {number: self.words[self.place(number, ARRIVED)] for number in workers if not self.idle(number)}
         return {number for number, arrived in busy.items() if arrived == min(busy.values())}
 
+    def phases(self) -> dict[str, list[float]]:
+        """Seconds that each worker has spent in each phase of its steps."""
+        times, count = self.times.tolist(), len(PHASES)
+        return {name: [float(value) for value in times[at::count]] for at, name in enumerate(PHASES)}
+
     def finished(self) -> int:
         """Replicas that were finished so far, anywhere, again if they were lost."""
         return sum(self.words[self.place(worker, TOTAL)] for worker in range(self.workers))

@@ -131,7 +131,7 @@ class Crew:
                 self._interrupts.hold()
                 try:
                     self._handle({fd for fd, _ in found})
-                    if watch.expired(self.control.progress()):
+                    if watch.expired(self.control.progress(), starting=bool(self._starting)):
                         self._kill_hung()
                 finally:
                     self._interrupts.release()

@@ -11,6 +11,7 @@ from collections import deque
 
 RECENT = 21  # steps whose median tells how long one takes
 PATIENCE, SLOWER, FIRST_PATIENCE = 60.0, 20, 600.0  # seconds; times a usual step; seconds while none is known
+STARTING = 120.0  # seconds for imports and make_model, at least
 AWAKE_SECONDS = 5.0  # between two looks: more means that this process was stopped, and perhaps the workers with it
 
 
@@ -49,14 +50,14 @@ class Watch:
         self._last = b""
         self._since = self._seen = time.monotonic()
 
-    def expired(self, progress: bytes) -> bool:
-        """Whether ``progress`` has been the same for too long; starts anew then."""
+    def expired(self, progress: bytes, *, starting: bool) -> bool:
+        """Whether ``progress`` has been the same for too long; starts anew then. Starting may take longer."""
         now = time.monotonic()
         asleep, self._seen = now - self._seen > AWAKE_SECONDS, now
         if progress != self._last or asleep:
             self._last, self._since = progress, now
             return False
-        expired = now - self._since > self._deadline.seconds
+        expired = now - self._since > max(self._deadline.seconds, STARTING if starting else 0)
         if expired:
             self._since = now
         return expired

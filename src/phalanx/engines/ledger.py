@@ -9,11 +9,13 @@ from typing import Any
 from phalanx.contracts import Course, Framework
 from phalanx.deal import Dealer
 from phalanx.definition import Definition
-from phalanx.engines.control import COUNT, Control
+from phalanx.engines.control import COUNT, KIND, TASK, Control
 from phalanx.errors import RunError, spell_samples
 from phalanx.events import Incident
 from phalanx.plan.placement import Placement
 from phalanx.recovery.lifecycle import Place, Point, Poison, Tally
+
+IN_TASK = -100
 
 
 class Ledger:
@@ -62,8 +64,8 @@ class Ledger:
         places = self._control.places()
         for worker, why in fresh.items():
             self.note("death", worker, places[worker].step, why)
-        computing = {worker: self._computing(worker, places[worker]) for worker in fresh}
-        found = {worker: place for worker, place in computing.items() if place is not None}
+        doing = {worker: self._doing(worker, places[worker]) for worker in fresh}
+        found = {worker: place for worker, place in doing.items() if place is not None}
         poison = self._tally.count(fresh, found, self._control.finished() + started, self._attempts)
         if poison is not None:
             raise self._error(poison, max(places).step)
@@ -87,6 +89,13 @@ class Ledger:
                 "what they printed last, at the system's log and at memory, or use engine='inline'",
                 step=step,
             )
+        if poison.replica < 0:
+            where = "a task between steps" if poison.replica == IN_TASK else "its fold or update"
+            return RunError(
+                f"workers ended {len(poison.causes)} times at step {poison.step} in {where} ({causes}); look at the "
+                "system's log and at memory, or use engine='inline' under a debugger",
+                step=poison.step,
+            )
         samples = self._samples(poison.step, poison.replica)
         return RunError(
             f"replica {poison.replica} of step {poison.step} ended {len(poison.causes)} workers that computed it "
@@ -103,8 +112,12 @@ class Ledger:
             return self._definition.plan.shares(step)[replica].tolist()
         return Dealer(self._definition, self._framework).brought(self.batch)[replica].samples.tolist()
 
-    def _computing(self, worker: int, place: Place) -> tuple[int, int] | None:
-        """(step, replica) that a worker was computing."""
+    def _doing(self, worker: int, place: Place) -> tuple[int, int] | None:
+        """(step, replica) that a worker was computing, (step, negative number) for what else may end it."""
+        if self._control.words[KIND] == TASK:
+            return place.step, IN_TASK
+        if place.point in (Point.FOLDING, Point.UPDATING):
+            return place.step, -1 - place.point
         done = self._control.words[self._control.place(worker, COUNT)]
         block = self._placement.blocks[worker]
         return (place.step, block[done]) if place.point == Point.COMPUTING and done < len(block) else None

@@ -22,8 +22,8 @@ from phalanx.engines.habitat import described
 from phalanx.engines.ledger import Ledger
 from phalanx.engines.memory import Memory, check_room
 from phalanx.engines.parcel import pack
-from phalanx.engines.supervisor import LostError, Supervisor
-from phalanx.engines.told import Told, first_error
+from phalanx.engines.supervisor import LONG, LostError, Supervisor
+from phalanx.engines.told import WHERE, Told, first_error
 from phalanx.errors import PhalanxError, RunError, WorkerError
 from phalanx.evaluation import averaged
 from phalanx.events import StepReport
@@ -32,11 +32,6 @@ from phalanx.plan.placement import Placement
 from phalanx.state.captured import Captured
 
 MEMORIES = 5  # what workers inherit: habitat, parcel, arena, mailbox, orders
-WHERE = {
-    "torn": "the optimizer, so the weights are not those of any step",
-    "repaired": "the optimizer; the state is the one before that step",
-    "unscheduled": "the scheduler; the step itself was done",
-}
 
 
 class Processes:
@@ -69,8 +64,7 @@ class Processes:
         self._framework = framework
         self._deadline = Deadline() if deadline is None else deadline
         self._ended = ""
-        self._lost = False  # the state cannot be taken home any more
-        self._closed = False
+        self._closed = self._lost = False  # lost: the state cannot be taken home any more
         plan = Plan(framework.sharing, placement)
         check_room(plan.layout.touched, placement.workers)
         memories = [Memory(0) for _ in range(MEMORIES)]
@@ -85,21 +79,20 @@ class Processes:
         habitat, parcel, arena, mailbox, orders = memories
         arena.grow(plan.size)
         mapped = arena.map()
-        self._control = plan.control(mapped)
+        self.control = plan.control(mapped)
         self._mirror = self._framework.sharing.mirror(plan.layout, mapped)
         pack(described(), habitat, reduced)
         fields = {item.name: getattr(self._definition, item.name) for item in dataclasses.fields(Definition)}
         pack({"placement": placement, "signature": plan.layout.signature(), "fields": fields}, parcel, reduced)
-        self._crew = Crew(memories, self._control, self._deadline)
-        self._ledger = Ledger(self._definition, self._framework, placement, self._control, self.course)
-        self._wall = Supervisor(
-            placement, self._crew, self._mirror, mailbox, orders, self.course,
-            self._ledger,
-            portable=self._framework.sharing.portable,
-        )  # fmt: skip
+        self._crew = Crew(memories, self.control, self._deadline)
+        self._ledger = Ledger(self._definition, self._framework, placement, self.control, self.course)
+        portable = self._framework.sharing.portable
+        self.wall = Supervisor(
+            placement, self._crew, self._mirror, mailbox, orders, self.course, self._ledger, portable=portable
+        )
         try:
             with self._watching():
-                self._wall.begin()
+                self.wall.begin()
         except BaseException:
             self._crew.end()
             raise
@@ -115,7 +108,7 @@ class Processes:
         with self._watching():
             if self._crew.interrupted:
                 self._halt()
-            t, words = self._steps, self._control.words
+            t, words = self._steps, self.control.words
             self._ledger.batch = batch
             if batch is not None:
                 self._task(words_of.BATCH, {"batch": batch})
@@ -124,7 +117,7 @@ class Processes:
             else:  # there is a report already: only see to it that the workers need not stop
                 words[words_of.UNTIL] = max(words[words_of.UNTIL], min(horizon, t + words_of.RING))
                 if words[words_of.TROUBLE] or self._crew.deaths:
-                    self._wall.wait(lambda: True, t)
+                    self.wall.wait(lambda: True, t)
         report = self._absorb() if words[words_of.DONE] > t else None
         if report is None or any(told.step == t for told in self._crew.told):
             raise self._failure(t)
@@ -132,8 +125,12 @@ class Processes:
 
     def pause(self) -> bool:
         """See ``contracts.Engine.pause``."""
-        self._control.words[words_of.PAUSE] = 1
-        return self._control.all_idle() and self._control.words[words_of.DONE] == self._steps
+        words = self.control.words
+        words[words_of.PAUSE] = 1
+        if words[words_of.DONE] == self._steps:
+            with self._watching():
+                self.wall.wait(self.control.all_idle, LONG)
+        return words[words_of.DONE] == self._steps
 
     def evaluate(self, metric_fn: Callable[..., Any], data: Any, batch_size: int) -> float:
         """See ``contracts.Engine.evaluate``: each worker measures a block of chunks."""
@@ -154,31 +151,33 @@ class Processes:
         """See ``contracts.Engine.capture``: the workers copy what they own, and go on at once."""
         self._fetch(save=True)
         self._check_able()
-        self._wall.hold(reading=True)
-        release = functools.partial(self._wall.hold, reading=False)
-        with self._framework.environment:
-            return dataclasses.replace(self._framework.snapshots.capture(copy=False), release=release)
+        self.wall.hold(reading=True)
+        release = functools.partial(self.wall.hold, reading=False)
+        try:
+            with self._framework.environment:
+                return dataclasses.replace(self._framework.snapshots.capture(copy=False), release=release)
+        except BaseException:
+            release()
+            raise
 
     def close(self) -> None:
         """Take the state home and end the workers."""
         if not self._closed:
             try:
-                with contextlib.suppress(PhalanxError):
-                    self._fetch(save=False)
+                self._fetch(save=False)
+            except BaseException as error:
+                self._lost, self._ended = True, self._ended or f"its state could not be taken home: {error!r}"
+                if not isinstance(error, PhalanxError):
+                    raise
             finally:
                 self._closed = True
                 self._crew.end()
 
     def hand_back(self) -> None:
-        """Take the state home, or raise; then end the workers. Another engine goes on from the framework."""
-        self._check_able()
-        self._fetch(save=False)
+        """Take the state home, or raise; another engine goes on from the framework."""
         self.close()
-
-    def phases(self) -> dict[str, list[float]]:
-        """Seconds that each worker has spent in each phase of its steps, for profiles."""
-        times, count = self._control.times.tolist(), len(words_of.PHASES)
-        return {name: [float(value) for value in times[at::count]] for at, name in enumerate(words_of.PHASES)}
+        if self._lost:
+            self._check_able()
 
     @property
     def _steps(self) -> int:
@@ -186,16 +185,16 @@ class Processes:
 
     def _go_on(self, t: int, horizon: int) -> None:
         """Let the workers go on to ``horizon``, as far as reports have room, and wait for one step."""
-        words, idle = self._control.words, self._control.all_idle
+        words, idle = self.control.words, self.control.all_idle
         while words[words_of.DONE] == t:
             words[words_of.UNTIL] = min(horizon, t + words_of.RING)
             if idle():
                 if self._crew.told or words[words_of.TROUBLE]:  # met just now, or while running ahead
-                    self._wall.wait(idle, t)  # reads what was told
+                    self.wall.wait(idle, t)  # reads what was told
                     return
-                self._wall.grant(words_of.STEPS)
+                self.wall.grant(words_of.STEPS)
                 words[words_of.UNTIL] = min(horizon, t + words_of.RING)
-            self._wall.wait(lambda: words[words_of.DONE] > t or idle(), min(horizon, t + words_of.RING // 2))
+            self.wall.wait(lambda: words[words_of.DONE] > t or idle(), min(horizon, t + words_of.RING // 2))
 
     def _ask(self, task: str, facts: dict[str, Any]) -> list[Any]:
         """Have every worker do its part of a task; their answers."""
@@ -211,10 +210,10 @@ class Processes:
         t = self._steps
         while True:
             self._settle()
-            self._wall.grant(kind, thing)
-            whole = self._wall.wait(self._control.all_idle, t + 1)
+            self.wall.grant(kind, thing)
+            whole = self.wall.wait(self.control.all_idle, t + 1)
             failed = any(told.kind != "result" for told in self._crew.told)
-            if whole or failed or (kind == words_of.BATCH and self._control.words[words_of.DONE] > t):
+            if whole or failed or (kind == words_of.BATCH and self.control.words[words_of.DONE] > t):
                 break
         if kind == words_of.BATCH:
             return []
@@ -225,42 +224,43 @@ class Processes:
         told, self._crew.told = self._crew.told, []
         for item in told:
             if item.kind in WHERE:
-                kind = "repaired" if item.kind == "torn" and self._wall.repaired() else item.kind
+                kind = "repaired" if item.kind == "torn" and self.wall.repaired() else item.kind
                 self._lost = self._lost or kind == "torn"
-                self._ended = f"{type(item.content).__name__} ({item.content}) at step {item.step} in {WHERE[kind]}"
+                self._ended = item.spelled(kind)
         return told
 
     def _halt(self) -> None:
         """Stop at a step boundary, and count what was done on the way there."""
-        if self._crew.interrupted or not self._control.all_idle():
+        if self._crew.interrupted or not self.control.all_idle():
             self._crew.interrupt()
             try:
-                self._crew.wait(lambda: self._control.all_idle() or bool(self._crew.deaths), 1 << 62)
+                self._crew.wait(lambda: self.control.all_idle() or bool(self._crew.deaths), LONG)
             except KeyboardInterrupt:
-                self._give_up("it was interrupted again before it had come to a stop")
+                self._lost, self._ended = True, "it was interrupted again before it had come to a stop"
                 raise
             self._crew.interrupted = False
             self._settle()
-        self._wall.steady()
-        while self._control.words[words_of.DONE] > self._steps:
+        self.wall.steady()
+        while self.control.words[words_of.DONE] > self._steps:
             self._absorb()
 
     def _fetch(self, *, save: bool) -> None:
         """Copy the state out of the arena, at a step boundary; ``save``: the workers will go on from there."""
-        if not self._lost:
-            with self._watching():
-                self._halt()
-            if save:
-                self._wall.forget()
-            states = self._ask("state", {"save": save})
-            if save:
-                self._wall.keep()
-            self._mirror.get(states, saved=save)
+        if self._lost:
+            return
+        with self._watching():
+            self._halt()
+        if save:
+            self.wall.forget()
+        states = self._ask("state", {"save": save})
+        if save:
+            self.wall.keep(states[0]["options"])
+        self._mirror.get(states, saved=save)
 
     def _absorb(self) -> StepReport:
         """The next report."""
         t = self._steps
-        loss, norm, lr, samples, started, ended = self._control.reports.read(t)
+        loss, norm, lr, samples, started, ended = self.control.reports.read(t)
         self.course.add(loss, int(samples))
         self.course.time(started, ended)
         self._deadline.note(ended - started)
@@ -274,17 +274,14 @@ class Processes:
             yield
         except RunError as error:
             self._ended = str(error)
-            self._lost = isinstance(error, LostError)
+            self._lost = self._lost or isinstance(error, LostError)
             raise
-
-    def _give_up(self, why: str) -> None:
-        self._lost, self._ended = True, why
 
     def _failure(self, t: int) -> BaseException:
         """The error to raise for step ``t``, out of what the workers told."""
         with self._watching():
-            self._wall.wait(self._control.all_idle, 1 << 62)  # some may still be on their way there
-        self._control.words[words_of.TROUBLE] = 0
+            self.wall.wait(self.control.all_idle, LONG)  # some may still be on their way there
+        self.control.words[words_of.TROUBLE] = 0
         told = self._settle()
         if not told:
             return RunError(f"step {t} was given up, and no worker said why; run it again", step=t)

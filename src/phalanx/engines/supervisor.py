@@ -93,6 +93,8 @@ class Supervisor:
                 kept = self._control.words[words_of.KEPT]
                 self._batches = {step: batch for step, batch in self._batches.items() if step >= kept}
                 self._batches[self._done] = self._mailbox.read(size)
+        else:
+            self._batches.pop(self._done, None)  # of a step that failed, and is now done as planned
         self._first = self._done
         self._crew.grant(kind)
 
@@ -142,10 +144,14 @@ class Supervisor:
             self.steady()
         return self._portable
 
-    def keep(self) -> None:
-        """The workers have just saved: that is the snapshot now. The caller's state may have changed."""
+    def keep(self, options: Any) -> None:
+        """The workers have just saved: that is the snapshot now. The caller's state may have changed.
+
+        ``options``: those of optimizers and schedules now, so that earlier losses need not be told any more.
+        """
         self._control.words[words_of.KEPT] = self._control.words[words_of.DUE] = self._done
         self._home = None
+        self._options, self._begun = options, self._done
 
     def forget(self) -> None:
         """The workers are about to save: until they have, there is no snapshot, and none is needed."""
@@ -154,6 +160,11 @@ class Supervisor:
     def hold(self, *, reading: bool) -> None:
         """While somebody reads the snapshot it stays as it is."""
         self._control.words[words_of.HOLD] = reading
+
+    @property
+    def held(self) -> bool:
+        """Whether somebody reads the snapshot."""
+        return bool(self._control.words[words_of.HOLD])
 
     @property
     def _seen(self) -> int:

@@ -8,6 +8,12 @@ from typing import Any
 
 from phalanx.errors import PhalanxError, UsageError
 
+WHERE = {
+    "torn": "the optimizer, so the weights are not those of any step",
+    "repaired": "the optimizer; the state is the one before that step",
+    "unscheduled": "the scheduler; the step itself was done",
+}
+
 
 @dataclass(frozen=True)
 class Told:
@@ -19,6 +25,10 @@ class Told:
     cause: BaseException | None = None
     text: str = ""
     step: int | None = None
+
+    def spelled(self, kind: str) -> str:
+        """What went wrong, in which step, where."""
+        return f"{type(self.content).__name__} ({self.content}) at step {self.step} in {WHERE[kind]}"
 
 
 def first_error(told: Sequence[Told]) -> BaseException:

@@ -232,11 +232,12 @@ class Worker:
         """Measure this worker's block of chunks."""
         shares = self._dealer.chunks(data, batch_size)
         start, end = share_bounds(len(shares), self._placement.workers)[self._number]
-        seed = self._definition.seed
-        return [
-            measure(self._framework, metric_fn, evaluation_key(seed, chunk), shares[chunk])
-            for chunk in range(start, end)
-        ]
+        seed, words = self._definition.seed, self._control.words
+        found: list[tuple[float, float]] = []
+        for chunk in range(start, end):
+            found.append(measure(self._framework, metric_fn, evaluation_key(seed, chunk), shares[chunk]))
+            words[self._control.place(self._number, words_of.TOTAL)] += 1  # a long evaluation is not silent
+        return found
 
     def _next_grant(self, last: int) -> int:
         words = self._control.words

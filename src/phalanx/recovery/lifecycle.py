@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
-ROW = 3  # deaths in a row, at one place or without anything done between, that end a run
+ROW = 3  # deaths in a row, at one replica or without anything done between, that end a run
+MANY = 10  # occasions of deaths at one step while nothing is computed, as in updates: chance may have brought some
 
 
 class Point(IntEnum):
@@ -103,7 +104,7 @@ class Tally:
         deaths : mapping
             Worker to cause.
         computing : mapping
-            Worker to the (step, replica) that it was computing, of those that were.
+            Worker to the (step, replica) that it was computing, or (step, negative number) for what else it did.
         done : int
             How many replicas were finished and workers started so far, anywhere.
         attempts : int
@@ -114,10 +115,10 @@ class Tally:
         if attempts != self._attempts:
             self._attempts = attempts
             self._idle.append(min(deaths.values()))
-        for worker, (step, replica) in computing.items():
-            causes = self._at.setdefault((step, replica), [])
+        for place, worker in {place: worker for worker, place in computing.items()}.items():
+            causes = self._at.setdefault(place, [])
             causes.append(deaths[worker])
-            if len(causes) >= ROW:
-                return Poison(step, replica, tuple(causes))
+            if len(causes) >= (ROW if place[1] >= 0 else MANY):
+                return Poison(*place, tuple(causes))
         step = max((step for step, _ in computing.values()), default=-1)
         return Poison(step, None, tuple(self._idle)) if len(self._idle) >= ROW else None

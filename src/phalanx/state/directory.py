@@ -45,6 +45,11 @@ class RunDirectory:
         self.path = pathlib.Path(path)
         self._keep = keep
         self._lock = -1
+        if (self.path / snapshot.MANIFEST).exists():
+            raise UsageError(
+                f"run_dir is {str(self.path)!r}, which is a snapshot, not a run's directory; choose another, or "
+                "begin from it with warm_start"
+            )
         try:
             files.make_folder(self.path)
             files.make_folder(self.path / SNAPSHOTS)

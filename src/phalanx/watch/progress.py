@@ -22,9 +22,11 @@ class Progress:
         "auto": when stderr is a terminal, and only once a run takes longer than half a second.
     total : int or None
         Steps to expect; None where the caller brings the batches.
+    done : int
+        Steps that were done in an earlier run.
     """
 
-    def __init__(self, shown: bool | str, total: int | None) -> None:
+    def __init__(self, shown: bool | str, total: int | None, done: int = 0) -> None:
         self._bar: Any = None
         self._next = 0.0
         self._pending = 0
@@ -32,7 +34,9 @@ class Progress:
             from tqdm import tqdm
 
             delay = 0.0 if shown is True else DELAY_SECONDS
-            self._bar = tqdm(total=total, unit="step", delay=delay, mininterval=0, dynamic_ncols=True, desc="phalanx")
+            self._bar = tqdm(
+                total=total, initial=done, unit="step", delay=delay, mininterval=0, dynamic_ncols=True, desc="phalanx"
+            )
 
     def show(self, report: StepReport, metrics: Sequence[Evaluated]) -> None:
         """Count a finished step; redraw a few times a second, with the newest of ``metrics``."""

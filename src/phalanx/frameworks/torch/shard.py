@@ -125,7 +125,7 @@ class Shard:
         return {"optimizers": self.described(), "options": self._updates.options()}
 
     def take(self, optimizers: Sequence[list[Any]], options: list[Any]) -> None:
-        """Continue from described optimizer state, later descriptions before earlier ones, and options."""
+        """Continue from described optimizer state, earlier descriptions first, and options."""
         self._rooms.reset()
         for number, described in enumerate(optimizers):
             self._rooms.take(described, self._owned, beside=number == 0)
@@ -182,7 +182,12 @@ class Mirror:
             shared.copy_(mine)
         for start, placed in zip(self._buffers.starts, self._shared_buffers(), strict=True):
             placed.copy_(start)
-        return {"optimizers": self._new_rooms().describe(self._all), "options": self._updates.options()}
+        kept = [{key: _shallow(value) for key, value in item.state.items()} for item in self._updates.optimizers]
+        described = self._new_rooms().describe(self._all)  # moves the state into the arena
+        for optimizer, own in zip(self._updates.optimizers, kept, strict=True):
+            optimizer.state.clear()
+            optimizer.state.update(own)  # the caller's stays as it is: it may have to be put there again
+        return {"optimizers": described, "options": self._updates.options()}
 
     def get(self, states: Sequence[dict[str, Any]], *, saved: bool) -> None:
         """Copy weights and buffers out of the arena; take the optimizer state there, or in the snapshot, as it lies."""
@@ -234,6 +239,10 @@ def _address(tensor: torch.Tensor) -> int:
     """Of its storage; 0 for what has none of the usual kind."""
     plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
     return tensor.untyped_storage().data_ptr() if plain else 0
+
+
+def _shallow(value: Any) -> Any:
+    return dict(value) if isinstance(value, dict) else value
 
 
 def _raw(size: int) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
