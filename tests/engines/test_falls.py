@@ -374,6 +374,44 @@ def test_an_update_that_raises_is_undone(workers):
     assert_same(result, give(steps=LATER).train(engine="inline"))
 
 
+@pytest.mark.parametrize("place", ["UPDATING", "half updated"])
+def test_the_state_that_a_run_began_with_stays_the_callers(tmp_path, place):
+    """A run that goes on from a directory loses a worker in its first update: what it began with is still there."""
+    (tmp_path / "traps").mkdir()
+    make_model = Trapped(conv_norm, tmp_path / "traps", 1, LATER, place)  # acts in workers only
+    norm_recipe(make_model, steps=LATER).train(engine="inline", run_dir=tmp_path / "run")
+    result = norm_recipe(make_model).train(engine="processes", workers=2, run_dir=tmp_path / "run")
+    assert sprung(tmp_path / "traps") == 1
+    assert_same(result, norm_recipe().train(engine="inline"))
+
+
+def slow_accuracy(output, target):
+    time.sleep(0.3)
+    return accuracy(output, target)
+
+
+def test_a_long_evaluation_does_not_count_as_hung():
+    """Each chunk takes less than the deadline, all of them more: nobody is ended."""
+    with FAMILIES["mlp"].recipe(4).start(workers=2, engine="processes", deadline_seconds=1.0) as run:
+        next(run)
+        run.evaluate(slow_accuracy, FEATURES, batch_size=2)
+        assert run.incidents == ()
+
+
+def test_a_batch_that_failed_is_not_done_again(tmp_path):
+    """A brought batch raises, the step is then done as planned: a later replay does what was done, not what failed."""
+    recipe = FAMILIES["mlp"].recipe(4, steps=8, make_model=Trapped(mlp, tmp_path, 1, 5, "half updated"))
+    with recipe.start(workers=2, engine="processes") as run:
+        for _ in range(3):
+            run.step()
+        with pytest.raises(phalanx.PhalanxError):
+            run.step((torch.randn(8, 7), FEATURES[1][:8]))
+        run.finish()
+        result = run.result()
+    assert sprung(tmp_path) == 1
+    assert_same(result, recipe.train(engine="inline"))
+
+
 def test_a_death_is_made_good_soon():
     """While it computes, a worker is ended: what that costs is printed, and the pause is not a matter of seconds."""
     recipe = FAMILIES["mlp"].recipe(4, steps=60, optimizer=ADAMW)
