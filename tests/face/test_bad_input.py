@@ -207,7 +207,7 @@ def normed():
 
 def saved():
     with recipe().start() as run:
-        run.save("state")
+        run.save("/dev")
 
 
 def after_close():
@@ -512,9 +512,12 @@ OPTIONS = [
     ("devices-nonsense", lambda: train(devices="gpu0"), "devices", "'gpu0'", "'cpu'"),
     ("devices-empty", lambda: train(devices=[]), "devices is []", "'auto'", "'cuda:0'"),
     ("devices-int", lambda: train(devices=3), "devices is 3", "'auto'", "'cuda:0'"),
-    ("run_dir", lambda: train(run_dir="runs/a"), "run_dir is 'runs/a'", "leave it out"),
-    ("warm_start", lambda: train(warm_start="runs/a"), "warm_start is 'runs/a'", "leave it out"),
-    ("snapshot_every", lambda: train(snapshot_every=10), "snapshot_every is 10", "leave it out"),
+    ("run_dir", lambda: train(run_dir=3), "run_dir is 3", "give a directory"),
+    ("run_dir-file", lambda: train(run_dir="/dev/null"), "run_dir is '/dev/null'", "choose a directory"),
+    ("warm_start", lambda: train(warm_start=""), "warm_start is ''", "no path"),
+    ("snapshot_every", lambda: train(snapshot_every=10), "snapshot_every is 10", "no run_dir; give one"),
+    ("snapshot_every-zero", lambda: train(snapshot_every=0, run_dir="x"), "snapshot_every is 0", "or 'auto'"),
+    ("keep_snapshots", lambda: train(keep_snapshots=0, run_dir="x"), "keep_snapshots is 0", "at least 1"),
     ("deadline_seconds-zero", lambda: train(deadline_seconds=0), "deadline_seconds is 0", "above 0", "'auto'"),
     ("deadline_seconds-text", lambda: train(deadline_seconds="5"), "deadline_seconds is '5'", "above 0", "'auto'"),
     ("callbacks-function", lambda: train(callbacks=print), "callbacks is <built-in function print>", "a list"),
@@ -572,8 +575,7 @@ RUNS = [
     ("Evaluation-metric", lambda: phalanx.Evaluation(3, (X, Y)), "metric_fn is 3", "callable"),
     ("Evaluation-data", lambda: phalanx.Evaluation(accuracy, []), "evaluation data", "length 0"),
     ("Evaluation-batch_size", lambda: phalanx.Evaluation(accuracy, (X, Y), 2.0), "batch_size is 2.0", "an integer"),
-    ("save", saved, "save('state')", "no snapshots", "run.result()"),
-    ("load", lambda: phalanx.load("state"), "load('state')", "no snapshots"),
+    ("save", saved, "path is '/dev'", "exists already", "another name"),
     ("digest", lambda: phalanx.digest(3), "model is", "int", "torch.nn.Module"),
     ("digest-optimizer", lambda: phalanx.digest(linear(), optimizer=3), "optimizer is", "int", "torch.optim.Optimizer"),
 ]

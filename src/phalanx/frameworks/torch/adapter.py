@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -32,6 +33,9 @@ from phalanx.frameworks.torch.snapshot import Snapshots
 from phalanx.surroundings import Reentrant
 
 
+BUILDING = threading.RLock()  # models are drawn from generators that all threads share
+
+
 class Torch:
     """Implements ``contracts.Framework`` for PyTorch.
 
@@ -46,7 +50,7 @@ class Torch:
         self.arithmetic = arithmetic
         self.environment = Reentrant(Environment(definition.threads))
         named = named_device(device)
-        with self.environment:
+        with BUILDING, self.environment:
             self._build(definition, named)
 
     def _build(self, definition: Definition, device: torch.device | None) -> None:
