@@ -32,7 +32,6 @@ from phalanx.frameworks.torch.shard import Sharing
 from phalanx.frameworks.torch.snapshot import Snapshots
 from phalanx.surroundings import Reentrant
 
-
 BUILDING = threading.RLock()  # models are drawn from generators that all threads share
 
 
