@@ -10,117 +10,33 @@ import argparse
 import json
 import pathlib
 import statistics
-import subprocess
 import sys
-import threading
-import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
+import footprint
 import models
 import peers
-import psutil
 import step
-import torch
 import tqdm
 
 WORKERS = (1, 2, 4, 8)
 REPLICAS = 8
 WIDE = "size 5e7"
 MEMORY_COLUMNS = ("R=4 W=4", "DDP W=4")
-SAMPLE_SECONDS = 0.05
 STARTS = ("workers=2", "default", "plain loop")
 START_MODEL = "lenet"
 SIZES = ("1e3", "1e4", "1e5", "1e6", "1e7", "1e8")
 BYTES_PER_PARAMETER = 64  # what DDP takes with 2 workers, and as much again
-IMPORT = "import time; began = time.perf_counter(); import torch; print(time.perf_counter() - began)"
 OVER_WORKERS = f"""Efficiency: speed-up over one worker, divided by min(W, {peers.CORES} cores). phalanx computes
 {REPLICAS} replicas, whatever W; DDP cuts the batch into W."""
 MEMORY = f"""An MLP of 50 M parameters with AdamW: PSS of all processes of the run, summed (the caller, what forks or
-tracks workers, the workers), sampled every {SAMPLE_SECONDS * 1e3:.0f} ms."""
+tracks workers, the workers), sampled every {footprint.SAMPLE_SECONDS * 1e3:.0f} ms."""
 START = f"""{START_MODEL}, 2 replicas; torch and phalanx are imported before. phalanx: until the caller has the report
 of the first step. Default: nothing said of workers."""
 OURS, THEIRS = "phalanx", "DDP"
 COLORS = {"tiny": "#1f5a96", "lenet": "#c1452b", "mlp": "#3d8b5f", "gpt": "#8a5ca8"}
 OUR_COLOR, THEIR_COLOR, PALE = "#1f5a96", "#c1452b", "#8fb0cf"
-
-
-class Sampler(threading.Thread):
-    """Notes the summed PSS of this process and all that descend from it: shared pages count once."""
-
-    def __init__(self):
-        super().__init__(daemon=True)
-        self.samples: list[tuple[float, int]] = []
-        self._ended = threading.Event()
-
-    def __enter__(self):
-        self.start()
-        return self
-
-    def __exit__(self, *_):
-        self._ended.set()
-        self.join()
-
-    def run(self):
-        me = psutil.Process()
-        while not self._ended.wait(SAMPLE_SECONDS):
-            pids = [me.pid, *(child.pid for child in me.children(recursive=True))]
-            self.samples.append((time.perf_counter(), sum(map(pss_bytes, pids))))
-
-
-def pss_bytes(pid: int) -> int:
-    """Memory of a process, each shared page divided by those that share it; 0 if it has ended."""
-    try:
-        lines = pathlib.Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
-
-
-def memory_facts(column: str, case: models.Case) -> dict:
-    """Peak and median of the memory while training, and the peak from beginning to end."""
-    with Sampler() as sampler:
-        began, ended = step.measure(column, case)["span"]
-    training = [size for when, size in sampler.samples if began <= when <= ended]
-    everything = [size for _, size in sampler.samples]
-    return {"peak": max(training), "median": statistics.median(training), "whole peak": max(everything)}
-
-
-def start_facts(kind: str, case: models.Case) -> dict:
-    """Seconds to the first finished step, twice in one process that has imported everything."""
-    import phalanx  # noqa: F401  the import is not counted
-
-    first_step = plain_start if kind == "plain loop" else phalanx_start
-    return {"first": first_step(kind, case), "second": first_step(kind, case)}
-
-
-def plain_start(kind: str, case: models.Case) -> float:
-    """The plain loop: from nothing to the end of its first step."""
-    torch.set_num_threads(1)
-    began = time.perf_counter()
-    model = case.make_model()
-    optimizer = models.OPTIMIZER(model.parameters())
-    peers.step(model, optimizer, case.loss_fn, case.x[: case.batch_size], case.y[: case.batch_size])
-    return time.perf_counter() - began
-
-
-def phalanx_start(kind: str, case: models.Case) -> float:
-    """From the call of `train()` to the report of its first step."""
-    import phalanx
-
-    reported = []
-    began = time.perf_counter()
-    phalanx.train(
-        case.make_model, (case.x, case.y), case.loss_fn, replicas=2, batch_size=case.batch_size, steps=5,
-        optimizer=models.OPTIMIZER, progress=False, callbacks=[lambda report: reported.append(time.perf_counter())],
-        **({"workers": 2} if kind == "workers=2" else {}),
-    )  # fmt: skip
-    return reported[0] - began
-
-
-def import_seconds() -> float:
-    """Seconds of `import torch` in a fresh interpreter."""
-    return float(subprocess.run([sys.executable, "-c", IMPORT], check=True, capture_output=True, text=True).stdout)
 
 
 class Bench:
@@ -155,7 +71,7 @@ def measure_all(bench: Bench, chosen: list[str], sizes: list[str]) -> dict:
     throughput = {model: bench.rounds_of(throughput_columns(), model) for model in chosen}
     memory = bench.rounds_of(MEMORY_COLUMNS, WIDE, __file__)
     start = bench.rounds_of(STARTS, START_MODEL, __file__)
-    start["import torch"] = [{"first": import_seconds()} for _ in range(bench.rounds)]
+    start["import torch"] = [{"first": footprint.import_seconds()} for _ in range(bench.rounds)]
     growth = {size: bench.rounds_of(("W=2", "DDP W=2"), f"size {size}") for size in sizes}
     return {"throughput": throughput, "memory": memory, "start": start, "growth": growth}
 
