@@ -17,6 +17,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import footprint
 import models
 import peers
+import psutil
 import step
 import tqdm
 
@@ -258,7 +259,7 @@ def facts_here(arguments) -> dict:
     """Of one measurement, in this process."""
     case = models.case(arguments.model)
     case = case.shortened() if arguments.quick else case
-    return (start_facts if arguments.column in STARTS else memory_facts)(arguments.column, case)
+    return (footprint.start_facts if arguments.column in STARTS else footprint.memory_facts)(arguments.column, case)
 
 
 def main() -> None:
