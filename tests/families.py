@@ -215,6 +215,34 @@ class Spectral(nn.Module):
         return self.head(torch.relu(self.body(x)))
 
 
+class TrappedNet(nn.Module):
+    """A small net with BatchNorm; ``trap(x, hidden)`` sees each forward after the running statistics moved."""
+
+    def __init__(self, trap=lambda x, hidden: hidden):
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.last = nn.Linear(4, 1)
+        self.trap = trap
+
+    def forward(self, x):
+        return self.last(self.trap(x, self.norm(self.first(x))))
+
+
+class Elsewhere(torch.optim.SGD):
+    """An optimizer that keeps a count in an attribute, where nobody else finds it; it decides the rate."""
+
+    def __init__(self, named):
+        super().__init__(named, lr=0.1)
+        self.count = 0
+
+    def step(self, closure=None):
+        self.count += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.count
+        return super().step(closure)
+
+
 class Counting(nn.Module):
     """Buffers of other kinds: a counter, a float that forward assigns anew, a flag, and a scalar."""
 

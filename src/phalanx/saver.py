@@ -100,10 +100,14 @@ class Saver:
         self.settle()
         began = time.monotonic()
         captured = engine.capture()
-        state = snapshot_of(engine.course, captured, metrics, self._recipe, self._environment)
-        self._thread = threading.Thread(target=self._write, args=(state, captured, began), name="phalanx-snapshot")
-        self._saved = state.step
-        self._thread.start()
+        try:
+            state = snapshot_of(engine.course, captured, metrics, self._recipe, self._environment)
+            thread = threading.Thread(target=self._write, args=(state, captured, began), name="phalanx-snapshot")
+            thread.start()
+        except BaseException:
+            captured.release()
+            raise
+        self._thread, self._saved = thread, state.step
 
     def settle(self) -> bool:
         """Wait until the latest snapshot is written, or could not be; returns which.
@@ -136,6 +140,8 @@ class Saver:
             if failed is not None:
                 raise failed
         finally:
+            if self._thread is not None:  # Ctrl-C while it was waited for: nobody writes into a directory let go of
+                self._thread.join()
             self._directory.note("end", step=steps)
             self._directory.close()
 

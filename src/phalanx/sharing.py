@@ -83,12 +83,12 @@ class Shard(Protocol):
         """Continue from what was described, earlier descriptions first, and from options."""
         ...
 
-    def save(self) -> None:
-        """Copy what this worker owns into the snapshot."""
+    def save(self) -> int:
+        """Copy what this worker owns into the snapshot; returns the checksum of that."""
         ...
 
-    def restore(self) -> None:
-        """Copy it back, after ``take``."""
+    def restore(self) -> int:
+        """Copy it back, after ``take``; returns the checksum of what was there."""
         ...
 
 

@@ -14,7 +14,7 @@ import phalanx
 from phalanx.engines import auto, control
 from phalanx.engines.control import Control, Meeting
 from phalanx.engines.launch import WARM
-from tests.families import ADAMW, FAMILIES, FEATURES, mlp
+from tests.families import ADAMW, FAMILIES, FEATURES, Elsewhere, mlp
 
 
 def both(recipe):
@@ -101,23 +101,9 @@ def test_a_schedule_moves_along(eager):
     assert_same(result, recipe.train(engine="inline"))
 
 
-class Counting(torch.optim.SGD):
-    """Keeps a count in an attribute, where nobody else finds it; it decides the rate."""
-
-    def __init__(self, named):
-        super().__init__(named, lr=0.1)
-        self.count = 0
-
-    def step(self, closure=None):
-        self.count += 1
-        for group in self.param_groups:
-            group["lr"] = 0.1 / self.count
-        return super().step(closure)
-
-
 def test_an_optimizer_from_elsewhere_does_not_move(eager):
     """What it keeps in attributes would be lost on the way, so such a run stays where it is."""
-    recipe = FAMILIES["mlp"].recipe(3, steps=8, optimizer=Counting)
+    recipe = FAMILIES["mlp"].recipe(3, steps=8, optimizer=Elsewhere)
     counts, result = moves(recipe)
     assert set(counts) == {1}
     assert_same(result, recipe.train(engine="inline"))
@@ -155,7 +141,7 @@ class Stacking(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("optimizer", [hooked, functools.partial(Stacking, lr=0.1), Counting])
+@pytest.mark.parametrize("optimizer", [hooked, functools.partial(Stacking, lr=0.1), Elsewhere])
 def test_optimizers_that_see_everything_run_whole(optimizer):
     """Hooks, empty groups, state beside the parameters: one worker has all of it."""
     assert_same(*both(FAMILIES["mlp"].recipe(3, optimizer=optimizer)))

@@ -9,16 +9,19 @@ import random
 import signal
 import threading
 import time
+import zlib
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 import phalanx
+from phalanx.engines import supervisor
+from phalanx.engines.control import EAGER
 from phalanx.engines.launch import WARM
 from phalanx.engines.supervisor import Supervisor
 from tests.engines.deaths import HALVES, PLACES, Trapped, hunted, once, sprung, strike
-from tests.families import ADAMW, FAMILIES, FEATURES, SGD, conv_norm, mlp
+from tests.families import ADAMW, FAMILIES, FEATURES, SGD, Elsewhere, conv_norm, mlp
 
 STEPS = 8
 COSINE = functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=5)
@@ -118,6 +121,47 @@ def test_deaths_while_the_state_is_taken_back(tmp_path, wanted, monkeypatch, who
     assert_same(result, wanted)
 
 
+@pytest.mark.parametrize("flipped", [False, True])
+def test_a_snapshot_in_memory_is_checked(tmp_path, wanted, monkeypatch, flipped):
+    """A bit of it flips before it is needed: the run ends with an error that says so; without, it goes on."""
+    told = Supervisor._told
+
+    def flip(supervisor, task, facts):
+        if task == "take" and flipped:
+            supervisor._mirror._arena[supervisor._mirror._layout.snapshot[0][0]] ^= 4
+        return told(supervisor, task, facts)
+
+    monkeypatch.setattr(Supervisor, "_told", flip)
+    recipe = norm_recipe(Trapped(conv_norm, tmp_path, 1, LATER, "half updated"))
+    if flipped:
+        with pytest.raises(phalanx.RunError, match="snapshot in memory is damaged: its checksum differs"):
+            recipe.train(workers=3, engine="processes")
+    else:
+        assert_same(recipe.train(workers=3, engine="processes"), wanted)
+
+
+@pytest.mark.parametrize(("place", "task"), [("COMPUTING", "resume"), ("UPDATED", "resume"), ("half updated", "take")])
+def test_a_repair_that_ctrl_c_breaks_off_is_finished(tmp_path, wanted, monkeypatch, place, task):
+    """Ctrl-C when the replacement is there and nobody was told: the next call tells them, and goes on."""
+    told, struck = Supervisor._told, []
+
+    def interrupted(supervisor, kind, facts):
+        if kind == task and not struck:
+            struck.append(kind)
+            raise KeyboardInterrupt
+        return told(supervisor, kind, facts)
+
+    monkeypatch.setattr(Supervisor, "_joined", lambda supervisor: False)  # nobody steps in: all leave the step
+    monkeypatch.setattr(Supervisor, "_told", interrupted)
+    with norm_recipe(Trapped(conv_norm, tmp_path, 1, LATER, place)).start(workers=3, engine="processes") as run:
+        with pytest.raises(KeyboardInterrupt):
+            run.finish()
+        run.finish()
+        result = run.result()
+    assert struck == [task]
+    assert_same(result, wanted)
+
+
 class Noting:
     """A loss that notes in a file which step it computes what for, as far as the first sample tells."""
 
@@ -165,6 +209,18 @@ def test_batches_that_the_caller_brought_are_kept(tmp_path, place):
     wanted = train(mlp, engine="inline")
     assert train(Trapped(mlp, tmp_path, 1, 5, place), engine="processes", workers=2) == wanted
     assert sprung(tmp_path) == 1
+
+
+@pytest.mark.parametrize(("most", "eager"), [(1 << 28, False), (1000, True)])
+def test_batches_are_not_kept_without_bound(monkeypatch, most, eager):
+    """Past so many bytes of them a snapshot is taken at once, and those that it covers are let go."""
+    monkeypatch.setattr(supervisor, "MOST_BATCHES", most)
+    recipe = phalanx.Recipe(mlp, None, F.cross_entropy, replicas=3, optimizer=ADAMW)
+    with recipe.start(engine="processes", workers=2) as run:
+        for _ in range(7):
+            run.step((FEATURES[0][:9], FEATURES[1][:9]))
+        assert (run._engine.control.words[EAGER] > 0) == eager
+        assert not eager or len(run._engine.wall._batches) <= 3  # one more than it takes to be told of
 
 
 def fatal_accuracy(folder, output, target):
@@ -293,27 +349,13 @@ def test_workers_that_cannot_start_end_the_run():
         recipe.train(workers=2, engine="processes")
 
 
-class Counting(torch.optim.SGD):
-    """From elsewhere: nobody knows all of its state."""
-
-    def __init__(self, named):
-        super().__init__(named, lr=0.1)
-        self.count = 0
-
-    def step(self, closure=None):
-        self.count += 1
-        for group in self.param_groups:
-            group["lr"] = 0.1 / self.count
-        return super().step(closure)
-
-
 def test_state_that_only_one_worker_knows(tmp_path):
     """With an optimizer from elsewhere, the others can be replaced while they compute; the first one cannot."""
     for name in ("1", "0"):
         (tmp_path / name).mkdir()
-    recipe = FAMILIES["mlp"].recipe(3, optimizer=Counting, make_model=Trapped(mlp, tmp_path / "1", 1, 2, "COMPUTING"))
+    recipe = FAMILIES["mlp"].recipe(3, optimizer=Elsewhere, make_model=Trapped(mlp, tmp_path / "1", 1, 2, "COMPUTING"))
     assert_same(recipe.train(workers=2, engine="processes"), recipe.train(engine="inline"))
-    recipe = FAMILIES["mlp"].recipe(3, optimizer=Counting, make_model=Trapped(mlp, tmp_path / "0", 0, 2, "COMPUTING"))
+    recipe = FAMILIES["mlp"].recipe(3, optimizer=Elsewhere, make_model=Trapped(mlp, tmp_path / "0", 0, 2, "COMPUTING"))
     with pytest.raises(phalanx.RunError, match=r"worker 0 was killed by SIGKILL in step 2.*not one of torch's own"):
         recipe.train(workers=2, engine="processes")
 
@@ -325,7 +367,7 @@ class Forgetful(Trapped):
         from phalanx.frameworks.torch.shard import Shard
 
         super().set()
-        Shard.restore = lambda shard: None
+        Shard.restore = lambda shard: functools.reduce(lambda sum, kept: zlib.crc32(kept[2], sum), shard._kept(), 0)
 
 
 class Unscheduled(Trapped):

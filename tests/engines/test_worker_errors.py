@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 import phalanx
+from tests.families import TrappedNet
 
 SAMPLES, STEPS, FAILING, MARK, REPLICAS = 96, 6, 3, 50.0, 4
 SOON = 15  # seconds within which nothing may hang, on a busy machine
@@ -30,24 +31,10 @@ X = np.random.default_rng(0).standard_normal((SAMPLES, 3)).astype(np.float32)
 Y = np.random.default_rng(1).standard_normal((SAMPLES, 1)).astype(np.float32)
 
 
-class Net(nn.Module):
-    """A small net with BatchNorm; ``trap(x, hidden)`` sees each forward after the running statistics moved."""
-
-    def __init__(self, trap=lambda x, hidden: hidden):
-        super().__init__()
-        self.first = nn.Linear(3, 4)
-        self.norm = nn.BatchNorm1d(4)
-        self.last = nn.Linear(4, 1)
-        self.trap = trap
-
-    def forward(self, x):
-        return self.last(self.trap(x, self.norm(self.first(x))))
-
-
 def recipe(**changes):
     """A recipe of six steps, one epoch, that goes well but for the changes."""
     fields = {
-        "make_model": Net,
+        "make_model": TrappedNet,
         "data": (X, Y),
         "loss_fn": F.mse_loss,
         "replicas": REPLICAS,
@@ -109,7 +96,7 @@ def failing_at(place, fail, *replicas):
         return call
 
     changes = {
-        "model": {"make_model": lambda: Net(guarded(lambda x, hidden: hidden, lambda x, hidden: x))},
+        "model": {"make_model": lambda: TrappedNet(guarded(lambda x, hidden: hidden, lambda x, hidden: x))},
         "loss": {"loss_fn": guarded(F.mse_loss, lambda output, target: target)},
         "dataset": {"data": Rows(columns, fail)},
         "collate": {"collate_fn": guarded(default_collate, lambda samples: default_collate(samples)[0])},
@@ -276,7 +263,7 @@ def test_an_error_that_cannot_be_shown_does_not_hang():
 def test_of_several_errors_the_one_of_the_lowest_replica_is_raised(slow, workers):
     """Whichever worker fails first: the error is that of the lowest replica, as one process would have met it."""
 
-    class Numbered(Net):
+    class Numbered(TrappedNet):
         def forward(self, x):
             if has_mark(x):
                 position = int((x[:, 0] == MARK).nonzero()[0])
@@ -369,7 +356,7 @@ class PoisonedGradient(torch.autograd.Function):
 def bad_value(kind):
     """Changes that make the loss or the gradient of two replicas of step FAILING NaN or infinite."""
     if kind == "gradient":
-        poisoned = lambda: Net(lambda x, hidden: PoisonedGradient.apply(hidden, has_mark(x)))  # noqa: E731
+        poisoned = lambda: TrappedNet(lambda x, hidden: PoisonedGradient.apply(hidden, has_mark(x)))  # noqa: E731
         return {"data": marked(1, 3, y=None), "make_model": poisoned}
     return {"data": marked(1, 3, x=None, y=float(kind))}
 
@@ -507,7 +494,7 @@ def test_a_model_that_cannot_be_made_in_a_worker():
     def make_model():
         if os.getpid() != home:
             raise LookupError("no such file here")
-        return Net()
+        return TrappedNet()
 
     for _ in range(3):
         with pytest.raises(Exception, match="no such file here") as caught:
@@ -523,7 +510,7 @@ def test_another_model_in_a_worker_is_refused():
     """make_model that depends on the process is a UsageError that says so."""
     home = os.getpid()
     makers = [
-        lambda: Net() if os.getpid() == home else nn.Linear(3, 1),
+        lambda: TrappedNet() if os.getpid() == home else nn.Linear(3, 1),
         lambda: nn.Linear(3, 1, bias=os.getpid() == home),
         lambda: nn.Linear(3, 1, dtype=torch.float32 if os.getpid() == home else torch.float64),
     ]

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 import phalanx
+from tests.families import TrappedNet
 
 SAMPLES, STEPS, FAILING = 36, 6, 1
 MARK = 50.0
@@ -26,24 +27,10 @@ X = np.random.default_rng(0).standard_normal((SAMPLES, 3)).astype(np.float32)
 Y = np.random.default_rng(1).standard_normal((SAMPLES, 1)).astype(np.float32)
 
 
-class Net(nn.Module):
-    """A small net with BatchNorm; ``trap(x, hidden)`` sees each forward after the running statistics moved."""
-
-    def __init__(self, trap=lambda x, hidden: hidden):
-        super().__init__()
-        self.first = nn.Linear(3, 4)
-        self.norm = nn.BatchNorm1d(4)
-        self.last = nn.Linear(4, 1)
-        self.trap = trap
-
-    def forward(self, x):
-        return self.last(self.trap(x, self.norm(self.first(x))))
-
-
 def recipe(**changes):
     """A recipe of six steps, three an epoch, that goes well but for the changes."""
     fields = {
-        "make_model": Net,
+        "make_model": TrappedNet,
         "data": (X, Y),
         "loss_fn": F.mse_loss,
         "replicas": 3,
@@ -113,7 +100,7 @@ def failing_at(place, replicas, fail):
         return call
 
     changes = {
-        "model": {"make_model": lambda: Net(guarded(lambda x, hidden: hidden, lambda x, hidden: x))},
+        "model": {"make_model": lambda: TrappedNet(guarded(lambda x, hidden: hidden, lambda x, hidden: x))},
         "loss": {"loss_fn": guarded(F.mse_loss, lambda output, target: target)},
         "dataset": {"data": Rows(columns, fail)},
         "collate": {"collate_fn": guarded(default_collate, lambda samples: default_collate(samples)[0])},
@@ -271,7 +258,7 @@ class PoisonedGradient(torch.autograd.Function):
 
 
 def poisoned():
-    return Net(lambda x, hidden: PoisonedGradient.apply(hidden, has_mark(x)))
+    return TrappedNet(lambda x, hidden: PoisonedGradient.apply(hidden, has_mark(x)))
 
 
 def bad_value(kind, replicas):
@@ -315,7 +302,7 @@ class Seen:
         self.optimizer = None
 
     def make_model(self, trap=None):
-        self.model = Net() if trap is None else Net(trap)
+        self.model = TrappedNet() if trap is None else TrappedNet(trap)
         return self.model
 
     def make_poisoned(self):
@@ -370,7 +357,7 @@ def test_skip_in_the_first_step_is_quiet_and_whole():
     changes = {"make_model": seen.make_model, "optimizer": seen.make_optimizer, "scheduler": halving}
     result = recipe(data=(X, y), steps=2, on_nonfinite="skip", **changes).train()
     torch.manual_seed(0)
-    assert phalanx.digest(result.model) == phalanx.digest(Net())
+    assert phalanx.digest(result.model) == phalanx.digest(TrappedNet())
     assert seen.optimizer.state == {}
     assert all(math.isnan(loss) for loss in result.loss_history)
 
@@ -386,7 +373,7 @@ def test_skip_follows_the_hand_written_loop():
     plan = recipe(**changes).plan
     x, y = map(torch.tensor, changes["data"])
     torch.manual_seed(0)
-    model = Net()
+    model = TrappedNet()
     optimizer = torch.optim.Adam(model.named_parameters(), lr=0.1)
     scheduler = halving(optimizer)
     for t in range(STEPS):
@@ -548,7 +535,7 @@ def test_an_exit_in_the_update_is_not_taken_for_a_whole_step(error):
             run.result()
 
 
-class Caching(Net):
+class Caching(TrappedNet):
     """Keeps an activation as an attribute, as many models do; such a module cannot be deep-copied."""
 
     def forward(self, x):

@@ -16,6 +16,7 @@ from phalanx.state.directory import SNAPSHOTS, places
 from phalanx.state.plain import decoded
 from tests.families import ADAMW, FAMILIES, conv_norm
 
+OLDER, NEWER = 2, 4  # steps of the snapshots in a directory that tests damage
 ROOT = pathlib.Path(__file__).parents[2]
 COSINE = functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=5)
 

@@ -15,21 +15,23 @@ import torch
 import phalanx
 from phalanx.state import snapshot, tensors
 from phalanx.state.directory import places
-from tests.state.runs import assert_same, contents, folder_of, listed, norm_recipe, reheaded, sealed, steps_in
+from tests.state.runs import (
+    NEWER,
+    OLDER,
+    assert_same,
+    contents,
+    folder_of,
+    listed,
+    norm_recipe,
+    reheaded,
+    sealed,
+    steps_in,
+)
 
 FILES = (snapshot.WEIGHTS, snapshot.TRAINING, snapshot.FACTS, snapshot.MANIFEST)
 TENSORS = FILES[:2]
-OLDER, NEWER, STEPS = 2, 4, 6
+STEPS = 6
 FLIPS = 200  # in each file
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory):
-    """A directory with two snapshots."""
-    run_dir = tmp_path_factory.mktemp("good") / "run"
-    norm_recipe(NEWER).train(run_dir=run_dir, snapshot_every=2, keep_snapshots=2, engine="inline")
-    assert steps_in(run_dir) == [OLDER, NEWER]
-    return run_dir
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,7 @@ from tests.families import (
     OPTIMIZERS,
     SCHEDULERS,
     SGD,
+    Elsewhere,
     conv_norm,
     mlp,
     muon_and_adamw,
@@ -489,20 +490,6 @@ def test_a_refused_start_leaves_the_directory_free(tmp_path):
     with pytest.raises(phalanx.UsageError, match="make_model raised"):
         norm_recipe(4, make_model=no_model).train(run_dir=tmp_path, engine="inline")
     norm_recipe(4).train(run_dir=tmp_path, engine="inline")
-
-
-class Elsewhere(torch.optim.SGD):
-    """From elsewhere: it keeps a count where no snapshot looks."""
-
-    def __init__(self, named):
-        super().__init__(named, lr=0.1)
-        self.count = 0
-
-    def step(self, closure=None):
-        self.count += 1
-        for group in self.param_groups:
-            group["lr"] = 0.1 / self.count
-        return super().step(closure)
 
 
 def test_an_optimizer_with_hidden_state(tmp_path):

@@ -16,19 +16,10 @@ import pytest
 import phalanx
 from phalanx.state import files, snapshot
 from phalanx.state.directory import RunDirectory, newest_of
-from tests.state.runs import assert_same, contents, folder_of, listed, norm_recipe, steps_in
+from tests.state.runs import NEWER, OLDER, assert_same, contents, folder_of, listed, norm_recipe, steps_in
 
-OLDER, NEWER, STEPS = 2, 4, 6
+STEPS = 6
 KILLED = 99
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory):
-    """A directory with two snapshots."""
-    run_dir = tmp_path_factory.mktemp("good") / "run"
-    norm_recipe(NEWER).train(run_dir=run_dir, snapshot_every=2, keep_snapshots=2, engine="inline")
-    assert steps_in(run_dir) == [OLDER, NEWER]
-    return run_dir
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ GRANT, KIND, UNTIL, PAUSE, ASLEEP, AWAITED, EAGER, HOLD = range(8)  # written by
 AGREED, DONE, DUE, KEPT = LINE, LINE + 1, LINE + 2, LINE + 3  # by the first worker, or by the parent while it is not
 TROUBLE = 2 * LINE  # by anyone, only ever set; cleared by the parent
 WORKERS = 3 * LINE
-ARRIVED, IDLE, SLEEPING, PLACE, OPINION, COUNT, TOTAL = 0, 1, 2, 3, 4, 5, 6  # by each worker, in a line of its own
+ARRIVED, IDLE, SLEEPING, PLACE, OPINION, COUNT, TOTAL, CHECKSUM = range(8)  # by each worker, in a line of its own
 
 STEPS, BATCH, TASK = 1, 2, 3  # kinds of grants
 COMPUTE, WAIT, FOLD, UPDATE = 0, 1, 2, 3  # phases of a step, timed

@@ -22,8 +22,8 @@ from phalanx.engines.habitat import described
 from phalanx.engines.ledger import Ledger
 from phalanx.engines.memory import Memory, check_room
 from phalanx.engines.parcel import pack
-from phalanx.engines.supervisor import LONG, LostError, Supervisor
-from phalanx.engines.told import WHERE, Told, first_error
+from phalanx.engines.supervisor import LONG, Supervisor
+from phalanx.engines.told import WHERE, LostError, Told, first_error
 from phalanx.errors import PhalanxError, RunError, WorkerError
 from phalanx.evaluation import averaged
 from phalanx.events import StepReport

@@ -17,20 +17,16 @@ from phalanx.engines.launch import WARM
 from phalanx.engines.ledger import Ledger
 from phalanx.engines.memory import Memory
 from phalanx.engines.parcel import pack
-from phalanx.engines.told import Told, first_error, unfit
-from phalanx.errors import RunError
+from phalanx.engines.told import LostError, Told, first_error, unfit
 from phalanx.frameworks.opening import reduced
 from phalanx.plan.placement import Placement
 from phalanx.recovery.lifecycle import joinable, judge, newest_whole
 from phalanx.sharing import Mirror
 
+MOST_BATCHES = 1 << 28  # bytes of batches that are kept from one snapshot to the next
 EAGER_STEPS = 10  # after a state was taken back, each of as many steps is followed by a snapshot
 LONG = 1 << 62
 NEVER = -1
-
-
-class LostError(RunError):
-    """The state of a run is lost."""
 
 
 class Supervisor:
@@ -74,7 +70,7 @@ class Supervisor:
         self._portable = portable
         self._home: int | None = self._seen  # the step at which the caller's own state is
         self._first = self._seen  # the first step of the latest grant
-        self._back_to: int | None = None  # the step whose state is being taken back
+        self._unfinished: tuple[Callable[[int, Sequence[int]], None], int] | None = None  # a repair, and its step
         self._batches: dict[int, bytes] = {}  # that the caller brought, since the last snapshot
 
     def begin(self) -> None:
@@ -93,6 +89,8 @@ class Supervisor:
                 kept = self._control.words[words_of.KEPT]
                 self._batches = {step: batch for step, batch in self._batches.items() if step >= kept}
                 self._batches[self._done] = self._mailbox.read(size)
+                if sum(map(len, self._batches.values())) > MOST_BATCHES:
+                    self._control.words[words_of.EAGER] = self._done + 1  # a snapshot, and they may go
         else:
             self._batches.pop(self._done, None)  # of a step that failed, and is now done as planned
         self._first = self._done
@@ -124,8 +122,8 @@ class Supervisor:
             if self._crew.deaths:
                 self._ledger.fell(self._crew.deaths, self._crew.started)
                 self._mend()
-            elif self._back_to is not None:  # broken off by Ctrl-C
-                self._go_back(self._back_to, ())
+            elif self._unfinished is not None:  # broken off by Ctrl-C
+                self._unfinished[0](self._unfinished[1], ())
             elif again := [told for told in self._errors() if told.step is not None and told.step < self._done]:
                 raise LostError(
                     f"step {again[0].step} was done again after a worker had ended, and raised what it had not raised "
@@ -139,8 +137,7 @@ class Supervisor:
         """An optimizer raised, and tore the state: take it back to the last finished step; False if that cannot be."""
         step, torn = judge(self._control.places())
         if torn and self._portable:
-            words = self._control.words
-            self._go_back(newest_whole(words[words_of.DUE], words[words_of.KEPT], step), ())
+            self._take_back(step, ())
             self.steady()
         return self._portable
 
@@ -179,7 +176,7 @@ class Supervisor:
         return judge(self._control.places()).step
 
     def _whole(self) -> bool:
-        whole = not self._crew.deaths and self._control.all_idle() and self._back_to is None
+        whole = not self._crew.deaths and self._control.all_idle() and self._unfinished is None
         return whole and self._boundary >= self._done
 
     def _errors(self) -> list[Told]:
@@ -203,28 +200,39 @@ class Supervisor:
 
     def _mend(self) -> None:
         """All that live are idle: take the state back if it is torn, replace those that ended, tell the others."""
-        words, fallen = self._control.words, sorted(self._crew.deaths)
+        fallen = sorted(self._crew.deaths)
         step, torn = judge(self._control.places())
         if not self._portable and (torn or 0 in fallen):
             raise LostError(
                 f"worker {fallen[0]} {self._crew.deaths[fallen[0]]} in step {step}, and the optimizer is not one of "
                 "torch's own, so its state is lost with it; run again"
             )
-        if self._back_to is not None:
-            self._go_back(self._back_to, fallen)
-            return
-        if torn:
-            words[words_of.EAGER] = self._done + EAGER_STEPS
+        if self._unfinished is not None and self._unfinished[0] == self._go_back:
+            self._go_back(self._unfinished[1], fallen)
+        elif torn:
             self._ledger.note("rollback", fallen[0], step)
-            self._go_back(newest_whole(words[words_of.DUE], words[words_of.KEPT], step), fallen)
-            return
+            self._take_back(step, fallen)
+        else:
+            self._resume(step, fallen)
+
+    def _resume(self, step: int, fallen: Sequence[int]) -> None:
+        """All go on at ``step``; some may not have been told that the one before is done."""
+        self._unfinished = self._resume, step
+        words = self._control.words
         words[words_of.DONE] = max(words[words_of.DONE], step)
         self._replace(fallen, step)
-        self._told("resume", {"step": step, "loss": self._loss(step - 1) if step > self._begun else 0.0})
+        if self._told("resume", {"step": step, "loss": self._loss(step - 1) if step > self._begun else 0.0}):
+            self._unfinished = None
+
+    def _take_back(self, torn: int, fallen: Sequence[int]) -> None:
+        """Step ``torn`` left no state of its own: take that of the newest snapshot, and save more often for a while."""
+        words = self._control.words
+        words[words_of.EAGER] = self._done + EAGER_STEPS
+        self._go_back(newest_whole(words[words_of.DUE], words[words_of.KEPT], torn), fallen)
 
     def _go_back(self, kept: int, fallen: Sequence[int]) -> None:
         """Take the state of an earlier step: the caller's own, or the snapshot. Goes on next time if somebody falls."""
-        self._back_to = kept
+        self._unfinished = self._go_back, kept
         if kept < 0:
             assert self._home is not None  # it is given up only when there is a snapshot
             kept = self._home
@@ -233,7 +241,7 @@ class Supervisor:
         self._crew.housed = [item for item in self._crew.housed if item[0] <= kept]
         self._replace(fallen, kept)
         if self._told("take", {"orders": {**self._described(kept), "restore": restore}}):
-            self._back_to = None
+            self._unfinished = None
 
     def _do_again(self, step: int) -> None:
         """Do a finished step again, as it was lost."""
@@ -253,6 +261,8 @@ class Supervisor:
             self._crew.grant(words_of.TASK)
             self._crew.wait(lambda: self._control.all_idle() or bool(self._crew.deaths), LONG)
             self._crew.told = self._errors()
+            if any(isinstance(told.content, LostError) for told in self._crew.told):
+                raise first_error(self._crew.told)
         return not self._crew.deaths
 
     def _put(self) -> None:

@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.errors import PhalanxError, UsageError
+from phalanx.errors import PhalanxError, RunError, UsageError
 
 WHERE = {
     "torn": "the optimizer, so the weights are not those of any step",
     "repaired": "the optimizer; the state is the one before that step",
     "unscheduled": "the scheduler; the step itself was done",
 }
+
+
+class LostError(RunError):
+    """The state of a run is lost."""
 
 
 @dataclass(frozen=True)

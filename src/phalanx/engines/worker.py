@@ -32,6 +32,7 @@ from phalanx.engines.keeper import Keeper
 from phalanx.engines.link import ArenaLink
 from phalanx.engines.memory import Memory
 from phalanx.engines.parcel import picklable, unpack
+from phalanx.engines.told import LostError
 from phalanx.errors import UsageError
 from phalanx.frameworks.opening import open_framework
 from phalanx.plan import evaluation_key
@@ -103,6 +104,7 @@ class Worker:
             )
         arena = memory.map()
         self._control: Control = plan.control(arena)
+        self._checksum = self._control.place(self._number, words_of.CHECKSUM)
         self._meeting = Meeting(self._control, self._number)
         self._shard = self._framework.sharing.shard(plan.layout, arena, self._number)
         tell_housed = functools.partial(self._caller.tell, "housed")
@@ -112,8 +114,11 @@ class Worker:
         """Be at the beginning of a step, with a state that lies in the arena and is described in ``orders``."""
         self._framework.rewind()
         self._shard.take(orders["optimizers"], orders["options"])
-        if orders["restore"]:
-            self._shard.restore()
+        if orders["restore"] and self._shard.restore() != self._control.words[self._checksum]:
+            raise LostError(
+                f"worker {self._number}'s part of the snapshot in memory is damaged: its checksum differs, so that "
+                "what was lost cannot be done again; run again, with a run_dir from the newest snapshot there"
+            )
         for loss in orders["losses"]:  # schedules are not kept, but done again
             self._framework.schedule(loss)
         self._come_to(orders["step"])
@@ -171,7 +176,7 @@ class Worker:
         words, t = self._control.words, self._step
         started, lr = time.perf_counter(), self._framework.lr
         if words[words_of.DUE] == t:
-            self._keeper.keep(self._shard.save)
+            self._keeper.keep(self._save)
         self._link.begin()
         self._computing = True
         try:
@@ -179,9 +184,8 @@ class Worker:
         finally:
             self._computing = False
         if self._number == 0:
-            self._announce(
-                t, (proposal.loss, proposal.norm, lr, sum([len(share.samples) for share in shares])), started
-            )
+            samples = sum([len(share.samples) for share in shares])
+            self._announce(t, proposal.loss, proposal.norm, lr, samples, started)
         try:
             commit(self._framework, self._link, t, proposal)
         except BaseException as error:
@@ -207,12 +211,12 @@ class Worker:
             self._settled = True
             give_back()  # optimizer state as the first update made it
 
-    def _announce(self, t: int, report: tuple[float, float, float, int], started: float) -> None:
+    def _announce(self, t: int, loss: float, norm: float, lr: float, samples: int, started: float) -> None:
         """What the first worker writes before a step is finished: nobody else could, should it end after that."""
         words = self._control.words
         more = words[words_of.UNTIL] > t + 1 and not words[words_of.PAUSE]
         words[words_of.AGREED] = t + 2 if more else t + 1
-        self._control.reports.write(t, *report, started, time.perf_counter())
+        self._control.reports.write(t, loss, norm, lr, samples, started, time.perf_counter())
         if words[words_of.DUE] == t:
             words[words_of.KEPT] = t  # all have met since they saved
         due = t < words[words_of.EAGER] or t + 1 - words[words_of.DUE] >= self._keeper.interval()
@@ -225,8 +229,11 @@ class Worker:
 
     def _describe(self, save: bool) -> dict[str, Any]:
         if save:
-            self._shard.save()
+            self._save()
         return self._shard.state()
+
+    def _save(self) -> None:
+        self._control.words[self._checksum] = self._shard.save()
 
     def _evaluate(self, metric_fn: Any, data: Any, batch_size: int) -> list[tuple[float, float]]:
         """Measure this worker's block of chunks."""

@@ -87,9 +87,8 @@ class RunDirectory:
         if os.path.lexists(target):  # of an earlier run, and damaged, or it would not be written again
             _remove(target)
         snapshot.write(state, target)
-        newer = [place for place in places(self.path) if place.name > target.name]  # damaged, for the same reason
-        older = [place for place in places(self.path) if place.name <= target.name]
-        for place in [*newer, *older[self._keep :]]:
+        older = [place for place in places(self.path) if place.name <= target.name]  # newer ones could not be read
+        for place in older[self._keep :]:
             with contextlib.suppress(OSError):
                 _remove(place)
 

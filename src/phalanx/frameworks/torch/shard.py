@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -133,18 +134,24 @@ class Shard:
         self._updates.take_options(options)
         self._buffers.expect()  # somebody else may have written them
 
-    def save(self) -> None:
-        """Copy what this worker owns into the snapshot."""
-        for home, copy in self._kept():
+    def save(self) -> int:
+        """Copy what this worker owns into the snapshot; returns the checksum of that."""
+        checksum = 0
+        for home, copy, raw in self._kept():
             copy.copy_(home)
+            checksum = zlib.crc32(raw, checksum)
+        return checksum
 
-    def restore(self) -> None:
-        """Copy what this worker owns back from the snapshot, optimizer state as far as it was described."""
-        for home, copy in self._kept():
+    def restore(self) -> int:
+        """Copy what this worker owns back, optimizer state as far as it was described; returns the checksum of that."""
+        checksum = 0
+        for home, copy, raw in self._kept():
+            checksum = zlib.crc32(raw, checksum)
             home.copy_(copy)
+        return checksum
 
-    def _kept(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """All that a snapshot holds of this worker's, with its copy; as bytes."""
+    def _kept(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, memoryview]]:
+        """All that a snapshot holds of this worker's, with its copy, twice; as bytes."""
         storages, starts, rooms = self._layout.snapshot
         places = [(self._layout.storages[number][1:], storages[number]) for number in self._storages]
         pairs = [(offset, size, copy) for (size, offset), copy in places]
@@ -154,8 +161,10 @@ class Shard:
         if self._keeps_buffers:
             specs = zip(self._layout.starts, self._layout.buffers, starts, strict=True)
             pairs += [(offset, bytes_in(spec), copy) for offset, spec, copy in specs]
+        arena = memoryview(self._arena)
         for offset, size, copy in pairs:
-            yield view(self._arena, offset, _raw(size)), view(self._arena, copy, _raw(size))
+            place = view(self._arena, copy, _raw(size))
+            yield view(self._arena, offset, _raw(size)), place, arena[copy : copy + size]
 
 
 class Mirror:
