@@ -42,6 +42,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar.")]
 Plot = Annotated[str, typer.Option("--plot", metavar="PATH", help="Where to write the picture of loss and metric.")]
 RunDir = Annotated[str, typer.Option("--run-dir", metavar="DIR", help="Keep snapshots there, and go on from them.")]
+SnapshotEvery = Annotated[str, typer.Option("--snapshot-every", help="Steps from one snapshot to the next, or auto.")]
 Workers = Annotated[str, typer.Option("--workers", help="How many workers, or auto. Never changes the answer.")]
 
 
@@ -57,6 +58,7 @@ def train(
     file: Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="A Python file that defines `recipe`, or NAME.")],
     workers: Workers = "auto",
     run_dir: RunDir = "",
+    snapshot_every: SnapshotEvery = "auto",
     plot: Plot = "",
     json_: Json = False,
     quiet: Quiet = False,
@@ -67,7 +69,8 @@ def train(
     """
     _check_picture(plot)
     recipe, evaluation = load_recipe(file)
-    result = _trained(recipe, evaluation, workers, quiet=quiet, run_dir=run_dir)
+    saving = {"run_dir": run_dir or None, "snapshot_every": _count(snapshot_every)}
+    result = _trained(recipe, evaluation, workers, quiet=quiet, **saving)
     picture = _picture(result, plot) if plot else None
     _report(pathlib.Path(file.split(":")[0]).name, result, picture, json_=json_)
 
@@ -187,10 +190,13 @@ def main() -> None:
         sys.exit(EXIT_RUN)
 
 
-def _trained(recipe: Recipe, evaluation: Evaluation | None, workers: str, *, quiet: bool, run_dir: str = "") -> Result:
-    count = int(workers) if workers.lstrip("-").isdigit() else workers
+def _count(text: str) -> int | str:
+    return int(text) if text.lstrip("-").isdigit() else text
+
+
+def _trained(recipe: Recipe, evaluation: Evaluation | None, workers: str, *, quiet: bool, **saving: Any) -> Result:
     try:
-        return recipe.train(workers=count, evaluation=evaluation, progress=not quiet, run_dir=run_dir or None)
+        return recipe.train(workers=_count(workers), evaluation=evaluation, progress=not quiet, **saving)
     except KeyboardInterrupt as interrupt:
         result = getattr(interrupt, "result", None)
         after = f" after {result.steps} steps, digest {result.digest}" if result is not None else ""
@@ -214,8 +220,9 @@ def _picture(result: Result, path: str) -> pathlib.Path:
 
 def _report(name: str, result: Result, picture: pathlib.Path | None, *, json_: bool) -> None:
     per_epoch = None
-    if result.steps_per_epoch and result.steps:
-        per_epoch = result.seconds / result.steps * result.steps_per_epoch
+    done = result.steps - (result.resumed_from or 0)
+    if result.steps_per_epoch and done:
+        per_epoch = result.seconds / done * result.steps_per_epoch
     metrics = {evaluated.name: evaluated.value for evaluated in result.metric_history}
     facts: dict[str, Any] = {
         "name": name,
@@ -223,6 +230,7 @@ def _report(name: str, result: Result, picture: pathlib.Path | None, *, json_: b
         "metrics": {name: _plain(value) for name, value in metrics.items()},
         "seconds per epoch": per_epoch,
         "steps": result.steps,
+        "resumed from step": result.resumed_from,
         "samples": result.samples,
         "replicas": result.replicas,
         "workers": result.workers,
@@ -233,6 +241,8 @@ def _report(name: str, result: Result, picture: pathlib.Path | None, *, json_: b
         typer.echo(json.dumps({key.replace(" ", "_"): value for key, value in facts.items()}))
         return
     shown = {f"test {name}": value for name, value in facts.pop("metrics").items()} | facts
+    if result.resumed_from == result.steps:
+        typer.echo("phalanx: all steps were done before; nothing was left to do")
     lines = {key: value for key, value in shown.items() if value is not None and key not in ("name", "digest")}
     width = max(map(len, lines))
     for key, value in lines.items():

@@ -206,12 +206,15 @@ class Course:
         Start of the first step and end of the last, on the clock of ``time.perf_counter``.
     incidents : list of Incident
         What happened to workers.
+    resumed_from : int or None
+        How many steps an earlier run had done, if this one goes on from its snapshot.
     """
 
     loss_history: list[float] = field(default_factory=list[float])
     samples: int = 0
     span: tuple[float, float] | None = None
     incidents: list[Incident] = field(default_factory=list[Incident])
+    resumed_from: int | None = None
 
     def add(self, loss: float, samples: int) -> None:
         """Count a finished step."""

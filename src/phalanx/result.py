@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from phalanx.events import Evaluated
+from phalanx.events import Evaluated, Incident
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,6 +38,10 @@ class Result:
         From the start of the first step to the end of the last.
     startup_seconds : float
         From the call to the start of the first step.
+    resumed_from : int or None
+        The step at which the run went on from a snapshot of an earlier one; ``seconds`` count from there.
+    incidents : sequence of Incident
+        Deaths and replacements of workers, and what was rolled back.
     """
 
     model: Any = field(repr=False)
@@ -51,6 +56,8 @@ class Result:
     steps_per_epoch: int | None
     seconds: float
     startup_seconds: float
+    resumed_from: int | None = None
+    incidents: Sequence[Incident] = field(default=(), repr=False)
 
     @property
     def loss(self) -> float | None:

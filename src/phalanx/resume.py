@@ -83,7 +83,7 @@ class Past:
             self.metrics = [Evaluated(int(steps), float(value), str(name)) for steps, value, name in found.metrics]
         except (TypeError, ValueError) as error:
             raise SnapshotError("the snapshot's evaluations are none") from error
-        return Course(loss_history=losses_in(found), samples=found.samples)
+        return Course(loss_history=losses_in(found), samples=found.samples, resumed_from=found.step)
 
     def saver(self, engine: Engine) -> Saver | None:
         """What saves the run from here on."""

@@ -294,4 +294,6 @@ class Run:
             steps_per_epoch=None if self._definition.data is None else self._definition.plan.steps_per_epoch,
             seconds=ended - began,
             startup_seconds=began - self._called,
+            resumed_from=self._engine.course.resumed_from,
+            incidents=self.incidents,
         )

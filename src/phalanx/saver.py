@@ -84,7 +84,7 @@ class Saver:
         facts = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": report.lr, "seconds": report.seconds}
         if report.metric is not None:
             facts["metric"] = report.metric
-        self._directory.note("step", step=report.step, samples=report.samples, **facts)
+        self._directory.note("step", step=report.step, epoch=report.epoch, samples=report.samples, **facts)
 
     def due(self, steps: int) -> bool:
         """Whether a snapshot should be written after so many steps."""

@@ -111,9 +111,11 @@ def hunted(run, pause):
     ended, stop = [], threading.Event()
 
     def hunt():
+        done = -1
         while not stop.wait(pause()):
-            pids = run.worker_pids
-            if pids:
+            pids, control = run.worker_pids, run._engine.control
+            if pids and control.finished() > done:  # three deaths with nothing done between them would be poison
+                done = control.finished()
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pids[len(ended) % len(pids)], signal.SIGKILL)
                     ended.append(pids)

@@ -62,6 +62,23 @@ def test_a_name_picks_another_recipe(recipe_file):
     assert (facts["steps"], facts["replicas"], len(facts["digest"])) == (2, 2, 64)
 
 
+def test_a_run_in_a_directory_says_where_it_went_on(recipe_file):
+    """The same command again goes on from the snapshot and says so; when all is done it says that, and the digest."""
+    command = ("train", "job.py:other", "--quiet", "--run-dir", "run", "--snapshot-every", "1")
+    whole = phalanx_command(*command, cwd=recipe_file.parent)
+    again = phalanx_command(*command, cwd=recipe_file.parent)
+    longer = recipe_file.read_text().replace("steps=2", "steps=5")
+    recipe_file.write_text(longer)
+    further = json.loads(phalanx_command(*command, "--json", cwd=recipe_file.parent).stdout)
+    assert "resumed" not in whole.stdout
+    assert "nothing was left to do" in again.stdout
+    assert whole.stdout.splitlines()[-1] == again.stdout.splitlines()[-1]
+    assert (further["resumed_from_step"], further["steps"]) == (2, 5)
+    events = [json.loads(line) for line in (recipe_file.parent / "run" / "events.jsonl").read_text().splitlines()]
+    kinds = [event["event"] for event in events if event["event"] != "snapshot"]
+    assert kinds == ["start", "step", "step", "end", "resume", "end", "resume", "step", "step", "step", "end"]
+
+
 def test_train_draws_one_bar_and_a_picture(recipe_file):
     """The bar goes to stderr, the picture where --plot says."""
     done = phalanx_command("train", "job.py", "--plot", "sub/loss.png", cwd=recipe_file.parent)
