@@ -1,0 +1,305 @@
+"""A process group of torch.distributed over shared memory: what DDP and its kin call, for CPU tensors on one host."""
+
+# torch calls these methods from C++ by position, with lists: its stubs name parameters that it never names.
+# pyright: reportIncompatibleMethodOverride=false, reportIncompatibleVariableOverride=false, reportAssignmentType=false
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.backend import collectives
+from phalanx.backend.messages import Inbox, receive, receive_any, send
+from phalanx.backend.progress import Line, Operation, Steps, advance, finish
+from phalanx.backend.reduction import reduction
+from phalanx.backend.room import Room
+from phalanx.backend.rounds import Rounds
+from phalanx.backend.tensors import Back, flattened, raw, rows, split, then
+from phalanx.errors import UsageError
+
+Tensors = Sequence[torch.Tensor]
+
+
+class Work(dist.Work):
+    """A collective under way, as torch.distributed hands it out.
+
+    Parameters
+    ----------
+    operation : Operation
+    seconds : float
+        How long to wait for others.
+    outputs : list of torch.Tensor
+    sources : list of int
+        Where a message came from, once it is here.
+    """
+
+    def __init__(self, operation: Operation, seconds: float, outputs: Any, sources: list[int] | None = None) -> None:
+        super().__init__()
+        self._operation = operation
+        self._seconds = seconds
+        self._outputs = outputs
+        self._sources = sources
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Until it is done."""
+        given = 0.0 if timeout is None else timeout.total_seconds()
+        finish(self._operation, given if given > 0 else self._seconds)
+        return True
+
+    def get_future(self) -> Any:
+        """Waits: nothing goes on in the background."""
+        future = torch.futures.Future()
+        self.wait()
+        future.set_result(self._outputs)
+        return future
+
+    def is_completed(self) -> bool:
+        """Whether it is done; lets it go on as far as it can."""
+        if not self._operation.done:
+            advance()
+        return self._operation.done
+
+    def is_success(self) -> bool:
+        """Whether it is done, and went well."""
+        return self._operation.done and self._operation.error is None
+
+    def exception(self) -> BaseException | None:
+        """What went wrong."""
+        return self._operation.error
+
+    def result(self) -> Any:
+        """The tensors that were written."""
+        self.wait()
+        return self._outputs
+
+    def source_rank(self) -> int:
+        """Where a message came from."""
+        self.wait()
+        return self._sources[0] if self._sources else -1
+
+    _source_rank = source_rank
+
+
+class Group(dist.ProcessGroup):
+    """The ranks of one group. Made by ``torch.distributed.init_process_group("phalanx")`` and ``new_group``.
+
+    Parameters
+    ----------
+    room : Room
+    seconds : float
+        How long to wait for others, unless a call says otherwise.
+    """
+
+    def __init__(self, room: Room, seconds: float) -> None:
+        super().__init__(room.rank, room.size)  # type: ignore[call-arg]
+        self._room = room
+        self._seconds = seconds
+        self._rounds = Rounds(room)
+        self._line = Line()
+        self._outboxes = {rank: Line() for rank in self._rounds.others}
+        self._inboxes = {rank: Inbox(room, rank) for rank in self._rounds.others}
+        self._name = ""
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """Its name."""
+        return "phalanx"
+
+    @property
+    def group_name(self) -> str:
+        """What torch.distributed calls it."""
+        return self._name
+
+    def setGroupName(self, group_name: str) -> None:  # noqa: N802
+        """Take the name that torch.distributed gives it."""
+        self._name = group_name
+
+    _set_group_name = setGroupName
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
+        """Every rank ends with the reduction of all."""
+        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp.op
+        return self._all("all_reduce", tensors, lambda flat: self._reduced(collectives.all_reduce, flat, op), opts)
+
+    def reduce(self, tensors: Tensors, opts: Any) -> Work:
+        """The root ends with the reduction of all."""
+        root = opts.rootRank
+        return self._all(
+            "reduce", tensors, lambda flat: self._reduced(collectives.reduce, flat, opts.reduceOp.op, root), opts
+        )
+
+    allreduce_coalesced = allreduce
+
+    def broadcast(self, tensors: Tensors, opts: Any) -> Work:
+        """Every rank ends with what the root has."""
+        return self._all(
+            "broadcast", tensors, lambda flat: collectives.broadcast(self._rounds, raw(flat), opts.rootRank), opts
+        )
+
+    def allgather(self, output_lists: Sequence[Tensors], tensors: Tensors, opts: Any = None) -> Work:
+        """Every rank ends with what each has, in a list of tensors."""
+        back: Back = []
+        steps = [
+            collectives.all_gather(self._rounds, [raw(flattened(out, back)) for out in outputs], raw(flattened(tensor)))
+            for outputs, tensor in zip(output_lists, tensors, strict=True)
+        ]
+        return self._begin("all_gather", steps, back, output_lists, opts)
+
+    allgather_coalesced = allgather
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
+        """Every rank ends with what each has, in one tensor."""
+        return self.all_gather_single_coalesced([output], [tensor], opts)
+
+    def all_gather_single_coalesced(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> Work:
+        """The same for several."""
+        back: Back = []
+        steps = [
+            collectives.all_gather(
+                self._rounds, self._cut(flattened(output, back), tensor.numel()), raw(flattened(tensor))
+            )
+            for output, tensor in zip(outputs, tensors, strict=True)
+        ]
+        return self._begin("all_gather", steps, back, outputs, opts)
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather(self, output_lists: Sequence[Tensors], tensors: Tensors, opts: Any) -> Work:
+        """The root ends with what each rank has."""
+        back: Back = []
+        outputs = [raw(flattened(out, back)) for out in output_lists[0]] if output_lists else []
+        steps = [collectives.gather(self._rounds, outputs, raw(flattened(tensors[0])), opts.rootRank)]
+        return self._begin("gather", steps, back, output_lists, opts)
+
+    def scatter(self, outputs: Tensors, input_lists: Sequence[Tensors], opts: Any) -> Work:
+        """Each rank ends with its part of what the root has."""
+        back: Back = []
+        inputs = [raw(flattened(part)) for part in input_lists[0]] if input_lists else []
+        steps = [collectives.scatter(self._rounds, raw(flattened(outputs[0], back)), inputs, opts.rootRank)]
+        return self._begin("scatter", steps, back, outputs, opts)
+
+    def reduce_scatter(self, outputs: Tensors, input_lists: Sequence[Tensors], opts: Any) -> Work:
+        """Each rank ends with the reduction of its part, out of lists of parts."""
+        back: Back = []
+        steps = [
+            self._reduce_scattered(flattened(output, back), [flattened(part) for part in parts], opts)
+            for output, parts in zip(outputs, input_lists, strict=True)
+        ]
+        return self._begin("reduce_scatter", steps, back, outputs, opts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Work:
+        """Each rank ends with the reduction of its part, out of one tensor."""
+        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, tensors: Tensors, opts: Any) -> Work:
+        """The same for several."""
+        back: Back = []
+        steps = [
+            self._reduce_scattered(flattened(output, back), split(flattened(tensor), self.size()), opts)
+            for output, tensor in zip(outputs, tensors, strict=True)
+        ]
+        return self._begin("reduce_scatter", steps, back, outputs, opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+        """Part i of each rank goes to rank i."""
+        back: Back = []
+        ours, theirs = [raw(flattened(part)) for part in inputs], [raw(flattened(part, back)) for part in outputs]
+        return self._begin("all_to_all", [collectives.all_to_all(self._rounds, theirs, ours)], back, outputs, opts)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+    ) -> Work:
+        """The same for parts of one tensor, cut along the first dimension."""
+        back: Back = []
+        ours = rows(flattened(tensor), tensor, input_splits, self.size())
+        theirs = rows(flattened(output, back), output, output_splits, self.size())
+        return self._begin("all_to_all", [collectives.all_to_all(self._rounds, theirs, ours)], back, [output], opts)
+
+    alltoall_base = all_to_all_single
+
+    def barrier(self, opts: Any = None) -> Work:
+        """Nobody goes on before all have come."""
+        return self._begin("barrier", [collectives.barrier(self._rounds)], [], [], opts)
+
+    def send(self, tensors: Tensors, target: int, tag: int = 0) -> Work:
+        """Send a tensor to one rank; it must not be changed before the work is done."""
+        steps = send(self._room, self._peer(target), tag, raw(flattened(tensors[0])))
+        return self._message(f"send to rank {target}", self._outboxes[target], steps, tensors, None)
+
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Work:
+        """Receive a tensor from one rank."""
+        back: Back = []
+        flat = raw(flattened(tensors[0], back))
+        steps = then([receive(self._inboxes[self._peer(source)], source, tag, flat)], back)
+        return self._message(f"recv from rank {source}", Line(), steps, tensors, [source])
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
+        """Receive a tensor from whichever rank sent one."""
+        back: Back = []
+        found: list[int] = []
+        steps = then([receive_any(self._inboxes, tag, raw(flattened(tensors[0], back)), found)], back)
+        return self._message("recv from any rank", Line(), steps, tensors, found)
+
+    def shutdown(self) -> None:
+        """Give back what the group holds."""
+        self._room.close()
+
+    abort = shutdown
+
+    def _peer(self, rank: int) -> int:
+        if rank not in self._inboxes:
+            raise UsageError(f"rank is {rank}, but this is rank {self.rank()} of {self.size()}; name another of them")
+        return rank
+
+    def _cut(self, flat: torch.Tensor, count: int) -> list[torch.Tensor]:
+        if len(flat) != count * self.size():
+            raise UsageError(
+                f"the output has {len(flat)} elements, and {self.size()} ranks bring {count} each; make it "
+                f"{count * self.size()}"
+            )
+        return [raw(part) for part in split(flat, self.size())]
+
+    def _reduced(self, collective: Any, flat: torch.Tensor, op: Any, *root: int) -> Steps:
+        return collective(self._rounds, flat, reduction(op, flat.dtype, self._rounds.size), *root)
+
+    def _reduce_scattered(self, flat: torch.Tensor, parts: Tensors, opts: Any) -> Steps:
+        if len(parts) != self.size() or any(len(part) != len(flat) for part in parts):
+            raise UsageError(
+                f"{len(parts)} parts of {[len(part) for part in parts]} elements are to be scattered over "
+                f"{self.size()} ranks into {len(flat)} each; make them agree"
+            )
+        return collectives.reduce_scatter(
+            self._rounds, flat, parts, reduction(opts.reduceOp.op, flat.dtype, self.size())
+        )
+
+    def _all(self, name: str, tensors: Tensors, steps: Any, opts: Any) -> Work:
+        back: Back = []
+        return self._begin(name, [steps(flattened(tensor, back)) for tensor in tensors], back, tensors, opts)
+
+    def _begin(self, name: str, steps: Sequence[Steps], back: Back, outputs: Any, opts: Any) -> Work:
+        whole = steps[0] if len(steps) == 1 and not back else then(steps, back)
+        operation = Operation(whole, self._room, name)
+        self._line.begin(operation)
+        return Work(operation, _seconds(opts, self._seconds), outputs)
+
+    def _message(self, name: str, line: Line, steps: Steps, tensors: Tensors, sources: list[int] | None) -> Work:
+        operation = Operation(steps, self._room, name)
+        line.begin(operation)
+        return Work(operation, self._seconds, tensors, sources)
+
+
+def _seconds(opts: Any, default: float) -> float:
+    given = getattr(opts, "timeout", None)
+    return default if given is None or given.total_seconds() <= 0 else given.total_seconds()

@@ -1,0 +1,117 @@
+"""Messages from one rank to another, through a pipe in shared memory per pair of ranks.
+
+A message may be longer than its pipe: the sender writes on as the receiver reads. Messages of one pair arrive in the
+order in which they were sent; one that nobody asked for yet is kept by its tag.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import defaultdict, deque
+from typing import Any
+
+import torch
+
+from phalanx.backend.progress import Steps
+from phalanx.backend.room import LINE, PIPE, Room
+from phalanx.engines.control import order
+from phalanx.errors import UsageError
+
+HEADER = struct.Struct("=qq")  # tag, bytes
+
+
+def send(room: Room, target: int, tag: int, flat: torch.Tensor) -> Steps:
+    """Write ``flat``, which is bytes, into the pipe to ``target``."""
+    words, (first, pipe) = room.words, room.pipe(room.rank, target)
+    written, read = first, first + LINE
+    data: Any = flat.numpy()
+    for content in (memoryview(HEADER.pack(tag, len(flat))), memoryview(data)):
+        left = content
+        while left:
+            at, size = words[written] % PIPE, min(len(left), PIPE - (words[written] - words[read]))
+            size = min(size, PIPE - at)
+            if size:
+                pipe[at : at + size] = left[:size]
+                order()
+                words[written] += size
+                left = left[size:]
+            else:
+                yield (target,)
+
+
+class Inbox:
+    """What came from one rank.
+
+    Parameters
+    ----------
+    room : Room
+    source : int
+    """
+
+    def __init__(self, room: Room, source: int) -> None:
+        self._words = room.words
+        self._written, self._pipe = room.pipe(source, room.rank)
+        self._read = self._written + LINE
+        self._part = bytearray()  # of a message, or of its header
+        self._coming: tuple[int, int] | None = None
+        self.kept: dict[int, deque[bytearray]] = defaultdict(deque)
+        self.wanted: dict[int, deque[object]] = defaultdict(deque)
+
+    def look(self) -> None:
+        """Take out of the pipe what is there."""
+        words = self._words
+        while True:
+            need = (HEADER.size if self._coming is None else self._coming[1]) - len(self._part)
+            at, there = words[self._read] % PIPE, words[self._written] - words[self._read]
+            order()
+            size = min(need, there, PIPE - at)
+            if need and not size:
+                return
+            self._part += self._pipe[at : at + size]
+            order()
+            words[self._read] += size
+            if size == need:
+                self._whole()
+
+    def _whole(self) -> None:
+        part, self._part = self._part, bytearray()
+        if self._coming is None:
+            self._coming = HEADER.unpack(part)
+        else:
+            self.kept[self._coming[0]].append(part)
+            self._coming = None
+
+
+def receive(inbox: Inbox, source: int, tag: int, flat: torch.Tensor) -> Steps:
+    """Read the next message of ``tag`` into ``flat``, which is bytes; those who asked first get theirs first."""
+    ticket = object()
+    inbox.wanted[tag].append(ticket)
+    try:
+        while inbox.wanted[tag][0] is not ticket or not inbox.kept[tag]:
+            inbox.look()
+            if inbox.wanted[tag][0] is not ticket or not inbox.kept[tag]:
+                yield (source,)
+        _fill(flat, inbox.kept[tag].popleft(), source)
+    finally:
+        inbox.wanted[tag].remove(ticket)
+
+
+def receive_any(inboxes: dict[int, Inbox], tag: int, flat: torch.Tensor, found: list[int]) -> Steps:
+    """Read the next message of ``tag``, from whomever; appends that rank to ``found``."""
+    while True:
+        for source, inbox in inboxes.items():
+            inbox.look()
+            if inbox.kept[tag] and not inbox.wanted[tag]:
+                found.append(source)
+                _fill(flat, inbox.kept[tag].popleft(), source)
+                return
+        yield tuple(inboxes)
+
+
+def _fill(flat: torch.Tensor, message: bytearray, source: int) -> None:
+    if len(message) != len(flat):
+        raise UsageError(
+            f"rank {source} sent {len(message)} bytes, and the tensor to receive them has {len(flat)}; make both equal"
+        )
+    if message:
+        flat.copy_(torch.frombuffer(message, dtype=torch.uint8))

@@ -1,0 +1,162 @@
+"""One group's shared memory: made by its first rank, found by the others, forgotten by the kernel when all are gone.
+
+Ranks find each other through the store that torch.distributed gives them. What travels there is JSON; the memory itself
+is opened as ``/proc/PID/fd/N``, so it has no name and needs no listener.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import pathlib
+import select
+import socket
+import stat
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from phalanx.engines.memory import Memory
+from phalanx.errors import RunError, UsageError
+
+LINE = 8  # words in a cache line: writers do not share one
+ARRIVED, TAGS = 0, 1  # words of a rank's line: rounds that it has come to, and what it does in the latest two
+SLOT = 1 << 19  # bytes that a rank shows in one round, twice: while others still read one round, it writes the next
+PIPE = 1 << 16  # bytes of a message that are under way from one rank to another
+PIPE_WORDS = 2 * LINE  # bytes written and bytes read, each in a line of its own
+POLL_SECONDS = 0.02  # between two looks at whether the others are alive
+
+
+class PeerError(RunError, RuntimeError):
+    """Another rank is gone, does something else, or does not come; the group cannot be used any more."""
+
+
+class Room:
+    """The shared memory of a group, as one rank sees it.
+
+    Parameters
+    ----------
+    memory : mmap.mmap
+    rank, size : int
+    pids : sequence of int
+        Processes of all ranks.
+
+    Attributes
+    ----------
+    words : memoryview
+        int64: a line per rank, then two lines per pair of ranks.
+    slots, pipes : memoryview
+        Bytes: two slots per rank; one pipe per pair of ranks, from and to.
+    """
+
+    def __init__(self, memory: mmap.mmap, rank: int, size: int, pids: Sequence[int]) -> None:
+        self.rank, self.size, self.pids = rank, size, tuple(pids)
+        whole = memoryview(memory)
+        words, slots = _words(size), 2 * SLOT * size
+        self.words = whole[:words].cast("q")
+        self.slots = whole[words : words + slots]
+        self.pipes = whole[words + slots :]
+        self._watched = {os.pidfd_open(pid): peer for peer, pid in enumerate(pids) if peer != rank}
+        self._poll = select.poll()
+        for fd in self._watched:
+            self._poll.register(fd, select.POLLIN)
+        self._looked = 0.0
+
+    def gone(self, peers: Sequence[int]) -> int | None:
+        """One of these ranks whose process has ended; looked up a few times a second."""
+        now = time.monotonic()
+        if now - self._looked < POLL_SECONDS:
+            return None
+        self._looked = now
+        ended = {self._watched[fd] for fd, _ in self._poll.poll(0)}
+        return next((peer for peer in peers if peer in ended), None)
+
+    def close(self) -> None:
+        """Give the descriptors back; the memory goes with the last view of it."""
+        for fd in self._watched:
+            os.close(fd)
+        self._watched = {}
+        self._poll = select.poll()
+
+    def line(self, rank: int) -> int:
+        """Index of a rank's first word."""
+        return rank * LINE
+
+    def pipe(self, source: int, target: int) -> tuple[int, memoryview]:
+        """Of a pipe: the index of its first word, and its bytes."""
+        number = source * self.size + target
+        first = self.size * LINE + number * PIPE_WORDS
+        return first, self.pipes[number * PIPE : (number + 1) * PIPE]
+
+
+def _words(size: int) -> int:
+    """Bytes of all counters, rounded up to pages."""
+    words = 8 * (size * LINE + size * size * PIPE_WORDS)
+    return -(-words // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def join(store: Any, rank: int, size: int) -> Room:
+    """Meet the other ranks of a group in its store, and share memory with them.
+
+    Raises
+    ------
+    UsageError
+        They cannot share memory: not all are on one host, of one user, on Linux.
+    """
+    if not sys.platform.startswith("linux"):
+        raise UsageError(f"backend 'phalanx' needs Linux, this is {sys.platform}; use backend='gloo'")
+    needed = _words(size) + 2 * SLOT * size + PIPE * size * size
+    memory = Memory(needed if rank == 0 else 0)
+    try:
+        return _meet(store, rank, size, needed, memory)
+    finally:
+        memory.close()
+
+
+def _meet(store: Any, rank: int, size: int, needed: int, memory: Memory) -> Room:
+    mine = {"host": socket.gethostname(), "where": _where(), "uid": os.getuid(), "pid": os.getpid(), "fd": memory.fd}
+    store.set(f"rank {rank}", json.dumps(mine))
+    ranks = [json.loads(store.get(f"rank {peer}")) for peer in range(size)]
+    for peer, other in enumerate(ranks):
+        if (other["where"], other["uid"]) != (ranks[0]["where"], ranks[0]["uid"]):
+            raise UsageError(
+                f"rank {peer} runs on {other['host']} as user {other['uid']}, rank 0 on {ranks[0]['host']} as user "
+                f"{ranks[0]['uid']}: backend 'phalanx' is shared memory, for one host, one user, one container; "
+                "use backend='gloo' there"
+            )
+    shared = memory if rank == 0 else _opened(ranks[0]["pid"], ranks[0]["fd"], needed)
+    try:
+        room = Room(shared.map(), rank, size, [other["pid"] for other in ranks])
+    finally:
+        if rank:
+            shared.close()
+    store.set(f"ready {rank}", "")
+    store.wait([f"ready {peer}" for peer in range(size)])  # the descriptor stays until all have the memory
+    return room
+
+
+def _opened(pid: int, fd: int, needed: int) -> Memory:
+    """The memory of another process; nothing but the expected kind of file is taken."""
+    place = pathlib.Path(f"/proc/{int(pid)}/fd/{int(fd)}")
+    try:
+        found = os.open(place, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise UsageError(
+            f"the memory of rank 0 (process {pid}) cannot be opened: {error.strerror}; both ranks must be processes of "
+            "one user in one container, or use backend='gloo'"
+        ) from error
+    facts = os.fstat(found)
+    if not stat.S_ISREG(facts.st_mode) or facts.st_nlink or facts.st_uid != os.getuid() or facts.st_size != needed:
+        os.close(found)
+        raise UsageError(
+            f"{place} is not the memory that rank 0 shares; start all ranks with the same version of phalanx"
+        )
+    return Memory(0, found)
+
+
+def _where() -> str:
+    """The same for processes that can see each other: this boot of the kernel, and the namespace of process ids."""
+    boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"

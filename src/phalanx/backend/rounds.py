@@ -1,0 +1,125 @@
+"""Rounds: every rank shows something in its slot, and reads what others show there.
+
+A rank that comes to round n has read all it wanted of round n-1, so once all have come to n, the slots of n-1 are free
+for n+1: each rank has two slots, and one meeting per round is enough. Plain counters carry it, one writer each.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from phalanx.backend.progress import Steps
+from phalanx.backend.room import ARRIVED, SLOT, TAGS, PeerError, Room
+from phalanx.engines.control import order
+
+KEPT_VIEWS = 64
+SIZE = 26  # the bit of a deed from which on it holds a number of bytes
+ROOTED = ("reduce", "broadcast", "gather", "scatter")
+DTYPES = (
+    torch.uint8, torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64, torch.complex64, torch.complex128,
+)  # fmt: skip
+KINDS = (
+    "barrier", "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"
+)  # fmt: skip
+
+
+@functools.lru_cache
+def deed(kind: str, dtype: torch.dtype = torch.uint8, op: int = 0, root: int = 0) -> int:
+    """What a rank does in a round, as far as all must do the same, as one word; the size is put in from bit SIZE on."""
+    return KINDS.index(kind) | DTYPES.index(dtype) << 4 | op << 10 | root << 14
+
+
+def spelled(word: int) -> str:
+    """A deed for people."""
+    kind, dtype, root, size = KINDS[word & 15], DTYPES[word >> 4 & 63], word >> 14 & 4095, word >> SIZE
+    more = f" of {dtype}" if "reduce" in kind else ""
+    return f"{kind} of {size} bytes{more}" + (f" with root {root}" if kind in ROOTED else "")
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Slots of all ranks, as tensors of one dtype and length, for even and for odd rounds."""
+
+    even: list[torch.Tensor]
+    odd: list[torch.Tensor]
+
+
+class Rounds:
+    """The rounds of one group, as one rank goes through them.
+
+    Parameters
+    ----------
+    room : Room
+    """
+
+    def __init__(self, room: Room) -> None:
+        self.rank, self.size = room.rank, room.size
+        self._words = room.words
+        self._slots = room.slots
+        self._lines = [room.line(rank) for rank in range(room.size)]
+        self._mine = room.line(room.rank)
+        self.others = [rank for rank in range(room.size) if rank != room.rank]
+        self._round = 0
+        self._tag = 0
+        self._unseen = 0  # ranks whose slot of this round was not looked at
+        self._views: dict[tuple[torch.dtype, int], Shown] = {}
+
+    def come(self, deed: int) -> Steps:
+        """Come to the next round. What was shown two rounds ago may then be written over.
+
+        Raises
+        ------
+        PeerError
+            Somebody did something else in the latest round.
+        """
+        if self._unseen and self._round:
+            yield from self.see(self.others)
+        self._round, self._tag, self._unseen = self._round + 1, deed, len(self.others)
+
+    def slots(self, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
+        """The slots of this round, ``count`` elements of each: our own to be written before ``show``."""
+        shown = self._views.get((dtype, count))
+        if shown is None:
+            if len(self._views) >= KEPT_VIEWS:
+                self._views.clear()
+            shown = self._views[dtype, count] = Shown(self._made(dtype, count, 0), self._made(dtype, count, 1))
+        return shown.odd if self._round & 1 else shown.even
+
+    def show(self) -> None:
+        """Our slot is written, or need not be."""
+        parity = self._round & 1
+        self._words[self._mine + TAGS + parity] = self._tag
+        order()
+        self._words[self._mine + ARRIVED] = self._round
+
+    def see(self, ranks: Sequence[int]) -> Steps:
+        """Wait until these ranks show theirs.
+
+        Raises
+        ------
+        PeerError
+            One of them does something else.
+        """
+        words, number, tag = self._words, self._round, TAGS + (self._round & 1)
+        for rank in ranks:
+            self._unseen -= 1
+            line = self._lines[rank]
+            while words[line + ARRIVED] < number:
+                yield (rank,)
+            order()
+            if words[line + tag] != self._tag:
+                raise PeerError(
+                    f"rank {rank} does {spelled(words[line + tag])} while rank {self.rank} does "
+                    f"{spelled(self._tag)} (or with another op); all ranks of a group must call the same "
+                    "collectives in the same order, with equal sizes"
+                )
+
+    def _made(self, dtype: torch.dtype, count: int, parity: int) -> list[torch.Tensor]:
+        size = count * dtype.itemsize
+        starts = [(2 * rank + parity) * SLOT for rank in range(self.size)]
+        return [torch.frombuffer(self._slots[start : start + size], dtype=dtype) for start in starts]

@@ -1,0 +1,74 @@
+"""Tensors as collectives take them: flat, contiguous, without autograd, as numbers or as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from phalanx.backend.progress import Steps
+from phalanx.errors import UsageError
+
+Back = list[tuple[torch.Tensor, torch.Tensor]]  # what has to be copied back, and from where
+
+
+def flattened(tensor: torch.Tensor, back: Back | None = None) -> torch.Tensor:
+    """``tensor`` in one dimension: itself, or a copy, which is noted in ``back`` if it will be written.
+
+    Raises
+    ------
+    UsageError
+        It is not on the CPU, or not dense.
+    """
+    if tensor.is_cpu and tensor.dim() == 1 and not tensor.requires_grad and tensor.layout == torch.strided:
+        own = tensor
+    elif tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        kind = tensor.device.type if tensor.device.type != "cpu" else str(tensor.layout)
+        raise UsageError(
+            f"a tensor is {kind}, and backend 'phalanx' moves dense tensors on the CPU; use 'nccl' for GPUs, and "
+            "to_dense() for sparse ones"
+        )
+    else:
+        own = tensor.detach()
+    if own.is_contiguous():
+        return own if own.dim() == 1 else own.view(-1)
+    copy = own.contiguous().view(-1)
+    if back is not None:
+        back.append((own, copy))
+    return copy
+
+
+def raw(flat: torch.Tensor) -> torch.Tensor:
+    """A flat tensor as bytes."""
+    return flat.view(torch.uint8)
+
+
+def split(flat: torch.Tensor, ranks: int) -> list[torch.Tensor]:
+    """A flat tensor in equal parts.
+
+    Raises
+    ------
+    UsageError
+        It cannot be cut so.
+    """
+    if len(flat) % ranks:
+        raise UsageError(f"a tensor of {len(flat)} elements cannot be cut for {ranks} ranks; pad it")
+    return list(flat.view(ranks, -1))
+
+
+def rows(flat: torch.Tensor, tensor: torch.Tensor, splits: Sequence[int], ranks: int) -> list[torch.Tensor]:
+    """``flat``, which is ``tensor``, as bytes in parts of so many rows; equal ones if ``splits`` is empty."""
+    if not splits:
+        return [raw(part) for part in split(flat, ranks)]
+    row = tensor[0].numel() if len(tensor) else 0
+    if len(splits) != ranks or sum(splits) != len(tensor):
+        raise UsageError(f"splits are {list(splits)} for {len(tensor)} rows and {ranks} ranks; make them add up")
+    return [raw(part) for part in flat.split([row * count for count in splits])]
+
+
+def then(steps: Sequence[Steps], back: Back) -> Steps:
+    """One after another; then copy back what was copied."""
+    for each in steps:
+        yield from each
+    for own, copy in back:
+        own.copy_(copy.view(own.shape))

@@ -1,0 +1,104 @@
+"""What ranks do in the tests of failures."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import phalanx
+from phalanx.backend import PeerError
+
+SOON = 5.0  # seconds within which a death must be an error everywhere
+
+
+def dies(rank, size, count, how):
+    """One rank is killed in the middle of many all-reduces; the others end with an error that names it, and soon."""
+    tensor, victim = torch.ones(count), size - 1
+    for _ in range(20):
+        dist.all_reduce(tensor)
+        tensor.fill_(1)
+    if rank == victim:
+        if how == "between":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "leaves":
+            os._exit(0)
+        import threading
+
+        threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGKILL]).start()
+    began = time.monotonic()
+    with pytest.raises(PeerError, match=rf"rank {victim} \(process \d+\) has ended.*start all ranks again") as caught:
+        while time.monotonic() - began < 20:
+            dist.all_reduce(tensor)
+            tensor.fill_(1)
+    assert isinstance(caught.value, RuntimeError)
+    assert time.monotonic() - began < 0.2 + SOON
+    with pytest.raises(PeerError, match="has ended"):
+        dist.barrier()
+
+
+def sender_dies(rank, size):
+    """Of a message's two ends one is killed: the other ends with an error."""
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerError, match="recv from rank 0: rank 0 .* has ended"):
+        dist.recv(torch.empty(3), 0)
+
+
+def differing(rank, size, kind):
+    """Ranks that call different things are told so, on at least one of them; nothing hangs."""
+    calls = {
+        "size": lambda: dist.all_reduce(torch.ones(3 + rank)),
+        "kind": lambda: dist.all_reduce(torch.ones(3)) if rank else dist.broadcast(torch.ones(3), 0),
+        "op": lambda: dist.all_reduce(torch.ones(3), op=dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM),
+        "dtype": lambda: dist.all_reduce(torch.ones(2, dtype=torch.float64) if rank else torch.ones(4)),
+        "root": lambda: dist.broadcast(torch.ones(3), rank % 2),
+    }
+    with pytest.raises(PeerError, match=r"rank \d does .* while rank \d does|has ended|did not come"):
+        calls[kind]()
+        dist.barrier()
+
+
+def late(rank, size):
+    """One rank does not come: the others give up after the time that the group was given, naming it."""
+    import datetime
+
+    group = dist.new_group(list(range(size)), timeout=datetime.timedelta(seconds=0.5))
+    if rank == 1:
+        time.sleep(2)
+        return
+    began = time.monotonic()
+    with pytest.raises(PeerError, match=r"all_reduce: rank 1 did not come within 0\.5 s"):
+        dist.all_reduce(torch.ones(3), group=group)
+    assert time.monotonic() - began < 1.5
+
+
+def refused(rank, size):
+    """Wrong calls are refused on the rank that makes them, and the group goes on."""
+    wrong = [
+        (lambda: dist.all_reduce(torch.ones(3).to_sparse()), "sparse"),
+        (lambda: dist.all_reduce(torch.ones(3, dtype=torch.int32), op=dist.ReduceOp.AVG), "AVG cannot be done"),
+        (lambda: dist.all_reduce(torch.ones(3), op=dist.ReduceOp.BAND), "BAND cannot be done"),
+        (lambda: dist.all_reduce(torch.ones(3).to(torch.float8_e5m2)), "convert it first"),
+        (lambda: dist.all_gather_into_tensor(torch.ones(size * 3 + 1), torch.ones(3)), "make it"),
+        (lambda: dist.reduce_scatter_tensor(torch.ones(3), torch.ones(size * 3 + 1)), "pad it"),
+        (lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4), [1] * size, [9] * size), "add up"),
+        (lambda: dist.all_reduce(torch.ones(3, device="meta")), "meta"),
+    ]
+    for call, words in wrong:
+        with pytest.raises(phalanx.UsageError, match=words):
+            call()
+    mine = torch.ones(3)
+    dist.all_reduce(mine)
+    assert mine.tolist() == [size] * 3
+
+
+def wrong_length(rank, size):
+    """A message of another size than the tensor for it."""
+    if rank == 0:
+        dist.send(torch.ones(3), 1)
+    elif rank == 1:
+        with pytest.raises(phalanx.UsageError, match=r"sent 12 bytes.*has 16"):
+            dist.recv(torch.ones(4), 0)

@@ -1,0 +1,60 @@
+"""Collectives of the backend: every rank ends with what one process can compute alone, bit for bit."""
+
+import pytest
+
+from tests.backend import jobs
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_all_reduce(right, size):
+    """All dtypes, operations and sizes: the fold by rank, rounded once where the dtype is narrow."""
+    right(size, "jobs.all_reduces")
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_big_all_reduce(right, size):
+    """Tensors that go through in several pieces."""
+    right(size, "jobs.big_all_reduces")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_reduce(right, size):
+    """The root has the reduction, the others keep theirs."""
+    right(size, "jobs.reduces")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("name", list(jobs.MOVES))
+def test_moves(right, size, name):
+    """What only moves arrives as it was: any dtype, any size, any root, uneven parts."""
+    right(size, "jobs.moves", name)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_reduce_scatter(right, size):
+    """Each rank has the reduction of its part, in both forms."""
+    right(size, "jobs.reduce_scatters")
+
+
+def test_barrier(right, tmp_path):
+    """Nobody goes on before all have come."""
+    right(3, "jobs.barriers", str(tmp_path))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("job", ["messages", "batched_messages"])
+def test_messages(right, size, job):
+    """send, recv and their kin: longer than a pipe, both ways at once, by tag, from anybody."""
+    right(size, f"jobs.{job}")
+
+
+@pytest.mark.parametrize("job", ["objects", "asynchronous", "subgroups", "views", "all_ops"])
+def test_other_forms(right, job):
+    """Objects, works and futures, groups of some ranks, views and parameters, functional collectives."""
+    right(3, f"jobs.{job}")
+
+
+def test_a_wrong_order_would_show(ran):
+    """The oracle can fail: sums in another order of ranks have other bits."""
+    codes, told = ran(3, "jobs.planted")
+    assert codes == [0, 0, 0], told

@@ -1,0 +1,74 @@
+"""When ranks fail, or call what does not fit together: an error on every rank that lives, within seconds."""
+
+import json
+import pathlib
+import signal
+
+import pytest
+
+from phalanx.backend import room
+from phalanx.errors import UsageError
+
+
+@pytest.mark.parametrize("how", ["between", "within", "leaves"])
+@pytest.mark.parametrize(("size", "count"), [(2, 1), (2, 2_000_000), (3, 2_000_000)])
+def test_a_dead_rank_is_an_error_on_all_others(ran, size, count, how):
+    """SIGKILL of a rank between or in the middle of all-reduces, or its quiet end, ends all others with an error."""
+    codes, told = ran(size, "failures.dies", count, how)
+    ended = 0 if how == "leaves" else -signal.SIGKILL
+    assert codes == [0] * (size - 1) + [ended], "\n".join(told)
+
+
+def test_a_dead_sender_is_an_error(ran):
+    """Who waits for a message from a dead rank is told."""
+    codes, told = ran(2, "failures.sender_dies")
+    assert codes == [-signal.SIGKILL, 0], told
+
+
+@pytest.mark.parametrize("kind", ["size", "kind", "op", "dtype", "root"])
+def test_ranks_that_differ_are_told(right, kind):
+    """Different collectives, sizes, operations, dtypes or roots: an error that says what each does, and no hang."""
+    right(2, "failures.differing", kind)
+
+
+@pytest.mark.parametrize("job", ["late", "refused", "wrong_length"])
+def test_other_mistakes(right, job):
+    """Ranks that come late, calls that cannot be, messages of another length."""
+    right(2, f"failures.{job}")
+
+
+class Store(dict):
+    """As much of a store as joining takes."""
+
+    def set(self, key, value):
+        self[key] = value
+
+    def get(self, key):
+        return self[key]
+
+    def wait(self, keys):
+        assert set(keys) <= set(self)
+
+
+@pytest.mark.parametrize("changed", [{"where": "another boot", "host": "other"}, {"uid": 4}])
+def test_several_hosts_are_refused(changed):
+    """Ranks that cannot share memory are refused with the reason, before anything is opened."""
+    mine = {"host": "here", "where": room._where(), "uid": __import__("os").getuid(), "pid": 1, "fd": 3}
+    store = Store({"rank 1": json.dumps(mine | changed)})
+    with pytest.raises(UsageError, match=r"rank 1 runs on .* one host and one user.*gloo"):
+        room.join(store, 0, 2)
+
+
+def test_only_the_expected_memory_is_opened(tmp_path):
+    """A store cannot make a rank map some file of its own."""
+    with (tmp_path / "file").open("wb") as file:
+        pathlib.Path(file.name).write_bytes(b"x" * 100)
+        with pytest.raises(UsageError, match="is not the memory that rank 0 shares"):
+            room._opened(__import__("os").getpid(), file.fileno(), 100)
+
+
+def test_nothing_is_left(right):
+    """After groups ended, well or not, no process, name in /dev/shm or file remains."""
+    before = set(pathlib.Path("/dev/shm").iterdir())
+    right(2, "failures.late")
+    assert set(pathlib.Path("/dev/shm").iterdir()) == before

@@ -1,0 +1,24 @@
+"""Scripts of PyTorch's own style under the backend: results as with Gloo, and the same bits on every run."""
+
+import pytest
+import torch
+
+from tests.backend import scripts
+
+NEEDS = {"Lightning Fabric": "lightning_fabric", "Accelerate": "accelerate"}
+
+
+@pytest.mark.parametrize("name", list(scripts.SCRIPTS))
+def test_script(right, tmp_path, name):
+    """Two runs end in equal bits, and near to what Gloo gives."""
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    found = []
+    for number, backend in enumerate(("phalanx", "phalanx", "gloo")):
+        right(2, "scripts.run", name, str(tmp_path / str(number)), backend=backend)
+        found.append(torch.load(tmp_path / str(number), weights_only=True))
+    one, again, gloo = found
+    assert all(torch.equal(one[key], again[key]) for key in one)
+    narrow = any(word in name for word in ("16", "PowerSGD"))
+    for key, value in one.items():
+        torch.testing.assert_close(value, gloo[key], rtol=1e-2 if narrow else 1e-5, atol=1e-2 if narrow else 1e-6)
