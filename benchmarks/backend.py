@@ -4,7 +4,6 @@ Both backends live in the same ranks and take turns, call by call, so that they 
 """
 
 import argparse
-import datetime
 import os
 import pathlib
 import statistics
@@ -13,8 +12,11 @@ import sys
 import tempfile
 import time
 
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
 import models
 import peers
+import step
 import torch
 from torch import distributed as dist
 from tqdm import tqdm
@@ -30,7 +32,7 @@ def calls(count):
 
 
 def measured(size):
-    """Seconds of an all_reduce by number of elements and backend: at the group itself, and through torch.distributed."""
+    """Seconds of an all_reduce by elements and backend: at the group itself, and through torch.distributed."""
     world, other = dist.group.WORLD, dist.new_group(backend="gloo")
     groups = {"gloo": other, "phalanx": world}
     found = {}
@@ -121,15 +123,14 @@ def main():
                 bar.set_description(f"{job[0]}, {job[1]} ranks")
                 found[job].append(run(*job))
                 bar.update()
-    text = report(found, names, peers.copying(), given)
+    text = report(found, names, peers.copying())
     print(text)
     if given.save:
         RESULTS.write_text(text)
 
 
-def report(found, names, copying, given):
-    lines = ["# The backend beside Gloo", "", f"{datetime.date.today()}, {peers.machine()}; "
-             f"`python benchmarks/backend.py --rounds {given.rounds}{' --save' if given.save else ''}`", ""]  # fmt: skip
+def report(found, names, copying):
+    lines = ["# The backend beside Gloo", "", step.circumstances("backend.py"), ""]
     for size in (2, 4):
         lines += [
             f"## all_reduce of float32, {size} ranks", "",

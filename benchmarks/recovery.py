@@ -2,17 +2,16 @@
 
     python benchmarks/recovery.py
 
-Interleaved rounds, a fresh process per column and round, timed as in benchmarks/step.py; each step's time is compared
-with that of workers that keep no snapshots.
+In one run, blocks of steps with snapshots and without take turns, so that both meet the same machine; the cost is the
+median ratio of neighbours. A block on disk ends when its last snapshot is there.
 """
 
 import argparse
-import json
-import math
-import os
 import pathlib
+import statistics
 import sys
 import tempfile
+import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
@@ -20,79 +19,80 @@ import models
 import step
 import tqdm
 
-NOTHING, MEMORY, DISK = "nothing kept", "in memory", "on disk, every 10 steps"
-COLUMNS = (NOTHING, MEMORY, DISK)
+MEMORY, DISK = "in memory", "on disk, every 10 steps"
+COLUMNS = (MEMORY, DISK)
 MODELS = ("lenet", "mlp", "gpt")
 EVERY = 10
-LONGER = 3  # times the steps of benchmarks/step.py, so that there are several snapshots
+BLOCK, PAIRS = 50, 10
 
 
-class Forgetful:
-    """Makes the model; in a worker it also sees to it that no snapshots are kept in memory."""
-
-    def __init__(self, make_model):
-        self.make_model = make_model
-        self.parent = os.getpid()
-
-    def __call__(self):
-        if os.getpid() != self.parent:
-            from phalanx.engines.keeper import Keeper
-
-            Keeper.interval = lambda keeper: math.inf
-        return self.make_model()
-
-
-def measure(column: str, model: str) -> dict:
-    """Seconds a step after the warm steps."""
-    import time
-
+def measure(column: str, model: str, pairs: int) -> dict:
+    """Seconds a step in blocks without and with snapshots, and the ratio of each pair."""
     import phalanx
 
     case = models.case(model)
-    steps = LONGER * case.steps
-    make_model = Forgetful(case.make_model) if column == NOTHING else case.make_model
     recipe = phalanx.Recipe(
-        make_model, (case.x, case.y), case.loss_fn, replicas=2, batch_size=case.batch_size,
-        steps=case.warm_up + steps, optimizer=models.OPTIMIZER,
+        case.make_model, (case.x, case.y), case.loss_fn, replicas=2, batch_size=case.batch_size,
+        steps=2 * BLOCK * (pairs + 1), optimizer=models.OPTIMIZER,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         saving = {"run_dir": folder, "snapshot_every": EVERY} if column == DISK else {}
         with recipe.start(workers=2, engine="processes", progress=False, **saving) as run:
-            for _ in range(case.warm_up):
-                next(run)
-            began = time.perf_counter()
-            run.finish()
-            return {"seconds": (time.perf_counter() - began) / steps}
+            saver, run._watched = run._saver, False
+            found: list[list[float]] = [[], []]
+            for number in range(2 * (pairs + 1)):
+                kept = (number + number // 2) % 2  # off on, on off, off on
+                found[kept].append(
+                    block(run, saver if kept and column == DISK else None, memory=kept or column == DISK)
+                )
+    off, on = found[0][1:], found[1][1:]  # the first ones warm up
+    return {
+        "off": statistics.median(off), "on": statistics.median(on),
+        "ratios": [b / a for a, b in zip(off, on, strict=True)],
+    }  # fmt: skip
+
+
+def block(run, saver, *, memory) -> float:
+    """Seconds a step of a block, with the saver of a run or none, with snapshots in memory or none."""
+    end = run.steps + BLOCK
+    run._saver = saver
+    run._horizon = lambda batch: end if saver is None else min(end, saver.horizon(run.steps))
+    run._engine.wall.hold(reading=not memory)  # nothing is saved in memory while somebody reads what was
+    began = time.perf_counter()
+    while run.steps < end:
+        next(run)
+    if saver is not None:
+        saver.settle()
+    return (time.perf_counter() - began) / BLOCK
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--model")
-    parser.add_argument("--column", help=argparse.SUPPRESS)
-    parser.add_argument("--quick", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--pairs", type=int, default=PAIRS)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/recovery.*")
     arguments = parser.parse_args()
-    if arguments.column:
-        print(json.dumps(measure(arguments.column, arguments.model)))
-        return
     chosen = [arguments.model] if arguments.model else MODELS
-    measured: dict[str, step.Facts] = {model: {column: [] for column in COLUMNS} for model in chosen}
-    with tqdm.tqdm(total=len(chosen) * len(COLUMNS) * arguments.rounds, unit="process") as bar:
-        for model, facts in measured.items():
-            for number in range(arguments.rounds):
+    measured: dict[str, dict] = {}
+    with tqdm.tqdm(total=len(chosen) * len(COLUMNS) * arguments.rounds, unit="run") as bar:
+        for number in range(arguments.rounds):
+            for model in chosen:
                 for column in COLUMNS if number % 2 == 0 else reversed(COLUMNS):
-                    facts[column].append(step.measured_apart(column, model, quick=False, script=__file__))
+                    bar.set_description(f"{model}, {column}")
+                    facts = measured.setdefault(model, {}).setdefault(column, {"off": [], "on": [], "ratios": []})
+                    for name, value in measure(column, model, arguments.pairs).items():
+                        facts[name] += value if isinstance(value, list) else [value]
                     bar.update()
     rows = [
-        [model, *(step.spelled(step.milliseconds(facts, column)) for column in COLUMNS),
-         *(f"{100 * (step.ratio(facts, column, NOTHING) - 1):+.1f} %" for column in COLUMNS[1:])]
-        for model, facts in measured.items()
+        [model, column, *(step.spelled(1e3 * statistics.median(facts[name])) for name in ("off", "on")),
+         *(f"{100 * (part - 1):+.1f} %" for part in statistics.quantiles(facts["ratios"], n=4))]
+        for model, columns in measured.items() for column, facts in columns.items()
     ]  # fmt: skip
-    header = ["model", *(f"{column}, ms" for column in COLUMNS), *(f"cost, {column}" for column in COLUMNS[1:])]
+    header = ["model", "snapshots", "without, ms", "with, ms", "cost: lower quartile", "median", "upper quartile"]
     report = (
-        f"# The cost of being ready\n\n{step.circumstances('recovery.py')}\n\nSteps of 2 workers, R = 2, medians of "
-        f"{arguments.rounds} interleaved rounds; costs are medians of each round's ratio.\n\n"
+        f"# The cost of being ready\n\n{step.circumstances('recovery.py')}\n\nSteps of 2 workers, R = 2. Blocks of "
+        f"{BLOCK} steps with and without take turns in one run; {arguments.rounds * arguments.pairs} pairs.\n\n"
         f"{step.markdown(header, rows)}\n"
     )
     print(report)

@@ -1,4 +1,4 @@
-"""The command line: ``phalanx train FILE``, ``phalanx demo NAME``.
+"""The command line: ``phalanx train FILE``, ``phalanx demo NAME``, ``phalanx chaos FILE``, ``phalanx explain NAME``.
 
 Exit codes: 0 done; 1 the run went wrong (its error says how); 2 the call is wrong; 75 SIGTERM came and the state was
 saved, run the same again; 130 stopped by Ctrl-C.
@@ -136,6 +136,27 @@ def chaos(
     typer.echo(json.dumps(facts) if json_ else "\n".join(f"{key:15}  {value}" for key, value in facts.items()))
     if facts["wrong"] or facts["problems"]:
         raise typer.Exit(EXIT_RUN)
+
+
+@app.command()
+def explain(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="ring, ordered or naive: an all-reduce.")],
+    participants: Annotated[int, typer.Option("--participants", help="How many take part.")] = 4,
+    plot: Plot = "out/{name}.png",
+) -> None:
+    """Show a collective algorithm round by round, in words and as a picture."""
+    from phalanx.collectives import schedule, spell_rounds
+    from phalanx.watch.rounds import MOST_PARTICIPANTS, plot_rounds
+
+    _check_picture(plot)
+    transfers = schedule(name, participants)
+    for line in spell_rounds(transfers):
+        typer.echo(line)
+    if plot and participants <= MOST_PARTICIPANTS:
+        target = pathlib.Path(plot.format(name=name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        plot_rounds(transfers, participants, f"{name} all-reduce, {participants} participants").savefig(target)
+        typer.echo(f"picture  {target}")
 
 
 def _line(one: Trial) -> str:

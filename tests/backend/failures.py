@@ -30,20 +30,32 @@ def dies(rank, size, count, how):
         threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGKILL]).start()
     began = time.monotonic()
     with pytest.raises(PeerError, match=rf"rank {victim} \(process \d+\) has ended.*start all ranks again") as caught:
-        while time.monotonic() - began < 20:
-            dist.all_reduce(tensor)
-            tensor.fill_(1)
+        reduce_for(tensor, 20)
     assert isinstance(caught.value, RuntimeError)
     assert time.monotonic() - began < 0.2 + SOON
     with pytest.raises(PeerError, match="has ended"):
         dist.barrier()
 
 
+def reduce_for(tensor, seconds):
+    """All-reduce until something happens."""
+    began = time.monotonic()
+    while time.monotonic() - began < seconds:
+        dist.all_reduce(tensor)
+        tensor.fill_(1)
+
+
+def one_after_another(*calls):
+    """What the first call does not notice, the second must."""
+    for call in calls:
+        call()
+
+
 def sender_dies(rank, size):
     """Of a message's two ends one is killed: the other ends with an error."""
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(PeerError, match="recv from rank 0: rank 0 .* has ended"):
+    with pytest.raises(PeerError, match=r"recv from rank 0: rank 0 .* has ended"):
         dist.recv(torch.empty(3), 0)
 
 
@@ -57,8 +69,7 @@ def differing(rank, size, kind):
         "root": lambda: dist.broadcast(torch.ones(3), rank % 2),
     }
     with pytest.raises(PeerError, match=r"rank \d does .* while rank \d does|has ended|did not come"):
-        calls[kind]()
-        dist.barrier()
+        one_after_another(calls[kind], dist.barrier)
 
 
 def late(rank, size):

@@ -185,7 +185,7 @@ def barriers(rank, size, folder):
 
 
 def messages(rank, size):
-    """A ring of messages, small and larger than a pipe; then both ways at once; then tags out of order; then from any."""
+    """A ring of messages, small and larger than a pipe; both ways at once; tags out of order; from anybody."""
     after, before = (rank + 1) % size, (rank - 1) % size
     for count in (0, 1, 100, 200_000):
         found = torch.empty(count)
@@ -311,6 +311,51 @@ def all_ops(rank, size):
     assert same(functional.broadcast(mine, 0, group).clone(), everything[0])
     swapped = functional.all_to_all_single(torch.cat([mine[:4]] * size), None, None, group).clone()
     assert same(swapped, torch.cat([value[:4] for value in everything]))
+
+
+def coalesced(rank, size):
+    """Several tensors at once, and what the coalescing manager collects."""
+    ones = [torch.ones(3), torch.ones(4)]
+    with dist._coalescing_manager():
+        for tensor in ones:
+            dist.all_reduce(tensor)
+    assert [tensor.tolist() for tensor in ones] == [[size] * 3, [size] * 4]
+    whole = [torch.empty(3 * size), torch.empty(4 * size)]
+    with dist._coalescing_manager(async_ops=True) as manager:
+        for output, tensor in zip(whole, ones, strict=True):
+            dist.all_gather_into_tensor(output, tensor)
+    manager.wait()
+    assert all((tensor == size).all() for tensor in whole)
+    parts = [torch.empty(3), torch.empty(4)]
+    with dist._coalescing_manager():
+        for output, tensor in zip(parts, whole, strict=True):
+            dist.reduce_scatter_tensor(output, tensor)
+    assert all((tensor == size * size).all() for tensor in parts)
+
+
+def meshes(rank, size):
+    """Device meshes and the tensors on them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("rows", "columns"))
+    mine = torch.ones(2)
+    dist.all_reduce(mine, group=mesh["rows"].get_group())
+    assert mine.tolist() == [size, size]
+    whole = torch.arange(12.0).view(6, 2)
+    spread = distribute_tensor(whole, mesh["rows"], [Shard(0)])
+    assert torch.equal((spread + 1).full_tensor(), whole + 1)
+    assert torch.equal(spread.redistribute(mesh["rows"], [Shard(1)]).full_tensor(), whole)
+
+
+def compiled(rank, size):
+    """Collectives inside a compiled function."""
+    from torch.distributed import _functional_collectives as functional
+
+    def summed(x):
+        return functional.all_reduce(2 * x, "sum", dist.group.WORLD) + 1
+
+    assert torch.compile(summed, backend="aot_eager")(torch.ones(3)).tolist() == [2 * size + 1] * 3
 
 
 def planted(rank, size):

@@ -12,7 +12,6 @@ from torch.distributed.algorithms.join import Join
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-
 STEPS = 5
 LOADED = (
     "torch.distributed.fsdp", "torch.distributed.optim", "torch.distributed.checkpoint", "lightning_fabric",

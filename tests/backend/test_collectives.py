@@ -48,9 +48,11 @@ def test_messages(right, size, job):
     right(size, f"jobs.{job}")
 
 
-@pytest.mark.parametrize("job", ["objects", "asynchronous", "subgroups", "views", "all_ops"])
+@pytest.mark.parametrize(
+    "job", ["objects", "asynchronous", "subgroups", "views", "all_ops", "coalesced", "meshes", "compiled"]
+)
 def test_other_forms(right, job):
-    """Objects, works and futures, groups of some ranks, views and parameters, functional collectives."""
+    """Objects, works and futures, groups of some ranks, views and parameters, functional collectives, meshes."""
     right(3, f"jobs.{job}")
 
 

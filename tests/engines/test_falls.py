@@ -9,7 +9,6 @@ import random
 import signal
 import threading
 import time
-import zlib
 
 import pytest
 import torch
@@ -367,7 +366,7 @@ class Forgetful(Trapped):
         from phalanx.frameworks.torch.shard import Shard
 
         super().set()
-        Shard.restore = lambda shard: functools.reduce(lambda sum, kept: zlib.crc32(kept[2], sum), shard._kept(), 0)
+        Shard.restore = lambda shard: int(sum(words.sum() for _, _, words in shard._kept()))
 
 
 class Unscheduled(Trapped):

@@ -15,11 +15,11 @@ pytestmark = pytest.mark.house
 LAYERS = (
     ("errors", "events", "digest", "surroundings", "plan", "recovery"),
     ("checks", "data", "generators", "sharing", "state"),
-    ("definition", "contracts", "evaluation"),
+    ("definition", "contracts", "evaluation", "collectives"),
     ("frameworks.torch", "deal", "replica", "fingerprint"),
-    ("step", "frameworks.opening"),
+    ("step", "frameworks.opening", "manual"),
     ("engines",),
-    ("watch",),
+    ("watch", "backend"),
     ("result", "saver"),
     ("run", "options"),
     ("resume",),
@@ -32,7 +32,7 @@ LAYERS = (
 
 # Who may import what is not everybody's, at the top of a file or inside; for types alone, everybody may.
 HOMES = {
-    "torch": ("frameworks.torch", "demos", "cli", "watch"),
+    "torch": ("frameworks.torch", "collectives", "manual", "backend", "demos", "cli", "watch"),
     "torchvision": (),
     "matplotlib": ("watch", "demos"),
     "tqdm": ("watch",),

@@ -79,6 +79,19 @@ def test_a_run_in_a_directory_says_where_it_went_on(recipe_file):
     assert kinds == ["start", "step", "step", "end", "resume", "end", "resume", "step", "step", "step", "end"]
 
 
+@pytest.mark.parametrize("name", ["ring", "ordered", "naive"])
+def test_explain_shows_an_algorithm(tmp_path, name):
+    """Every round in words, how much travels, and a picture; an unknown name is refused."""
+    done = phalanx_command("explain", name, "--participants", "3", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "round 1 of" in done.stdout
+    assert "times the data" in done.stdout
+    assert (tmp_path / f"out/{name}.png").read_bytes().startswith(b"\x89PNG")
+    wrong = phalanx_command("explain", "star", cwd=tmp_path)
+    assert (wrong.returncode, len(wrong.stderr.splitlines())) == (2, 1)
+    assert "ring" in wrong.stderr
+
+
 def test_train_draws_one_bar_and_a_picture(recipe_file):
     """The bar goes to stderr, the picture where --plot says."""
     done = phalanx_command("train", "job.py", "--plot", "sub/loss.png", cwd=recipe_file.parent)

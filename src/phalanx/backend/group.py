@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,74 +13,15 @@ import torch.distributed as dist
 
 from phalanx.backend import collectives
 from phalanx.backend.messages import Inbox, receive, receive_any, send
-from phalanx.backend.progress import Line, Operation, Steps, advance, finish
+from phalanx.backend.progress import Line, Operation, Steps
 from phalanx.backend.reduction import reduction
 from phalanx.backend.room import Room
 from phalanx.backend.rounds import Rounds
 from phalanx.backend.tensors import Back, flattened, raw, rows, split, then
+from phalanx.backend.work import Work
 from phalanx.errors import UsageError
 
 Tensors = Sequence[torch.Tensor]
-
-
-class Work(dist.Work):
-    """A collective under way, as torch.distributed hands it out.
-
-    Parameters
-    ----------
-    operation : Operation
-    seconds : float
-        How long to wait for others.
-    outputs : list of torch.Tensor
-    sources : list of int
-        Where a message came from, once it is here.
-    """
-
-    def __init__(self, operation: Operation, seconds: float, outputs: Any, sources: list[int] | None = None) -> None:
-        super().__init__()
-        self._operation = operation
-        self._seconds = seconds
-        self._outputs = outputs
-        self._sources = sources
-
-    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Until it is done."""
-        given = 0.0 if timeout is None else timeout.total_seconds()
-        finish(self._operation, given if given > 0 else self._seconds)
-        return True
-
-    def get_future(self) -> Any:
-        """Waits: nothing goes on in the background."""
-        future = torch.futures.Future()
-        self.wait()
-        future.set_result(self._outputs)
-        return future
-
-    def is_completed(self) -> bool:
-        """Whether it is done; lets it go on as far as it can."""
-        if not self._operation.done:
-            advance()
-        return self._operation.done
-
-    def is_success(self) -> bool:
-        """Whether it is done, and went well."""
-        return self._operation.done and self._operation.error is None
-
-    def exception(self) -> BaseException | None:
-        """What went wrong."""
-        return self._operation.error
-
-    def result(self) -> Any:
-        """The tensors that were written."""
-        self.wait()
-        return self._outputs
-
-    def source_rank(self) -> int:
-        """Where a message came from."""
-        self.wait()
-        return self._sources[0] if self._sources else -1
-
-    _source_rank = source_rank
 
 
 class Group(dist.ProcessGroup):
@@ -148,7 +88,9 @@ class Group(dist.ProcessGroup):
         ]
         return self._begin("all_gather", steps, back, output_lists, opts)
 
-    allgather_coalesced = allgather
+    def allgather_coalesced(self, output_lists: Sequence[Tensors], tensors: Tensors, opts: Any = None) -> Work:
+        """The same for several, with a list for each rank."""
+        return self.allgather([list(outputs) for outputs in zip(*output_lists, strict=True)], tensors, opts)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
         """Every rank ends with what each has, in one tensor."""

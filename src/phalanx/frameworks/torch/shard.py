@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import mmap
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -136,22 +135,26 @@ class Shard:
 
     def save(self) -> int:
         """Copy what this worker owns into the snapshot; returns the checksum of that."""
-        checksum = 0
-        for home, copy, raw in self._kept():
+        checksum = torch.zeros((), dtype=torch.int64)
+        for home, copy, words in self._kept():
             copy.copy_(home)
-            checksum = zlib.crc32(raw, checksum)
-        return checksum
+            checksum += words.sum()
+        return int(checksum)
 
     def restore(self) -> int:
         """Copy what this worker owns back, optimizer state as far as it was described; returns the checksum of that."""
-        checksum = 0
-        for home, copy, raw in self._kept():
-            checksum = zlib.crc32(raw, checksum)
+        checksum = torch.zeros((), dtype=torch.int64)
+        for home, copy, words in self._kept():
+            checksum += words.sum()
             home.copy_(copy)
-        return checksum
+        return int(checksum)
 
-    def _kept(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, memoryview]]:
-        """All that a snapshot holds of this worker's, with its copy, twice; as bytes."""
+    def _kept(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """All that a snapshot holds of this worker's, with its copy; as bytes, the copy also as words to be added.
+
+        The sum of words is a checksum at the speed of memory: CRC-32 takes ten times as long as the copy. It changes
+        with any one bit.
+        """
         storages, starts, rooms = self._layout.snapshot
         places = [(self._layout.storages[number][1:], storages[number]) for number in self._storages]
         pairs = [(offset, size, copy) for (size, offset), copy in places]
@@ -161,10 +164,9 @@ class Shard:
         if self._keeps_buffers:
             specs = zip(self._layout.starts, self._layout.buffers, starts, strict=True)
             pairs += [(offset, bytes_in(spec), copy) for offset, spec, copy in specs]
-        arena = memoryview(self._arena)
         for offset, size, copy in pairs:
-            place = view(self._arena, copy, _raw(size))
-            yield view(self._arena, offset, _raw(size)), place, arena[copy : copy + size]
+            words = view(self._arena, copy, ((-(-size // 8),), (1,), torch.int64))  # places are multiples of 64 bytes
+            yield view(self._arena, offset, _raw(size)), view(self._arena, copy, _raw(size)), words
 
 
 class Mirror:

@@ -1,0 +1,167 @@
+"""The algorithms as data: who sends which chunk to whom, in which round. Pure; knows no tensor.
+
+Within a round everything happens at once: a participant sends at most one chunk and receives at most one, and none
+that it receives is one that it sends. So the transfers of a round may be carried out in any order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+from phalanx import checks
+
+REDUCING = frozenset({"scatter-reduce", "reduce"})
+TEXT_WIDTH = 100
+UNBROKEN = "\N{NO-BREAK SPACE}"
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One chunk that goes from one participant to another.
+
+    Attributes
+    ----------
+    phase : str
+        "scatter-reduce" and "reduce" add what arrives to what is there; "all-gather" and "broadcast" replace it.
+    round : int
+        From 0 within the phase. All transfers of a round happen at once.
+    source, target : int
+        Participants, from 0.
+    chunk : int
+        From 0. The ring cuts the data into as many chunks as there are participants, as ``numpy.array_split`` does;
+        elsewhere chunk 0 is all of it.
+    """
+
+    phase: str
+    round: int
+    source: int
+    target: int
+    chunk: int
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the target adds what arrives to its own; else it replaces its own."""
+        return self.phase in REDUCING
+
+
+def schedule(algorithm: str, participants: int) -> list[Transfer]:
+    """Every transfer of an algorithm, in the order of rounds: the very list that the collectives carry out.
+
+    Parameters
+    ----------
+    algorithm : str
+        All-reduce in three ways:
+
+        - "ring": 2(n-1) rounds; each participant sends 2(n-1)/n of the data, and none can do with less. Chunk c is
+          added up in the order c+1, c+2, .., c (modulo n), so its owner c comes last. (Patarasuk and Yuan, 2009)
+        - "ordered": up a binary tree and down again, 2 ceil(log2 n) rounds; nobody sends more than ceil(log2 n) times
+          the data. The additions are those of :func:`phalanx.plan.fold.fold_values`.
+        - "naive": all send to participant 0, one after the other in the order 1, 2, ..; it sends back to one after
+          the other. 2(n-1) rounds; participant 0 sends n-1 times the data. The oracle for the other two.
+
+        Its parts: "reduce_scatter" and "all_gather" are the halves of the ring, after the first of which participant
+        i owns chunk i; "broadcast" goes down the tree from participant 0.
+    participants : int
+        n, at least 1; one alone sends nothing.
+
+    Raises
+    ------
+    phalanx.UsageError
+        The name is unknown, or the number is not a positive integer.
+    """
+    checks.choice("algorithm", algorithm, tuple(SCHEDULES))
+    return list(SCHEDULES[algorithm](checks.integer("participants", participants, least=1)))
+
+
+def rounds_of(transfers: Iterable[Transfer]) -> list[list[Transfer]]:
+    """The transfers round by round."""
+    return [list(group) for _, group in itertools.groupby(transfers, key=lambda one: (one.phase, one.round))]
+
+
+def spell_rounds(transfers: Iterable[Transfer]) -> Iterator[str]:
+    """The schedule for people: a line or a few per round, then how much is sent and how little could be.
+
+    Lines are at most 100 characters long.
+    """
+    transfers = list(transfers)
+    if not transfers:
+        yield "1 participant: nothing to send"
+        return
+    rounds = rounds_of(transfers)
+    in_phase = Counter(group[0].phase for group in rounds)
+    cut = any(one.chunk for one in transfers)
+    for group in rounds:
+        phase, number = group[0].phase, group[0].round
+        sends = [f"{one.source} -> {one.target}" + (f" chunk {one.chunk}" if cut else "") for one in group]
+        kept = ", ".join(send.replace(" ", UNBROKEN) for send in sends)
+        line = f"{phase}, round {number + 1} of {in_phase[phase]}: {kept}"
+        for part in textwrap.wrap(line, TEXT_WIDTH, subsequent_indent="    ", break_on_hyphens=False):
+            yield part.replace(UNBROKEN, " ")
+    for sentence in _balance(transfers, len(rounds)):
+        yield from textwrap.wrap(sentence, TEXT_WIDTH)
+
+
+def _balance(transfers: list[Transfer], rounds: int) -> Iterator[str]:
+    participants = 1 + max(max(one.source, one.target) for one in transfers)
+    chunks = 1 + max(one.chunk for one in transfers)
+    sent = Counter(one.source for one in transfers)
+    least, most = (Fraction(pick(sent[one] for one in range(participants)), chunks) for pick in (min, max))
+    who = f"each participant sends {most}" if most == least else f"a participant sends {least} to {most}"
+    yield f"{rounds} round{'s' * (rounds > 1)}; {who} times the data."
+    if len({one.reduces for one in transfers}) == 2:
+        bound = Fraction(2 * (participants - 1), participants)
+        yield (
+            f"In any all-reduce among {participants}, there are at least {(participants - 1).bit_length()} rounds and "
+            f"somebody sends at least 2({participants}-1)/{participants} = {bound} times the data."
+        )
+
+
+def _scatter_reduce(participants: int) -> Iterator[Transfer]:
+    for number, source in itertools.product(range(participants - 1), range(participants)):
+        chunk = (source - number - 1) % participants
+        yield Transfer("scatter-reduce", number, source, (source + 1) % participants, chunk)
+
+
+def _all_gather(participants: int) -> Iterator[Transfer]:
+    for number, source in itertools.product(range(participants - 1), range(participants)):
+        yield Transfer("all-gather", number, source, (source + 1) % participants, (source - number) % participants)
+
+
+def _pairs(participants: int) -> list[list[tuple[int, int]]]:
+    """The fold's tree: in each round, who stands left and who right."""
+    strides = [1 << level for level in range((participants - 1).bit_length())]
+    return [[(left, left + stride) for left in range(0, participants - stride, 2 * stride)] for stride in strides]
+
+
+def _up(participants: int) -> Iterator[Transfer]:
+    for number, pairs in enumerate(_pairs(participants)):
+        yield from (Transfer("reduce", number, right, left, 0) for left, right in pairs)
+
+
+def _down(participants: int) -> Iterator[Transfer]:
+    for number, pairs in enumerate(reversed(_pairs(participants))):
+        yield from (Transfer("broadcast", number, left, right, 0) for left, right in pairs)
+
+
+def _naive(participants: int) -> Iterator[Transfer]:
+    for other in range(1, participants):
+        yield Transfer("reduce", other - 1, other, 0, 0)
+    for other in range(1, participants):
+        yield Transfer("broadcast", other - 1, 0, other, 0)
+
+
+ALGORITHMS: dict[str, Callable[[int], Iterable[Transfer]]] = {
+    "ordered": lambda n: itertools.chain(_up(n), _down(n)),
+    "ring": lambda n: itertools.chain(_scatter_reduce(n), _all_gather(n)),
+    "naive": _naive,
+}
+SCHEDULES: dict[str, Callable[[int], Iterable[Transfer]]] = ALGORITHMS | {
+    "reduce_scatter": _scatter_reduce,
+    "all_gather": _all_gather,
+    "broadcast": _down,
+}

@@ -1,0 +1,186 @@
+"""Replicas: independent copies of one model, what has to hold between them, and how one is copied into the others."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from phalanx import checks
+from phalanx.collectives import broadcast
+from phalanx.errors import UsageError
+from phalanx.frameworks.torch.model import named_device
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+Replica = torch.nn.Module | Sequence[torch.Tensor]
+Named = list[tuple[str, torch.Tensor]]
+
+LISTED = "it must be a list of models, as manual.replicate(model, devices) makes it"
+
+
+def replicate(model: Model, devices: Sequence[str | torch.device]) -> list[Model]:
+    """Copy a model once per device. The model itself stays as it is, and is none of the copies.
+
+    Copies have equal weights and buffers, share no memory, and keep ties, dtypes, ``requires_grad``, hooks and every
+    module's train or eval mode. They carry no gradients.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    devices : sequence of str or torch.device
+        One per replica, as in ``["cuda:0", "cuda:1"]``. A device may come several times: ``["cpu"] * 4``.
+
+    Returns
+    -------
+    list of torch.nn.Module
+        One replica per device, in order.
+
+    Raises
+    ------
+    UsageError
+        No devices, or one that torch cannot use here; a model that cannot be copied, has no parameters to train, or
+        has some without values (lazy modules, the meta device).
+    """
+    _check_model(model)
+    return [_copied(model, device) for device in _usable(devices)]
+
+
+def broadcast_parameters(replicas: Sequence[Replica], root: int = 0) -> None:
+    """Copy one replica's parameters and buffers into all others, in place.
+
+    Parameters
+    ----------
+    replicas : sequence of torch.nn.Module, or of sequences of parameters
+        Alike in names, shapes and dtypes, on any devices.
+    root : int
+        Which replica is copied, counted from 0.
+
+    Raises
+    ------
+    UsageError
+        The replicas differ or share memory, or there is no such root; nothing was copied.
+    """
+    states = tensors_of(replicas, buffers=True)
+    source = checks.integer("root", root, least=0, most=len(states) - 1)
+    for same in zip(*states, strict=True):
+        broadcast([tensor.detach() for _, tensor in same], root=source)
+
+
+def tensors_of(replicas: Sequence[Replica], *, buffers: bool = False) -> list[Named]:
+    """The parameters of every replica by name, tied ones once, and then the buffers if they are asked for.
+
+    Raises
+    ------
+    UsageError
+        There are none, they are not alike, or two of them share memory.
+    """
+    if not isinstance(replicas, (list, tuple)) or not replicas:
+        raise UsageError(f"replicas is {checks.shown(replicas)}; {LISTED}")
+    found = [_tensors(number, replica, buffers=buffers) for number, replica in enumerate(replicas)]
+    _check_alike(found)
+    _check_independent(found)
+    return found
+
+
+def check_trained(argument: str, parameters: Named) -> None:
+    """Refuse what has nothing to train: a step of it would do nothing, and say nothing."""
+    if not any(parameter.requires_grad for _, parameter in parameters):
+        raise UsageError(
+            f"{argument} has no parameter that requires a gradient, so nothing would be trained; register them as "
+            "nn.Parameter or submodules, and leave requires_grad on for some"
+        )
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(f"model is {checks.shown(model)} ({type(model).__name__}); it must be a torch.nn.Module")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor) or tensor.is_meta:
+            raise UsageError(
+                f"model has no values yet for {name!r}, so its copies would not be equal; run one batch through lazy "
+                "modules first, and make the model on a real device"
+            )
+    check_trained("model", list(model.named_parameters()))
+
+
+def _usable(devices: Any) -> list[torch.device]:
+    if not isinstance(devices, (list, tuple)) or not devices:
+        raise UsageError(
+            f"devices is {checks.shown(devices)}; it must be a list with one device per replica, as in "
+            "['cuda:0', 'cuda:1'] or ['cpu'] * 4"
+        )
+    for device in devices:
+        named_device(str(device))
+    return [torch.device(device) for device in devices]
+
+
+def _copied(model: Model, device: torch.device) -> Model:
+    try:
+        replica = copy.deepcopy(model)
+    except Exception as error:
+        raise UsageError(
+            f"model is a {type(model).__name__} that cannot be copied ({type(error).__name__}: {error}); keep tensors "
+            "with a gradient, locks and open files out of its attributes, or make one model per device and call "
+            "manual.broadcast_parameters"
+        ) from error
+    if not _memory(model).isdisjoint(_memory(replica)):
+        raise UsageError(
+            f"model is a {type(model).__name__} whose copy is not independent: both are in the same memory; mend its "
+            "__deepcopy__, or make one model per device and call manual.broadcast_parameters"
+        )
+    moved: dict[torch.Tensor, torch.Tensor] = {}  # Module.to() would part buffers that are tied
+    replica._apply(lambda tensor: moved.setdefault(tensor, tensor.to(device)))
+    return replica
+
+
+def _memory(model: torch.nn.Module) -> set[int]:
+    return {_address(tensor) for tensor in [*model.parameters(), *model.buffers()] if tensor.numel()}
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tensors(number: int, replica: Any, *, buffers: bool) -> Named:
+    if isinstance(replica, torch.nn.Module):
+        return [*replica.named_parameters(), *(replica.named_buffers() if buffers else ())]
+    if isinstance(replica, (list, tuple)) and all(isinstance(item, torch.Tensor) for item in replica):
+        once: dict[int, tuple[str, torch.Tensor]] = {}
+        for position, tensor in enumerate(replica):
+            once.setdefault(id(tensor), (f"parameter {position}", tensor))
+        return list(once.values())
+    raise UsageError(
+        f"replicas[{number}] is {checks.shown(replica)} ({type(replica).__name__}); it must be a torch.nn.Module, or a "
+        "list of parameters: list(model.parameters())"
+    )
+
+
+def _check_alike(found: list[Named]) -> None:
+    spelled = [[_spell(name, tensor) for name, tensor in replica] for replica in found]
+    for number, other in enumerate(spelled):
+        for expected, got in itertools.zip_longest(spelled[0], other, fillvalue="nothing"):
+            if expected != got:
+                raise UsageError(
+                    f"replicas[{number}] is unlike replicas[0]: it has {got} where that has {expected}; make them with "
+                    "manual.replicate(model, devices)"
+                )
+
+
+def _spell(name: str, tensor: torch.Tensor) -> str:
+    return f"{name!r}: {'trained' if tensor.requires_grad else 'fixed'} {tensor.dtype} {tuple(tensor.shape)}"
+
+
+def _check_independent(found: list[Named]) -> None:
+    owners: dict[int, int] = {}
+    for number, replica in enumerate(found):
+        for name, tensor in replica:
+            owner = owners.setdefault(_address(tensor), number) if tensor.numel() else number
+            if owner != number:
+                raise UsageError(
+                    f"replicas[{owner}] and replicas[{number}] share the memory of {name!r}, so each would change the "
+                    "other; make independent ones with manual.replicate(model, devices)"
+                )

@@ -1,0 +1,178 @@
+"""One step of data parallelism by hand: deal, compute, average, clip, update. Changes nothing until all is computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from phalanx import checks
+from phalanx.definition import Definition
+from phalanx.errors import RunError, UsageError
+from phalanx.frameworks.torch.buffers import Buffers, Left
+from phalanx.frameworks.torch.losses import AmbiguousMean, check_stateless
+from phalanx.manual.computing import Work, compute
+from phalanx.manual.gradients import ALGORITHMS, ORDERED, average, total
+from phalanx.manual.optimizers import check_optimizers
+from phalanx.manual.replicas import check_trained, tensors_of
+from phalanx.manual.shards import samples_in, shard_batch, tensors_in
+from phalanx.plan.shares import share_bounds, share_weights
+
+
+def data_parallel_step(
+    replicas: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    batch: Any,
+    loss_fn: Callable[..., Any] | None,
+    *,
+    algorithm: str = ORDERED,
+    max_norm: float = math.inf,
+    before_shard: Callable[[Any], Any] | None = None,
+    after_sync: Callable[[Sequence[torch.nn.Module]], Any] | None = None,
+    after_step: Callable[[Sequence[torch.nn.Module]], Any] | None = None,
+) -> float:
+    """Take all replicas one step further on a batch. Equal replicas stay equal, bit for bit.
+
+    Each replica computes the gradient of its share, the gradients are averaged by the shares' sizes and clipped, and
+    each optimizer updates its own replica. With "ordered" and ``torch.set_num_threads(1)`` the weights, buffers and
+    optimizer states are those of ``phalanx.Recipe`` with as many replicas, unless the model draws random numbers:
+    those come from each device's generator, which is not seeded here.
+
+    Replicas on one device run one after another, several devices at the same time, each in a thread of its own.
+
+    Parameters
+    ----------
+    replicas : sequence of torch.nn.Module
+        From ``manual.replicate``; buffers are settled as in a ``Recipe``: the mean, if replicas left different ones.
+    optimizers : sequence of torch.optim.Optimizer
+        One per replica, over that replica's parameters, all with the same options.
+    batch : (x, y), dict, tensor, list of samples, or structure of them
+        Cut by ``shard_batch`` and called as in a ``Recipe``: ``model(x)`` for a pair, ``model(**batch)`` for a dict,
+        else ``model(batch)``. Empty shares are not computed. Lists of samples are collated share by share.
+    loss_fn : callable or None
+        ``loss_fn(output, target)`` returns the mean loss over the share, or (mean loss, weight). The target is ``y`` of
+        a pair, else the batch. None: the model returns that itself.
+    algorithm : "ordered", "ring" or "naive"
+        As in ``sync_gradients``.
+    max_norm : float
+        Clips the averaged gradient of each replica, as ``torch.nn.utils.clip_grad_norm_`` does.
+    before_shard : callable, optional
+        ``before_shard(batch)`` returns the batch to use, or None to keep it.
+    after_sync, after_step : callable, optional
+        Called with the replicas once a step: when gradients are averaged and not yet clipped; when all is updated.
+
+    Returns
+    -------
+    float
+        The mean loss, weighted as the gradients are.
+
+    Raises
+    ------
+    UsageError
+        The call is wrong.
+    WorkerError
+        The model or the loss raised on a replica; ``__cause__`` is that exception, ``.replica`` its number.
+    NonFiniteError
+        A replica's loss or gradient is not finite.
+    RunError
+        The loss returned the weight 0 for every share.
+
+    After any of these, weights, buffers and optimizers are as before, and there are no gradients.
+    """
+    definition = _checked(replicas, optimizers, loss_fn, algorithm, max_norm)
+    for name, hook in (("before_shard", before_shard), ("after_sync", after_sync), ("after_step", after_step)):
+        checks.function(name, hook, f"{name}=print")
+    changed = None if before_shard is None else before_shard(batch)
+    works = _deal(replicas, batch if changed is None else changed)
+    try:
+        _drop(works)
+        loss = _average(definition, works, algorithm)
+        if after_sync is not None:
+            after_sync(replicas)
+        if math.isfinite(definition.max_norm):
+            for replica in replicas:
+                torch.nn.utils.clip_grad_norm_(replica.parameters(), definition.max_norm)
+    except BaseException:
+        _drop(works)
+        for work in works:
+            work.buffers.restore()
+        raise
+    for optimizer in optimizers:
+        optimizer.step()
+    _settle(works)
+    if after_step is not None:
+        after_step(replicas)
+    return loss
+
+
+def _checked(replicas: Any, optimizers: Any, loss_fn: Any, algorithm: Any, max_norm: Any) -> Definition:
+    """What a recipe would know of this step, once everything but the batch is found right."""
+    tensors_of(replicas, buffers=True)
+    for number, replica in enumerate(replicas):
+        if not isinstance(replica, torch.nn.Module):
+            raise UsageError(
+                f"replicas[{number}] is a {type(replica).__name__}; a step calls the models, so pass them: "
+                "manual.replicate(model, devices)"
+            )
+    check_trained("replicas", list(replicas[0].named_parameters()))
+    check_optimizers(optimizers, replicas)
+    checks.choice("algorithm", algorithm, ALGORITHMS)
+    check_stateless(loss_fn)
+    return Definition(replicas[0], None, loss_fn, replicas=len(replicas), max_norm=max_norm)
+
+
+def _deal(replicas: Sequence[torch.nn.Module], batch: Any) -> list[Work]:
+    samples = samples_in(batch)
+    if not samples:
+        raise UsageError("batch is empty (its length is 0); it needs at least one sample")
+    shards = shard_batch(tensors_in(batch), len(replicas))
+    bounds = share_bounds(samples, len(replicas))
+    return [
+        Work(number, model, Buffers(model), range(*ends), shard)
+        for number, (model, ends, shard) in enumerate(zip(replicas, bounds, shards, strict=True))
+    ]
+
+
+def _drop(works: Sequence[Work]) -> None:
+    """Leave no gradient behind: a stale one would be added to the next, or averaged in its place."""
+    for work in works:
+        for parameter in work.model.parameters():
+            parameter.grad = None
+
+
+def _average(definition: Definition, works: Sequence[Work], algorithm: str) -> float:
+    """Compute all shares and average their gradients; the mean loss."""
+    compute(definition, [work for work in works if work.samples])
+    AmbiguousMean(definition).warn(works[0].weight, works[0].share)
+    weights = _weights(works)
+    average([list(work.model.named_parameters()) for work in works], weights, algorithm)
+    losses = [weight * work.loss if weight else 0.0 for weight, work in zip(weights, works, strict=True)]
+    return total(losses) / total(weights)
+
+
+def _weights(works: Sequence[Work]) -> list[float]:
+    """What each gradient is multiplied by, as in a recipe; 0 for an empty share; a lone replica by nothing."""
+    returned = [work.weight for work in works if work.samples and work.weight is not None]
+    computed = sum(bool(work.samples) for work in works)
+    if not returned:
+        return share_weights([len(work.samples) for work in works])
+    if len(returned) != computed:
+        raise UsageError("loss_fn returned a weight for some replicas and none for others; return it always or never")
+    if not any(returned):
+        raise RunError("loss_fn returned the weight 0 for every share: it counted nothing to average over in the batch")
+    return [1.0] if len(works) == 1 else [work.weight or 0.0 for work in works]
+
+
+def _settle(works: Sequence[Work]) -> None:
+    """Buffers by the recipe's rule on the first replica, then the same bytes on the others."""
+    first, others = works[0].buffers, works[1:]
+    homes = first.starts
+    first.settle([(len(work.samples), _moved(work.left, homes)) for work in works if work.samples])
+    for work in others:
+        work.buffers.settle([(1, _moved(first.starts, work.buffers.starts))])
+
+
+def _moved(values: Left, homes: Left) -> Left:
+    return [value.to(home.device) for value, home in zip(values, homes, strict=True)]
