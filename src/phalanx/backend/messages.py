@@ -34,6 +34,7 @@ def send(room: Room, target: int, tag: int, flat: torch.Tensor) -> Steps:
                 pipe[at : at + size] = left[:size]
                 order()
                 words[written] += size
+                room.moved += 1
                 left = left[size:]
             else:
                 yield (target,)
@@ -49,6 +50,7 @@ class Inbox:
     """
 
     def __init__(self, room: Room, source: int) -> None:
+        self._room = room
         self._words = room.words
         self._written, self._pipe = room.pipe(source, room.rank)
         self._read = self._written + LINE
@@ -70,6 +72,7 @@ class Inbox:
             self._part += self._pipe[at : at + size]
             order()
             words[self._read] += size
+            self._room.moved += 1
             if size == need:
                 self._whole()
 

@@ -120,13 +120,15 @@ def finish(operation: Operation, seconds: float) -> None:
 
 
 def _await(operation: Operation, seconds: float) -> None:
-    began = time.perf_counter()
-    nap = NAP_SECONDS
+    began, nap, moved = time.perf_counter(), NAP_SECONDS, -1
     while True:
         advance()
         if operation.done:
             return
-        waited = time.perf_counter() - began
+        now = time.perf_counter()
+        if operation.room.moved != moved:
+            began, nap, moved = now, NAP_SECONDS, operation.room.moved
+        waited = now - began
         if waited < SPIN_SECONDS:
             os.sched_yield()
             continue

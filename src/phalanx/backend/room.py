@@ -23,7 +23,7 @@ from phalanx.errors import RunError, UsageError
 
 LINE = 8  # words in a cache line: writers do not share one
 ARRIVED, TAGS = 0, 1  # words of a rank's line: rounds that it has come to, and what it does in the latest two
-SLOT = 1 << 19  # bytes that a rank shows in one round, twice: while others still read one round, it writes the next
+SLOT = 1 << 20  # bytes that a rank shows in one round, twice: while others still read one round, it writes the next
 PIPE = 1 << 16  # bytes of a message that are under way from one rank to another
 PIPE_WORDS = 2 * LINE  # bytes written and bytes read, each in a line of its own
 POLL_SECONDS = 0.02  # between two looks at whether the others are alive
@@ -49,6 +49,8 @@ class Room:
         int64: a line per rank, then two lines per pair of ranks.
     slots, pipes : memoryview
         Bytes: two slots per rank; one pipe per pair of ranks, from and to.
+    moved : int
+        Grows with every round and every piece of a message: whoever waits for more is waiting anew.
     """
 
     def __init__(self, memory: mmap.mmap, rank: int, size: int, pids: Sequence[int]) -> None:
@@ -63,6 +65,7 @@ class Room:
         for fd in self._watched:
             self._poll.register(fd, select.POLLIN)
         self._looked = 0.0
+        self.moved = 0
 
     def gone(self, peers: Sequence[int]) -> int | None:
         """One of these ranks whose process has ended; looked up a few times a second."""

@@ -59,6 +59,7 @@ class Rounds:
 
     def __init__(self, room: Room) -> None:
         self.rank, self.size = room.rank, room.size
+        self._room = room
         self._words = room.words
         self._slots = room.slots
         self._lines = [room.line(rank) for rank in range(room.size)]
@@ -96,6 +97,7 @@ class Rounds:
         self._words[self._mine + TAGS + parity] = self._tag
         order()
         self._words[self._mine + ARRIVED] = self._round
+        self._room.moved += 1
 
     def see(self, ranks: Sequence[int]) -> Steps:
         """Wait until these ranks show theirs.
