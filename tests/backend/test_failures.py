@@ -55,7 +55,7 @@ def test_several_hosts_are_refused(changed):
     """Ranks that cannot share memory are refused with the reason, before anything is opened."""
     mine = {"host": "here", "where": room._where(), "uid": __import__("os").getuid(), "pid": 1, "fd": 3}
     store = Store({"rank 1": json.dumps(mine | changed)})
-    with pytest.raises(UsageError, match=r"rank 1 runs on .* one host and one user.*gloo"):
+    with pytest.raises(UsageError, match=r"rank 1 runs on .* one host, one user.*gloo"):
         room.join(store, 0, 2)
 
 
