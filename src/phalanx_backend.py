@@ -17,8 +17,8 @@ def register() -> None:
         dist.Backend.register_backend("phalanx", create, extended_api=True, devices=["cpu"])
 
 
-def create(options: Any, more: Any) -> Any:
+def create(options: Any, backend_options: Any) -> Any:
     """Make a group."""
     from phalanx.backend import create as made
 
-    return made(options, more)
+    return made(options, backend_options)

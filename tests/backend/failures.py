@@ -1,5 +1,6 @@
 """What ranks do in the tests of failures."""
 
+import gc
 import os
 import signal
 import time
@@ -66,6 +67,7 @@ def differing(rank, size, kind):
         "kind": lambda: dist.all_reduce(torch.ones(3)) if rank else dist.broadcast(torch.ones(3), 0),
         "op": lambda: dist.all_reduce(torch.ones(3), op=dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM),
         "dtype": lambda: dist.all_reduce(torch.ones(2, dtype=torch.float64) if rank else torch.ones(4)),
+        "moved dtype": lambda: dist.broadcast(torch.ones(4, dtype=torch.int32) if rank else torch.ones(4), 0),
         "root": lambda: dist.broadcast(torch.ones(3), rank % 2),
     }
     with pytest.raises(PeerError, match=r"rank \d does .* while rank \d does|has ended|did not come"):
@@ -97,6 +99,11 @@ def refused(rank, size):
         (lambda: dist.reduce_scatter_tensor(torch.ones(3), torch.ones(size * 3 + 1)), "pad it"),
         (lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4), [1] * size, [9] * size), "add up"),
         (lambda: dist.all_reduce(torch.ones(3, device="meta")), "meta"),
+        (lambda: dist.all_gather([torch.ones(5)] * size, torch.ones(2)), "each with 2 of torch.float32"),
+        (lambda: dist.all_gather_into_tensor(torch.ones(3 * size).double(), torch.ones(3)), "of torch.float64"),
+        (lambda: dist.reduce_scatter_tensor(torch.ones(3), torch.ones(3 * size).double()), "of torch.float64"),
+        (lambda: dist.all_to_all([torch.ones(3)], [torch.ones(3)]), f"must be {size} of each"),
+        (lambda: dist.all_to_all_single(torch.ones(3, 2), torch.ones(3, 2)), "3 rows cannot be cut"),
     ]
     for call, words in wrong:
         with pytest.raises(phalanx.UsageError, match=words):
@@ -113,3 +120,104 @@ def wrong_length(rank, size):
     elif rank == 1:
         with pytest.raises(phalanx.UsageError, match=r"sent 12 bytes.*has 16"):
             dist.recv(torch.ones(4), 0)
+
+
+class Interrupting:
+    """A reduction that Ctrl-C breaks off."""
+
+    def __init__(self, original):
+        self.original = original
+        self.number = original.number
+
+    def into(self, parts, out):
+        raise KeyboardInterrupt
+
+
+def broken_off(rank, size):
+    """Ctrl-C in the middle of an all-reduce comes through, and afterwards nothing is reduced wrongly."""
+    from phalanx.backend import collectives, group
+
+    original = group.reduction
+    group.reduction = lambda *given: Interrupting(original(*given)) if rank == 0 else original(*given)
+    with pytest.raises(KeyboardInterrupt if rank == 0 else PeerError):
+        one_after_another(lambda: dist.all_reduce(torch.ones(collectives.SLOT)), dist.barrier)
+    group.reduction = original
+    with pytest.raises(PeerError, match="broke off in the middle" if rank == 0 else "has ended|does"):
+        dist.all_reduce(torch.ones(3))
+
+
+def queued(rank, size, how):
+    """A dead rank is noticed by whoever waits for an operation behind the one that needs it, or only polls."""
+    if rank == size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    if how == "queue":
+        dist.all_reduce(torch.ones(3), async_op=True)
+        with pytest.raises(PeerError, match="has ended"):
+            dist.all_reduce(torch.ones(3))
+    elif how == "send":
+        dist.isend(torch.ones(100_000), size - 1)
+        with pytest.raises(PeerError, match="has ended"):
+            dist.isend(torch.ones(1), size - 1).wait()
+    elif how == "poll":
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        while not work.is_completed():
+            assert time.monotonic() - began < SOON
+            time.sleep(0.01)
+        assert "has ended" in str(work.exception())
+        assert not work.is_success()
+    assert time.monotonic() - began < SOON
+
+
+def slow_and_dead(rank, size):
+    """One rank is dead and another busy: it does not take the busy one to notice."""
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        time.sleep(3)
+        return
+    began = time.monotonic()
+    with pytest.raises(PeerError, match=r"rank 2 .* has ended"):
+        dist.all_reduce(torch.ones(3))
+    assert time.monotonic() - began < 2
+
+
+def from_who_is_left(rank, size):
+    """Who receives from anybody gets what one rank sent before it left, and then what another sends."""
+    if rank == 1:
+        dist.send(torch.tensor([1]), 0)
+        return
+    if rank == 2:
+        time.sleep(1)
+        dist.send(torch.tensor([2]), 0)
+        return
+    found = torch.zeros(1, dtype=torch.int64)
+    for source in (1, 2):
+        time.sleep(0.3)
+        assert dist.recv(found) == source
+        assert found.item() == source
+    with pytest.raises(PeerError, match=r"recv from any rank: rank 1 .* has ended"):
+        dist.recv(found)
+
+
+def destroyed(rank, size):
+    """Groups come and go, with messages that nobody took: descriptors and what is under way go with them."""
+    from phalanx.backend import progress
+
+    def descriptors():
+        return len(os.listdir("/proc/self/fd"))
+
+    def come_and_go():
+        group = dist.new_group(list(range(size)))
+        work = dist.isend(torch.ones(100_000), 1 - rank, group=group)
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+        with pytest.raises(PeerError, match="the group was destroyed"):
+            work.wait()
+
+    before = descriptors()
+    for _ in range(5):
+        come_and_go()
+    gc.collect()
+    assert descriptors() == before
+    assert progress.LINES == []

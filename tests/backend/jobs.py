@@ -313,6 +313,27 @@ def all_ops(rank, size):
     assert same(swapped, torch.cat([value[:4] for value in everything]))
 
 
+def inference(rank, size):
+    """Evaluate in inference mode, train outside it: the same sizes, and tensors of that mode outside it."""
+    with torch.inference_mode():
+        inside = torch.ones(5)
+        dist.all_reduce(inside)
+    outside = torch.ones(5)
+    dist.all_reduce(outside)
+    dist.all_reduce(inside)
+    assert (inside.tolist(), outside.tolist()) == ([size * size] * 5, [size] * 5)
+
+
+def again(rank, size, store):
+    """The default group is made again with the same store."""
+    for _ in range(3):
+        dist.destroy_process_group()
+        dist.init_process_group("phalanx", store=dist.FileStore(store, size), rank=rank, world_size=size)
+        mine = torch.ones(3)
+        dist.all_reduce(mine)
+        assert mine.tolist() == [size] * 3
+
+
 def coalesced(rank, size):
     """Several tensors at once, and what the coalescing manager collects."""
     ones = [torch.ones(3), torch.ones(4)]

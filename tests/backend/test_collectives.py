@@ -49,11 +49,16 @@ def test_messages(right, size, job):
 
 
 @pytest.mark.parametrize(
-    "job", ["objects", "asynchronous", "subgroups", "views", "all_ops", "coalesced", "meshes", "compiled"]
+    "job", ["objects", "asynchronous", "subgroups", "views", "all_ops", "inference", "coalesced", "meshes", "compiled"]
 )
 def test_other_forms(right, job):
     """Objects, works and futures, groups of some ranks, views and parameters, functional collectives, meshes."""
     right(3, f"jobs.{job}")
+
+
+def test_a_group_is_made_again(right, tmp_path):
+    """Destroyed and made anew with the same store, a group works."""
+    right(2, "jobs.again", str(tmp_path / "store"))
 
 
 def test_a_wrong_order_would_show(ran):

@@ -25,16 +25,34 @@ def test_a_dead_sender_is_an_error(ran):
     assert codes == [-signal.SIGKILL, 0], told
 
 
-@pytest.mark.parametrize("kind", ["size", "kind", "op", "dtype", "root"])
+@pytest.mark.parametrize("kind", ["size", "kind", "op", "dtype", "moved dtype", "root"])
 def test_ranks_that_differ_are_told(right, kind):
     """Different collectives, sizes, operations, dtypes or roots: an error that says what each does, and no hang."""
     right(2, "failures.differing", kind)
 
 
-@pytest.mark.parametrize("job", ["late", "refused", "wrong_length"])
+@pytest.mark.parametrize("job", ["late", "refused", "wrong_length", "broken_off", "destroyed"])
 def test_other_mistakes(right, job):
-    """Ranks that come late, calls that cannot be, messages of another length."""
+    """Ranks that come late, calls that cannot be, messages of another length, Ctrl-C, groups destroyed too early."""
     right(2, f"failures.{job}")
+
+
+@pytest.mark.parametrize("how", ["queue", "send", "poll"])
+def test_a_death_is_noticed_behind_others(ran, how):
+    """Also by those who wait for something later in the line, or only ask whether it is done."""
+    codes, told = ran(2, "failures.queued", how)
+    assert codes == [0, -signal.SIGKILL], told
+
+
+def test_a_death_is_noticed_beside_a_slow_rank(ran):
+    """One rank is dead, another busy."""
+    codes, told = ran(3, "failures.slow_and_dead")
+    assert codes == [0, 0, -signal.SIGKILL], told
+
+
+def test_anybody_may_have_left(right):
+    """Receiving from anybody fails only when nobody is left."""
+    right(3, "failures.from_who_is_left")
 
 
 class Store(dict):
@@ -46,6 +64,10 @@ class Store(dict):
     def get(self, key):
         return self[key]
 
+    def add(self, key, amount):
+        self[key] = self.get(key) + amount if key in self else amount
+        return self[key]
+
     def wait(self, keys):
         assert set(keys) <= set(self)
 
@@ -54,7 +76,7 @@ class Store(dict):
 def test_several_hosts_are_refused(changed):
     """Ranks that cannot share memory are refused with the reason, before anything is opened."""
     mine = {"host": "here", "where": room._where(), "uid": __import__("os").getuid(), "pid": 1, "fd": 3}
-    store = Store({"rank 1": json.dumps(mine | changed)})
+    store = Store({"1 rank 1": json.dumps(mine | changed)})
     with pytest.raises(UsageError, match=r"rank 1 runs on .* one host, one user.*gloo"):
         room.join(store, 0, 2)
 

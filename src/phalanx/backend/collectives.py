@@ -12,7 +12,7 @@ import torch
 from phalanx.backend.progress import Steps
 from phalanx.backend.reduction import Reduction
 from phalanx.backend.room import SLOT
-from phalanx.backend.rounds import SIZE, Rounds, deed
+from phalanx.backend.rounds import MOST, SIZE, Rounds, deed
 from phalanx.errors import UsageError
 from phalanx.plan.shares import share_bounds
 
@@ -128,7 +128,7 @@ def all_to_all(rounds: Rounds, outputs: Sequence[torch.Tensor], inputs: Sequence
     UsageError
         A rank sends more or less than the other expects.
     """
-    word = deed("all_to_all")
+    word = deed("all_to_all", inputs[0].dtype)
     sizes = torch.tensor([len(value) for value in inputs])
     slots = yield from _shown(rounds, word, sizes)
     yield from rounds.see(rounds.others)
@@ -136,7 +136,7 @@ def all_to_all(rounds: Rounds, outputs: Sequence[torch.Tensor], inputs: Sequence
     wanted = [len(output) for output in outputs]
     if [row[rounds.rank] for row in table] != wanted:
         raise UsageError(
-            f"all_to_all: rank {rounds.rank} expects parts of {wanted} bytes, and the others send "
+            f"all_to_all: rank {rounds.rank} expects parts of {wanted} elements, and the others send "
             f"{[row[rounds.rank] for row in table]}; make the splits of all ranks agree"
         )
     most = max(map(max, table))
@@ -190,4 +190,4 @@ def _placed(flat: torch.Tensor, most: int) -> Sequence[tuple[int, torch.Tensor]]
 
 def _word(kind: str, flat: torch.Tensor, reduction: Reduction | None = None, root: int = 0) -> int:
     op = 0 if reduction is None else reduction.number
-    return deed(kind, flat.dtype, op, root) | flat.nbytes << SIZE
+    return deed(kind, flat.dtype, op, root) | (flat.nbytes & MOST) << SIZE

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from phalanx.backend import collectives
 from phalanx.backend.messages import Inbox, receive, receive_any, send
-from phalanx.backend.progress import Line, Operation, Steps
+from phalanx.backend.progress import Line, Operation, Steps, leave
 from phalanx.backend.reduction import reduction
 from phalanx.backend.room import Room
 from phalanx.backend.rounds import Rounds
-from phalanx.backend.tensors import Back, flattened, raw, rows, split, then
+from phalanx.backend.tensors import Back, Flat, fitting, flattened, movable, raw, rows, split, then
 from phalanx.backend.work import Work
 from phalanx.errors import UsageError
 
@@ -76,14 +76,16 @@ class Group(dist.ProcessGroup):
     def broadcast(self, tensors: Tensors, opts: Any) -> Work:
         """Every rank ends with what the root has."""
         return self._all(
-            "broadcast", tensors, lambda flat: collectives.broadcast(self._rounds, raw(flat), opts.rootRank), opts
+            "broadcast", tensors, lambda flat: collectives.broadcast(self._rounds, movable(flat), opts.rootRank), opts
         )
 
     def allgather(self, output_lists: Sequence[Tensors], tensors: Tensors, opts: Any = None) -> Work:
         """Every rank ends with what each has, in a list of tensors."""
         back: Back = []
         steps = [
-            collectives.all_gather(self._rounds, [raw(flattened(out, back)) for out in outputs], raw(flattened(tensor)))
+            collectives.all_gather(
+                self._rounds, fitting("outputs", outputs, tensor, self.size(), back), movable(flattened(tensor))
+            )
             for outputs, tensor in zip(output_lists, tensors, strict=True)
         ]
         return self._begin("all_gather", steps, back, output_lists, opts)
@@ -100,9 +102,7 @@ class Group(dist.ProcessGroup):
         """The same for several."""
         back: Back = []
         steps = [
-            collectives.all_gather(
-                self._rounds, self._cut(flattened(output, back), tensor.numel()), raw(flattened(tensor))
-            )
+            collectives.all_gather(self._rounds, self._cut(flattened(output, back), tensor), movable(flattened(tensor)))
             for output, tensor in zip(outputs, tensors, strict=True)
         ]
         return self._begin("all_gather", steps, back, outputs, opts)
@@ -113,15 +113,15 @@ class Group(dist.ProcessGroup):
     def gather(self, output_lists: Sequence[Tensors], tensors: Tensors, opts: Any) -> Work:
         """The root ends with what each rank has."""
         back: Back = []
-        outputs = [raw(flattened(out, back)) for out in output_lists[0]] if output_lists else []
-        steps = [collectives.gather(self._rounds, outputs, raw(flattened(tensors[0])), opts.rootRank)]
+        outputs = fitting("outputs", output_lists[0], tensors[0], self.size(), back) if output_lists else []
+        steps = [collectives.gather(self._rounds, outputs, movable(flattened(tensors[0])), opts.rootRank)]
         return self._begin("gather", steps, back, output_lists, opts)
 
     def scatter(self, outputs: Tensors, input_lists: Sequence[Tensors], opts: Any) -> Work:
         """Each rank ends with its part of what the root has."""
         back: Back = []
-        inputs = [raw(flattened(part)) for part in input_lists[0]] if input_lists else []
-        steps = [collectives.scatter(self._rounds, raw(flattened(outputs[0], back)), inputs, opts.rootRank)]
+        inputs = fitting("inputs", input_lists[0], outputs[0], self.size()) if input_lists else []
+        steps = [collectives.scatter(self._rounds, movable(flattened(outputs[0], back)), inputs, opts.rootRank)]
         return self._begin("scatter", steps, back, outputs, opts)
 
     def reduce_scatter(self, outputs: Tensors, input_lists: Sequence[Tensors], opts: Any) -> Work:
@@ -152,8 +152,9 @@ class Group(dist.ProcessGroup):
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """Part i of each rank goes to rank i."""
         back: Back = []
-        ours, theirs = [raw(flattened(part)) for part in inputs], [raw(flattened(part, back)) for part in outputs]
-        return self._begin("all_to_all", [collectives.all_to_all(self._rounds, theirs, ours)], back, outputs, opts)
+        ours = [movable(flattened(part)) for part in inputs]
+        theirs = [movable(flattened(part, back)) for part in outputs]
+        return self._begin("all_to_all", [self._all_to_all(theirs, ours)], back, outputs, opts)
 
     def all_to_all_single(
         self,
@@ -167,7 +168,7 @@ class Group(dist.ProcessGroup):
         back: Back = []
         ours = rows(flattened(tensor), tensor, input_splits, self.size())
         theirs = rows(flattened(output, back), output, output_splits, self.size())
-        return self._begin("all_to_all", [collectives.all_to_all(self._rounds, theirs, ours)], back, [output], opts)
+        return self._begin("all_to_all", [self._all_to_all(theirs, ours)], back, [output], opts)
 
     alltoall_base = all_to_all_single
 
@@ -192,10 +193,11 @@ class Group(dist.ProcessGroup):
         back: Back = []
         found: list[int] = []
         steps = then([receive_any(self._inboxes, tag, raw(flattened(tensors[0], back)), found)], back)
-        return self._message("recv from any rank", Line(), steps, tensors, found)
+        return self._message("recv from any rank", Line(), steps, tensors, found, anyone=True)
 
     def shutdown(self) -> None:
-        """Give back what the group holds."""
+        """Give back what the group holds, and give up what is under way."""
+        leave(self._room)
         self._room.close()
 
     abort = shutdown
@@ -205,25 +207,30 @@ class Group(dist.ProcessGroup):
             raise UsageError(f"rank is {rank}, but this is rank {self.rank()} of {self.size()}; name another of them")
         return rank
 
-    def _cut(self, flat: torch.Tensor, count: int) -> list[torch.Tensor]:
-        if len(flat) != count * self.size():
+    def _cut(self, flat: torch.Tensor, tensor: torch.Tensor) -> Flat:
+        if len(flat) != tensor.numel() * self.size() or flat.dtype != tensor.dtype:
             raise UsageError(
-                f"the output has {len(flat)} elements, and {self.size()} ranks bring {count} each; make it "
-                f"{count * self.size()}"
+                f"the output has {len(flat)} elements of {flat.dtype}, and {self.size()} ranks bring "
+                f"{tensor.numel()} of {tensor.dtype} each; make it {tensor.numel() * self.size()} of that"
             )
-        return [raw(part) for part in split(flat, self.size())]
+        return [movable(part) for part in split(flat, self.size())]
+
+    def _all_to_all(self, outputs: Flat, inputs: Flat) -> Steps:
+        counts, dtypes = {len(outputs), len(inputs)}, {part.dtype for part in (*outputs, *inputs)}
+        if counts != {self.size()} or len(dtypes) > 1:
+            raise UsageError(
+                f"there are {len(inputs)} inputs and {len(outputs)} outputs of {', '.join(map(str, dtypes))}; there "
+                f"must be {self.size()} of each, of one dtype"
+            )
+        return collectives.all_to_all(self._rounds, outputs, inputs)
 
     def _reduced(self, collective: Any, flat: torch.Tensor, op: Any, *root: int) -> Steps:
         return collective(self._rounds, flat, reduction(op, flat.dtype, self._rounds.size), *root)
 
     def _reduce_scattered(self, flat: torch.Tensor, parts: Tensors, opts: Any) -> Steps:
-        if len(parts) != self.size() or any(len(part) != len(flat) for part in parts):
-            raise UsageError(
-                f"{len(parts)} parts of {[len(part) for part in parts]} elements are to be scattered over "
-                f"{self.size()} ranks into {len(flat)} each; make them agree"
-            )
+        inputs = fitting("inputs", parts, flat, self.size())
         return collectives.reduce_scatter(
-            self._rounds, flat, parts, reduction(opts.reduceOp.op, flat.dtype, self.size())
+            self._rounds, flat, inputs, reduction(opts.reduceOp.op, flat.dtype, self.size())
         )
 
     def _all(self, name: str, tensors: Tensors, steps: Any, opts: Any) -> Work:
@@ -236,8 +243,10 @@ class Group(dist.ProcessGroup):
         self._line.begin(operation)
         return Work(operation, _seconds(opts, self._seconds), outputs)
 
-    def _message(self, name: str, line: Line, steps: Steps, tensors: Tensors, sources: list[int] | None) -> Work:
-        operation = Operation(steps, self._room, name)
+    def _message(
+        self, name: str, line: Line, steps: Steps, tensors: Tensors, sources: list[int] | None, *, anyone: bool = False
+    ) -> Work:
+        operation = Operation(steps, self._room, name, anyone=anyone)
         line.begin(operation)
         return Work(operation, self._seconds, tensors, sources)
 

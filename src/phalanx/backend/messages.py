@@ -76,6 +76,13 @@ class Inbox:
             if size == need:
                 self._whole()
 
+    def take(self, tag: int) -> bytearray:
+        """The next message of a tag that there is one of."""
+        message = self.kept[tag].popleft()
+        if not self.kept[tag]:
+            del self.kept[tag]
+        return message
+
     def _whole(self) -> None:
         part, self._part = self._part, bytearray()
         if self._coming is None:
@@ -90,13 +97,16 @@ def receive(inbox: Inbox, source: int, tag: int, flat: torch.Tensor) -> Steps:
     ticket = object()
     inbox.wanted[tag].append(ticket)
     try:
-        while inbox.wanted[tag][0] is not ticket or not inbox.kept[tag]:
+        while True:
             inbox.look()
-            if inbox.wanted[tag][0] is not ticket or not inbox.kept[tag]:
-                yield (source,)
-        _fill(flat, inbox.kept[tag].popleft(), source)
+            if inbox.wanted[tag][0] is ticket and tag in inbox.kept:
+                _fill(flat, inbox.take(tag), source)
+                return
+            yield (source,)
     finally:
         inbox.wanted[tag].remove(ticket)
+        if not inbox.wanted[tag]:
+            del inbox.wanted[tag]
 
 
 def receive_any(inboxes: dict[int, Inbox], tag: int, flat: torch.Tensor, found: list[int]) -> Steps:
@@ -104,9 +114,9 @@ def receive_any(inboxes: dict[int, Inbox], tag: int, flat: torch.Tensor, found: 
     while True:
         for source, inbox in inboxes.items():
             inbox.look()
-            if inbox.kept[tag] and not inbox.wanted[tag]:
+            if tag in inbox.kept and tag not in inbox.wanted:
                 found.append(source)
-                _fill(flat, inbox.kept[tag].popleft(), source)
+                _fill(flat, inbox.take(tag), source)
                 return
         yield tuple(inboxes)
 

@@ -6,12 +6,15 @@ way in this process, so that two ranks may wait for two operations in different 
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Generator, Sequence
 from typing import Any
+
+import torch
 
 from phalanx.backend.room import PeerError, Room
 
@@ -32,24 +35,31 @@ class Operation:
     room : Room
     name : str
         For errors.
+    anyone : bool
+        Whether one of the ranks that it waits for is enough.
     """
 
-    def __init__(self, steps: Steps, room: Room, name: str) -> None:
+    def __init__(self, steps: Steps, room: Room, name: str, *, anyone: bool = False) -> None:
         self.steps = steps
         self.room = room
         self.name = name
+        self.anyone = anyone
+        self.line: Line | None = None
         self.done = False
         self.error: BaseException | None = None
         self.awaited: Sequence[int] = ()
 
     def advance(self) -> None:
-        """Go on as far as possible without waiting."""
+        """Go on as far as possible without waiting; an interrupt passes through."""
         try:
-            self.awaited = next(self.steps)
+            with torch.inference_mode():  # tensors of that mode may be written, and views be kept, in and outside of it
+                self.awaited = next(self.steps)
         except StopIteration:
             self.done = True
         except BaseException as error:
             self.done, self.error = True, error
+            if not isinstance(error, Exception):
+                raise
 
 
 class Line:
@@ -57,45 +67,58 @@ class Line:
 
     Attributes
     ----------
-    broken : BaseException or None
+    broken : PeerError or None
         Why nothing can happen here any more.
     """
 
     def __init__(self) -> None:
         self.operations: deque[Operation] = deque()
-        self.broken: BaseException | None = None
+        self.broken: PeerError | None = None
 
     def begin(self, operation: Operation) -> None:
         """Begin it, or let it wait for its turn."""
         with LOCK:
             if self.broken is not None:
                 raise self.broken
-            if not self.operations:
-                operation.advance()
-                if operation.done:
-                    self._fail(operation)
-                    return
-                LINES.append(self)
+            operation.line = self
             self.operations.append(operation)
+            if len(self.operations) == 1:
+                LINES.append(self)
+                self.advance()
 
     def advance(self) -> None:
         """Let the first go on, and those behind it as far as it gives way."""
         while self.operations:
             first = self.operations[0]
-            if not first.done:
-                first.advance()
+            try:
+                if not first.done:
+                    first.advance()
+            finally:
+                if first.error is not None:
+                    self.fail(first.error)
             if not first.done:
                 return
-            self.operations.popleft()
-            self._fail(first)
-        LINES.remove(self)
+            if self.operations:
+                self.operations.popleft()
+        if self in LINES:
+            LINES.remove(self)
 
-    def _fail(self, operation: Operation) -> None:
+    def fail(self, error: BaseException) -> None:
         """After an error ranks no longer agree on what comes next: nothing does."""
-        if isinstance(operation.error, PeerError):
-            self.broken = operation.error
-            for other in self.operations:
-                other.done, other.error = True, operation.error
+        if isinstance(error, PeerError):
+            self.broken = error
+        else:
+            self.broken = PeerError(
+                f"{self.operations[0].name} broke off in the middle ({error!r}), so that ranks no longer agree on what "
+                "comes next; start all ranks again"
+            )
+            self.broken.__cause__ = error
+        for operation in self.operations:
+            operation.steps.close()
+            operation.done, operation.error = True, operation.error or self.broken
+        self.operations.clear()
+        if self in LINES:
+            LINES.remove(self)
 
 
 def advance() -> None:
@@ -103,6 +126,22 @@ def advance() -> None:
     with LOCK:
         for line in LINES[:]:
             line.advance()
+
+
+def poll(operation: Operation) -> bool:
+    """Go on as far as possible; whether ``operation`` is done."""
+    if not operation.done:
+        advance()
+        _check(operation, 0.0, math.inf)
+    return operation.done
+
+
+def leave(room: Room) -> None:
+    """Give up what is under way in a room."""
+    with LOCK:
+        for line in LINES[:]:
+            if line.operations[0].room is room:
+                line.fail(PeerError(f"{line.operations[0].name}: the group was destroyed before it was done"))
 
 
 def finish(operation: Operation, seconds: float) -> None:
@@ -138,26 +177,28 @@ def _await(operation: Operation, seconds: float) -> None:
 
 
 def _check(operation: Operation, waited: float, seconds: float) -> None:
-    """Give up if a rank that is waited for is gone, or late."""
+    """Give up if a rank that is waited for is gone, or late: by ``operation`` or by what comes before it."""
     with LOCK:
-        room, awaited = operation.room, operation.awaited
-        gone = room.gone(awaited)
-        if gone is not None:
+        if operation.done or operation.line is None:
+            return
+        line, first = operation.line, operation.line.operations[0]
+        gone = _gone(first)
+        if gone:
             advance()  # it may have done its part before
-            if operation.done or gone not in operation.awaited:
+            if first.done or not set(gone) <= set(first.awaited):
                 return
-            why = f"rank {gone} (process {room.pids[gone]}) has ended"
+            why = f"rank {gone[0]} (process {first.room.pids[gone[0]]}) has ended"
         elif waited > seconds:
-            why = f"{_spelled(awaited)} did not come within {seconds:g} s"
+            why = f"{_spelled(first.awaited)} did not come within {seconds:g} s"
         else:
             return
-        _give_up(operation, PeerError(f"{operation.name}: {why}; this group cannot go on, start all ranks again"))
+        line.fail(PeerError(f"{first.name}: {why}; this group cannot go on, start all ranks again"))
 
 
-def _give_up(operation: Operation, error: PeerError) -> None:
-    operation.steps.close()
-    operation.done, operation.error = True, error
-    advance()
+def _gone(operation: Operation) -> Sequence[int]:
+    """Ranks without which it cannot be done, and that have ended."""
+    gone = operation.room.gone(operation.awaited)
+    return () if operation.anyone and len(gone) < len(operation.awaited) else gone
 
 
 def _spelled(ranks: Sequence[int]) -> str:

@@ -60,21 +60,22 @@ class Room:
         self.words = whole[:words].cast("q")
         self.slots = whole[words : words + slots]
         self.pipes = whole[words + slots :]
-        self._watched = {os.pidfd_open(pid): peer for peer, pid in enumerate(pids) if peer != rank}
+        self._ended: set[int] = set()
+        self._watched: dict[int, int] = {}
         self._poll = select.poll()
-        for fd in self._watched:
-            self._poll.register(fd, select.POLLIN)
+        for peer, pid in enumerate(pids):
+            if peer != rank:
+                self._watch(peer, pid)
         self._looked = 0.0
         self.moved = 0
 
-    def gone(self, peers: Sequence[int]) -> int | None:
-        """One of these ranks whose process has ended; looked up a few times a second."""
+    def gone(self, peers: Sequence[int]) -> list[int]:
+        """Those of these ranks whose processes have ended; the kernel is asked some fifty times a second."""
         now = time.monotonic()
-        if now - self._looked < POLL_SECONDS:
-            return None
-        self._looked = now
-        ended = {self._watched[fd] for fd, _ in self._poll.poll(0)}
-        return next((peer for peer in peers if peer in ended), None)
+        if now - self._looked >= POLL_SECONDS:
+            self._looked = now
+            self._ended |= {self._watched[fd] for fd, _ in self._poll.poll(0)}
+        return [peer for peer in peers if peer in self._ended]
 
     def close(self) -> None:
         """Give the descriptors back; the memory goes with the last view of it."""
@@ -82,6 +83,15 @@ class Room:
             os.close(fd)
         self._watched = {}
         self._poll = select.poll()
+
+    def _watch(self, peer: int, pid: int) -> None:
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._ended.add(peer)
+        else:
+            self._watched[fd] = peer
+            self._poll.register(fd, select.POLLIN)
 
     def line(self, rank: int) -> int:
         """Index of a rank's first word."""
@@ -111,17 +121,20 @@ def join(store: Any, rank: int, size: int) -> Room:
     if not sys.platform.startswith("linux"):
         raise UsageError(f"backend 'phalanx' needs Linux, this is {sys.platform}; use backend='gloo'")
     needed = _words(size) + 2 * SLOT * size + PIPE * size * size
-    memory = Memory(needed if rank == 0 else 0)
+    memory = Memory(needed) if rank == 0 else None
     try:
         return _meet(store, rank, size, needed, memory)
     finally:
-        memory.close()
+        if memory is not None:
+            memory.close()
 
 
-def _meet(store: Any, rank: int, size: int, needed: int, memory: Memory) -> Room:
-    mine = {"host": socket.gethostname(), "where": _where(), "uid": os.getuid(), "pid": os.getpid(), "fd": memory.fd}
-    store.set(f"rank {rank}", json.dumps(mine))
-    ranks = [json.loads(store.get(f"rank {peer}")) for peer in range(size)]
+def _meet(store: Any, rank: int, size: int, needed: int, memory: Memory | None) -> Room:
+    turn = store.add(f"rank {rank} comes", 1)  # a group may be made again with the same store
+    fd = -1 if memory is None else memory.fd
+    mine = {"host": socket.gethostname(), "where": _where(), "uid": os.getuid(), "pid": os.getpid(), "fd": fd}
+    store.set(f"{turn} rank {rank}", json.dumps(mine))
+    ranks = [json.loads(store.get(f"{turn} rank {peer}")) for peer in range(size)]
     for peer, other in enumerate(ranks):
         if (other["where"], other["uid"]) != (ranks[0]["where"], ranks[0]["uid"]):
             raise UsageError(
@@ -129,15 +142,15 @@ def _meet(store: Any, rank: int, size: int, needed: int, memory: Memory) -> Room
                 f"{ranks[0]['uid']}: backend 'phalanx' is shared memory, for one host, one user, one container; "
                 "use backend='gloo' there"
             )
-    shared = memory if rank == 0 else _opened(ranks[0]["pid"], ranks[0]["fd"], needed)
+    shared = _opened(ranks[0]["pid"], ranks[0]["fd"], needed) if memory is None else memory
     try:
-        room = Room(shared.map(), rank, size, [other["pid"] for other in ranks])
+        mapped = shared.map()
     finally:
-        if rank:
+        if memory is None:
             shared.close()
-    store.set(f"ready {rank}", "")
-    store.wait([f"ready {peer}" for peer in range(size)])  # the descriptor stays until all have the memory
-    return room
+    store.set(f"{turn} ready {rank}", "")
+    store.wait([f"{turn} ready {peer}" for peer in range(size)])  # the descriptor stays until all have the memory
+    return Room(mapped, rank, size, [other["pid"] for other in ranks])
 
 
 def _opened(pid: int, fd: int, needed: int) -> Memory:

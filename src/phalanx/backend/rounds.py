@@ -18,6 +18,7 @@ from phalanx.engines.control import order
 
 KEPT_VIEWS = 64
 SIZE = 26  # the bit of a deed from which on it holds a number of bytes
+MOST = (1 << 37) - 1  # bytes that fit there
 ROOTED = ("reduce", "broadcast", "gather", "scatter")
 DTYPES = (
     torch.uint8, torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
@@ -37,8 +38,9 @@ def deed(kind: str, dtype: torch.dtype = torch.uint8, op: int = 0, root: int = 0
 def spelled(word: int) -> str:
     """A deed for people."""
     kind, dtype, root, size = KINDS[word & 15], DTYPES[word >> 4 & 63], word >> 14 & 4095, word >> SIZE
-    more = f" of {dtype}" if "reduce" in kind else ""
-    return f"{kind} of {size} bytes{more}" + (f" with root {root}" if kind in ROOTED else "")
+    if kind in ("barrier", "all_to_all"):
+        return kind
+    return f"{kind} of {size} bytes of {dtype}" + (f" with root {root}" if kind in ROOTED else "")
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class Rounds:
             self._unseen -= 1
             line = self._lines[rank]
             while words[line + ARRIVED] < number:
-                yield (rank,)
+                yield [other for other in self.others if words[self._lines[other] + ARRIVED] < number]
             order()
             if words[line + tag] != self._tag:
                 raise PeerError(

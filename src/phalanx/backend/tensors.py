@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from phalanx.backend.progress import Steps
+from phalanx.backend.rounds import DTYPES
 from phalanx.errors import UsageError
 
+Flat = list[torch.Tensor]
 Back = list[tuple[torch.Tensor, torch.Tensor]]  # what has to be copied back, and from where
 
 
@@ -43,6 +45,28 @@ def raw(flat: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
+def movable(flat: torch.Tensor) -> torch.Tensor:
+    """A flat tensor of a dtype that slots have: its own, so that ranks can compare it, or bytes."""
+    return flat if flat.dtype in DTYPES else raw(flat)
+
+
+def fitting(name: str, parts: Sequence[torch.Tensor], like: torch.Tensor, ranks: int, back: Back | None = None) -> Flat:
+    """One part for each rank, each with as many elements as ``like`` and of its dtype; flat.
+
+    Raises
+    ------
+    UsageError
+        They are not.
+    """
+    if len(parts) != ranks or any(part.numel() != like.numel() or part.dtype != like.dtype for part in parts):
+        told = ", ".join(f"{part.numel()} of {part.dtype}" for part in parts)
+        raise UsageError(
+            f"{name} are {len(parts)} tensors of elements: {told}; there must be {ranks}, each with {like.numel()} of "
+            f"{like.dtype}"
+        )
+    return [movable(flattened(part, back)) for part in parts]
+
+
 def split(flat: torch.Tensor, ranks: int) -> list[torch.Tensor]:
     """A flat tensor in equal parts.
 
@@ -56,14 +80,16 @@ def split(flat: torch.Tensor, ranks: int) -> list[torch.Tensor]:
     return list(flat.view(ranks, -1))
 
 
-def rows(flat: torch.Tensor, tensor: torch.Tensor, splits: Sequence[int], ranks: int) -> list[torch.Tensor]:
-    """``flat``, which is ``tensor``, as bytes in parts of so many rows; equal ones if ``splits`` is empty."""
+def rows(flat: torch.Tensor, tensor: torch.Tensor, splits: Sequence[int], ranks: int) -> Flat:
+    """``flat``, which is ``tensor``, in parts of so many rows; equal ones if ``splits`` is empty."""
     if not splits:
-        return [raw(part) for part in split(flat, ranks)]
+        if len(tensor) % ranks:
+            raise UsageError(f"a tensor of {len(tensor)} rows cannot be cut for {ranks} ranks; pad it, or give splits")
+        return [movable(part) for part in split(flat, ranks)]
     row = tensor[0].numel() if len(tensor) else 0
     if len(splits) != ranks or sum(splits) != len(tensor):
         raise UsageError(f"splits are {list(splits)} for {len(tensor)} rows and {ranks} ranks; make them add up")
-    return [raw(part) for part in flat.split([row * count for count in splits])]
+    return [movable(part) for part in flat.split([row * count for count in splits])]
 
 
 def then(steps: Sequence[Steps], back: Back) -> Steps:

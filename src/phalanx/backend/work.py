@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.backend.progress import Operation, advance, finish
+from phalanx.backend.progress import Operation, finish, poll
 
 
 class Work(dist.Work):
@@ -49,9 +49,7 @@ class Work(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether it is done; lets it go on as far as it can."""
-        if not self._operation.done:
-            advance()
-        return self._operation.done
+        return poll(self._operation)
 
     def is_success(self) -> bool:
         """Whether it is done, and went well."""
