@@ -22,9 +22,11 @@ check: $(INSTALLED)  ## lint, format, types and the house rules; under a minute
 	@$(BIN)/pyright --warnings
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m house tests/house
 
-bench: $(INSTALLED)  ## time steps and scaling beside the plain loop and DDP; about 45 minutes; writes benchmarks/results
+bench: $(INSTALLED)  ## time steps and scaling beside the plain loop and DDP; about 80 minutes; writes benchmarks/results
 	@$(BIN)/python benchmarks/step.py --save
 	@$(BIN)/python benchmarks/scaling.py --save
+	@$(BIN)/python benchmarks/backend.py --save
+	@$(BIN)/python benchmarks/recovery.py --save
 
 chaos: $(INSTALLED)  ## kill workers at random for five minutes; every digest must be what it would have been
 	@$(BIN)/python benchmarks/chaos.py --minutes 5

@@ -14,8 +14,6 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from typing import Any
 
-import torch
-
 from phalanx.backend.room import PeerError, Room
 
 Steps = Generator[Sequence[int], None, Any]  # yields the ranks that it waits for
@@ -52,8 +50,7 @@ class Operation:
     def advance(self) -> None:
         """Go on as far as possible without waiting; an interrupt passes through."""
         try:
-            with torch.inference_mode():  # tensors of that mode may be written, and views be kept, in and outside of it
-                self.awaited = next(self.steps)
+            self.awaited = next(self.steps)
         except StopIteration:
             self.done = True
         except BaseException as error:

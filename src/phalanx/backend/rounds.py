@@ -90,7 +90,8 @@ class Rounds:
         if shown is None:
             if len(self._views) >= KEPT_VIEWS:
                 self._views.clear()
-            shown = self._views[dtype, count] = Shown(self._made(dtype, count, 0), self._made(dtype, count, 1))
+            with torch.inference_mode(False):  # else they could not be written outside that mode
+                shown = self._views[dtype, count] = Shown(self._made(dtype, count, 0), self._made(dtype, count, 1))
         return shown.odd if self._round & 1 else shown.even
 
     def show(self) -> None:

@@ -17,6 +17,8 @@ Back = list[tuple[torch.Tensor, torch.Tensor]]  # what has to be copied back, an
 def flattened(tensor: torch.Tensor, back: Back | None = None) -> torch.Tensor:
     """``tensor`` in one dimension: itself, or a copy, which is noted in ``back`` if it will be written.
 
+    Tensors of inference mode are copied too: only in that mode may they be written, and a wait may come outside of it.
+
     Raises
     ------
     UsageError
@@ -32,9 +34,11 @@ def flattened(tensor: torch.Tensor, back: Back | None = None) -> torch.Tensor:
         )
     else:
         own = tensor.detach()
-    if own.is_contiguous():
+    written = back is not None and own.is_inference()
+    if own.is_contiguous() and not written:
         return own if own.dim() == 1 else own.view(-1)
-    copy = own.contiguous().view(-1)
+    with torch.inference_mode(False):
+        copy = own.clone(memory_format=torch.contiguous_format).view(-1)
     if back is not None:
         back.append((own, copy))
     return copy
@@ -96,5 +100,7 @@ def then(steps: Sequence[Steps], back: Back) -> Steps:
     """One after another; then copy back what was copied."""
     for each in steps:
         yield from each
-    for own, copy in back:
-        own.copy_(copy.view(own.shape))
+    if back:
+        with torch.inference_mode():
+            for own, copy in back:
+                own.copy_(copy.view(own.shape))
