@@ -267,9 +267,10 @@ SCRIPTS = {
 }
 
 
-def run(rank, size, name, target):
-    """Run a script; rank 0 saves what it returns."""
-    torch.manual_seed(1)
-    state = {key: value.detach().clone() for key, value in copy.copy(SCRIPTS[name](rank, size)).items()}
-    if rank == 0:
-        torch.save(state, target)
+def run(rank, size, name, targets):
+    """Run a script, once for each target; rank 0 saves there what it returns."""
+    for target in targets:
+        torch.manual_seed(1)
+        state = {key: value.detach().clone() for key, value in copy.copy(SCRIPTS[name](rank, size)).items()}
+        if rank == 0:
+            torch.save(state, target)

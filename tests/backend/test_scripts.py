@@ -13,11 +13,10 @@ def test_script(right, tmp_path, name):
     """Two runs end in equal bits, and near to what Gloo gives."""
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
-    found = []
-    for number, backend in enumerate(("phalanx", "phalanx", "gloo")):
-        right(2, "scripts.run", name, str(tmp_path / str(number)), backend=backend)
-        found.append(torch.load(tmp_path / str(number), weights_only=True))
-    one, again, gloo = found
+    paths = [str(tmp_path / name) for name in ("one", "again", "gloo")]
+    right(2, "scripts.run", name, paths[:2], backend="phalanx")
+    right(2, "scripts.run", name, paths[2:], backend="gloo")
+    one, again, gloo = (torch.load(path, weights_only=True) for path in paths)
     assert all(torch.equal(one[key], again[key]) for key in one)
     narrow = any(word in name for word in ("16", "PowerSGD"))
     for key, value in one.items():
