@@ -140,9 +140,16 @@ def chaos(
 
 @app.command()
 def explain(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="ring, ordered or naive: an all-reduce.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="ring, ordered or naive (all-reduce); broadcast, reduce_scatter, all_gather."
+        ),
+    ],
     participants: Annotated[int, typer.Option("--participants", help="How many take part.")] = 4,
-    plot: Plot = "out/{name}.png",
+    plot: Annotated[
+        str, typer.Option("--plot", metavar="PATH", help="Where to draw it, for up to 16; '' for no picture.")
+    ] = "out/{name}.png",
 ) -> None:
     """Show a collective algorithm round by round, in words and as a picture."""
     from phalanx.collectives import schedule, spell_rounds
@@ -152,7 +159,9 @@ def explain(
     transfers = schedule(name, participants)
     for line in spell_rounds(transfers):
         typer.echo(line)
-    if plot and participants <= MOST_PARTICIPANTS:
+    if participants > MOST_PARTICIPANTS:
+        typer.echo(f"no picture: {MOST_PARTICIPANTS} participants fit in one")
+    elif plot:
         target = pathlib.Path(plot.format(name=name))
         target.parent.mkdir(parents=True, exist_ok=True)
         plot_rounds(transfers, participants, f"{name} all-reduce, {participants} participants").savefig(target)

@@ -17,6 +17,7 @@ __all__ = ["Group", "PeerError", "create"]
 def create(options: Any, _: Any) -> Group:
     """Make a group; torch.distributed calls this on every rank of it."""
     room = join(options.store, options.group_rank, options.group_size)
+    room.names = tuple(options.global_ranks_in_group) or room.names
     return Group(room, options.timeout.total_seconds())
 
 

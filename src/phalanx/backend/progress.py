@@ -76,7 +76,9 @@ class Line:
         """Begin it, or let it wait for its turn."""
         with LOCK:
             if self.broken is not None:
-                raise self.broken
+                raise PeerError(
+                    f"this group could not go on, start all ranks again; before, {self.broken}"
+                ) from self.broken
             operation.line = self
             self.operations.append(operation)
             if len(self.operations) == 1:
@@ -184,9 +186,9 @@ def _check(operation: Operation, waited: float, seconds: float) -> None:
             advance()  # it may have done its part before
             if first.done or not set(gone) <= set(first.awaited):
                 return
-            why = f"rank {gone[0]} (process {first.room.pids[gone[0]]}) has ended"
+            why = f"rank {first.room.names[gone[0]]} (process {first.room.pids[gone[0]]}) has ended"
         elif waited > seconds:
-            why = f"{_spelled(first.awaited)} did not come within {seconds:g} s"
+            why = f"{_spelled([first.room.names[rank] for rank in first.awaited])} did not come within {seconds:g} s"
         else:
             return
         line.fail(PeerError(f"{first.name}: {why}; this group cannot go on, start all ranks again"))

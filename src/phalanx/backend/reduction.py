@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from phalanx.backend.rounds import DTYPES
+from phalanx.backend.rounds import DTYPES, OPERATIONS
 from phalanx.errors import UsageError
 
 Op = Callable[..., torch.Tensor]
@@ -25,7 +25,6 @@ OPS: dict[str, Op] = {
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
 }
-NAMES = tuple(OPS)
 NARROW = (torch.float16, torch.bfloat16)
 
 
@@ -53,7 +52,7 @@ class Reduction:
 
     def __init__(self, name: str, dtype: torch.dtype, ranks: int) -> None:
         if name not in OPS:
-            raise UsageError(f"op is {name}, which backend 'phalanx' has not; use one of {', '.join(NAMES)}")
+            raise UsageError(f"op is {name}, which backend 'phalanx' has not; use one of {', '.join(OPERATIONS)}")
         if dtype not in DTYPES:
             raise UsageError(f"a tensor of {dtype} cannot be reduced; convert it first, to float32 for example")
         plain = not (dtype.is_floating_point or dtype.is_complex)
@@ -64,7 +63,7 @@ class Reduction:
         )
         if wrong:
             raise UsageError(f"op {name} cannot be done for {dtype}; use another op, or convert the tensor first")
-        self.number = NAMES.index(name)
+        self.number = OPERATIONS.index(name)
         self._op = OPS[name]
         self._narrow = dtype in NARROW
         self._divisor = ranks if name == "AVG" else 1

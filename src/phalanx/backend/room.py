@@ -49,6 +49,8 @@ class Room:
         int64: a line per rank, then two lines per pair of ranks.
     slots, pipes : memoryview
         Bytes: two slots per rank; one pipe per pair of ranks, from and to.
+    names : sequence of int
+        What people call the ranks: their numbers in the world.
     moved : int
         Grows with every round and every piece of a message: whoever waits for more is waiting anew.
     """
@@ -68,6 +70,7 @@ class Room:
                 self._watch(peer, pid)
         self._looked = 0.0
         self.moved = 0
+        self.names = tuple(range(size))
 
     def gone(self, peers: Sequence[int]) -> list[int]:
         """Those of these ranks whose processes have ended; the kernel is asked some fifty times a second."""

@@ -19,6 +19,7 @@ from phalanx.engines.control import order
 KEPT_VIEWS = 64
 SIZE = 26  # the bit of a deed from which on it holds a number of bytes
 MOST = (1 << 37) - 1  # bytes that fit there
+OPERATIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 ROOTED = ("reduce", "broadcast", "gather", "scatter")
 DTYPES = (
     torch.uint8, torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
@@ -40,7 +41,8 @@ def spelled(word: int) -> str:
     kind, dtype, root, size = KINDS[word & 15], DTYPES[word >> 4 & 63], word >> 14 & 4095, word >> SIZE
     if kind in ("barrier", "all_to_all"):
         return kind
-    return f"{kind} of {size} bytes of {dtype}" + (f" with root {root}" if kind in ROOTED else "")
+    op = f" {OPERATIONS[word >> 10 & 15]}" if "reduce" in kind else ""
+    return f"{kind}{op} of {size // dtype.itemsize} x {dtype}" + (f" with root {root}" if kind in ROOTED else "")
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,8 @@ class Rounds:
             order()
             if words[line + tag] != self._tag:
                 raise PeerError(
-                    f"rank {rank} does {spelled(words[line + tag])} while rank {self.rank} does "
-                    f"{spelled(self._tag)} (or with another op); all ranks of a group must call the same "
+                    f"rank {self._room.names[rank]} does {spelled(words[line + tag])} while rank "
+                    f"{self._room.names[self.rank]} does {spelled(self._tag)}; all ranks of a group must call the same "
                     "collectives in the same order, with equal sizes"
                 )
 

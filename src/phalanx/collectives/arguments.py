@@ -95,7 +95,8 @@ def reducible(op: Any, dtype: torch.dtype) -> None:
     if op == "sum" and dtype == torch.bool:
         raise UsageError("op is 'sum', which torch.bool cannot hold; take op='max' (any) or 'min' (all), or use .int()")
     if op == "mean" and not dtype.is_floating_point and not dtype.is_complex:
-        raise UsageError(f"op is 'mean', which {dtype} cannot hold; take op='sum', or convert with .double()")
+        other = "op='max' (any)" if dtype == torch.bool else "op='sum'"
+        raise UsageError(f"op is 'mean', which {dtype} cannot hold; take {other}, or convert with .double()")
     if op in ("max", "min") and dtype.is_complex:
         raise UsageError(f"op is {op!r}, but complex numbers ({dtype}) have no order; reduce x.abs(), or take op='sum'")
 
@@ -110,7 +111,7 @@ def writable(name: str, tensors: Sequence[torch.Tensor]) -> None:
         if not tensor.is_contiguous() and _overlap([tensor]):
             raise UsageError(
                 f"{name}[{index}] has shape {tuple(tensor.shape)} and strides {tensor.stride()}, so several of its "
-                "elements share memory and cannot be written; use .contiguous()"
+                "elements share memory and cannot be written; reduce a copy: .contiguous()"
             )
     for group in _neighbours(tensors):
         if _overlap([tensors[index] for index in group]):

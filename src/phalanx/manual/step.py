@@ -61,7 +61,8 @@ def data_parallel_step(
     before_shard : callable, optional
         ``before_shard(batch)`` returns the batch to use, or None to keep it.
     after_sync, after_step : callable, optional
-        Called with the replicas once a step: when gradients are averaged and not yet clipped; when all is updated.
+        Called with the replicas once a step: when gradients are averaged and not yet clipped; when all is updated. What
+        they change must be changed in every replica alike. What they raise comes through.
 
     Returns
     -------
