@@ -153,6 +153,7 @@ def explain(
 ) -> None:
     """Show a collective algorithm round by round, in words and as a picture."""
     from phalanx.collectives import schedule, spell_rounds
+    from phalanx.collectives.schedules import ALGORITHMS
     from phalanx.watch.rounds import MOST_PARTICIPANTS, plot_rounds
 
     _check_picture(plot)
@@ -164,7 +165,8 @@ def explain(
     elif plot:
         target = pathlib.Path(plot.format(name=name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        plot_rounds(transfers, participants, f"{name} all-reduce, {participants} participants").savefig(target)
+        kind = " all-reduce" if name in ALGORITHMS else ""
+        plot_rounds(transfers, participants, f"{name}{kind}, {participants} participants").savefig(target)
         typer.echo(f"picture  {target}")
 
 

@@ -57,13 +57,13 @@ def batch(rank, step, rows=8):
     return torch.randn(rows, 5, generator=generator), torch.randint(0, 3, (rows,), generator=generator)
 
 
-def train(model, optimizer, rank, steps=STEPS):
+def train(model, optimizer, rank, steps=STEPS, backward=torch.Tensor.backward):
     """The plain loop."""
     for step in range(steps):
         x, y = batch(rank, step)
         loss = F.cross_entropy(model(x), y)
         optimizer.zero_grad()
-        loss.backward()
+        backward(loss)
         optimizer.step()
 
 
@@ -214,11 +214,7 @@ def fabric(rank, size):
     running.launch()
     model = mlp()
     model, optimizer = running.setup(model, torch.optim.SGD(model.parameters(), 0.1))
-    for step in range(STEPS):
-        x, y = batch(rank, step)
-        running.backward(F.cross_entropy(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, rank, backward=running.backward)
     assert running.all_reduce(torch.tensor(float(rank)), reduce_op="sum").item() == sum(range(size))
     return model.module.state_dict()
 
@@ -235,11 +231,7 @@ def accelerated(rank, size):
     assert accelerator.num_processes == size
     model = mlp()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    for step in range(STEPS):
-        x, y = batch(rank, step)
-        accelerator.backward(F.cross_entropy(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, rank, backward=accelerator.backward)
     gathered = accelerator.gather(torch.tensor([float(rank)]))
     assert gathered.tolist() == list(range(size))
     accelerator.wait_for_everyone()

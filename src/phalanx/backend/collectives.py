@@ -136,7 +136,7 @@ def all_to_all(rounds: Rounds, outputs: Sequence[torch.Tensor], inputs: Sequence
     wanted = [len(output) for output in outputs]
     if [row[rounds.rank] for row in table] != wanted:
         raise UsageError(
-            f"all_to_all: rank {rounds.rank} expects parts of {wanted} elements, and the others send "
+            f"all_to_all: this rank expects parts of {wanted} elements, and the others send "
             f"{[row[rounds.rank] for row in table]}; make the splits of all ranks agree"
         )
     most = max(map(max, table))

@@ -179,21 +179,22 @@ class Group(dist.ProcessGroup):
     def send(self, tensors: Tensors, target: int, tag: int = 0) -> Work:
         """Send a tensor to one rank; it must not be changed before the work is done."""
         steps = send(self._room, self._peer(target), tag, raw(flattened(tensors[0])))
-        return self._message(f"send to rank {target}", self._outboxes[target], steps, tensors, None)
+        name = f"send to rank {self._room.names[target]}, tag {tag}"
+        return self._message(name, self._outboxes[target], steps, tensors, None)
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Work:
         """Receive a tensor from one rank."""
         back: Back = []
         flat = raw(flattened(tensors[0], back))
         steps = then([receive(self._inboxes[self._peer(source)], source, tag, flat)], back)
-        return self._message(f"recv from rank {source}", Line(), steps, tensors, [source])
+        return self._message(f"recv from rank {self._room.names[source]}, tag {tag}", Line(), steps, tensors, [source])
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         """Receive a tensor from whichever rank sent one."""
         back: Back = []
         found: list[int] = []
         steps = then([receive_any(self._inboxes, tag, raw(flattened(tensors[0], back)), found)], back)
-        return self._message("recv from any rank", Line(), steps, tensors, found, anyone=True)
+        return self._message(f"recv from any rank, tag {tag}", Line(), steps, tensors, found, anyone=True)
 
     def shutdown(self) -> None:
         """Give back what the group holds, and give up what is under way."""

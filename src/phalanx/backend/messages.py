@@ -47,9 +47,15 @@ class Inbox:
     ----------
     room : Room
     source : int
+
+    Attributes
+    ----------
+    name : int
+        The rank in the world.
     """
 
     def __init__(self, room: Room, source: int) -> None:
+        self.name = room.names[source]
         self._room = room
         self._words = room.words
         self._written, self._pipe = room.pipe(source, room.rank)
@@ -100,7 +106,7 @@ def receive(inbox: Inbox, source: int, tag: int, flat: torch.Tensor) -> Steps:
         while True:
             inbox.look()
             if inbox.wanted[tag][0] is ticket and tag in inbox.kept:
-                _fill(flat, inbox.take(tag), source)
+                _fill(flat, inbox.take(tag), inbox.name)
                 return
             yield (source,)
     finally:
@@ -116,15 +122,15 @@ def receive_any(inboxes: dict[int, Inbox], tag: int, flat: torch.Tensor, found: 
             inbox.look()
             if tag in inbox.kept and tag not in inbox.wanted:
                 found.append(source)
-                _fill(flat, inbox.take(tag), source)
+                _fill(flat, inbox.take(tag), inbox.name)
                 return
         yield tuple(inboxes)
 
 
-def _fill(flat: torch.Tensor, message: bytearray, source: int) -> None:
+def _fill(flat: torch.Tensor, message: bytearray, name: int) -> None:
     if len(message) != len(flat):
         raise UsageError(
-            f"rank {source} sent {len(message)} bytes, and the tensor to receive them has {len(flat)}; make both equal"
+            f"rank {name} sent {len(message)} bytes, and the tensor to receive them has {len(flat)}; make both equal"
         )
     if message:
         flat.copy_(torch.frombuffer(message, dtype=torch.uint8))

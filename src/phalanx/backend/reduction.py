@@ -13,6 +13,7 @@ import torch
 
 from phalanx.backend.rounds import DTYPES, OPERATIONS
 from phalanx.errors import UsageError
+from phalanx.plan.fold import fold_values
 
 Op = Callable[..., torch.Tensor]
 OPS: dict[str, Op] = {
@@ -74,12 +75,8 @@ class Reduction:
         if len(parts) == 2 and not self._narrow:
             op(parts[0], parts[1], out=out)
         else:
-            values = [part.float() for part in parts] if self._narrow else list(parts)
-            while len(values) > 1:
-                pairs = [values[at : at + 2] for at in range(0, len(values), 2)]
-                values = [op(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
-            if self._narrow and self._divisor != 1:
-                values[0] = values[0] / self._divisor
-            out.copy_(values[0])
+            total = fold_values([part.float() for part in parts] if self._narrow else parts, op)
+            assert total is not None  # there is a part of every rank
+            out.copy_(total / self._divisor if self._narrow and self._divisor != 1 else total)
         if self._divisor != 1 and not self._narrow:
             (torch.view_as_real(out) if out.is_complex() else out).div_(self._divisor)
