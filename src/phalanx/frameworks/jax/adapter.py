@@ -60,8 +60,8 @@ class Jax:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next step, where it is known: the default optimizer's, or one in its state."""
-        return self._updates.lr(self._state.optimizer)
+        """Learning rate of the default optimizer; NaN for others, which keep theirs to themselves."""
+        return self._updates.lr
 
     @property
     def snapshots(self) -> Snapshots:

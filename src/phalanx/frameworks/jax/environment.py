@@ -39,7 +39,7 @@ class Environment(contextlib.AbstractContextManager[None]):
 def recorded(device: Any) -> dict[str, str]:
     """What changes bits and is not in a recipe, as text."""
     versions = {"jax": jax.__version__, "jaxlib": jaxlib.version.__version__, "optax": optax.__version__}
-    settings = {name: str(jax.config.read(name)) for name in SETTINGS}
+    settings = {name: str(getattr(jax.config, name)) for name in SETTINGS}
     return {**versions, **settings, "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""), "device": device.device_kind}
 
 

@@ -27,12 +27,14 @@ class Update:
     ----------
     start : pytree
         The optimizer's state before the first step.
+    lr : float
+        The default optimizer's rate; NaN for others, which keep theirs to themselves.
     """
 
     def __init__(self, definition: Definition, params: Any) -> None:
         self._transformation = build(definition)
         self._apply = jax.jit(self._updated)
-        self._default_lr = definition.lr if definition.optimizer is None else math.nan
+        self.lr = definition.lr if definition.optimizer is None else math.nan
         try:
             self.start = jax.tree.map(strong, self._transformation.init(params))
             jax.eval_shape(self._updated, params, self.start, params)
@@ -45,11 +47,6 @@ class Update:
     def apply(self, gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
         """The parameters and the state after the update; returns when they are computed."""
         return jax.block_until_ready(self._apply(gradient, state, params))
-
-    def lr(self, state: Any) -> float:
-        """The rate of the next step: the default optimizer's, one that the state holds, else NaN."""
-        found = optax.tree_utils.tree_get_all_with_path(state, "learning_rate")
-        return float(found[0][1]) if found else self._default_lr
 
     def _updated(self, gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
         updates, state = self._transformation.update(gradient, state, params)

@@ -1,0 +1,199 @@
+"""What exactness is tried on with jax: small models as trees of arrays, with fixed random data."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+import phalanx
+
+SAMPLES = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A model with data, loss and optimizer; names are those of Recipe."""
+
+    make_model: Callable[..., Any]
+    forward_fn: Callable[..., Any]
+    data: Any
+    loss_fn: Callable[..., Any] | None
+    batch_size: int | None = 8
+    steps: int = 4
+    optimizer: Any = dataclasses.field(default_factory=lambda: optax.sgd(0.1, momentum=0.9))
+
+    def recipe(self, replicas: int, **changes: Any) -> phalanx.Recipe:
+        """Its recipe with so many replicas; ``changes`` replace or add arguments."""
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return phalanx.Recipe(**(given | {"replicas": replicas} | changes))
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def whole(high, *shape, seed=1):
+    return np.random.default_rng(seed).integers(high, size=shape)
+
+
+def dense(key, inputs, outputs, dtype=jnp.float32):
+    return {"w": jax.random.normal(key, (inputs, outputs), dtype) / inputs**0.5, "b": jnp.zeros(outputs, dtype)}
+
+
+def apply(layer, x):
+    return x @ layer["w"] + layer["b"]
+
+
+def cross_entropy(output, target):
+    return optax.softmax_cross_entropy_with_integer_labels(output, target).mean()
+
+
+def mlp(key):
+    first, last = jax.random.split(key)
+    return {"first": dense(first, 5, 16), "last": dense(last, 16, 3)}
+
+
+def mlp_forward(params, x):
+    return apply(params["last"], jax.nn.relu(apply(params["first"], x)))
+
+
+def mlp_bfloat16(key):
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), mlp(key))
+
+
+def forward_bfloat16(params, x):
+    return mlp_forward(params, x.astype(jnp.bfloat16)).astype(jnp.float32)
+
+
+def mlp_from_numpy():
+    """No key: numpy's generator, which is seeded before."""
+    return (jnp.asarray(np.random.standard_normal((5, 3)), jnp.float32), [jnp.zeros(3), jnp.ones(())])
+
+
+def forward_of_tuple(params, x):
+    weight, (bias, scale) = params
+    return (x @ weight + bias) * scale
+
+
+@jax.jit
+def lenet(key):
+    keys = jax.random.split(key, 4)
+    return {
+        "conv1": jax.random.normal(keys[0], (4, 1, 3, 3)) / 3,
+        "conv2": jax.random.normal(keys[1], (6, 4, 3, 3)) / 6,
+        "dense1": dense(keys[2], 54, 10),
+        "dense2": dense(keys[3], 10, 3),
+    }
+
+
+def lenet_forward(params, x):
+    x = jax.nn.sigmoid(lax.conv(x, params["conv1"], (1, 1), "VALID"))
+    x = lax.reduce_window(x, 0.0, lax.add, (1, 1, 2, 2), (1, 1, 2, 2), "VALID") / 4
+    x = jax.nn.sigmoid(lax.conv(x, params["conv2"], (1, 1), "VALID"))
+    x = x.reshape(len(x), -1)
+    return apply(params["dense2"], jax.nn.sigmoid(apply(params["dense1"], x)))
+
+
+@jax.jit
+def transformer(key):
+    keys = jax.random.split(key, 6)
+    return {
+        "embedding": jax.random.normal(keys[0], (11, 8)),
+        "qkv": dense(keys[1], 8, 24),
+        "mix": dense(keys[2], 8, 8),
+        "up": dense(keys[3], 8, 16),
+        "down": dense(keys[4], 16, 8),
+        "head": dense(keys[5], 8, 11),
+    }
+
+
+def dropout(x, key, rate=0.1):
+    """Nothing where there is no key, as in an evaluation."""
+    return x if key is None else jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0)
+
+
+def transformer_forward(params, x, key=None):
+    """One layer with two heads and causal attention, over six tokens."""
+    first, second = (None, None) if key is None else jax.random.split(key)
+    x = params["embedding"][x]
+    q, k, v = jnp.moveaxis(apply(params["qkv"], x).reshape(*x.shape[:2], 3, 2, 4), 2, 0)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 2
+    scores = jnp.where(jnp.tri(x.shape[1], dtype=bool), scores, -jnp.inf)
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(x.shape)
+    x = x + dropout(apply(params["mix"], mixed), first)
+    x = x + dropout(apply(params["down"], jax.nn.gelu(apply(params["up"], x))), second)
+    return apply(params["head"], x)
+
+
+def masked_loss(output, target):
+    """A mean over the tokens that are not -1, with their number as its weight."""
+    counted = target >= 0
+    losses = optax.softmax_cross_entropy_with_integer_labels(output, jnp.where(counted, target, 0))
+    count = counted.sum()
+    return jnp.where(counted, losses, 0).sum() / jnp.maximum(count, 1), count
+
+
+def masked_targets():
+    """Another number of targets in each sample, none in a quarter of them."""
+    keep = np.arange(SAMPLES) % 4 * 2
+    return np.where(np.arange(6) < keep[:, None], whole(11, SAMPLES, 6, seed=2), -1)
+
+
+def tokens(key):
+    first, last = jax.random.split(key)
+    return {"embedding": jax.random.normal(first, (11, 8)), "head": dense(last, 8, 11)}
+
+
+def tokens_forward(params, x):
+    return apply(params["head"], jnp.tanh(params["embedding"][x]))
+
+
+def dropping_forward(params, x, key):
+    """The MLP behind dropout."""
+    return mlp_forward(params, dropout(x, key))
+
+
+def whole_loss(params, batch):
+    """The loss of a batch, where there is no loss_fn."""
+    x, y = batch
+    return cross_entropy(mlp_forward(params, x), y)
+
+
+FEATURES = (normal(SAMPLES, 5), whole(3, SAMPLES))
+TOKENS = (whole(11, SAMPLES, 6), whole(11, SAMPLES, 6, seed=2))
+MLP = {"make_model": mlp, "forward_fn": mlp_forward, "data": FEATURES, "loss_fn": cross_entropy}
+
+FAMILIES = {
+    "mlp": Family(**MLP),
+    "no_key": Family(**MLP | {"make_model": mlp_from_numpy, "forward_fn": forward_of_tuple}),
+    "lenet": Family(**MLP | {
+        "make_model": lenet, "forward_fn": lenet_forward, "steps": 2,
+        "data": (normal(16, 1, 12, 12), whole(3, 16)),
+    }),
+    "transformer": Family(
+        make_model=transformer, forward_fn=transformer_forward, data=(TOKENS[0][:16], TOKENS[1][:16]),
+        loss_fn=cross_entropy, optimizer=optax.adamw(0.01), steps=2,
+    ),
+    "dropout": Family(**MLP | {"forward_fn": dropping_forward}),
+    "masked_tokens": Family(
+        make_model=tokens, forward_fn=tokens_forward, data=(TOKENS[0], masked_targets()), loss_fn=masked_loss,
+    ),
+    "bfloat16": Family(**MLP | {"make_model": mlp_bfloat16, "forward_fn": forward_bfloat16}),
+    "whole_loss": Family(**MLP | {"forward_fn": whole_loss, "loss_fn": None}),
+}  # fmt: skip
+
+OPTIMIZERS = {
+    "default": lambda: None,
+    "sgd": lambda: optax.sgd(0.1),
+    "adam_schedule": lambda: optax.adam(optax.cosine_decay_schedule(0.1, 6)),
+    "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.01, weight_decay=0.1)),
+    "multi_steps": lambda: optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
+    "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, 3), optax.sgd(0.1)),
+    "lion": lambda: optax.lion(0.01),
+}
