@@ -132,7 +132,8 @@ class Loaded:
     digest : str or None
         That of the run's ``Result``, where ``run.save`` wrote it.
     weights : dict
-        Parameters and buffers by name, as tensors: ``model.load_state_dict(weights, strict=False)``.
+        Parameters and buffers by name, as tensors: ``model.load_state_dict(weights, strict=False)``. Those of a jax
+        recipe are numpy arrays.
     loss_history : list of float
         Mean loss of every step.
     """

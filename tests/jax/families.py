@@ -132,11 +132,14 @@ def transformer_forward(params, x, key=None):
 
 
 def masked_loss(output, target):
-    """A mean over the tokens that are not -1, with their number as its weight."""
+    """A mean over the tokens that are not -1; 0/0 where there is none."""
     counted = target >= 0
     losses = optax.softmax_cross_entropy_with_integer_labels(output, jnp.where(counted, target, 0))
-    count = counted.sum()
-    return jnp.where(counted, losses, 0).sum() / jnp.maximum(count, 1), count
+    return jnp.where(counted, losses, 0).sum() / counted.sum()
+
+
+def token_count(output, target):
+    return (target >= 0).sum()
 
 
 def masked_targets():
@@ -182,7 +185,8 @@ FAMILIES = {
     ),
     "dropout": Family(**MLP | {"forward_fn": dropping_forward}),
     "masked_tokens": Family(
-        make_model=tokens, forward_fn=tokens_forward, data=(TOKENS[0], masked_targets()), loss_fn=masked_loss,
+        make_model=tokens, forward_fn=tokens_forward, data=(TOKENS[0], masked_targets()),
+        loss_fn=phalanx.weighted(masked_loss, token_count),
     ),
     "bfloat16": Family(**MLP | {"make_model": mlp_bfloat16, "forward_fn": forward_bfloat16}),
     "whole_loss": Family(**MLP | {"forward_fn": whole_loss, "loss_fn": None}),

@@ -167,6 +167,36 @@ def test_it_is_compiled_once_per_shape():
     assert traced == [(4, 5)]
 
 
+def test_the_caller_s_modes_change_nothing():
+    """Inside jax.disable_jit, and with another kind of random keys, the answer is the same."""
+    recipe = FAMILIES["dropout"].recipe(2, steps=1)
+    expected = trained(recipe)
+    with jax.disable_jit(), jax.default_prng_impl("rbg"):
+        assert trained(recipe) == expected
+
+
+def test_parameters_of_64_bits():
+    """Where 64 bits are allowed and parameters have them, float64 data is used as it is."""
+    with jax.enable_x64(True):
+        x, y = normal(12, 3).astype(np.float64), normal(12, 1).astype(np.float64)
+        recipe = phalanx.Recipe(
+            lambda key: {"w": jax.random.normal(key, (3, 1), jnp.float64)}, (x, y), lambda o, t: ((o - t) ** 2).mean(),
+            lambda params, x: x @ params["w"], replicas=2, batch_size=6, steps=3, optimizer=optax.adam(0.1),
+        )  # fmt: skip
+        result = recipe.train(engine="inline")
+        assert result.params["w"].dtype == jnp.float64
+        assert (result.digest, result.loss_history) == answer(recipe)
+
+
+def test_names_are_never_equal():
+    """Keys with dots in them do not make two arrays one."""
+    made = {"a.b": jnp.zeros(3), "a": {"b": jnp.ones(3)}}
+    recipe = phalanx.Recipe(
+        lambda: made, (normal(4, 3),), lambda o, t: o, lambda p, x: (x[0] * p["a.b"] * p["a"]["b"]).mean(), steps=1
+    )
+    assert list(recipe.train(engine="inline").params) == ["['a']['b']", "['a.b']"]
+
+
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_evaluation(replicas):
     """Every sample counts once, nothing is padded, dropout is off, and the state is as it was."""

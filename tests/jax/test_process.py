@@ -80,6 +80,27 @@ print(sorted({"jax", "optax"} & {name.split(".")[0] for name in sys.modules}))
     assert ran(told) == ["[]"]
 
 
+def test_without_jax_it_is_named():
+    """A factory that asks for a key is told what to install where there is no jax."""
+    told = """
+import sys
+sys.modules["jax"] = None
+import phalanx
+try:
+    phalanx.train(lambda key: {}, [(1.0, 2.0)], steps=1, engine="inline")
+except phalanx.UsageError as error:
+    print(error)
+"""
+    assert "'phalanx[jax]'" in ran(told)
+
+
+def test_loading_starts_nothing(tmp_path):
+    """A snapshot can be looked at before a run in the same process: XLA is not started by it."""
+    FAMILIES["mlp"].recipe(2, steps=1).train(engine="inline", run_dir=tmp_path)
+    told = f"phalanx.load({str(tmp_path)!r}); print(run(1))"
+    assert ran(WIDE + told, PJRT_NPROC="3") == ran(WIDE + "print(run(1))")
+
+
 def test_the_automatic_engine_stays_here():
     """Without an engine a jax recipe runs in this process, to the same digest."""
     recipe = FAMILIES["mlp"].recipe(2)

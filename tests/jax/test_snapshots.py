@@ -43,7 +43,7 @@ def test_an_optimizer_with_a_random_key_resumes(tmp_path):
 
 
 def test_saving_and_loading(tmp_path):
-    """A saved state is read back as jax arrays, bit for bit, with the digest of the result; and can be begun from."""
+    """A saved state is read back as numpy arrays, bit for bit, with the digest of the result; and can be begun from."""
     with FAMILIES["bfloat16"].recipe(2).start(engine="inline") as run:
         for _ in run:
             pass
@@ -53,9 +53,9 @@ def test_saving_and_loading(tmp_path):
     assert (found.digest, found.step, found.loss_history) == (result.digest, 4, result.loss_history)
     assert list(found.weights) == list(result.params)
     for name, array in found.weights.items():
-        assert isinstance(array, jax.Array)
+        assert isinstance(array, np.ndarray)
         assert array.dtype == jnp.bfloat16
-        assert np.asarray(array).tobytes() == np.asarray(result.params[name]).tobytes()
+        assert array.tobytes() == np.asarray(result.params[name]).tobytes()
     with FAMILIES["bfloat16"].recipe(2).start(engine="inline", warm_start=tmp_path / "a") as run:
         begun = run.result()
     assert phalanx.digest(begun.model) == phalanx.digest(result.model)

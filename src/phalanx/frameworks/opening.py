@@ -75,7 +75,7 @@ def recorded_environment() -> dict[str, Any]:
 
 
 def tensor_of(stored: Tensor, facts: dict[str, Any]) -> Any:
-    """A tensor of a snapshot with these facts as its framework's own."""
+    """A tensor of a snapshot with these facts as its framework's own; for jax, as a numpy array."""
     if facts.get("framework") == "jax":
         _jax()
         from phalanx.frameworks.jax import snapshot

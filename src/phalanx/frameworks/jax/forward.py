@@ -37,7 +37,12 @@ class Forward:
 
     def output(self, params: Any, batch: Any) -> Any:
         """The output for ``batch`` in an evaluation: ``key`` is None."""
-        return self._evaluated(params, batch, None)
+        try:
+            return self._evaluated(params, batch, None)
+        except Exception as error:
+            if self._keyed:
+                error.add_note("in an evaluation forward_fn's key is None: leave out there what draws random numbers")
+            raise
 
     def target(self, batch: Any) -> Any:
         """The target for ``batch``."""

@@ -65,18 +65,14 @@ class Snapshots:
         return jax.device_put(jax.tree.unflatten(jax.tree.structure(tree), arrays), self.device)
 
 
-def array_of(stored: Tensor) -> jax.Array:
-    """A stored tensor, in memory of its own."""
-    return jnp.array(_numbers(stored))
+def array_of(stored: Tensor) -> np.ndarray:
+    """A stored tensor as a numpy array of its own: one of jax would start its backend with whatever threads."""
+    return np.frombuffer(bytearray(stored.content), dtype=jnp.dtype(stored.dtype)).reshape(stored.shape)
 
 
 def _made(stored: Tensor, like: jax.Array) -> jax.Array:
-    array = array_of(stored)
+    array = jnp.array(array_of(stored))
     return jax.random.wrap_key_data(array, impl=jax.random.key_impl(like)) if is_key(like) else array
-
-
-def _numbers(stored: Tensor) -> np.ndarray:
-    return np.frombuffer(bytes(stored.content), dtype=jnp.dtype(stored.dtype)).reshape(stored.shape)
 
 
 def _taken(name: str, leaf: jax.Array) -> Tensor:
