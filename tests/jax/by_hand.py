@@ -105,7 +105,8 @@ def times(value, factor, operation=operator.mul):
         return value
     if isinstance(value, float):
         return operation(value, factor)
-    return operation(value.astype(np.float32), np.float32(factor)).astype(value.dtype)
+    wide = value.astype(np.float32) if value.dtype.itemsize < 4 else value
+    return operation(wide, wide.dtype.type(factor)).astype(value.dtype)
 
 
 def fold(values, fault=None):

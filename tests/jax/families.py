@@ -1,6 +1,7 @@
 """What exactness is tried on with jax: small models as trees of arrays, with fixed random data."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -81,15 +82,15 @@ def forward_of_tuple(params, x):
     return (x @ weight + bias) * scale
 
 
-@jax.jit
+def drawn(key, **shapes):
+    """Arrays of these shapes out of one draw, which is compiled once."""
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    pieces = jnp.split(jax.random.normal(key, (sum(sizes),)) / 3, np.cumsum(sizes)[:-1])
+    return {name: piece.reshape(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}
+
+
 def lenet(key):
-    keys = jax.random.split(key, 4)
-    return {
-        "conv1": jax.random.normal(keys[0], (4, 1, 3, 3)) / 3,
-        "conv2": jax.random.normal(keys[1], (6, 4, 3, 3)) / 6,
-        "dense1": dense(keys[2], 54, 10),
-        "dense2": dense(keys[3], 10, 3),
-    }
+    return drawn(key, conv1=(4, 1, 3, 3), conv2=(6, 4, 3, 3), w1=(54, 10), b1=(10,), w2=(10, 3), b2=(3,))
 
 
 def lenet_forward(params, x):
@@ -97,20 +98,11 @@ def lenet_forward(params, x):
     x = lax.reduce_window(x, 0.0, lax.add, (1, 1, 2, 2), (1, 1, 2, 2), "VALID") / 4
     x = jax.nn.sigmoid(lax.conv(x, params["conv2"], (1, 1), "VALID"))
     x = x.reshape(len(x), -1)
-    return apply(params["dense2"], jax.nn.sigmoid(apply(params["dense1"], x)))
+    return jax.nn.sigmoid(x @ params["w1"] + params["b1"]) @ params["w2"] + params["b2"]
 
 
-@jax.jit
 def transformer(key):
-    keys = jax.random.split(key, 6)
-    return {
-        "embedding": jax.random.normal(keys[0], (11, 8)),
-        "qkv": dense(keys[1], 8, 24),
-        "mix": dense(keys[2], 8, 8),
-        "up": dense(keys[3], 8, 16),
-        "down": dense(keys[4], 16, 8),
-        "head": dense(keys[5], 8, 11),
-    }
+    return drawn(key, embedding=(11, 8), qkv=(8, 24), mix=(8, 8), up=(8, 16), down=(16, 8), head=(8, 11))
 
 
 def dropout(x, key, rate=0.1):
@@ -119,16 +111,15 @@ def dropout(x, key, rate=0.1):
 
 
 def transformer_forward(params, x, key=None):
-    """One layer with two heads and causal attention, over six tokens."""
-    first, second = (None, None) if key is None else jax.random.split(key)
+    """One layer with two heads, causal attention and dropout, over six tokens."""
     x = params["embedding"][x]
-    q, k, v = jnp.moveaxis(apply(params["qkv"], x).reshape(*x.shape[:2], 3, 2, 4), 2, 0)
+    q, k, v = jnp.moveaxis((x @ params["qkv"]).reshape(*x.shape[:2], 3, 2, 4), 2, 0)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 2
     scores = jnp.where(jnp.tri(x.shape[1], dtype=bool), scores, -jnp.inf)
     mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(x.shape)
-    x = x + dropout(apply(params["mix"], mixed), first)
-    x = x + dropout(apply(params["down"], jax.nn.gelu(apply(params["up"], x))), second)
-    return apply(params["head"], x)
+    x = x + dropout(mixed @ params["mix"], key)
+    x = x + jax.nn.gelu(x @ params["up"]) @ params["down"]
+    return x @ params["head"]
 
 
 def masked_loss(output, target):
@@ -181,7 +172,7 @@ FAMILIES = {
     }),
     "transformer": Family(
         make_model=transformer, forward_fn=transformer_forward, data=(TOKENS[0][:16], TOKENS[1][:16]),
-        loss_fn=cross_entropy, optimizer=optax.adamw(0.01), steps=2,
+        loss_fn=cross_entropy, steps=2,
     ),
     "dropout": Family(**MLP | {"forward_fn": dropping_forward}),
     "masked_tokens": Family(

@@ -1,10 +1,12 @@
 """XLA's threads are the recipe's; who uses torch never imports jax; the automatic engine stays in this process."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 
+import phalanx
 from tests.jax.families import FAMILIES
 
 WIDE = """
@@ -30,8 +32,6 @@ def run(threads):
 
 def ran(text, **environment):
     """What a script prints in an interpreter of its own, where NPROC is not set."""
-    import os
-
     inherited = {name: value for name, value in os.environ.items() if name not in ("NPROC", "PJRT_NPROC")}
     done = subprocess.run(
         [sys.executable, "-c", text], capture_output=True, text=True, timeout=100, env=inherited | environment
@@ -40,33 +40,42 @@ def ran(text, **environment):
     return done.stdout.split()
 
 
-def test_threads_are_the_recipe_s():
-    """A run starts XLA with its own number of threads; two do change the bits of a wide layer, so that matters."""
-    one, again, two = (ran(WIDE + f"print(run({threads}))") for threads in (1, 1, 2))
-    assert one == again != two
+def run_here(threads):
+    """The wide recipe's digest in this process, whose XLA has one thread."""
+    names: dict = {}
+    exec(WIDE, names)
+    return names["run"](threads)
+
+
+def test_threads_are_the_recipe_s(tmp_path):
+    """A run starts XLA with its own threads, whatever NPROC says and after a snapshot was read; NPROC stays."""
+    FAMILIES["mlp"].recipe(2, steps=1).train(engine="inline", run_dir=tmp_path)
+    told = f"phalanx.load({str(tmp_path)!r}); print(run(1), os.environ.get('NPROC'), os.environ.get('PJRT_NPROC'))"
+    assert ran(WIDE + told, PJRT_NPROC="3") == [run_here(1), "None", "3"]
+
+
+def test_threads_change_bits():
+    """Two threads end in other bits with a wide layer, so their number does matter."""
+    assert ran(WIDE + "print(run(2))") != [run_here(1)]
 
 
 def test_a_backend_that_was_started_before_is_refused():
-    """A backend with other threads is refused with the way out; one with as many is fine."""
-    before = WIDE + "jnp.ones(3).block_until_ready()\n"
-    refused = before + "try:\n    run(1)\nexcept phalanx.UsageError as error:\n    print(error)"
-    message = " ".join(ran(refused, NPROC="3"))
+    """A backend with other threads is refused with the way out."""
+    refused = "jnp.ones(3).block_until_ready()\ntry:\n    run(1)\nexcept phalanx.UsageError as error:\n    print(error)"
+    message = " ".join(ran(WIDE + refused, NPROC="3"))
     assert "threads is 1" in message
     assert "with 3 threads" in message
     assert "NPROC=1" in message
-    assert ran(before + "print(run(1))", NPROC="1") == ran(WIDE + "print(run(1))")
+    with pytest.raises(phalanx.UsageError, match="threads is 2, but jax's CPU backend"):
+        run_here(2)
 
 
-def test_the_environment_is_left_as_it_was():
-    """What a run sets for XLA to read is gone afterwards."""
-    told = "run(1); print(os.environ.get('NPROC'), os.environ.get('PJRT_NPROC'))"
-    assert ran(WIDE + told, PJRT_NPROC="7") == ["None", "7"]
-
-
-def test_torch_users_never_import_jax():
-    """A torch recipe is trained, evaluated, saved and digested without importing jax."""
+def test_torch_users_need_no_jax():
+    """Where jax cannot be imported all of a torch run works, and a factory with a key is told what to install."""
     told = """
-import sys, tempfile, numpy as np, torch, phalanx
+import sys, tempfile, numpy as np
+sys.modules["jax"] = sys.modules["optax"] = None
+import torch, phalanx
 x, y = np.zeros((8, 3), np.float32), np.arange(8) % 2
 recipe = phalanx.Recipe(lambda: torch.nn.Linear(3, 2), (x, y), torch.nn.functional.cross_entropy, replicas=2, steps=2)
 with tempfile.TemporaryDirectory() as place:
@@ -75,30 +84,23 @@ with tempfile.TemporaryDirectory() as place:
         run.evaluate(lambda output, target: 1.0, (x, y))
     phalanx.load(place)
 phalanx.digest(result.model)
-print(sorted({"jax", "optax"} & {name.split(".")[0] for name in sys.modules}))
-"""
-    assert ran(told) == ["[]"]
-
-
-def test_without_jax_it_is_named():
-    """A factory that asks for a key is told what to install where there is no jax."""
-    told = """
-import sys
-sys.modules["jax"] = None
-import phalanx
 try:
-    phalanx.train(lambda key: {}, [(1.0, 2.0)], steps=1, engine="inline")
+    phalanx.train(lambda key: {}, (x, y), steps=1, engine="inline")
 except phalanx.UsageError as error:
     print(error)
 """
     assert "'phalanx[jax]'" in ran(told)
 
 
-def test_loading_starts_nothing(tmp_path):
-    """A snapshot can be looked at before a run in the same process: XLA is not started by it."""
-    FAMILIES["mlp"].recipe(2, steps=1).train(engine="inline", run_dir=tmp_path)
-    told = f"phalanx.load({str(tmp_path)!r}); print(run(1))"
-    assert ran(WIDE + told, PJRT_NPROC="3") == ran(WIDE + "print(run(1))")
+def test_torch_users_never_import_jax():
+    """Where jax can be imported a torch recipe does not."""
+    told = """
+import sys, numpy as np, torch, phalanx
+x, y = np.zeros((8, 3), np.float32), np.arange(8) % 2
+phalanx.train(lambda: torch.nn.Linear(3, 2), (x, y), torch.nn.functional.cross_entropy, steps=2, engine="inline")
+print(sorted({"jax", "optax"} & {name.split(".")[0] for name in sys.modules}))
+"""
+    assert ran(told) == ["[]"]
 
 
 def test_the_automatic_engine_stays_here():
