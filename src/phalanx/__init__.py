@@ -16,8 +16,8 @@ from phalanx.errors import (
 )
 from phalanx.evaluation import Evaluation
 from phalanx.events import Evaluated, StepReport
+from phalanx.frameworks.opening import digest
 from phalanx.frameworks.torch.losses import weighted
-from phalanx.frameworks.torch.state import digest
 from phalanx.plan import Plan
 from phalanx.recipe import Recipe, close, load, train
 from phalanx.result import Result

@@ -18,6 +18,15 @@ def shown(value: Any) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
 
 
+def described(value: Any) -> str:
+    """A value as an error message shows it: arrays and tensors by shape and dtype unless they are one number."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape is not None and dtype is not None and math.prod(shape) != 1:
+        kind = type(value).__name__.removesuffix("Impl")
+        return f"a {kind} of shape {tuple(shape)} and {dtype}"
+    return shown(value)
+
+
 def integer(name: str, value: Any, *, least: int, most: int | None = None, hint: str = "") -> int:
     """``value`` as an int within bounds; numpy integers pass, bools and floats do not."""
     try:
@@ -52,3 +61,17 @@ def function(name: str, value: Any, example: str) -> None:
     """``value`` is None or can be called, and is not a class that was meant to be instantiated first."""
     if value is not None and not callable(value):
         raise UsageError(f"{name} is {shown(value)} ({type(value).__name__}); it must be callable, as in {example}")
+
+
+def weight(name: str, value: Any) -> float:
+    """The weight that a loss returned, as a float; no part of a graph."""
+    try:
+        number = math.nan if getattr(value, "requires_grad", False) else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise UsageError(
+            f"{name} returned the weight {described(value)}; the second value must be a finite number of at least 0: "
+            "how many things the loss is the mean of, and no part of the graph"
+        )
+    return number

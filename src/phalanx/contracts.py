@@ -1,6 +1,6 @@
 """The seams between the step and what computes it: a handful of methods each, and nothing else.
 
-A framework (torch, later jax) computes a replica's gradient and applies the mean; a step sees only ``Steppable``.
+A framework (torch, jax) computes a replica's gradient and applies the mean; a step sees only ``Steppable``.
 A gradient is a vector: a list with one entry per parameter, None where the parameter got none.
 """
 
@@ -104,7 +104,7 @@ class Steppable(Protocol):
         ...
 
     def norm(self, gradient: Vector) -> float:
-        """2-norm of ``gradient``, as ``torch.nn.utils.clip_grad_norm_`` computes it."""
+        """2-norm of ``gradient``, as the framework's own clipping computes it."""
         ...
 
     def update(self, step: int, gradient: Vector, buffers: Sequence[tuple[int, list[Any]]] | None) -> None:

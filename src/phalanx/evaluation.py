@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,27 @@ def check_evaluation(metric_fn: Any, data: Any, batch_size: Any) -> None:
         )
     open_data(data, "evaluation data")
     checks.integer("batch_size", batch_size, least=1)
+
+
+def measured(value: Any, samples: int) -> tuple[float, float]:
+    """(mean, weight) out of what ``metric_fn`` returned for so many samples.
+
+    Raises
+    ------
+    UsageError
+        It is neither a number nor a pair of them, or the weight is negative.
+    """
+    pair: tuple[Any, Any] = value if isinstance(value, tuple) and len(value) == 2 else (value, samples)
+    try:
+        mean, weight = float(pair[0]), float(pair[1])
+    except (TypeError, ValueError, RuntimeError):
+        mean, weight = math.nan, math.nan
+    if not 0 <= weight < math.inf:
+        shown = ", ".join(map(checks.described, pair)) if pair is value else checks.described(value)
+        raise UsageError(
+            f"metric_fn returned {shown}; it must return a mean, or (mean, weight) with a finite weight of at least 0"
+        )
+    return mean, weight
 
 
 def averaged(measured: Sequence[tuple[float, float]]) -> float:

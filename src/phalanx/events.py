@@ -20,7 +20,7 @@ class StepReport(NamedTuple):
     grad_norm : float
         2-norm of the mean gradient over all parameters, before clipping.
     lr : float
-        Learning rate of the first parameter group in this step.
+        Learning rate of the first parameter group in this step; NaN where the optimizer keeps it to itself.
     samples : int
         Samples in this step, over all replicas.
     seconds : float

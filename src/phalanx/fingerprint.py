@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ VALUES = ("replicas", "batch_size", "lr", "max_norm", "shuffle", "drop_last", "s
           "on_nonfinite")  # fmt: skip
 FUNCTIONS = ("make_model", "loss_fn", "forward_fn", "target_fn", "optimizer", "scheduler", "collate_fn")
 SAMPLED = 16  # rows of each column
+DEEP = 12  # functions that enclose functions
 SOURCE = "source of "
 
 
@@ -52,7 +54,7 @@ def compare(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
 
 
 def _spelled(value: Any) -> str:
-    """A function by its name, a partial with its arguments, an object by its class."""
+    """A function by its name, a partial with its arguments, an object by its class, a pair of functions by all."""
     if isinstance(value, functools.partial):
         given = [_argument(item) for item in value.args]
         given += [f"{name}={_argument(item)}" for name, item in sorted(value.keywords.items())]
@@ -60,6 +62,8 @@ def _spelled(value: Any) -> str:
     if inspect.isroutine(value) or isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
     name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, tuple):  # an optimizer of optax: what it is lies in what its functions enclose
+        return f"{name} {hashlib.sha256(_enclosed(value).encode()).hexdigest()[:16]}"
     if not hasattr(value, "named_buffers"):  # attributes of other objects may change as they are used
         return name
     given = {name: item for name, item in vars(value).items() if not name.startswith("_") and _is_plain(item)}
@@ -74,6 +78,16 @@ def _argument(value: Any) -> str:
         hashed = hashlib.sha256(repr(value.tolist()).encode()).hexdigest()[:16]
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} {hashed}"
     return repr(value) if _is_plain(value) else _spelled(value)
+
+
+def _enclosed(value: Any, depth: int = 0) -> str:
+    """A function with everything that it encloses, functions in turn."""
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(_enclosed(item, depth) for item in value)})"
+    if not inspect.isfunction(value) or depth > DEEP:
+        return _argument(value)
+    cells = [cell for cell in value.__closure__ or () if cell != types.CellType()]
+    return f"{_spelled(value)}({', '.join(_enclosed(cell.cell_contents, depth + 1) for cell in cells)})"
 
 
 def _is_plain(value: Any) -> bool:

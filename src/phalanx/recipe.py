@@ -27,7 +27,8 @@ class Recipe(Definition):
     Parameters
     ----------
     make_model : callable or torch.nn.Module
-        Called without arguments right after seeding with ``seed``; a module is copied, never trained in place.
+        Called without arguments right after seeding with ``seed``; a module is copied, never trained in place. If it
+        returns a tree of jax arrays, jax computes and optax updates (``docs/jax.md``); then it may take a ``key``.
     data : tuple, dict, list, map-style dataset or None
         Columns (a tuple or dict of arrays or tensors of equal length), a dataset with ``__getitem__`` and ``__len__``,
         a list of samples; None: the caller brings batches with ``run.step(batch)``.
@@ -36,7 +37,7 @@ class Recipe(Definition):
         or the model, returns that itself, or an object with ``.loss``.
     forward_fn : callable, optional
         ``forward_fn(model, batch) -> output``. Default: ``model(x)`` where the batch is ``(x, y)``, ``model(**batch)``
-        for a dict, else ``model(batch)``.
+        for a dict, else ``model(batch)``. For jax, required: ``forward_fn(params, x)``.
     target_fn : callable, optional
         ``target_fn(batch) -> target``. Default: ``y`` where the batch is ``(x, y)``, else the batch.
     replicas : int, default 8
@@ -47,7 +48,7 @@ class Recipe(Definition):
         Optimizer steps, or passes over the data; exactly one of them.
     optimizer : callable, optional
         Called with ``list(model.named_parameters())``; returns a ``torch.optim.Optimizer`` or a list of them. Default:
-        ``torch.optim.Adam`` with ``lr``.
+        ``torch.optim.Adam`` with ``lr``. For jax, an ``optax.GradientTransformation``.
     lr : float, default 1e-3
         Only for the default optimizer.
     scheduler : callable, optional

@@ -18,9 +18,9 @@ class Result:
 
     Attributes
     ----------
-    model : torch.nn.Module
+    model : torch.nn.Module or pytree of jax arrays
         The trained model, the caller's own.
-    params : dict of str to torch.Tensor
+    params : dict of str to torch.Tensor or jax.Array
         Its parameters by name.
     loss_history : list of float
         Mean loss of every step.

@@ -71,12 +71,6 @@ class Past:
                 framework.snapshots.adopt_weights(self._weights.weights)
         if found is None:
             return Course()
-        if not framework.sharing.portable:
-            warnings.warn(
-                "the optimizer is not one of torch's own: what it keeps outside optimizer.state is not in snapshots, "
-                "so that the run may go on differently",
-                stacklevel=2,
-            )
         with framework.environment:
             framework.snapshots.adopt(Captured(dict(found.weights), dict(found.training), found.facts))
         try:
@@ -138,7 +132,8 @@ class Loaded:
     digest : str or None
         That of the run's ``Result``, where ``run.save`` wrote it.
     weights : dict
-        Parameters and buffers by name, as tensors: ``model.load_state_dict(weights, strict=False)``.
+        Parameters and buffers by name, as tensors: ``model.load_state_dict(weights, strict=False)``. Those of a jax
+        recipe are numpy arrays.
     loss_history : list of float
         Mean loss of every step.
     """
@@ -153,7 +148,7 @@ class Loaded:
 def loaded(path: pathlib.Path) -> Loaded:
     """See ``phalanx.load``."""
     found = read_any(path)
-    weights = {name: tensor_of(stored) for name, stored in found.weights.items()}
+    weights = {name: tensor_of(stored, found.facts) for name, stored in found.weights.items()}
     return Loaded(found.step, found.samples, found.digest, weights, losses_in(found))
 
 

@@ -16,7 +16,7 @@ LAYERS = (
     ("errors", "events", "digest", "surroundings", "plan", "recovery"),
     ("checks", "data", "generators", "sharing", "state"),
     ("definition", "contracts", "evaluation", "collectives"),
-    ("frameworks.torch", "deal", "replica", "fingerprint"),
+    ("frameworks.torch", "frameworks.jax", "deal", "replica", "fingerprint"),
     ("step", "frameworks.opening", "manual"),
     ("engines",),
     ("watch", "backend"),
@@ -34,6 +34,9 @@ LAYERS = (
 HOMES = {
     "torch": ("frameworks.torch", "collectives", "manual", "backend", "demos", "cli", "watch"),
     "torchvision": (),
+    "jax": ("frameworks.jax",),
+    "jaxlib": ("frameworks.jax",),
+    "optax": ("frameworks.jax",),
     "matplotlib": ("watch", "demos"),
     "tqdm": ("watch",),
     "typer": ("cli",),

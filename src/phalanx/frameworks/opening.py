@@ -1,19 +1,55 @@
-"""Picks the framework of a recipe and imports it then, not before."""
+"""Picks the framework of a recipe and imports it then, not before.
+
+What ``make_model`` returns decides: a ``torch.nn.Module``, or a tree of jax arrays.
+"""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from phalanx.contracts import Framework
 from phalanx.definition import Definition
+from phalanx.digest import digest_of
+from phalanx.errors import UsageError
+from phalanx.frameworks.jax import outside
 from phalanx.state.tensors import Tensor
 
 
 def open_framework(definition: Definition, device: str | None) -> Framework:
     """The recipe's state before its first step, on ``device`` (None: where the model is made)."""
-    from phalanx.frameworks.torch.adapter import Torch
+    from phalanx.frameworks.torch.adapter import Torch, building
 
-    return Torch(definition, device)
+    with building(definition.threads), outside.threads(definition.threads):
+        model = _made(definition)
+        if not outside.is_pytree(model):
+            return Torch(definition, device, model)
+        return _jax().Jax(definition, device, model)
+
+
+def digest(model: Any, optimizer: Any = None, step: int | None = None) -> str:
+    """The digest of a state: equal digests mean equal bits.
+
+    Parameters
+    ----------
+    model : torch.nn.Module or pytree of jax arrays
+    optimizer : torch.optim.Optimizer, sequence of them, optax state, or None
+        Its state is included, tensors and scalars.
+    step : int or None
+        How many optimizer steps led here.
+
+    Returns
+    -------
+    str
+        64 hexadecimal digits; equals ``result.digest`` of a run that ended in the same state.
+    """
+    if outside.is_pytree(model):
+        from phalanx.frameworks.jax import state
+
+        return digest_of(state.entries(model, optimizer), step)
+    from phalanx.frameworks.torch import state as torch_state
+
+    return torch_state.digest(model, optimizer, step)
 
 
 def prepare_process() -> None:
@@ -38,11 +74,16 @@ def recorded_environment() -> dict[str, Any]:
     return process.recorded_environment()
 
 
-def tensor_of(stored: Tensor) -> Any:
-    """A tensor of a snapshot as the framework's own."""
-    from phalanx.frameworks.torch import snapshot
+def tensor_of(stored: Tensor, facts: dict[str, Any]) -> Any:
+    """A tensor of a snapshot with these facts as its framework's own; for jax, as a numpy array."""
+    if facts.get("framework") == "jax":
+        _jax()
+        from phalanx.frameworks.jax import snapshot
 
-    return snapshot.tensor_of(stored)
+        return snapshot.array_of(stored)
+    from phalanx.frameworks.torch import snapshot as torch_snapshot
+
+    return torch_snapshot.tensor_of(stored)
 
 
 def adopt_numeric_environment(settings: dict[str, Any]) -> None:
@@ -57,3 +98,25 @@ def reduced(thing: Any) -> Any:
     from phalanx.frameworks.torch import process
 
     return process.reduced(thing)
+
+
+def _made(definition: Definition) -> Any:
+    """What ``make_model`` returns right after seeding; only a jax one has a ``key`` to ask for."""
+    from phalanx.frameworks.torch.model import made
+
+    make_model, seed = definition.make_model, definition.seed
+    if not outside.takes_key(make_model, required=True):
+        return made(make_model, seed)
+    _jax()
+    from phalanx.frameworks.jax.keys import prng_key, words
+
+    return made(functools.partial(make_model, key=prng_key(words(seed))), seed)
+
+
+def _jax() -> Any:
+    """The jax adapter; says what to install where it cannot be imported."""
+    try:
+        from phalanx.frameworks.jax import adapter
+    except ImportError as error:
+        raise UsageError(f"this needs jax and optax ({error}); install them: pip install 'phalanx[jax]'") from error
+    return adapter

@@ -75,7 +75,11 @@ class Plan:
 
         The key covers everything that the replica does in the step: collating, forward, loss, backward.
         """
-        return self.seeder(replica_key(self.seed, step, replica, self.replicas))
+        return self.seeder(self.key(step, replica))
+
+    def key(self, step: int, replica: int) -> int:
+        """The 64-bit random key of one replica-step; a ``jax.random`` key is made of its two halves, high one first."""
+        return replica_key(self.seed, step, replica, self.replicas)
 
     def seeded_sample(self, step: int, index: int) -> contextlib.AbstractContextManager[None]:
         """Seed all generators for reading one sample of a map-style dataset; restore them after it."""

@@ -19,14 +19,15 @@ from phalanx.contracts import Computed, Exported, Source
 from phalanx.data import Columns, Samples, Share
 from phalanx.definition import Definition
 from phalanx.errors import UsageError
+from phalanx.evaluation import measured
 from phalanx.frameworks.torch import arithmetic, state
 from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.buffers import Buffers, Left
 from phalanx.frameworks.torch.environment import Environment
-from phalanx.frameworks.torch.forward import Forward, described
+from phalanx.frameworks.torch.forward import Forward
 from phalanx.frameworks.torch.gradient import Collector, drop
 from phalanx.frameworks.torch.losses import AmbiguousMean
-from phalanx.frameworks.torch.model import build_model, named_device
+from phalanx.frameworks.torch.model import checked, named_device
 from phalanx.frameworks.torch.optimizer import Update
 from phalanx.frameworks.torch.shard import Sharing
 from phalanx.frameworks.torch.snapshot import Snapshots
@@ -43,17 +44,19 @@ class Torch:
     definition : Definition
     device : str or None
         None: where ``make_model`` puts the model.
+    model : Any
+        What ``make_model`` made, inside ``building``.
     """
 
-    def __init__(self, definition: Definition, device: str | None) -> None:
+    def __init__(self, definition: Definition, device: str | None, model: Any) -> None:
         self.arithmetic = arithmetic
         self.environment = Reentrant(Environment(definition.threads))
         named = named_device(device)
-        with BUILDING, self.environment:
-            self._build(definition, named)
+        with self.environment:
+            self._build(definition, named, checked(model))
 
-    def _build(self, definition: Definition, device: torch.device | None) -> None:
-        self._model = build_model(definition.make_model, definition.seed)
+    def _build(self, definition: Definition, device: torch.device | None, model: torch.nn.Module) -> None:
+        self._model = model
         self._device = next(self._model.parameters()).device if device is None else device
         self._model.to(self._device)
         self._named = list(self._model.named_parameters())
@@ -135,7 +138,7 @@ class Torch:
             finally:
                 self._buffers.restore()
         self._check_unwritten(versions, "in an evaluation")
-        return _metric(value, len(share.samples))
+        return measured(value, len(share.samples))
 
     def opened(self, source: Source) -> Source:
         """See ``contracts.Framework.opened``."""
@@ -167,6 +170,13 @@ class Torch:
         samples = share.read(share.samples)
         generators.seed(key)
         return self._forward.to_device(samples if share.collated else self._collate(samples))
+
+
+@contextlib.contextmanager
+def building(threads: int) -> Iterator[None]:
+    """Inside, a model may be made and opened, one at a time: generators, threads and modes are the run's."""
+    with BUILDING, Environment(threads):
+        yield
 
 
 def copied(model: torch.nn.Module) -> torch.nn.Module:
@@ -203,20 +213,6 @@ def _explain(error: ValueError, samples: int) -> None:
             f"BatchNorm cannot normalise a share of {samples} sample ({error}); raise batch_size or lower replicas so "
             "that every share has at least 2 samples; drop_last=True drops a short last batch"
         ) from error
-
-
-def _metric(value: Any, samples: int) -> tuple[float, float]:
-    pair: tuple[Any, Any] = value if isinstance(value, tuple) and len(value) == 2 else (value, samples)
-    try:
-        mean, weight = float(pair[0]), float(pair[1])
-    except (TypeError, ValueError, RuntimeError):
-        mean, weight = math.nan, math.nan
-    if not 0 <= weight < math.inf:
-        shown = ", ".join(described(item) for item in pair) if pair is value else described(value)
-        raise UsageError(
-            f"metric_fn returned {shown}; it must return a mean, or (mean, weight) with a finite weight of at least 0"
-        )
-    return mean, weight
 
 
 def _column(array: Any) -> torch.Tensor:

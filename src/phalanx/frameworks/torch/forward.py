@@ -5,7 +5,6 @@ Knows how a sample is taken apart and what a loss may look like. Knows nothing o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -72,7 +71,7 @@ class Forward:
         loss, weight = _split(value)
         name = "loss_fn" if self._definition.loss_fn else "forward_fn" if self._definition.forward_fn else "the model"
         self._check_loss(name, loss, batch, origin)
-        return loss, None if weight is None else _check_weight(name, weight)
+        return loss, None if weight is None else checks.weight(name, weight)
 
     def _loss(self, batch: Any, origin: str) -> Any:
         output = self.output(batch, origin)
@@ -134,13 +133,6 @@ def as_tensors(value: Any) -> Any:
     return value
 
 
-def described(value: Any) -> str:
-    """A value as an error message shows it: tensors by shape and dtype unless they are one number."""
-    if isinstance(value, torch.Tensor) and value.numel() != 1:
-        return f"a Tensor of shape {tuple(value.shape)} and {value.dtype}"
-    return checks.shown(value)
-
-
 def _is_pair(batch: Any) -> bool:
     return isinstance(batch, (tuple, list)) and len(batch) == 2
 
@@ -154,19 +146,6 @@ def _split(value: Any) -> tuple[Any, Any]:
     if isinstance(value, Mapping):
         return value.get("loss"), None
     return getattr(value, "loss", value), None
-
-
-def _check_weight(name: str, weight: Any) -> float:
-    try:
-        number = math.nan if getattr(weight, "requires_grad", False) else float(weight)
-    except (TypeError, ValueError, RuntimeError):
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise UsageError(
-            f"{name} returned the weight {described(weight)}; the second value must be a finite number of at least 0: "
-            "how many things the loss is the mean of, and no part of the graph"
-        )
-    return number
 
 
 def _refuse_loss(name: str, got: str, wanted: str) -> NoReturn:

@@ -15,26 +15,36 @@ from phalanx.errors import UsageError
 TRAINED: Final[weakref.WeakSet[torch.nn.Module]] = weakref.WeakSet()  # what factories returned, while it lives
 
 
-def build_model(make_model: Any, seed: int) -> torch.nn.Module:
-    """A model of the run's own: a copy of an ``nn.Module``, or what the factory returns right after seeding.
+def made(make_model: Any, seed: int) -> Any:
+    """What is trained, of the run's own: a copy of an ``nn.Module``, or what the factory returns right after seeding.
 
     Raises
     ------
     UsageError
-        The factory raised or returned something else, or the model cannot be trained here.
+        The factory raised, or returned a model that it returned before.
     """
     generators.seed(seed)
     if isinstance(make_model, torch.nn.Module):
-        model = _copied(make_model)
-    else:
-        try:
-            model = make_model()
-        except Exception as error:
-            raise UsageError(
-                f"make_model raised {type(error).__name__}: {error}; it is called without arguments: wrap it in "
-                "functools.partial or a lambda if it needs some"
-            ) from error
-        _check_new(model)
+        return _copied(make_model)
+    try:
+        model = make_model()
+    except Exception as error:
+        raise UsageError(
+            f"make_model raised {type(error).__name__}: {error}; it is called without arguments: wrap it in "
+            "functools.partial or a lambda if it needs some"
+        ) from error
+    _check_new(model)
+    return model
+
+
+def checked(model: Any) -> torch.nn.Module:
+    """What was made, if it is a model that can be trained here; without gradients.
+
+    Raises
+    ------
+    UsageError
+        It is something else, or cannot be.
+    """
     _check(model)
     for parameter in model.parameters():
         parameter.grad = None
@@ -87,7 +97,9 @@ def _check_new(model: Any) -> None:
 
 def _check(model: Any) -> None:
     if not isinstance(model, torch.nn.Module) or isinstance(model, torch.jit.ScriptModule):
-        raise UsageError(f"make_model returned {_described(model)}; it must return a plain torch.nn.Module")
+        raise UsageError(
+            f"make_model returned {_described(model)}; it must return a plain torch.nn.Module, or a tree of jax arrays"
+        )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
             raise UsageError(

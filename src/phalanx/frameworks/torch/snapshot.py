@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,12 @@ class Snapshots:
 
     def adopt(self, state: Captured) -> None:
         """See ``contracts.Snapshots.adopt``."""
+        if self.updates.foreign:
+            warnings.warn(
+                "the optimizer is not one of torch's own: what it keeps outside optimizer.state is not in snapshots, "
+                "so that the run may go on differently",
+                stacklevel=2,
+            )
         adopt(self.model, self.updates, state)
         self.buffers.renew()
 

@@ -1,0 +1,140 @@
+"""The jax framework: a tree of parameters with an optimizer's state, and the means to take both a step on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from phalanx import generators
+from phalanx.contracts import Computed, Exported, Source
+from phalanx.data import Columns, Samples, Share
+from phalanx.definition import Definition
+from phalanx.digest import digest_of
+from phalanx.errors import UsageError
+from phalanx.evaluation import measured
+from phalanx.frameworks.jax import arithmetic, batch, outside
+from phalanx.frameworks.jax.arithmetic import Gradient
+from phalanx.frameworks.jax.environment import Environment, named_device
+from phalanx.frameworks.jax.forward import Forward
+from phalanx.frameworks.jax.optimizer import Update
+from phalanx.frameworks.jax.sharing import Alone
+from phalanx.frameworks.jax.snapshot import Snapshots
+from phalanx.frameworks.jax.state import State, entries
+from phalanx.frameworks.jax.tree import named, placed
+from phalanx.surroundings import Reentrant
+
+
+class Jax:
+    """Implements ``contracts.Framework`` for jax.
+
+    Nothing is ever written in place: a state is replaced by the next, so what went before needs no undoing.
+
+    Parameters
+    ----------
+    definition : Definition
+    device : str or None
+        None: where ``make_model`` puts the parameters.
+    params : pytree
+        What ``make_model`` returned.
+    """
+
+    def __init__(self, definition: Definition, device: str | None, params: Any) -> None:
+        _check(definition)
+        self.arithmetic = arithmetic
+        self.environment = Reentrant(Environment())
+        with self.environment:
+            params = placed(params, _found(device))
+            leaves = jax.tree.leaves(params)
+            (self._device,) = leaves[0].devices()
+            if self._device.platform == "cpu":
+                outside.check_threads(definition.threads)
+            self._double = any(leaf.dtype == jnp.float64 for leaf in leaves)
+            self._structure = jax.tree.structure(params)
+            self._forward = Forward(definition)
+            self._updates = Update(definition, params)
+            self._state = State(params, jax.device_put(self._updates.start, self._device))
+        self._collate = definition.collate_fn or batch.collate
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the default optimizer; NaN for others, which keep theirs to themselves."""
+        return self._updates.lr
+
+    @property
+    def snapshots(self) -> Snapshots:
+        """How this state becomes a snapshot, and is made again out of one."""
+        return Snapshots(self._state, self._device)
+
+    @property
+    def sharing(self) -> Alone:
+        """What says that this state stays in this process."""
+        return Alone(self._structure.num_leaves)
+
+    def gradient(self, key: int, share: Share) -> Computed:
+        """See ``contracts.Steppable.gradient``."""
+        loss, weight, gradient = self._forward.gradient(self._state.params, self._batch(key, share), key)
+        return Computed(loss, weight, None if weight == 0 else gradient, [])
+
+    def norm(self, gradient: Gradient) -> float:
+        """2-norm of ``gradient`` over all parameters."""
+        return arithmetic.norm(gradient)
+
+    def update(self, step: int, gradient: Gradient, buffers: Sequence[tuple[int, list[Any]]] | None) -> None:
+        """See ``contracts.Steppable.update``; there are no buffers."""
+        tree = jax.tree.unflatten(self._structure, gradient)
+        self._state.params, self._state.optimizer = self._updates.apply(tree, self._state.optimizer, self._state.params)
+
+    def schedule(self, loss: float) -> None:
+        """Schedules are the optimizer's own."""
+
+    def rewind(self) -> None:
+        """Computing gradients leaves nothing behind."""
+
+    def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> tuple[float, float]:
+        """See ``contracts.Framework.measure``."""
+        samples = jax.device_put(self._batch(key, share), self._device)
+        output = self._forward.output(self._state.params, samples)
+        return measured(metric_fn(output, self._forward.target(samples)), len(share.samples))
+
+    def opened(self, source: Source) -> Source:
+        """See ``contracts.Framework.opened``: shares are taken from numpy arrays, over the same memory."""
+        if isinstance(source, Samples):
+            return source
+        return Columns(tuple(map(batch.column, source.arrays)), source.rebuild)
+
+    def export(self, steps: int, *, copy: bool) -> Exported:
+        """See ``contracts.Framework.export``; containers are the caller's own, arrays cannot be written."""
+        params = jax.tree.map(lambda leaf: leaf, self._state.params)
+        return Exported(params, named(params), digest_of(entries(params, self._state.optimizer), steps))
+
+    def _batch(self, key: int, share: Share) -> Any:
+        samples = share.read(share.samples)
+        generators.seed(key)
+        whole = samples if share.collated else self._collate(samples)
+        return batch.checked(whole, share.origin, double=self._double)
+
+
+def _check(definition: Definition) -> None:
+    """Refuse what means something for torch only."""
+    if definition.forward_fn is None:
+        raise UsageError(
+            "make_model returned a tree of jax arrays, so there is no model to call; pass forward_fn=lambda params, "
+            "x: ..., which returns the output"
+        )
+    if definition.precision is not None:
+        raise UsageError(
+            f"precision is {definition.precision!r}, which is torch's autocast; make jax parameters of that dtype in "
+            "make_model, or convert them in forward_fn, and leave precision out"
+        )
+
+
+def _found(device: str | None) -> Any:
+    try:
+        return named_device(device)
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise UsageError(
+            f"devices names {device!r}, which jax cannot use here ({error}); use ['cpu'], or leave it out"
+        ) from error

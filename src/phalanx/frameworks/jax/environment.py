@@ -1,0 +1,57 @@
+"""The surroundings of a run in this process, and what of them a snapshot records."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import jax
+import jaxlib.version
+import optax
+
+from phalanx import generators
+
+SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_numpy_dtype_promotion",
+    "jax_threefry_partitionable",
+)
+
+
+class Environment(contextlib.AbstractContextManager[None]):
+    """A context, entered once at a time: inside, generators may be seeded, and functions are compiled."""
+
+    def __init__(self) -> None:
+        self._exits = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        with contextlib.ExitStack() as exits:
+            exits.enter_context(generators.kept())
+            exits.enter_context(jax.disable_jit(False))
+            self._exits = exits.pop_all()
+
+    def __exit__(self, *_: object) -> None:
+        self._exits.close()
+
+
+def recorded(device: Any) -> dict[str, str]:
+    """What changes bits and is not in a recipe, as text."""
+    versions = {"jax": jax.__version__, "jaxlib": jaxlib.version.__version__, "optax": optax.__version__}
+    settings = {name: str(getattr(jax.config, name)) for name in SETTINGS}
+    return {**versions, **settings, "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""), "device": device.device_kind}
+
+
+def named_device(name: str | None) -> Any:
+    """The device of jax that is called so, as "cpu" or "cuda:0"; None for None.
+
+    Raises
+    ------
+    ValueError, RuntimeError, IndexError
+        There is none.
+    """
+    if name is None:
+        return None
+    platform, _, number = name.partition(":")
+    return jax.devices(platform)[int(number or 0)]

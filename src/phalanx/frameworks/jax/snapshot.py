@@ -1,0 +1,89 @@
+"""A jax state as snapshots hold it: arrays by name. They are never written, so nothing is copied."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from phalanx.errors import SnapshotError, UsageError
+from phalanx.frameworks.jax.environment import recorded
+from phalanx.frameworks.jax.state import State
+from phalanx.frameworks.jax.tree import is_key, named, plain
+from phalanx.state.captured import Captured
+from phalanx.state.tensors import CODES, Tensor
+
+OPTIMIZER = "optimizer."
+FRAMEWORK, ENVIRONMENT = "framework", "environment"
+
+
+@dataclass(frozen=True)
+class Snapshots:
+    """Implements ``contracts.Snapshots`` for jax."""
+
+    state: State
+    device: Any
+
+    def capture(self, *, copy: bool) -> Captured:
+        """See ``contracts.Snapshots.capture``."""
+        weights = {name: _taken(name, leaf) for name, leaf in named(self.state.params).items()}
+        training = {OPTIMIZER + name: _taken(name, leaf) for name, leaf in named(self.state.optimizer).items()}
+        return Captured(weights, training, {FRAMEWORK: "jax", ENVIRONMENT: recorded(self.device)})
+
+    def adopt(self, state: Captured) -> None:
+        """See ``contracts.Snapshots.adopt``."""
+        if state.facts.get(FRAMEWORK) != "jax":
+            raise SnapshotError("the snapshot is not of a jax recipe")
+        now, then = recorded(self.device), dict(state.facts.get(ENVIRONMENT, {}))
+        differing = [name for name in {**now, **then} if now.get(name) != then.get(name)]
+        if differing:
+            told = "; ".join(f"{name} is {now.get(name)}, was {then.get(name)}" for name in differing)
+            warnings.warn(f"bits may differ from an uninterrupted run's: {told}", stacklevel=2)
+        stored = {name: tensor for name, tensor in state.training.items() if name.startswith(OPTIMIZER)}
+        optimizer = self._fitted(self.state.optimizer, stored, OPTIMIZER)
+        self.adopt_weights(state.weights)
+        self.state.optimizer = optimizer
+
+    def adopt_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """See ``contracts.Snapshots.adopt_weights``."""
+        self.state.params = self._fitted(self.state.params, weights, "")
+
+    def _fitted(self, tree: Any, stored: Mapping[str, Tensor], prefix: str) -> Any:
+        """``tree`` with the stored arrays in place of its own."""
+        mine = {prefix + name: leaf for name, leaf in named(tree).items()}
+        for name in [*mine, *stored]:
+            spec = [None if part is None else _spelled(part) for part in (mine.get(name), stored.get(name))]
+            if spec[0] != spec[1]:
+                told = f"{spec[1] or 'missing'} in the snapshot, but {spec[0] or 'missing'} here"
+                raise SnapshotError(f"{name} is {told}")
+        arrays = [_made(stored[name], leaf) for name, leaf in mine.items()]
+        return jax.device_put(jax.tree.unflatten(jax.tree.structure(tree), arrays), self.device)
+
+
+def array_of(stored: Tensor) -> np.ndarray:
+    """A stored tensor as a numpy array of its own: one of jax would start its backend with whatever threads."""
+    return np.frombuffer(bytearray(stored.content), dtype=jnp.dtype(stored.dtype)).reshape(stored.shape)
+
+
+def _made(stored: Tensor, like: jax.Array) -> jax.Array:
+    array = jnp.array(array_of(stored))
+    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(like)) if is_key(like) else array
+
+
+def _taken(name: str, leaf: jax.Array) -> Tensor:
+    numbers = plain(leaf)
+    if str(numbers.dtype) not in CODES:
+        raise UsageError(f"{name} is {numbers.dtype}, which no snapshot can hold; train without run_dir")
+    return Tensor(str(numbers.dtype), numbers.shape, numbers.reshape(-1).view(np.uint8))
+
+
+def _spelled(part: jax.Array | Tensor) -> str:
+    if isinstance(part, Tensor):
+        return f"{part.dtype}{list(part.shape)}"
+    numbers = plain(part)
+    return f"{numbers.dtype}{list(numbers.shape)}"

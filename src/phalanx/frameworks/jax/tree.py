@@ -1,0 +1,74 @@
+"""Trees of jax arrays: the names of their leaves, what parameters may be, and their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import tree_util
+
+from phalanx.errors import UsageError
+
+ALONE = "params"  # the name of a tree that is one array
+
+
+def named(tree: Any) -> dict[str, Any]:
+    """The leaves by name, in their order: keys, positions and attributes on the way, with dots between."""
+    paths = [path for path, _ in tree_util.tree_flatten_with_path(tree)[0]]
+    names = [".".join(str(_part(entry)) for entry in path) or ALONE for path in paths]
+    if len(set(names)) < len(names):  # a key with a dot in it
+        names = [tree_util.keystr(path) for path in paths]
+    return dict(zip(names, jax.tree.leaves(tree), strict=True))
+
+
+def placed(params: Any, device: Any) -> Any:
+    """Parameters on ``device``, or where they are: containers of the run's own around arrays that nobody can write.
+
+    Raises
+    ------
+    UsageError
+        A leaf cannot be trained; names it.
+    """
+    for name, leaf in named(params).items():
+        if not isinstance(leaf, jax.Array) or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            kind = f"{leaf.dtype}{list(leaf.shape)}" if isinstance(leaf, jax.Array) else type(leaf).__name__
+            raise UsageError(
+                f"make_model returned a tree in which {name!r} is a {kind}; every leaf must be a jax array of floating "
+                "numbers, as all of them are trained: use jnp.asarray(value, jnp.float32), or keep it out of the tree "
+                "and in forward_fn"
+            )
+    places = set[Any]().union(*(leaf.devices() for leaf in jax.tree.leaves(params)))
+    if device is None and len(places) > 1:
+        raise UsageError(f"make_model returned parameters spread over {sorted(map(str, places))}; put them on one")
+    return jax.device_put(jax.tree.map(strong, params), next(iter(places)) if device is None else device)
+
+
+def strong(leaf: Any) -> Any:
+    """A leaf as an array with a dtype of its own: what a Python number became would take that of others."""
+    array = jnp.asarray(leaf)
+    return array if is_key(array) else jax.lax.convert_element_type(array, array.dtype)
+
+
+def plain(leaf: jax.Array) -> np.ndarray:
+    """The numbers of a leaf in C order; of a random key, its words."""
+    return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf, order="C")
+
+
+def is_key(leaf: jax.Array) -> bool:
+    """Whether a leaf holds random keys, which are no numbers."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _part(entry: Any) -> Hashable:
+    match entry:
+        case tree_util.DictKey(key) | tree_util.FlattenedIndexKey(key):
+            return key
+        case tree_util.SequenceKey(index):
+            return index
+        case tree_util.GetAttrKey(name):
+            return name
+        case _:
+            return str(entry)

@@ -1,0 +1,1 @@
+"""Recipes whose parameters are trees of jax arrays."""
