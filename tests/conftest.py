@@ -1,7 +1,11 @@
 """Shared by all tests: one thread for whatever runs beside phalanx, and a clean set of generators."""
 
+import os
+
 import pytest
 import torch
+
+os.environ["NPROC"] = "1"  # jax computes with one thread; read when it makes its first array in a process
 
 
 @pytest.fixture(autouse=True)

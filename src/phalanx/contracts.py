@@ -153,7 +153,15 @@ class Link(Protocol):
 
 
 class Framework(Steppable, Protocol):
-    """What an engine needs of a model with its optimizer: steps, and a view of the state between them."""
+    """What an engine needs of a model with its optimizer: steps, and a view of the state between them.
+
+    Attributes
+    ----------
+    name : str
+        "torch" or "jax".
+    """
+
+    name: str
 
     @property
     def environment(self) -> AbstractContextManager[None]:

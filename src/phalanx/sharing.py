@@ -30,7 +30,11 @@ class Slots(Protocol):
         ...
 
     def add(self, left: Vector, right: Vector, homes: Vector) -> Vector:
-        """``left + right`` in place of ``left``, which lives in ``homes``."""
+        """``left + right``; may be put in place of ``left``, which lives in ``homes``."""
+        ...
+
+    def publish(self, homes: Vector, vector: Vector) -> None:
+        """See to it that what others own of ``vector`` is in ``homes``."""
         ...
 
     def fold(

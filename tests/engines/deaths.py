@@ -5,6 +5,7 @@ What a recipe brings runs in the worker before its first step, so it can put tra
 
 import contextlib
 import functools
+import importlib
 import os
 import pathlib
 import signal
@@ -43,12 +44,14 @@ class Trapped:
         Which worker, in which step, where: one of ``PLACES``.
     how : int or "exit"
         A signal, or ``os._exit(0)``.
+    framework : str
+        Whose copies are watched.
     """
 
-    def __init__(self, make_model, folder, number, step, place, how=signal.SIGKILL, times=1):
+    def __init__(self, make_model, folder, number, step, place, how=signal.SIGKILL, times=1, framework="torch"):
         self.make_model = make_model
         self.folder, self.number, self.step, self.place = str(folder), number, step, place
-        self.how, self.times = how, times
+        self.how, self.times, self.framework = how, times, framework
         self.parent = os.getpid()
 
     def __call__(self):
@@ -73,10 +76,10 @@ class Trapped:
             self.watch_copies()
 
     def watch_copies(self):
-        from phalanx.frameworks.torch.optimizer import Update
-        from phalanx.frameworks.torch.shard import Shard
-
-        owner, name = (Shard, "_kept") if self.place == "half saved" else (Update, "apply")
+        shard = importlib.import_module(f"phalanx.frameworks.{self.framework}.shard").Shard
+        update = importlib.import_module(f"phalanx.frameworks.{self.framework}.optimizer").Update
+        applied = {"torch": "apply", "jax": "step"}[self.framework]
+        owner, name = (shard, "_kept") if self.place == "half saved" else (update, applied)
         original, trap = getattr(owner, name), self
 
         def kept(shard):

@@ -1,12 +1,10 @@
 """jax computes with one thread, so that hand-written loops have the bits of replicas; without jax all is skipped."""
 
 import importlib.util
-import os
 
 import pytest
 
 MISSING = [name for name in ("jax", "optax") if importlib.util.find_spec(name) is None]
-os.environ["NPROC"] = "1"  # read when jax makes its first array in this process
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -18,6 +16,7 @@ def _compiled_once(tmp_path_factory):
         jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        jax.devices()  # starts with one thread, before a test asks for two
 
 
 class Skipped(pytest.Module):

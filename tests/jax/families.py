@@ -191,4 +191,13 @@ OPTIMIZERS = {
     "multi_steps": lambda: optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
     "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, 3), optax.sgd(0.1)),
     "lion": lambda: optax.lion(0.01),
+    "adamw": lambda: optax.adamw(0.05, weight_decay=0.1),
+    "lamb": lambda: optax.lamb(0.01),  # norms of each parameter
+    "adafactor": lambda: optax.adafactor(0.01),
+    "rates": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.01),
+    "muon": lambda: optax.contrib.muon(0.01),
+    "one_of_two": lambda: optax.partition(
+        {"adam": optax.adam(0.01), "sgd": optax.sgd(0.1)}, {"first": "adam", "last": "sgd"}
+    ),
+    "unless_nan": lambda: optax.apply_if_finite(optax.adam(0.01), 3),  # couples all parameters
 }

@@ -64,8 +64,6 @@ CASES = {
     "weight-negative": (lambda: go(loss_fn=returning(lambda loss: (loss, -1))), "loss_fn returned the weight"),
     "weight-vector": (lambda: go(loss_fn=returning(lambda loss: (loss, jnp.ones(2)))), "of shape (2,)"),
     "device": (lambda: MLP.recipe(2).train(devices=["npu:3"]), "devices names 'npu:3'", "['cpu']"),
-    "workers": (lambda: MLP.recipe(2).train(workers=2), "engine='inline'"),
-    "processes": (lambda: MLP.recipe(2).train(engine="processes"), "engine='inline'"),
     "digest-optimizer-missing-jax": (lambda: phalanx.digest({"a": 1}), "digest takes"),
 }
 

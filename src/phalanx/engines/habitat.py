@@ -12,21 +12,21 @@ from typing import Any
 from phalanx.frameworks.opening import adopt_numeric_environment, numeric_environment
 
 
-def described() -> dict[str, Any]:
+def described(framework: str) -> dict[str, Any]:
     """What surrounds this process: environment, folder, import path, arguments, warning filters, numeric settings."""
     with contextlib.suppress(OSError):  # the folder may be gone
-        return _described(os.getcwd())
-    return _described(None)
+        return _described(framework, os.getcwd())
+    return _described(framework, None)
 
 
-def _described(folder: str | None) -> dict[str, Any]:
+def _described(framework: str, folder: str | None) -> dict[str, Any]:
     return {
         "environment": dict(os.environ),
         "folder": folder,
         "path": list(sys.path),
         "arguments": list(sys.argv),
         "filters": [(*rest, (kind.__module__, kind.__name__)) for *rest, kind in map(_category_last, warnings.filters)],
-        "numeric": numeric_environment(),
+        "numeric": numeric_environment(framework),
     }
 
 
@@ -43,6 +43,8 @@ def inhabit(place: dict[str, Any]) -> None:
     filters: Any = warnings.filters  # last: what is imported above may put its own first
     filters[:] = list(_known_filters(place["filters"]))
     warnings._filters_mutated()  # type: ignore[attr-defined]
+    if "jax" in place["numeric"]:  # what one worker writes another may be reading
+        warnings.filterwarnings("ignore", message="Error reading persistent compilation cache")
 
 
 def _category_last(item: Any) -> tuple[Any, ...]:

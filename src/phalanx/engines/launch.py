@@ -27,7 +27,7 @@ sys.path[:] = {path!r}
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: until everything is imported
 from phalanx.engines.zygote import main
-main({fd}, {parent})
+main({fd}, {parent}, jax={jax})
 """
 MESSAGE_BYTES = 4096
 FAREWELL_SECONDS = 3.0
@@ -50,7 +50,7 @@ class Zygote:
         self._lock = threading.Lock()
         self.owner = os.getpid()
         path = [entry for entry in sys.path if isinstance(entry, str)]
-        code = START.format(path=path, fd=theirs.fileno(), parent=self.owner)
+        code = START.format(path=path, fd=theirs.fileno(), parent=self.owner, jax="jax" in sys.modules)
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         self._process = subprocess.Popen(
             [sys.executable, *flags, "-c", code],

@@ -155,6 +155,7 @@ class ArenaLink:
                 start = position * self._width
                 self._flags[start] = 0 if held is None else held.number + 1
                 if held is not None:
+                    self._slots.publish(self._homes[held.number], held.vector)
                     self._flags[start + 1 : start + self._width] = bytes(entry is not None for entry in held.vector)
                 mine.append(None if held is None else held.vector)
         return mine

@@ -13,7 +13,7 @@ import pickle
 import struct
 import sys
 from collections.abc import Callable, Iterator
-from importlib.machinery import PathFinder
+from importlib.machinery import EXTENSION_SUFFIXES, PathFinder
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -163,8 +163,9 @@ def _pickled(thing: Any, reducer: Reducer, buffers: list[pickle.PickleBuffer]) -
 def _importable(module: ModuleType) -> bool:
     """Whether a new interpreter with the same path finds the module; import hooks of this process do not count."""
     name, spec = module.__name__, module.__spec__
-    if spec is None:
-        return False
+    if spec is None:  # part of an extension module, or made by hand
+        above = sys.modules.get(name.rpartition(".")[0])
+        return above is not None and _native(above) and _importable(above)
     if spec.origin in ("built-in", "frozen"):
         return True
     parent = sys.modules.get(name.rpartition(".")[0])
@@ -172,6 +173,11 @@ def _importable(module: ModuleType) -> bool:
     finders = [PathFinder, *(item for item in sys.meta_path if type(item).__module__.startswith("__editable__"))]
     finders += [item for item in sys.meta_path if getattr(item, "__module__", "").startswith("__editable__")]
     return any(finder.find_spec(name, path) is not None for finder in finders)
+
+
+def _native(module: ModuleType) -> bool:
+    origin = getattr(module.__spec__, "origin", None)
+    return origin is not None and origin.endswith(tuple(EXTENSION_SUFFIXES))
 
 
 def _memory_under(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:

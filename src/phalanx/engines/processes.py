@@ -81,7 +81,7 @@ class Processes:
         mapped = arena.map()
         self.control = plan.control(mapped)
         self._mirror = self._framework.sharing.mirror(plan.layout, mapped)
-        pack(described(), habitat, reduced)
+        pack({**described(self._framework.name), "threads": self._definition.threads}, habitat, reduced)
         fields = {item.name: getattr(self._definition, item.name) for item in dataclasses.fields(Definition)}
         pack({"placement": placement, "signature": plan.layout.signature(), "fields": fields}, parcel, reduced)
         self._crew = Crew(memories, self.control, self._deadline)

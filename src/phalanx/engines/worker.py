@@ -34,6 +34,7 @@ from phalanx.engines.memory import Memory
 from phalanx.engines.parcel import picklable, unpack
 from phalanx.engines.told import LostError
 from phalanx.errors import UsageError
+from phalanx.frameworks.jax.outside import threads
 from phalanx.frameworks.opening import open_framework
 from phalanx.plan import evaluation_key
 from phalanx.plan.shares import share_bounds
@@ -53,8 +54,10 @@ def live(channel: int, memories: Sequence[int], number: int) -> None:
     caller = Caller(channel)
     habitat, parcel, arena, mailbox, orders = (Memory(0, fd) for fd in memories)
     try:
-        inhabit(unpack(habitat))
-        worker = Worker(caller, unpack(parcel), arena, mailbox, number)
+        place = unpack(habitat)
+        inhabit(place)
+        with threads(place["threads"]):  # what is unpacked may hold jax arrays
+            worker = Worker(caller, unpack(parcel), arena, mailbox, number)
         orders = unpack(orders)
         worker.take(orders)
     except Exception as error:

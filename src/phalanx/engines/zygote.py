@@ -22,25 +22,25 @@ from collections.abc import Sequence
 
 from phalanx.engines import worker
 from phalanx.engines.heap import keep_freed
-from phalanx.frameworks.opening import prepare_process
+from phalanx.frameworks.opening import prepared_process
 
 PR_SET_PDEATHSIG, PR_SET_TIMERSLACK = 1, 29
 MESSAGE_BYTES = 4096
 DESCRIPTORS = 8  # channel, output, errors, habitat, parcel, arena, mailbox, orders
 
 
-def main(fd: int, parent: int) -> None:
-    """Serve ``parent`` over ``fd`` until it ends; never returns."""
+def main(fd: int, parent: int, *, jax: bool) -> None:
+    """Serve ``parent`` over ``fd`` until it ends; never returns. ``jax``: workers will need that."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     watched = [fd, *_pidfd(parent)]
     if os.getppid() == parent:
-        prepare_process()
-        gc.collect()
-        gc.freeze()  # what is shared with workers stays shared, and their own objects are found quickly
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)  # bound to a thread that may end; from here on we watch
-        with socket.socket(fileno=fd) as server:
-            Nursery(server, watched).serve()
+        with prepared_process(jax=jax):
+            gc.collect()
+            gc.freeze()  # what is shared with workers stays shared, and their own objects are found quickly
+            if sys.platform == "linux":
+                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)  # bound to a thread that may end; from here on we watch
+            with socket.socket(fileno=fd) as server:
+                Nursery(server, watched).serve()
     os._exit(0)
 
 

@@ -5,7 +5,9 @@ What ``make_model`` returns decides: a ``torch.nn.Module``, or a tree of jax arr
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 from phalanx.contracts import Framework
@@ -52,19 +54,32 @@ def digest(model: Any, optimizer: Any = None, step: int | None = None) -> str:
     return torch_state.digest(model, optimizer, step)
 
 
-def prepare_process() -> None:
-    """Import, in a process of our own, what workers will need."""
-    import phalanx.frameworks.torch.adapter  # noqa: F401
+@contextlib.contextmanager
+def prepared_process(*, jax: bool) -> Iterator[None]:
+    """Import, in a process of our own, what workers will need; no array is made. They are forked inside."""
+    import phalanx.frameworks.torch.adapter
     from phalanx.frameworks.torch import process
 
     process.without_compiler()
+    with contextlib.ExitStack() as exits:
+        if jax:
+            import phalanx.frameworks.jax.adapter  # noqa: F401
+            from phalanx.frameworks.jax.process import compiled_once
+
+            exits.enter_context(compiled_once())
+        yield
 
 
-def numeric_environment() -> dict[str, Any]:
-    """Settings of this process that change bits."""
+def numeric_environment(framework: str) -> dict[str, Any]:
+    """Settings of this process that change bits in a recipe of this framework."""
     from phalanx.frameworks.torch import process
 
-    return process.numeric_environment()
+    found = {"torch": process.numeric_environment()}
+    if framework == "jax":
+        from phalanx.frameworks.jax import process as jax_process
+
+        found["jax"] = jax_process.settings()
+    return found
 
 
 def recorded_environment() -> dict[str, Any]:
@@ -90,7 +105,11 @@ def adopt_numeric_environment(settings: dict[str, Any]) -> None:
     """Set this process to another one's."""
     from phalanx.frameworks.torch import process
 
-    process.adopt(settings)
+    process.adopt(settings["torch"])
+    if "jax" in settings:
+        from phalanx.frameworks.jax import process as jax_process
+
+        jax_process.adopt(settings["jax"])
 
 
 def reduced(thing: Any) -> Any:

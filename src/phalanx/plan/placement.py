@@ -64,6 +64,16 @@ def most_held(replicas: int, block: range) -> int:
     return most
 
 
+def dealt(sizes: Sequence[int], workers: int) -> list[int]:
+    """An owner for each of these sizes: the largest first, each to the worker that has least so far."""
+    load = [0] * workers
+    owners = [0] * len(sizes)
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        owners[number] = min(range(workers), key=load.__getitem__)
+        load[owners[number]] += sizes[number] + 1
+    return owners
+
+
 def additions(replicas: int, nodes: Sequence[Node], present: Iterable[int]) -> list[tuple[int, int]]:
     """The additions that fold partial sums, in order, as (into, from) positions in ``nodes``.
 

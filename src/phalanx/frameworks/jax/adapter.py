@@ -20,7 +20,7 @@ from phalanx.frameworks.jax.arithmetic import Gradient
 from phalanx.frameworks.jax.environment import Environment, named_device
 from phalanx.frameworks.jax.forward import Forward
 from phalanx.frameworks.jax.optimizer import Update
-from phalanx.frameworks.jax.sharing import Alone
+from phalanx.frameworks.jax.sharing import Sharing
 from phalanx.frameworks.jax.snapshot import Snapshots
 from phalanx.frameworks.jax.state import State, entries
 from phalanx.frameworks.jax.tree import named, placed
@@ -30,7 +30,13 @@ from phalanx.surroundings import Reentrant
 class Jax:
     """Implements ``contracts.Framework`` for jax.
 
-    Nothing is ever written in place: a state is replaced by the next, so what went before needs no undoing.
+    Nothing is written in place: a state is replaced by the next, so what went before needs no undoing. (In a worker
+    process it lies in memory that is written between steps, see ``shard``.)
+
+    Attributes
+    ----------
+    name : str
+        "jax".
 
     Parameters
     ----------
@@ -40,6 +46,8 @@ class Jax:
     params : pytree
         What ``make_model`` returned.
     """
+
+    name = "jax"
 
     def __init__(self, definition: Definition, device: str | None, params: Any) -> None:
         _check(definition)
@@ -52,10 +60,9 @@ class Jax:
             if self._device.platform == "cpu":
                 outside.check_threads(definition.threads)
             self._double = any(leaf.dtype == jnp.float64 for leaf in leaves)
-            self._structure = jax.tree.structure(params)
             self._forward = Forward(definition)
-            self._updates = Update(definition, params)
-            self._state = State(params, jax.device_put(self._updates.start, self._device))
+            self._updates = Update(definition)
+            self._state = State(params, jax.device_put(self._updates.begin(params), self._device))
         self._collate = definition.collate_fn or batch.collate
 
     @property
@@ -69,9 +76,9 @@ class Jax:
         return Snapshots(self._state, self._device)
 
     @property
-    def sharing(self) -> Alone:
-        """What says that this state stays in this process."""
-        return Alone(self._structure.num_leaves)
+    def sharing(self) -> Sharing:
+        """How this state is shared with other processes."""
+        return Sharing(self._state, self._updates, self._device)
 
     def gradient(self, key: int, share: Share) -> Computed:
         """See ``contracts.Steppable.gradient``."""
@@ -80,12 +87,11 @@ class Jax:
 
     def norm(self, gradient: Gradient) -> float:
         """2-norm of ``gradient`` over all parameters."""
-        return arithmetic.norm(gradient)
+        return arithmetic.root(arithmetic.squares(gradient))
 
     def update(self, step: int, gradient: Gradient, buffers: Sequence[tuple[int, list[Any]]] | None) -> None:
         """See ``contracts.Steppable.update``; there are no buffers."""
-        tree = jax.tree.unflatten(self._structure, gradient)
-        self._state.params, self._state.optimizer = self._updates.apply(tree, self._state.optimizer, self._state.params)
+        self._updates.step(self._state, gradient)
 
     def schedule(self, loss: float) -> None:
         """Schedules are the optimizer's own."""

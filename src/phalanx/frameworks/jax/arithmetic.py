@@ -1,65 +1,83 @@
-"""Elementwise arithmetic over gradients, one compiled call per vector. Elementwise, so slicing moves no bit."""
+"""Elementwise arithmetic over gradients, in numpy: each operation is rounded once, whatever stands beside it.
+
+Compiled by XLA they would not be: a division whose divisor has one user becomes a product with its reciprocal.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-import jax
-import jax.numpy as jnp
+import numpy as np
 
-Gradient = list[Any]
+Gradient = list[Any]  # jax arrays, which nobody can write, or numpy arrays that may be written
+
+BLOCK = 4096  # elements whose squares are added before they are added to others
+ALIGNMENT = 64  # of memory that XLA uses as it lies
 
 
 def add(left: Gradient, right: Gradient) -> Gradient:
-    """``left + right``."""
-    return _add(left, right)
+    """``left + right``, in the memory of ``left`` where that may be written."""
+    pairs = [(_plain(a), _plain(b)) for a, b in zip(left, right, strict=True)]
+    return [np.add(a, b, out=_room(a)) for a, b in pairs]
 
 
 def scale(vector: Gradient, factor: float) -> Gradient:
     """``vector * factor``, each element computed in float32 at least and rounded once."""
-    return _scale(vector, factor)
+    return [_applied(np.multiply, _plain(entry), factor) for entry in vector]
 
 
 def divide(vector: Gradient, divisor: float) -> Gradient:
     """``vector / divisor``, each element computed in float32 at least and rounded once."""
-    return _divide(vector, divisor)
+    return [_applied(np.divide, _plain(entry), divisor) for entry in vector]
 
 
 def finite(vector: Gradient) -> bool:
-    """Whether every element is finite."""
-    return bool(_finite(vector))
+    """Whether every element is finite; None entries are another worker's."""
+    return all(bool(np.isfinite(_plain(entry)).all()) for entry in vector if entry is not None)
 
 
-def norm(vector: Gradient) -> float:
-    """2-norm over all elements, added in float32 at least."""
-    return float(_norm(vector))
+def squares(vector: Gradient) -> np.ndarray:
+    """The sum of squares of each entry, added in float32 at least."""
+    return np.array([_square_sum(_plain(entry)) for entry in vector], np.float64)
 
 
-def wide(leaf: Any) -> Any:
-    """``leaf`` in float32 at least."""
-    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+def root(sums: np.ndarray) -> float:
+    """2-norm over all entries, out of their ``squares``."""
+    return math.sqrt(sums.sum())
 
 
-@jax.jit
-def _add(left: Gradient, right: Gradient) -> Gradient:
-    return [a + b for a, b in zip(left, right, strict=True)]
+def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Memory for an array, placed so that XLA need not copy it."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
-@jax.jit
-def _scale(vector: Gradient, factor: Any) -> Gradient:
-    return [(wide(a) * factor).astype(a.dtype) for a in vector]
+def _plain(entry: Any) -> np.ndarray:
+    return np.asarray(entry)
 
 
-@jax.jit
-def _divide(vector: Gradient, divisor: Any) -> Gradient:
-    return [(wide(a) / divisor).astype(a.dtype) for a in vector]
+def _room(array: np.ndarray) -> np.ndarray:
+    return array if array.flags.writeable else empty(array.shape, array.dtype)
 
 
-@jax.jit
-def _finite(vector: Gradient) -> Any:
-    return jnp.all(jnp.stack([jnp.isfinite(a).all() for a in vector]))
+def _applied(operation: np.ufunc, array: np.ndarray, number: float) -> np.ndarray:
+    room = _room(array)
+    if array.dtype.itemsize >= np.dtype(np.float32).itemsize:
+        return operation(array, array.dtype.type(number), out=room)
+    room[...] = operation(array.astype(np.float32), np.float32(number))
+    return room
 
 
-@jax.jit
-def _norm(vector: Gradient) -> Any:
-    return jnp.sqrt(sum(jnp.sum(jnp.square(wide(a))) for a in vector))
+def _square_sum(array: np.ndarray) -> float:
+    flat = array.reshape(-1)
+    if flat.dtype.itemsize < np.dtype(np.float32).itemsize:
+        flat = flat.astype(np.float32)
+    blocks, rest = len(flat) // BLOCK, flat[len(flat) // BLOCK * BLOCK :]
+    found = float(np.einsum("i,i->", rest, rest))
+    if blocks:
+        table = flat[: blocks * BLOCK].reshape(blocks, BLOCK)
+        found += float(np.einsum("ij,ij->i", table, table).sum(dtype=np.float64))
+    return found

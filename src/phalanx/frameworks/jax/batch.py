@@ -12,6 +12,7 @@ from jax import tree_util
 
 from phalanx.errors import UsageError
 
+LIMIT = 1 << 31
 NUMBERLESS = "OSUmM"  # numpy's kinds of objects, bytes, text and dates
 
 
@@ -38,7 +39,19 @@ def checked(batch: Any, origin: str, *, double: bool) -> Any:
     UsageError
         A leaf is of a kind or dtype that jax would change; names it.
     """
+    if all(_is_plain(leaf) for leaf in jax.tree.leaves(batch)):
+        return batch
     return tree_util.tree_map_with_path(lambda path, leaf: _checked(leaf, origin, path, double), batch)
+
+
+def _is_plain(leaf: Any) -> bool:
+    """What nearly all batches are made of needs no closer look."""
+    return type(leaf) is np.ndarray and (leaf.dtype in (np.float32, np.int32) or _is_small(leaf))
+
+
+def _is_small(array: np.ndarray) -> bool:
+    """Whether these are 64-bit integers that fit into 32 bits."""
+    return array.dtype == np.int64 and array.size > 0 and array.min() >= -LIMIT and array.max() < LIMIT
 
 
 def _checked(leaf: Any, origin: str, path: Any, double: bool) -> Any:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 from phalanx.definition import Definition
 from phalanx.errors import UsageError
-from phalanx.frameworks.jax.tree import strong
+from phalanx.frameworks.jax import coupling
+from phalanx.frameworks.jax.arithmetic import Gradient
+from phalanx.frameworks.jax.state import State
+from phalanx.frameworks.jax.tree import is_key, plain, strong
 
+SMALL = 2  # the length of each dimension of what others own: a program for arrays of one element may be another
 EXAMPLE = "optimizer=optax.adamw(1e-3)"
 
 
@@ -21,36 +30,136 @@ class Update:
     Parameters
     ----------
     definition : Definition
-    params : pytree
 
     Attributes
     ----------
-    start : pytree
-        The optimizer's state before the first step.
     lr : float
         The default optimizer's rate; NaN for others, which keep theirs to themselves.
+    steady : bool
+        Whether an update leaves the shapes and dtypes of the state as they are.
     """
 
-    def __init__(self, definition: Definition, params: Any) -> None:
+    def __init__(self, definition: Definition) -> None:
         self._transformation = build(definition)
         self._apply = jax.jit(self._updated)
+        self._part: Part | None = None
         self.lr = definition.lr if definition.optimizer is None else math.nan
+
+    def begin(self, params: Any) -> Any:
+        """The optimizer's state before the first step."""
         try:
-            self.start = jax.tree.map(strong, self._transformation.init(params))
-            jax.eval_shape(self._updated, params, self.start, params)
+            start = jax.tree.map(strong, self._transformation.init(params))
+            _, after = jax.eval_shape(self._updated, params, start, params)
         except Exception as error:
             raise UsageError(
                 f"optimizer raised {type(error).__name__}: {error}; it is used as in updates, state = "
                 f"optimizer.update(gradient, state, params), as in {EXAMPLE}"
             ) from error
+        self._params, self._state = _specs(params), _specs(start)
+        self._of_params, self._of_state = jax.tree.structure(params), jax.tree.structure(start)
+        self.steady = _specs(after) == self._state
+        return start
 
-    def apply(self, gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        """The parameters and the state after the update; returns when they are computed."""
-        return jax.block_until_ready(self._apply(gradient, state, params))
+    def step(self, state: State, gradient: Gradient) -> None:
+        """Take the state to the next; returns when it is computed."""
+        if self._part is not None:
+            self._part.step(gradient)
+            return
+        tree = jax.tree.unflatten(self._of_params, gradient)
+        state.params, state.optimizer = jax.block_until_ready(self._apply(tree, state.optimizer, state.params))
+
+    def users(self) -> list[int] | None:
+        """The parameter that each leaf of the state belongs to (-1: none); None if all must be updated at once."""
+        users = coupling.users(self._of_leaves, self._params, self._params, self._state)
+        if users is None or any(user >= 0 and is_key(leaf) for user, leaf in zip(users, self._state, strict=True)):
+            return None
+        return users
+
+    def fits(self, owned: Sequence[int], held: Sequence[int]) -> bool:
+        """Whether the state for these parameters is the same where all others are small."""
+        try:
+            small = _specs(self._small_state(owned))
+        except Exception:  # the optimizer wants certain shapes
+            return False
+        return len(small) == len(self._state) and all(small[index] == self._state[index] for index in held)
+
+    def restrict(self, owned: Sequence[int], held: Sequence[int], params: Any, state: Any, homes: Any) -> None:
+        """From here on update these parameters and leaves of the state only, in arrays that lie in ``homes``."""
+        small = [jnp.zeros(spec.shape, spec.dtype) for spec in jax.tree.leaves(self._small(owned))]
+        small_state = [
+            None if index in held else jnp.zeros(spec.shape, spec.dtype)
+            for index, spec in enumerate(jax.tree.leaves(self._small_state(owned)))
+        ]
+        fixed = jax.tree.unflatten(self._of_params, _with(small, owned, params))
+        fixed_state = jax.tree.unflatten(self._of_state, _with(small_state, held, state))
+        spread = functools.partial(_with, small, owned)
+        self._part = Part(self._apply, spread, self._of_params, fixed, fixed_state, list(owned), list(held), homes)
+
+    def _small(self, owned: Sequence[int]) -> Any:
+        """The parameters' shapes, those of others cut down: the program stays the same, and so do its bits."""
+        cut = [
+            spec if index in owned else jax.ShapeDtypeStruct([min(size, SMALL) for size in spec.shape], spec.dtype)
+            for index, spec in enumerate(self._params)
+        ]
+        return jax.tree.unflatten(self._of_params, cut)
+
+    def _small_state(self, owned: Sequence[int]) -> Any:
+        state = jax.eval_shape(
+            lambda params: jax.tree.map(strong, self._transformation.init(params)), self._small(owned)
+        )
+        if jax.tree.structure(state) != self._of_state:
+            raise UsageError("the state of the optimizer is another for other shapes")
+        return state
+
+    def _of_leaves(self, gradient: Any, params: Any, state: Any) -> tuple[list[Any], list[Any]]:
+        """The update from leaves to leaves."""
+        trees = [(self._of_params, gradient), (self._of_state, state), (self._of_params, params)]
+        after = self._updated(*(jax.tree.unflatten(structure, leaves) for structure, leaves in trees))
+        return jax.tree.leaves(after[0]), jax.tree.leaves(after[1])
 
     def _updated(self, gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
         updates, state = self._transformation.update(gradient, state, params)
         return optax.apply_updates(params, updates), state
+
+
+@dataclass(frozen=True)
+class Part:
+    """The update of what one worker owns, in arrays over memory that is written when all is computed.
+
+    It is the whole program with small arrays for all that others own. Compiled from what remains without them it has
+    other bits: whether a product is rounded before it is added to something depends on who else uses it (XLA fuses).
+    """
+
+    apply: Callable[..., Any]
+    spread: Callable[[Sequence[Any]], list[Any]]
+    structure: Any
+    params: Any
+    state: Any
+    owned: list[int]
+    held: list[int]
+    homes: list[np.ndarray]
+
+    def step(self, gradient: Gradient) -> None:
+        """Take it to the next step."""
+        if not self.owned:
+            return
+        tree = jax.tree.unflatten(self.structure, self.spread([gradient[index] for index in self.owned]))
+        params, state = map(jax.tree.leaves, self.apply(tree, self.state, self.params))
+        found = [*(params[index] for index in self.owned), *(state[index] for index in self.held)]
+        for home, leaf in zip(self.homes, found, strict=True):
+            home[...] = plain(leaf)
+
+
+def _with(leaves: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    """``leaves`` with ``values`` in these places."""
+    found = list(leaves)
+    for place, value in zip(places, values, strict=True):
+        found[place] = value
+    return found
+
+
+def _specs(tree: Any) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
 
 
 def build(definition: Definition) -> optax.GradientTransformation:

@@ -57,7 +57,14 @@ def plain(leaf: jax.Array) -> np.ndarray:
     return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf, order="C")
 
 
-def is_key(leaf: jax.Array) -> bool:
+def like(leaf: jax.Array, numbers: np.ndarray) -> jax.Array:
+    """An array of these numbers where ``leaf`` is; random keys if ``leaf`` holds those."""
+    (device,) = leaf.devices()
+    array = jax.device_put(numbers, device)
+    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if is_key(leaf) else array
+
+
+def is_key(leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Whether a leaf holds random keys, which are no numbers."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 

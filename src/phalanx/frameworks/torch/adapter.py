@@ -46,7 +46,14 @@ class Torch:
         None: where ``make_model`` puts the model.
     model : Any
         What ``make_model`` made, inside ``building``.
+
+    Attributes
+    ----------
+    name : str
+        "torch".
     """
+
+    name = "torch"
 
     def __init__(self, definition: Definition, device: str | None, model: Any) -> None:
         self.arithmetic = arithmetic

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from phalanx.plan.placement import Placement, most_held
+from phalanx.plan.placement import Placement, dealt, most_held
 
 Take = Callable[[int], int]
 Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -111,13 +111,9 @@ def lay_out(
 
 
 def owners_of(parameters: Sequence[torch.Tensor], workers: int) -> list[int]:
-    """Deal whole storages to workers, the largest first, each to the one that has least so far."""
+    """Deal whole storages to workers."""
     sizes = _storages(parameters)
-    load = [0] * workers
-    owner: dict[int, int] = {}
-    for address in sorted(sizes, key=lambda address: -sizes[address]):
-        owner[address] = min(range(workers), key=load.__getitem__)
-        load[owner[address]] += sizes[address] + 1
+    owner = dict(zip(sizes, dealt(list(sizes.values()), workers), strict=True))
     return [owner[parameter.untyped_storage().data_ptr()] for parameter in parameters]
 
 

@@ -61,6 +61,9 @@ class Slots:
                 added.append(other if other is None or home is None else home.copy_(other))
         return added
 
+    def publish(self, homes: Gradient, vector: Gradient) -> None:
+        """It was computed there."""
+
     def fold(self, vectors: Sequence[Gradient | None], order: Order, divisor: float) -> Gradient:
         """Add vectors as ``order(positions that are there)`` says, and divide the sum; for what this worker owns."""
         total: Gradient = [None] * len(self._layout.owners)

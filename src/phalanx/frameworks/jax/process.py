@@ -1,0 +1,49 @@
+"""What jax needs to work in another process: its settings, copied before any array is made there."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+CACHE, SECONDS, BYTES = (
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
+PLAIN = (bool, int, float, str, type(None))
+ELSEWHERE = {"jax_num_cpu_devices", "jax_platforms", "jax_platform_name", CACHE, SECONDS, BYTES}
+
+
+@contextlib.contextmanager
+def compiled_once() -> Iterator[None]:
+    """Inside, processes that are forked share what they compile: a worker that replaces another starts at once.
+
+    In a folder that nobody else can read, and that is gone afterwards; one that the environment names is left alone.
+    """
+    if jax.config.values[CACHE] is not None:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="phalanx-", ignore_cleanup_errors=True) as folder:
+        for name, value in ((CACHE, folder), (SECONDS, 0.0), (BYTES, -1)):  # all that is compiled
+            jax.config.update(name, value)
+        yield
+
+
+def settings() -> dict[str, Any]:
+    """All options of jax in this process, as far as they are plain values and say nothing about devices."""
+    values: dict[str, Any] = jax.config.values
+    return {name: value for name, value in values.items() if isinstance(value, PLAIN) and name not in ELSEWHERE}
+
+
+def adopt(wanted: dict[str, Any]) -> None:
+    """Set this process to another one's options; it computes on the CPU, whatever else there is."""
+    now: dict[str, Any] = jax.config.values
+    for name, value in wanted.items():
+        if name in now and now[name] != value:
+            jax.config.update(name, value)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_cpu_enable_async_dispatch", False)  # each result is waited for at once
