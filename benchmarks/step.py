@@ -3,6 +3,7 @@
     python benchmarks/step.py                     # all models
     python benchmarks/step.py --model tiny --rounds 3
     python benchmarks/step.py --quick             # one short round: does everything run?
+    python benchmarks/step.py --framework jax     # jax recipes, see step_jax.py
 
 Columns: the plain loop with 1 thread and with all cores; DistributedDataParallel (DDP) over Gloo with W workers;
 phalanx with W worker processes and R = W replicas; phalanx inline with R = 1 and R = 8. Each round starts a fresh
@@ -26,6 +27,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 import models
 import peers
+import step_jax
 import torch
 import tqdm
 
@@ -95,9 +97,9 @@ def measure(column: str, case: models.Case) -> dict:
     return phalanx_facts(case, numbers.get("R", workers), workers)
 
 
-def measured_apart(column: str, model: str, *, quick: bool, script: str = __file__) -> dict:
+def measured_apart(column: str, model: str, *more: str, quick: bool, script: str = __file__) -> dict:
     """The same in a fresh process, whose last line are the facts. DDP may abort as it ends: it gets three tries."""
-    command = [sys.executable, script, "--model", model, "--column", column, *(["--quick"] if quick else [])]
+    command = [sys.executable, script, "--model", model, "--column", column, *more, *(["--quick"] if quick else [])]
     for _ in range(3 if column.startswith("DDP") else 1):
         done = subprocess.run(command, capture_output=True, text=True, timeout=900)
         if done.returncode == 0:
@@ -263,7 +265,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one round of a tenth of the steps: does everything run?")
     parser.add_argument("--column", help=argparse.SUPPRESS)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/step.* and the README's table")
+    parser.add_argument("--framework", choices=("torch", "jax"), default="torch")
     arguments = parser.parse_args()
+    if arguments.framework == "jax":
+        step_jax.main(arguments)
+        return
     if arguments.column:
         case = models.case(arguments.model)
         print(json.dumps(measure(arguments.column, case.shortened() if arguments.quick else case)))

@@ -3,15 +3,17 @@
     python benchmarks/step.py --framework jax
 
 Columns: a compiled step with 1 thread and with all cores; the same over a batch that is sharded over 2 host devices,
-parameters replicated, arguments donated; phalanx with W worker processes and R = W replicas; phalanx inline, R = 1.
+parameters replicated, arguments donated; phalanx with 2 worker processes and R = 2 or 8 replicas; inline, R = 1.
 Every column gets a fresh process.
 """
 
 import itertools
+import json
 import os
 import time
 
-COLUMNS = ("jit, 1 thread", "jit, all cores", "sharded jit", "W=2", "R=1", "R=2")
+COLUMNS = ("jit, 1 thread", "jit, all cores", "sharded jit", "W=2", "W=2 R=8", "R=1")
+ONCE = ("R=2", "R=8")
 NAMES = ("tiny", "lenet", "mlp")
 DEVICES = 2
 METHOD = """Rounds: {rounds}, interleaved, a fresh process per column and round. Times are medians, ratios are medians
@@ -31,7 +33,7 @@ def measure(column: str, name: str, *, quick: bool) -> dict:
 
     case = models_jax.case(name)
     case = case.shortened() if quick else case
-    if column in ("W=2", "R=1", "R=2"):
+    if "=" in column:
         return ours(case, models_jax.FORWARD[name][1], column)
     return loop(case, models_jax.FORWARD[name][1], sharded=column == "sharded jit")
 
@@ -42,7 +44,8 @@ def ours(case, forward, column: str) -> dict:
 
     import phalanx
 
-    workers, replicas = (2, 2) if column == "W=2" else (1, int(column[-1]))
+    workers = 2 if column.startswith("W=2") else 1
+    replicas = 2 if column == "W=2" else int(column[-1])
     recipe = phalanx.Recipe(
         case.make_model, (case.x, case.y), case.loss_fn, forward, replicas=replicas, batch_size=case.batch_size,
         steps=case.warm_up + case.steps, optimizer=models_jax.OPTIMIZER,
@@ -98,3 +101,51 @@ def shuffled(case):
     while True:
         order = random.permutation(len(case.x))
         yield from np.split(order, range(case.batch_size, len(order), case.batch_size))
+
+
+def main(arguments) -> None:
+    """Measure, print, and write ``results/step_jax.*`` if asked to."""
+    if arguments.column:
+        print(json.dumps(measure(arguments.column, arguments.model, quick=arguments.quick)))
+        return
+    import step
+    import tqdm
+
+    names = [arguments.model] if arguments.model else NAMES
+    rounds = 1 if arguments.quick else arguments.rounds
+    measured = {}
+    with tqdm.tqdm(total=len(names) * (rounds * len(COLUMNS) + len(ONCE)), unit="process") as bar:
+        for name in names:
+            facts = measured[name] = {column: [] for column in (*COLUMNS, *ONCE)}
+            for number in range(rounds):
+                columns = (*COLUMNS, *ONCE) if number == 0 else COLUMNS
+                for column in columns if number % 2 == 0 else reversed(columns):
+                    bar.set_description(f"{name}, {column}")
+                    found = step.measured_apart(column, name, "--framework", "jax", quick=arguments.quick)
+                    facts[column].append(found)
+                    bar.update()
+            for one, other in (("W=2", "R=2"), ("W=2 R=8", "R=8")):
+                if {run["digest"] for run in facts[one]} != {run["digest"] for run in facts[other]}:
+                    raise SystemExit(f"WRONG: {name}, {one} and {other} ended in different digests")
+    report = text(measured, rounds)
+    print(report)
+    if arguments.save:
+        step.save("step_jax", report, measured)
+
+
+def text(measured: dict, rounds: int) -> str:
+    """The report."""
+    import models
+    import step
+
+    header = ["model", *(f"{column}, ms" for column in COLUMNS), "sharded / W=2", "sharded / W=2 R=8", "digest, R=2"]
+    rows = []
+    for name, facts in measured.items():
+        cells = [step.spelled(step.milliseconds(facts, column)) for column in COLUMNS]
+        ratios = [f"**{step.ratio(facts, 'sharded jit', ours):.2f}**" for ours in ("W=2", "W=2 R=8")]
+        rows.append([name, *cells, *ratios, f"`{facts['W=2'][0]['digest'][:12]}`"])
+    steps = ", ".join(f"{name} {models.case(name).steps} steps" for name in measured)
+    return (
+        f"# One step in jax\n\n{step.circumstances('step.py')}\n\n{METHOD.format(rounds=rounds, steps=steps)}\n\n"
+        f"{step.markdown(header, rows)}\n\nDigests were equal for 1 (inline) and 2 workers, in every round.\n"
+    )

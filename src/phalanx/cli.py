@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import pathlib
 import sys
 import traceback
@@ -18,8 +17,10 @@ import typer
 
 from phalanx import __version__
 from phalanx.chaos import Trial, campaign
+from phalanx.engines.opening import usable_cores
 from phalanx.errors import PhalanxError, Preempted, UsageError
 from phalanx.evaluation import Evaluation
+from phalanx.printed import pace, picture, report
 from phalanx.recipe import Recipe
 from phalanx.result import Result
 from phalanx.watch.plots import plot_timeline
@@ -71,29 +72,40 @@ def train(
     recipe, evaluation = load_recipe(file)
     saving = {"run_dir": run_dir or None, "snapshot_every": _count(snapshot_every)}
     result = _trained(recipe, evaluation, workers, quiet=quiet, **saving)
-    picture = _picture(result, plot) if plot else None
-    _report(pathlib.Path(file.split(":")[0]).name, result, picture, json_=json_)
+    drawn = picture(result, plot) if plot else None
+    report(pathlib.Path(file.split(":")[0]).name, result, drawn, json_=json_)
 
 
 @app.command()
 def demo(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="digits or iris.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="digits, iris or fashion-mnist.")],
     workers: Workers = "auto",
+    framework: Annotated[str, typer.Option("--framework", help="torch or jax; for fashion-mnist.")] = "torch",
+    digits: Annotated[
+        bool, typer.Option("--digits", help="fashion-mnist's job on bundled digits: no network.")
+    ] = False,
+    data: Annotated[str, typer.Option("--data", metavar="DIR", help="Where the IDX files are.")] = "data/fashion-mnist",
     plot: Plot = "out/demo-{name}.png",
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train on real data and draw a picture."""
-    from phalanx.demos.catalog import DEMOS
+    """Train on real data and draw a picture; fashion-mnist with one worker, and then with all."""
+    from phalanx.demos.catalog import CHAPTER
+    from phalanx.demos.catalog import demo as chosen
 
     _check_picture(plot)
-    if name not in DEMOS:
-        raise UsageError(f"NAME is {name!r}; there are {', '.join(DEMOS)}")
-    shown = DEMOS[name]()
+    shown = chosen(name, framework, data, digits_instead=digits)
     if not json_:
         typer.echo(f"phalanx: {shown.title}")
-    result = _trained(shown.recipe, shown.evaluation, workers, quiet=quiet)
-    _report(name, result, _picture(result, plot.format(name=name)), json_=json_)
+    if name == CHAPTER:
+        alone = _trained(shown.recipe, shown.evaluation, "1", quiet=quiet)
+        result = _trained(shown.recipe, shown.evaluation, _all(workers), quiet=quiet)
+        if not json_:
+            typer.echo(f"{pace(alone)}\n{pace(result)}")
+        assert alone.digest == result.digest
+    else:
+        result = _trained(shown.recipe, shown.evaluation, workers, quiet=quiet)
+    report(name, result, picture(result, plot.format(name=name)), json_=json_)
 
 
 @app.command()
@@ -242,46 +254,5 @@ def _check_picture(path: str) -> None:
         raise UsageError(f"--plot is {path!r}; its ending must be one of {', '.join(PICTURES)}")
 
 
-def _picture(result: Result, path: str) -> pathlib.Path:
-    target = pathlib.Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure: Any = result.plot().figure
-    figure.savefig(target)
-    return target
-
-
-def _report(name: str, result: Result, picture: pathlib.Path | None, *, json_: bool) -> None:
-    per_epoch = None
-    done = result.steps - (result.resumed_from or 0)
-    if result.steps_per_epoch and done:
-        per_epoch = result.seconds / done * result.steps_per_epoch
-    metrics = {evaluated.name: evaluated.value for evaluated in result.metric_history}
-    facts: dict[str, Any] = {
-        "name": name,
-        "loss": _plain(result.loss),
-        "metrics": {name: _plain(value) for name, value in metrics.items()},
-        "seconds per epoch": per_epoch,
-        "steps": result.steps,
-        "resumed from step": result.resumed_from,
-        "samples": result.samples,
-        "replicas": result.replicas,
-        "workers": result.workers,
-        "digest": result.digest,
-        "picture": None if picture is None else str(picture),
-    }
-    if json_:
-        typer.echo(json.dumps({key.replace(" ", "_"): value for key, value in facts.items()}))
-        return
-    shown = {f"test {name}": value for name, value in facts.pop("metrics").items()} | facts
-    if result.resumed_from == result.steps:
-        typer.echo("phalanx: all steps were done before; nothing was left to do")
-    lines = {key: value for key, value in shown.items() if value is not None and key not in ("name", "digest")}
-    width = max(map(len, lines))
-    for key, value in lines.items():
-        typer.echo(f"{key:{width}}  {value:.4f}" if isinstance(value, float) else f"{key:{width}}  {value}")
-    typer.echo(f"digest {result.digest}")
-
-
-def _plain(value: float | None) -> float | str | None:
-    """JSON has no NaN and no infinity: those become text."""
-    return value if value is None or math.isfinite(value) else str(value)
+def _all(workers: str) -> str:
+    return str(min(usable_cores(), 8)) if workers == "auto" else workers

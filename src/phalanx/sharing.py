@@ -124,6 +124,11 @@ class Sharing(Protocol):
         """Whether the whole state is known, so that a run can move to other processes in the middle."""
         ...
 
+    @property
+    def moving_seconds(self) -> float:
+        """About how long it takes until worker processes are ready, with the framework imported."""
+        ...
+
     def lay_out(self, placement: Placement, take: Callable[[int], int]) -> Any:
         """Give everything its place in an arena."""
         ...

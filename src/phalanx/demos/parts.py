@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+import numpy as np
 
 from phalanx.errors import UsageError
 from phalanx.evaluation import Evaluation
@@ -21,9 +21,9 @@ class Demo:
     evaluation: Evaluation
 
 
-def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def accuracy(output: Any, target: Any) -> float:
     """Share of samples whose largest output is the target class; works for one sample without a batch axis too."""
-    return (output.argmax(-1) == target).float().mean()
+    return float((np.asarray(output).argmax(-1) == np.asarray(target)).mean())
 
 
 def bundled(name: str) -> Any:

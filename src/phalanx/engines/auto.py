@@ -26,7 +26,6 @@ from phalanx.plan.placement import place
 from phalanx.state.captured import Captured
 
 START_SECONDS = 2.0  # of importing the framework in a new process, with room
-MOVE_SECONDS = 0.2  # of making the arena and forking workers
 WARM_UP = 3  # steps after a move that say nothing
 TRIAL = 7  # steps that decide
 
@@ -60,6 +59,7 @@ class Auto:
         self._left = WARM_UP + TRIAL  # steps until workers are judged
         self._alone = 0.0  # seconds from step to step without workers
         self._processes: Processes | None = None
+        self._moving = framework.sharing.moving_seconds
         movable = framework.sharing.portable
         self._consider: Callable[[], None] | None = self._think_of_starting if movable else None
 
@@ -110,7 +110,7 @@ class Auto:
 
     def _think_of_starting(self) -> None:
         """Start the process that forks workers as soon as that may pay."""
-        if self._gain() > (MOVE_SECONDS if WARM.awake else START_SECONDS):
+        if self._gain() > self._moving + (0.0 if WARM.awake else START_SECONDS):
             try:
                 WARM.zygote()
                 self._consider = self._think_of_moving
@@ -121,7 +121,7 @@ class Auto:
         """Hand over once workers can start at once; stay where that is refused or no longer pays."""
         if not WARM.awake:
             return
-        if self._gain() < MOVE_SECONDS:
+        if self._gain() < self._moving:
             self._consider = None
             return
         self._alone = _pace(self._ends)

@@ -26,6 +26,7 @@ class Sharing:
     state: State
     updates: Update
     device: Any
+    moving_seconds: float = 3.0  # of compiling
 
     @property
     def count(self) -> int:

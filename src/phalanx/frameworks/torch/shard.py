@@ -32,6 +32,7 @@ class Sharing:
     buffers: Buffers
     updates: Update
     collector: Collector
+    moving_seconds: float = 0.2  # of making the arena and forking workers
 
     @property
     def count(self) -> int:

@@ -1,0 +1,136 @@
+"""d2l's chapter: the IDX files that it reads, and the job in both frameworks."""
+
+import gzip
+import hashlib
+import importlib.util
+import io
+import json
+import urllib.request
+
+import numpy as np
+import pytest
+
+import phalanx
+from phalanx.demos import idx
+from tests.shell.test_command_line import phalanx_command
+
+JAX = pytest.mark.skipif(importlib.util.find_spec("optax") is None, reason="needs jax and optax")
+
+
+def encoded(array):
+    """An array of bytes as an IDX file has it."""
+    return bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes() + array.tobytes()
+
+
+def images(count, seed):
+    """Ten classes that are easy to tell: a bright row each."""
+    labels = np.random.default_rng(seed).integers(10, size=count).astype(np.uint8)
+    pixels = np.random.default_rng(seed + 1).integers(60, size=(count, 28, 28)).astype(np.uint8)
+    for image, label in zip(pixels, labels, strict=True):
+        image[2 * label + 3 : 2 * label + 5] += 180
+    return pixels, labels
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Four files, two of them compressed."""
+    for name, array in zip(idx.CHECKSUMS, [*images(160, 0), *images(40, 9)], strict=True):
+        if "labels" in name:
+            (tmp_path / name).write_bytes(encoded(array))
+        else:
+            (tmp_path / f"{name}.gz").write_bytes(gzip.compress(encoded(array)))
+    return tmp_path
+
+
+def test_four_files_are_read(folder):
+    """Plain or compressed, arrays come out as they went in."""
+    (x, y), (test_x, test_y) = idx.load(folder)
+    for found, wanted in zip((x, y, test_x, test_y), [*images(160, 0), *images(40, 9)], strict=True):
+        assert found.dtype == np.uint8
+        assert np.array_equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("train-labels-idx1-ubyte", lambda data: data[:-1], "is not a whole IDX file"),
+        ("train-labels-idx1-ubyte", lambda data: data + b"\0", "is not a whole IDX file"),
+        ("train-labels-idx1-ubyte", lambda data: b"", "is not a whole IDX file"),
+        ("train-labels-idx1-ubyte", lambda data: data[:3], "is not a whole IDX file"),
+        ("train-labels-idx1-ubyte", lambda data: b"\0\0\x0d" + data[3:], "is not a whole IDX file"),
+        ("train-images-idx3-ubyte.gz", lambda data: data[:-9], "is damaged"),
+        ("t10k-labels-idx1-ubyte", lambda data: encoded(np.zeros(7, np.uint8)), "mixed up"),
+    ],
+)
+def test_damaged_files_are_refused(folder, name, change, message):
+    """A file that is cut off, too long, of another type, or of another data set is named."""
+    (folder / name).write_bytes(change((folder / name).read_bytes()))
+    with pytest.raises(phalanx.UsageError, match=message) as caught:
+        idx.load(folder)
+    assert str(folder) in str(caught.value)
+
+
+def test_without_a_network_it_says_what_to_do(tmp_path, monkeypatch):
+    """What is missing and cannot be fetched is named, with the ways out."""
+
+    def unreachable(address, timeout):
+        raise OSError("no network")
+
+    monkeypatch.setattr(urllib.request, "urlopen", unreachable)
+    with pytest.raises(phalanx.UsageError, match=r"train-images-idx3-ubyte.*no network.*--data DIR.*--digits"):
+        idx.load(tmp_path / "nowhere")
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_what_is_fetched_is_verified(tmp_path, monkeypatch):
+    """A file with another checksum is not kept; one with the right one is kept, and fetched once."""
+    fetched = []
+
+    def served(address, timeout):
+        fetched.append(address)
+        return io.BytesIO(gzip.compress(encoded(np.zeros((3, 28, 28), np.uint8)), mtime=0))
+
+    monkeypatch.setattr(urllib.request, "urlopen", served)
+    with pytest.raises(phalanx.UsageError, match="has the MD5"):
+        idx.load(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    right = hashlib.md5(served("", 0).read()).hexdigest()
+    monkeypatch.setitem(idx.CHECKSUMS, "train-images-idx3-ubyte", right)
+    for _ in range(2):
+        with pytest.raises(phalanx.UsageError, match="train-labels-idx1-ubyte"):
+            idx.load(tmp_path)
+    assert sum("train-images" in address for address in fetched) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["train-images-idx3-ubyte.gz"]
+
+
+def test_the_chapter_on_idx_files(folder):
+    """It trains on files in a folder with one worker and with two, prints d2l's line for both, and draws."""
+    done = phalanx_command("demo", "fashion-mnist", "--data", str(folder), "--workers", "2", "--quiet", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "Fashion-MNIST, in torch" in done.stdout
+    assert "sec/epoch on [worker 0]\n" in done.stdout
+    assert "sec/epoch on [worker 0, worker 1]\n" in done.stdout
+    assert (folder / "out/demo-fashion-mnist.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=JAX)])
+def test_the_chapter_on_digits(tmp_path, framework):
+    """Without any file it reaches 97 % on the bundled digits."""
+    arguments = ["demo", "fashion-mnist", "--digits", "--framework", framework, "--workers", "2", "--quiet", "--json"]
+    done = phalanx_command(*arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["metrics"]["accuracy"] >= 0.97
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["fashion-mnist", "--framework", "mxnet"], ["--framework", "mxnet", "torch", "jax"]),
+        (["digits", "--framework", "jax"], ["digits", "--framework", "fashion-mnist"]),
+    ],
+)
+def test_wrong_options(tmp_path, arguments, words):
+    """One sentence that names the value and what there is."""
+    done = phalanx_command("demo", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert all(word in done.stderr for word in words)
