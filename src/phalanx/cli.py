@@ -20,6 +20,7 @@ from phalanx.chaos import Trial, campaign
 from phalanx.engines.opening import usable_cores
 from phalanx.errors import PhalanxError, Preempted, UsageError
 from phalanx.evaluation import Evaluation
+from phalanx.hosts.presence import rank
 from phalanx.printed import pace, picture, report
 from phalanx.recipe import Recipe
 from phalanx.result import Result
@@ -72,6 +73,8 @@ def train(
     recipe, evaluation = load_recipe(file)
     saving = {"run_dir": run_dir or None, "snapshot_every": _count(snapshot_every)}
     result = _trained(recipe, evaluation, workers, quiet=quiet, **saving)
+    if rank() > 0:  # one of several processes: the first reports
+        return
     drawn = picture(result, plot) if plot else None
     report(pathlib.Path(file.split(":")[0]).name, result, drawn, json_=json_)
 

@@ -117,12 +117,7 @@ def _checked_workers(workers: Any, replicas: int) -> int | None:
 
 
 def _check_engine(engine: Any, workers: int | None, device: str | None) -> None:
-    if engine == "distributed":
-        raise UsageError(
-            f"engine is {engine!r}, which this version does not have yet; use 'processes', 'inline' or 'auto' (same "
-            "answer)"
-        )
-    checks.choice("engine", engine, ("auto", "inline", "processes"))
+    checks.choice("engine", engine, ("auto", "inline", "processes", "distributed"))
     several = workers is not None and workers > 1
     if engine == "inline" and several:
         raise UsageError(f"workers is {workers}, but engine='inline' is one worker; use engine='processes' or 'auto'")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from phalanx.definition import Definition
 from phalanx.errors import UsageError
+from phalanx.hosts.presence import rank
 from phalanx.options import Options, settle, unknown
 from phalanx.result import Result
 from phalanx.resume import Loaded, Past, loaded, preemptible
@@ -92,8 +93,9 @@ class Recipe(Definition):
         workers : int or "auto"
             W, at most ``replicas``. "auto": the run starts in this process, and hands over to one worker per core once
             they are up, if that is faster.
-        engine : "auto", "inline" or "processes"
-            Where workers live: "inline" is this process. "auto": processes if ``workers`` is more than 1.
+        engine : "auto", "inline", "processes" or "distributed"
+            Where workers live: "inline" is this process, "distributed" all processes of a torch.distributed world
+            (``docs/hosts.md``). "auto": distributed in such a world, else processes if ``workers`` is more than 1.
         devices : "auto", str or sequence of str
             torch device names, one per worker in turn. "auto": where ``make_model`` puts the model.
         evaluation : Evaluation, optional
@@ -163,8 +165,10 @@ class Recipe(Definition):
             raise UsageError(
                 "evaluation is given, but data is None, so there are no epochs; call run.evaluate() yourself"
             )
-        from phalanx.engines.opening import open_engine  # the first run imports what starts processes
+        from phalanx.engines.opening import distributes, open_engine  # the first run imports what starts processes
 
+        if distributes(settled.engine) and rank() > 0:  # the first process reports and saves, and sends its state
+            settled = dataclasses.replace(settled, saving=None, warm_start=None, callbacks=(), progress=False)
         with contextlib.ExitStack() as undo:
             past = Past(self, settled.saving, settled.warm_start)
             undo.callback(past.close)

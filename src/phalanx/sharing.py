@@ -21,6 +21,10 @@ class Slots(Protocol):
         """Where this worker publishes the ``number``-th vector that it holds; None for what it owns."""
         ...
 
+    def blank(self, index: int) -> Any:
+        """An array as a parameter's gradient is, with any content."""
+        ...
+
     def live_in(self, homes: Vector) -> None:
         """Put the next replica's gradient there."""
         ...
@@ -56,7 +60,18 @@ class Slots(Protocol):
 
 
 class Shard(Protocol):
-    """A framework's state in an arena, as one worker works with it: it owns some parameters, and their optimizer."""
+    """A framework's state in an arena, as one worker works with it: it owns some parameters, and their optimizer.
+
+    Attributes
+    ----------
+    weights : list of (offset, bytes)
+        Where the weights that it owns lie in the arena.
+    luggage : list of list of memoryview
+        For each replica the memory that ``leave`` writes; empty without buffers.
+    """
+
+    weights: list[tuple[int, int]]
+    luggage: list[list[memoryview]]
 
     @property
     def slots(self) -> Slots:

@@ -63,6 +63,7 @@ class ArenaLink:
         self._tell_housed = tell_housed
         self._done = 0
         self._replicas = placement.replicas
+        self._nodes = plan.nodes
         self._flags = plan.flags(arena)
         self._width = len(self._flags) // len(plan.nodes)
         self._homes = [shard.slots.homes(number) for number in range(most_held(placement.replicas, self.hosted))]
@@ -102,13 +103,7 @@ class ArenaLink:
 
     def mean(self, weight: float) -> Vector:
         """See ``contracts.Link.mean``."""
-        peers, self._there = self._published(bytes(self._flags))
-        mine = iter(self._mine)
-        vectors = [
-            next(mine) if worker == self._worker else peer
-            for (worker, _), peer in zip(self._publishers, peers, strict=True)
-        ]
-        return self._slots.fold(vectors, self._order, weight)
+        return self._slots.fold(self._vectors(), self._order, weight)
 
     def norm(self, gradient: Vector) -> float:
         """See ``contracts.Link.norm``."""
@@ -137,6 +132,15 @@ class ArenaLink:
                 self._tell_housed(step + 1, self._shard.described())
         self._meeting.at(Point.UPDATED)
         self._meeting.meet(UPDATE, COMPUTE)
+
+    def _vectors(self) -> list[Vector | None]:
+        """All partial sums, of all workers."""
+        peers, self._there = self._published(bytes(self._flags))
+        mine = iter(self._mine)
+        return [
+            next(mine) if worker == self._worker else peer
+            for (worker, _), peer in zip(self._publishers, peers, strict=True)
+        ]
 
     def _count(self, done: int) -> None:
         """Say how many replicas of this step are done."""

@@ -14,6 +14,7 @@ from phalanx.engines.inline import Inline
 from phalanx.engines.launch import WARM
 from phalanx.engines.processes import Processes
 from phalanx.frameworks.opening import open_framework
+from phalanx.hosts.presence import several
 from phalanx.plan.placement import place
 
 CAPABLE = hasattr(select, "poll")
@@ -31,6 +32,10 @@ def open_engine(
 
     ``begin(framework)`` may give the framework the state of an earlier run, and tells what that had done.
     """
+    if distributes(engine):
+        from phalanx.engines.distributed import open_distributed  # loads what speaks to networks
+
+        return open_distributed(definition, workers, usable_cores(), deadline_seconds, begin)
     deadline = Deadline(deadline_seconds)
     count = workers or min(definition.replicas, usable_cores())
     if engine == "inline" or (engine == "auto" and (count == 1 or device not in (None, "cpu") or not CAPABLE)):
@@ -42,6 +47,11 @@ def open_engine(
     WARM.zygote()  # first: it imports while the model is made here
     framework = open_framework(definition, device)
     return Processes(definition, framework, place(definition.replicas, count), begin(framework), deadline)
+
+
+def distributes(engine: str) -> bool:
+    """Whether this engine means all processes of a torch.distributed world."""
+    return engine == "distributed" or (engine == "auto" and several())
 
 
 def usable_cores() -> int:

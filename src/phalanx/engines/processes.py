@@ -46,6 +46,8 @@ class Processes:
     course : Course, optional
         What was done before, in another engine.
     deadline : Deadline, optional
+    meeting : hosts.across.Meeting, optional
+        Where the workers find those of other hosts; then no worker can be replaced.
     """
 
     environment: AbstractContextManager[None] = contextlib.nullcontext()
@@ -57,12 +59,14 @@ class Processes:
         placement: Placement,
         course: Course | None = None,
         deadline: Deadline | None = None,
+        meeting: Any = None,
     ) -> None:
         self.course = Course() if course is None else course
         self.workers = placement.workers
         self._definition = definition
         self._framework = framework
         self._deadline = Deadline() if deadline is None else deadline
+        self._meeting = meeting
         self._ended = ""
         self._closed = self._lost = False  # lost: the state cannot be taken home any more
         plan = Plan(framework.sharing, placement)
@@ -83,13 +87,15 @@ class Processes:
         self._mirror = self._framework.sharing.mirror(plan.layout, mapped)
         pack({**described(self._framework.name), "threads": self._definition.threads}, habitat, reduced)
         fields = {item.name: getattr(self._definition, item.name) for item in dataclasses.fields(Definition)}
-        pack({"placement": placement, "signature": plan.layout.signature(), "fields": fields}, parcel, reduced)
+        facts = {"placement": placement, "signature": plan.layout.signature(), "fields": fields}
+        pack({**facts, "hosts": self._meeting}, parcel, reduced)
         self._crew = Crew(memories, self.control, self._deadline)
         self._ledger = Ledger(self._definition, self._framework, placement, self.control, self.course)
         portable = self._framework.sharing.portable
         self.wall = Supervisor(
-            placement, self._crew, self._mirror, mailbox, orders, self.course, self._ledger, portable=portable
-        )
+            placement, self._crew, self._mirror, mailbox, orders, self.course, self._ledger, portable=portable,
+            alone=self._meeting is None,
+        )  # fmt: skip
         try:
             with self._watching():
                 self.wall.begin()

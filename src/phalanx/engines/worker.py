@@ -28,6 +28,7 @@ from phalanx.engines.caller import Caller
 from phalanx.engines.control import Control, Meeting, Trouble, fence, order
 from phalanx.engines.habitat import inhabit
 from phalanx.engines.heap import give_back
+from phalanx.engines.host_link import HostLink
 from phalanx.engines.keeper import Keeper
 from phalanx.engines.link import ArenaLink
 from phalanx.engines.memory import Memory
@@ -36,6 +37,7 @@ from phalanx.engines.told import LostError
 from phalanx.errors import UsageError
 from phalanx.frameworks.jax.outside import threads
 from phalanx.frameworks.opening import open_framework
+from phalanx.hosts.across import Across
 from phalanx.plan import evaluation_key
 from phalanx.plan.shares import share_bounds
 from phalanx.recovery.lifecycle import Point
@@ -111,7 +113,14 @@ class Worker:
         self._meeting = Meeting(self._control, self._number)
         self._shard = self._framework.sharing.shard(plan.layout, arena, self._number)
         tell_housed = functools.partial(self._caller.tell, "housed")
-        self._link = ArenaLink(self._framework, self._shard, plan, self._placement, arena, self._meeting, tell_housed)
+        arguments = self._framework, self._shard, plan, self._placement, arena, self._meeting, tell_housed
+        self._across: HostLink | None = None
+        self._link: ArenaLink = ArenaLink(*arguments)
+        if setup["hosts"] is not None:
+            count = self._framework.sharing.count
+            across = Across(setup["hosts"], self._number, self._placement.replicas, count)
+            owned = [index for index, owner in enumerate(plan.layout.owners) if owner == self._number]
+            self._link = self._across = HostLink(across, owned, arena, self._placement, *arguments)
 
     def take(self, orders: dict[str, Any]) -> None:
         """Be at the beginning of a step, with a state that lies in the arena and is described in ``orders``."""
@@ -228,6 +237,8 @@ class Worker:
 
     def _come_to(self, step: int) -> None:
         self._step = step
+        if self._across is not None:
+            self._across.enter(step)
         self._meeting.enter(step)
 
     def _describe(self, save: bool) -> dict[str, Any]:

@@ -17,7 +17,7 @@ Node = tuple[int, int]  # (level, index) in the fold's tree
 
 @dataclass(frozen=True)
 class Placement:
-    """Blocks of replicas, one per worker, that together cover all R once.
+    """Blocks of replicas, one per worker, that together cover all R once, or one host's part of them.
 
     Attributes
     ----------
@@ -86,16 +86,38 @@ def additions(replicas: int, nodes: Sequence[Node], present: Iterable[int]) -> l
     present : iterable of int
         Positions whose value is there; the others are skipped. The total ends up in the first of them.
     """
+    done, fold = _added(replicas, nodes, present)
+    fold.total()
+    return done
+
+
+def added(replicas: int, nodes: Sequence[Node], present: Iterable[int]) -> list[tuple[int, int]]:
+    """The same for nodes that need not cover all replicas: what can be added among them."""
+    return _added(replicas, nodes, present)[0]
+
+
+def hosts(replicas: int, count: int, workers: int) -> tuple[tuple[range, ...], tuple[Placement, ...]]:
+    """The block of each of ``count`` hosts, and how its ``workers`` share that."""
+    blocks = tuple(range(start, end) for start, end in share_bounds(replicas, count))
+    placements = tuple(
+        Placement(replicas, tuple(range(block.start + a, block.start + b) for a, b in share_bounds(len(block), workers)))
+        for block in blocks
+    )
+    return blocks, placements
+
+
+def _added(
+    replicas: int, nodes: Sequence[Node], present: Iterable[int]
+) -> tuple[list[tuple[int, int]], Fold[int]]:
     there = set(present)
-    added: list[tuple[int, int]] = []
+    done: list[tuple[int, int]] = []
 
     def add(left: int, right: int) -> int:
-        added.append((left, right))
+        done.append((left, right))
         return left
 
     fold: Fold[int] = Fold(replicas, add)
     fold.merge(
         Partial(level, index, position if position in there else None) for position, (level, index) in enumerate(nodes)
     )
-    fold.total()
-    return added
+    return done, fold

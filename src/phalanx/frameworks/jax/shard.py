@@ -43,6 +43,8 @@ class Shard:
         places = [(layout.weights[index], copies[index], layout.params[index]) for index in owned]
         places += [(kept[index], kept_copies[worker][index], layout.state[index]) for index in mine]
         self._places = places
+        self.weights = [(layout.weights[index], layout.params[index].size) for index in owned]
+        self.luggage: list[list[memoryview]] = []
         self._arena = arena
         weights = [view(arena, *placed) for placed in zip(layout.weights, layout.params, strict=True)]
         homes = [view(arena, kept[index], layout.state[index]) for index in mine]
@@ -121,6 +123,10 @@ class Slots:
         """Where this worker publishes the ``number``-th vector that it holds; None for what it owns."""
         return self._vector(self._worker, number, mine=False)
 
+    def blank(self, index: int) -> np.ndarray:
+        """An array as a parameter's gradient is, with any content."""
+        return np.empty(*self._layout.params[index])
+
     def live_in(self, homes: list[Any]) -> None:
         """Jax computes into memory of its own."""
 
@@ -148,7 +154,8 @@ class Slots:
             assert right is not None
             parts[into] = arithmetic.add(left, right)
         total = parts[there[0]] if there else None
-        assert total is not None  # a step without any gradient ends before
+        if total is None:
+            return [None] * len(self._layout.owners)
         if divisor != 1:
             total = arithmetic.divide(total, divisor)
         found: Gradient = [None] * len(self._layout.owners)

@@ -91,6 +91,8 @@ class Shard:
         self._without = self._owned
         self._storages = [number for number, keeper in enumerate(layout.keepers) if keeper == worker]
         self._changed = memoryview(arena)[layout.changed :]
+        self.weights = [layout.storages[number][1:][::-1] for number in self._storages]
+        self.luggage = _luggage(layout, memoryview(arena))
         self._left = [
             [view(arena, *placed) for placed in zip(offsets, layout.buffers, strict=True)] for offsets in layout.left
         ]
@@ -245,6 +247,17 @@ def rebind(layout: Layout, arena: mmap.mmap) -> None:
         if home is not None:
             place = (tensor.storage_offset(), tensor.size(), tensor.stride())
             tensor.data = torch.empty(0, dtype=tensor.dtype).set_(home, *place)
+
+
+def _luggage(layout: Layout, arena: memoryview) -> list[list[memoryview]]:
+    """For each replica the memory of what it left: its buffers, and which of them changed."""
+    sizes = [bytes_in(spec) for spec in layout.buffers]
+    return [
+        [arena[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
+        + [arena[layout.changed + replica * len(sizes) :][: len(sizes)]]
+        for replica, offsets in enumerate(layout.left)
+        if sizes
+    ]
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -43,6 +43,11 @@ class Slots:
         """Where this worker publishes the ``number``-th vector that it holds; None for what it owns."""
         return self._vector(self._worker, number, mine=False)
 
+    def blank(self, index: int) -> torch.Tensor:
+        """A tensor as a parameter's gradient is, with any content."""
+        shape, strides, dtype = self._layout.gradients[index]
+        return torch.empty_strided(shape, strides, dtype=dtype)
+
     def live_in(self, homes: Gradient) -> None:
         """Put the next replica's gradient there."""
         self._collector.live_in(homes)

@@ -1,0 +1,103 @@
+"""The link between workers of one host in a run of several: its workers meet as always, then each meets the others'.
+
+What differs is what "all" means: losses and weights of all R replicas, and the sum of all hosts' gradients. From there
+on every host does the same, so that nothing else has to be told.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from phalanx.contracts import Part, Vector
+from phalanx.engines.link import ArenaLink
+from phalanx.hosts.across import CHECK_STEPS, WORD, Across
+from phalanx.plan.placement import Placement, added
+
+
+class HostLink(ArenaLink):
+    """Implements ``contracts.Link``.
+
+    Parameters
+    ----------
+    across : Across
+    owned : list of int
+        The parameters that this worker owns.
+    *arguments
+        Those of ``ArenaLink``.
+    """
+
+    def __init__(self, across: Across, owned: list[int], arena: mmap.mmap, placement: Placement, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._across = across
+        self._owned = owned
+        self._step = 0
+        self._block = range(placement.blocks[0].start, placement.blocks[-1].stop)
+        self._groups = [
+            [position for position, node in enumerate(self._nodes) if _first(node) in _covered(whole)]
+            for whole in across.nodes
+        ]
+        self._within = functools.cache(functools.partial(added, placement.replicas, self._nodes))
+        self._weights = [np.frombuffer(arena, np.int64, -(-size // WORD), start) for start, size in self._shard.weights]
+
+    def enter(self, step: int) -> None:
+        """The step that is next."""
+        self._step = step
+
+    def exchange(self, parts: Sequence[Part]) -> list[Part]:
+        """See ``contracts.Link.exchange``."""
+        mine = super().exchange(parts)[self._block.start : self._block.stop]
+        checksum = sum(int(words.sum()) for words in self._weights) if self._step % CHECK_STEPS == 0 else 0
+        self._parts, self._masks = self._across.exchange(self._step, _signed(checksum), mine, self._host_masks())
+        return self._parts
+
+    def mean(self, weight: float) -> Vector:
+        """See ``contracts.Link.mean``."""
+        vectors = self._vectors()
+        sums = [
+            self._slots.fold([vector if at in group else None for at, vector in enumerate(vectors)], self._within, 1.0)
+            for group in self._groups
+        ]
+        total = self._across.total(sums, self._masks, self._slots.blank, self._owned)
+        self._there = _union(self._masks)
+        return self._slots.fold([total], _alone, weight)
+
+    def commit(self, step: int, gradient: Vector | None) -> None:
+        """See ``contracts.Link.commit``."""
+        if gradient is not None and self._worker == 0 and self._shard.luggage:
+            self._across.spread(self._shard.luggage)
+        super().commit(step, gradient)
+
+    def _host_masks(self) -> list[bytes]:
+        """Which gradients each of this host's sums has: those that any of its workers' has."""
+        flags = np.frombuffer(bytes(self._flags), np.uint8).reshape(-1, self._width)
+        there = flags[:, 1:] * (flags[:, :1] > 0)
+        return [there[group].max(0).tobytes() for group in self._groups]
+
+
+def _first(node: tuple[int, int]) -> int:
+    level, index = node
+    return index << level
+
+
+def _covered(node: tuple[int, int]) -> range:
+    level, index = node
+    return range(index << level, (index + 1) << level)
+
+
+def _alone(there: tuple[int, ...]) -> Sequence[tuple[int, int]]:
+    return ()
+
+
+def _union(masks: Sequence[bytes]) -> list[int] | None:
+    """Which parameters have a gradient anywhere; None for all."""
+    found = np.frombuffer(b"".join(masks), np.uint8).reshape(len(masks), -1).max(0)
+    return None if found.all() else np.flatnonzero(found).tolist()
+
+
+def _signed(checksum: int) -> int:
+    return (checksum + (1 << 63)) % (1 << 64) - (1 << 63)
