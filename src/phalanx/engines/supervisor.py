@@ -123,6 +123,8 @@ class Supervisor:
         while not self._whole():
             self._control.words[words_of.TROUBLE] = 1  # the others leave the step
             self._crew.wait(lambda: self._control.all_idle(self._crew.alive), LONG)
+            for told in () if self._alone else self._errors():
+                raise told.content  # no step can be done again without the other hosts
             if self._crew.deaths:
                 self._fell()
                 self._mend()

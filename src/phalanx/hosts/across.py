@@ -8,6 +8,8 @@ all. That is the traffic of a ring, 2 N (H - 1) / H elements per host, where eac
 from __future__ import annotations
 
 import datetime
+import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +22,7 @@ from phalanx.contracts import Part
 from phalanx.errors import RunError
 from phalanx.plan.placement import added, remaining
 
+INTERFACE = "GLOO_SOCKET_IFNAME"
 CHECK_STEPS = 100  # how often hosts compare the sums of their weights
 HEADER = ("run", "step", "weights")
 WORD = 8
@@ -81,6 +84,8 @@ class Across:
         self._rooms: dict[Any, torch.Tensor] = {}
         limit = datetime.timedelta(seconds=meeting.seconds)
         host, port = meeting.address
+        if meeting.interface:
+            os.environ.setdefault(INTERFACE, meeting.interface)
         store = dist.TCPStore(host, port, is_master=False, timeout=limit)
         place = dist.PrefixStore(f"phalanx/{meeting.run}/worker {worker}", store)
         self._call(
@@ -245,7 +250,12 @@ class Across:
         except Exception as error:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            raise SeveredError(f"another host cannot be reached: {error}") from error
+            raise SeveredError(f"another host cannot be reached: {_short(error)}") from error
+
+
+def _short(error: Exception) -> str:
+    """What torch says, without where in its source, and without advice."""
+    return re.sub(r"\[[^\]]*\.cc:\d+\] ?", "", str(error)).partition(". This is typically")[0].strip()
 
 
 def tensor_of(array: Any) -> torch.Tensor:

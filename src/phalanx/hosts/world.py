@@ -15,7 +15,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d
 
 from phalanx.errors import RunError, UsageError
-from phalanx.hosts.across import Meeting, SeveredError
+from phalanx.hosts.across import INTERFACE, Meeting, SeveredError
 
 SECONDS = 120.0  # to wait for another host; a first step may be compiled meanwhile
 GRACE_SECONDS = 6.0  # until survivors have said that they are there
@@ -50,17 +50,8 @@ class World:
         self.seconds = SECONDS if seconds is None else seconds
         limit = datetime.timedelta(seconds=self.seconds)
         self._own = not dist.is_initialized()
-        if self._own:
-            interface = _interface_to(os.environ.get("MASTER_ADDR", ""))
-            if interface:
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-            try:
-                dist.init_process_group("gloo", timeout=limit)
-            except Exception as error:
-                raise RunError(
-                    f"the processes of this run did not find each other within {self.seconds:.0f} s: {error}; start all "
-                    "of them, and let them reach MASTER_ADDR and MASTER_PORT"
-                ) from error
+        with _interface(os.environ.get("MASTER_ADDR", "")):
+            self._join(limit)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         RUNS[0] += 1
         base = distributed_c10d._get_default_store()
@@ -69,7 +60,17 @@ class World:
         if self.rank == 0:
             self._store.set("run", str(secrets.randbits(62)))
         self.run = int(self._get("run", 0))
-        self._group: Any = dist.new_group(backend="gloo", timeout=limit)
+
+    def _join(self, limit: datetime.timedelta) -> None:
+        try:
+            if self._own:
+                dist.init_process_group("gloo", timeout=limit)
+            self._group: Any = dist.new_group(backend="gloo", timeout=limit)
+        except Exception as error:
+            raise RunError(
+                f"the processes of this run did not find each other within {self.seconds:.0f} s: {error}; start all of "
+                "them, and let them reach MASTER_ADDR and MASTER_PORT"
+            ) from error
 
     def agree(self, facts: Mapping[str, Any], workers: int) -> int:
         """Make sure that all mean the same recipe in the same environment; returns the least number of workers.
@@ -96,9 +97,7 @@ class World:
 
     def meeting(self, blocks: Sequence[range]) -> Meeting:
         """Where this host's workers find those of others."""
-        interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
-        if not interface:
-            interface = LOOPBACK if self._together else _interface_to(self._tcp[0])
+        interface = LOOPBACK if self._together else _interface_to(self._tcp[0])
         return Meeting(self._tcp, self.run, self.rank, tuple(blocks), self.seconds, interface)
 
     def broadcast(self, content: bytes) -> bytes:
@@ -189,6 +188,20 @@ def _host() -> str:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/net')}"
     return socket.gethostname()
+
+
+@contextlib.contextmanager
+def _interface(address: str) -> Iterator[None]:
+    """Let torch bind to the interface by which ``address`` is reached, unless the caller named one."""
+    name = _interface_to(address)
+    if INTERFACE in os.environ or not name:
+        yield
+        return
+    os.environ[INTERFACE] = name
+    try:
+        yield
+    finally:
+        del os.environ[INTERFACE]
 
 
 def _interface_to(address: str) -> str:

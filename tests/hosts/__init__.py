@@ -1,0 +1,1 @@
+"""Several hosts: network namespaces that the tests make."""

@@ -1,0 +1,167 @@
+"""Hosts on one machine: network namespaces with an interface each, joined by a bridge in one more; all made here.
+
+Needs iproute2 and the right to make namespaces.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+SECONDS = 100
+
+
+def ip(*words):
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def why_not():
+    """Why no namespaces can be made here; "" if they can."""
+    if sys.platform != "linux" or shutil.which("ip") is None:
+        return "needs Linux and iproute2"
+    probe = f"px{os.getpid()}p"
+    done = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
+    if done.returncode:
+        return f"namespaces may not be made here: {done.stderr.strip()}"
+    subprocess.run(["ip", "netns", "del", probe], check=True)
+    return ""
+
+
+class Network:
+    """So many hosts, each with the interface ``eth0`` at 10.77.0.(number + 1)."""
+
+    def __init__(self, count):
+        self.prefix = f"px{os.getpid()}"
+        self.hosts = [f"{self.prefix}h{number}" for number in range(count)]
+        self.bridge = f"{self.prefix}b"
+        self.processes = []
+
+    def __enter__(self):
+        try:
+            self._make()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _make(self):
+        ip("netns", "add", self.bridge)
+        ip("-n", self.bridge, "link", "add", "br0", "type", "bridge")
+        ip("-n", self.bridge, "link", "set", "br0", "up")
+        for number, host in enumerate(self.hosts):
+            ip("netns", "add", host)
+            ip("-n", host, "link", "add", "eth0", "type", "veth", "peer", f"p{number}", "netns", self.bridge)
+            ip("-n", self.bridge, "link", "set", f"p{number}", "master", "br0", "up")
+            ip("-n", host, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "eth0")
+            ip("-n", host, "link", "set", "eth0", "up")
+            ip("-n", host, "link", "set", "lo", "up")
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for name in [*self.hosts, self.bridge]:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+    def shape(self, megabits, milliseconds):
+        """Slow the links down: so many Mbit/s in each direction, so long a way from host to host."""
+        for host in self.hosts:
+            subprocess.run(
+                ["tc", "-n", host, "qdisc", "add", "dev", "eth0", "root", "netem", "rate", f"{megabits}mbit", "delay",
+                 f"{milliseconds}ms", "limit", "100000"], check=True, capture_output=True,
+            )  # fmt: skip
+
+    def cut(self, number):
+        """Take a host's link down."""
+        ip("-n", self.bridge, "link", "set", f"p{number}", "down")
+
+    def sent(self, number):
+        """Bytes that a host has sent so far."""
+        path = "/sys/class/net/eth0/statistics/tx_bytes"
+        command = ["ip", "netns", "exec", self.hosts[number], "cat", path]
+        return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+    def start(self, number, *command, **environment):
+        """Run something on a host; its output and errors are in ``process.output``."""
+        told = {"OMP_NUM_THREADS": "1", "NPROC": "1", "PYTHONPATH": f"{ROOT}/src:{ROOT}", **environment}
+        file = tempfile.TemporaryFile("w+")  # noqa: SIM115  read when it has ended
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", self.hosts[number], *command], stdout=file, stderr=subprocess.STDOUT,
+            env={**os.environ, **told}, start_new_session=True, cwd=ROOT,
+        )  # fmt: skip
+        process.file = file
+        self.processes.append(process)
+        return process
+
+    def ranks(self, code, *arguments, each=1, **environment):
+        """``each`` processes of a script per host, as a launcher would start them; by rank."""
+        size = len(self.hosts) * each
+        world = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": str(size),
+                 "LOCAL_WORLD_SIZE": str(each), **environment}  # fmt: skip
+        return [
+            self.start(rank // each, sys.executable, "-c", code, *arguments, RANK=str(rank), LOCAL_RANK=str(rank % each),
+                       **world)  # fmt: skip
+            for rank in range(size)
+        ]
+
+
+def output(process, seconds=SECONDS):
+    """(exit status, what it wrote) of a process that is to end by itself."""
+    try:
+        process.wait(seconds)
+    finally:
+        process.file.seek(0)
+        text = process.file.read()
+        if process.poll() is None:
+            raise AssertionError(f"it did not end within {seconds} s:\n{text}")
+    return process.returncode, text
+
+
+def until(condition, seconds=SECONDS):
+    """Wait for something to become true."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def descendants(pid):
+    """All processes below this one, itself included."""
+    found = [pid]
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children") as file:
+                for child in file.read().split():
+                    found += descendants(int(child))
+    return found
+
+
+def strike(process, number):
+    """Send a signal to a process and to everything below it, at once."""
+    pids = descendants(process.pid)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+    return pids
+
+
+def gone(pids):
+    """Whether none of these processes is left."""
+    return not any(os.path.exists(f"/proc/{pid}") and not _is_zombie(pid) for pid in pids)
+
+
+def _is_zombie(pid):
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] == "Z"
+    return True
+
+
+__all__ = ["Network", "descendants", "gone", "output", "strike", "threading", "until", "why_not"]
