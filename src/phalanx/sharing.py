@@ -15,14 +15,18 @@ Vector = list[Any]
 
 
 class Slots(Protocol):
-    """Gradients in an arena: published for those who own the parameters, and folded by them."""
+    """Gradients in an arena: published for those who own the parameters, and folded by them.
+
+    Attributes
+    ----------
+    blank : callable
+        ``blank(index)``: an array as a parameter's gradient is, with any content.
+    """
+
+    blank: Callable[[int], Any]
 
     def homes(self, number: int) -> Vector:
         """Where this worker publishes the ``number``-th vector that it holds; None for what it owns."""
-        ...
-
-    def blank(self, index: int) -> Any:
-        """An array as a parameter's gradient is, with any content."""
         ...
 
     def live_in(self, homes: Vector) -> None:

@@ -505,7 +505,7 @@ OPTIONS = [
     ("workers-gpu", lambda: train(workers=2, devices="cuda:0"), "devices names 'cuda:0'", "CPU", "workers=1"),
     ("workers-9", lambda: recipe(replicas=8).train(workers=9), "workers is 9", "8 replicas", "workers <= replicas"),
     ("workers-string", lambda: train(workers="many"), "workers is 'many'", "an integer", "'auto'"),
-    ("engine-distributed", lambda: train(engine="distributed"), "engine is 'distributed'", "'inline'", "'auto'"),
+    ("engine-distributed", lambda: train(engine="distributed"), "engine is 'distributed'", "torchrun"),
     ("engine-unknown", lambda: train(engine="gpu"), "engine is 'gpu'", "'auto', 'inline'"),
     ("devices-absent", lambda: train(devices="cuda:99"), "devices", "'cuda:99'", "'cpu'"),
     ("devices-absent-list", lambda: train(devices=["cuda:99"]), "devices", "'cuda:99'", "'cpu'"),

@@ -4,6 +4,7 @@ Needs iproute2 and the right to make namespaces.
 """
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -14,7 +15,8 @@ import threading
 import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-SECONDS = 100
+SECONDS = 60
+NUMBERS = itertools.count()
 
 
 def ip(*words):
@@ -37,7 +39,7 @@ class Network:
     """So many hosts, each with the interface ``eth0`` at 10.77.0.(number + 1)."""
 
     def __init__(self, count):
-        self.prefix = f"px{os.getpid()}"
+        self.prefix = f"px{os.getpid()}n{next(NUMBERS)}"
         self.hosts = [f"{self.prefix}h{number}" for number in range(count)]
         self.bridge = f"{self.prefix}b"
         self.processes = []
@@ -68,16 +70,28 @@ class Network:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            process.file.close()
         for name in [*self.hosts, self.bridge]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
     def shape(self, megabits, milliseconds):
-        """Slow the links down: so many Mbit/s in each direction, so long a way from host to host."""
-        for host in self.hosts:
-            subprocess.run(
-                ["tc", "-n", host, "qdisc", "add", "dev", "eth0", "root", "netem", "rate", f"{megabits}mbit", "delay",
-                 f"{milliseconds}ms", "limit", "100000"], check=True, capture_output=True,
-            )  # fmt: skip
+        """Slow the links down: so many Mbit/s in each direction, so long a way from host to host.
+
+        Returns what was done: kernels without netem can limit the rate (tbf), but not delay anything.
+        """
+        netem = ["netem", "rate", f"{megabits}mbit", "delay", f"{milliseconds}ms", "limit", "100000"]
+        bucket = ["tbf", "rate", f"{megabits}mbit", "burst", "256kb", "latency", "50ms"]
+        for way, told in (
+            (netem, f"{megabits} Mbit/s and {milliseconds} ms (netem)"),
+            (bucket, f"{megabits} Mbit/s (tbf)"),
+        ):
+            done = [
+                subprocess.run(["tc", "-n", host, "qdisc", "replace", "dev", "eth0", "root", *way], capture_output=True)
+                for host in self.hosts
+            ]
+            if not any(one.returncode for one in done):
+                return told
+        raise RuntimeError("tc can neither delay nor limit here")
 
     def cut(self, number):
         """Take a host's link down."""
@@ -104,11 +118,19 @@ class Network:
     def ranks(self, code, *arguments, each=1, **environment):
         """``each`` processes of a script per host, as a launcher would start them; by rank."""
         size = len(self.hosts) * each
-        world = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": str(size),
+        world = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": str(29500 + next(NUMBERS)), "WORLD_SIZE": str(size),
                  "LOCAL_WORLD_SIZE": str(each), **environment}  # fmt: skip
         return [
-            self.start(rank // each, sys.executable, "-c", code, *arguments, RANK=str(rank), LOCAL_RANK=str(rank % each),
-                       **world)  # fmt: skip
+            self.start(
+                rank // each,
+                sys.executable,
+                "-c",
+                code,
+                *arguments,
+                RANK=str(rank),
+                LOCAL_RANK=str(rank % each),
+                **world,
+            )
             for rank in range(size)
         ]
 
@@ -120,6 +142,7 @@ def output(process, seconds=SECONDS):
     finally:
         process.file.seek(0)
         text = process.file.read()
+        process.file.close()
         if process.poll() is None:
             raise AssertionError(f"it did not end within {seconds} s:\n{text}")
     return process.returncode, text

@@ -17,7 +17,7 @@ LAYERS = (
     ("checks", "data", "generators", "sharing", "state"),
     ("definition", "contracts", "evaluation", "collectives"),
     ("frameworks.torch", "frameworks.jax", "deal", "replica", "fingerprint"),
-    ("step", "frameworks.opening", "manual"),
+    ("step", "frameworks.opening", "manual", "hosts"),
     ("engines",),
     ("watch", "backend"),
     ("result", "saver"),
@@ -32,7 +32,7 @@ LAYERS = (
 
 # Who may import what is not everybody's, at the top of a file or inside; for types alone, everybody may.
 HOMES = {
-    "torch": ("frameworks.torch", "collectives", "manual", "backend", "demos", "cli", "watch"),
+    "torch": ("frameworks.torch", "collectives", "manual", "backend", "hosts", "demos", "cli", "watch"),
     "torchvision": (),
     "jax": ("frameworks.jax", "demos"),
     "jaxlib": ("frameworks.jax",),

@@ -44,9 +44,7 @@ class Distributed(Processes):
         self._world = world
         blocks, placements = hosts(definition.replicas, world.size, workers)
         deadline = Deadline(world.seconds + PATIENCE)
-        super().__init__(
-            definition, framework, placements[world.rank], course, deadline, world.meeting(blocks)
-        )
+        super().__init__(definition, framework, placements[world.rank], course, deadline, world.meeting(blocks))
         self.workers = workers * world.size
 
     def advance(self, batch: Any, horizon: int) -> StepReport:

@@ -7,7 +7,6 @@ on every host does the same, so that nothing else has to be told.
 from __future__ import annotations
 
 import functools
-import mmap
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +14,8 @@ import numpy as np
 
 from phalanx.contracts import Part, Vector
 from phalanx.engines.link import ArenaLink
-from phalanx.hosts.across import CHECK_STEPS, WORD, Across
-from phalanx.plan.placement import Placement, added
+from phalanx.hosts.across import CHECK_STEPS, WORD, Across, Meeting
+from phalanx.plan.placement import added
 
 
 class HostLink(ArenaLink):
@@ -24,17 +23,18 @@ class HostLink(ArenaLink):
 
     Parameters
     ----------
-    across : Across
-    owned : list of int
-        The parameters that this worker owns.
+    meeting : phalanx.hosts.across.Meeting
+        Where the other hosts are.
     *arguments
         Those of ``ArenaLink``.
     """
 
-    def __init__(self, across: Across, owned: list[int], arena: mmap.mmap, placement: Placement, *arguments: Any) -> None:
+    def __init__(self, meeting: Meeting, *arguments: Any) -> None:
         super().__init__(*arguments)
+        framework, _, plan, placement, arena, *_ = arguments
+        across = Across(meeting, self._worker, placement.replicas, framework.sharing.count)
         self._across = across
-        self._owned = owned
+        self._owned = [index for index, owner in enumerate(plan.layout.owners) if owner == self._worker]
         self._step = 0
         self._block = range(placement.blocks[0].start, placement.blocks[-1].stop)
         self._groups = [

@@ -10,6 +10,7 @@ from phalanx.contracts import Course, Framework
 from phalanx.deal import Dealer
 from phalanx.definition import Definition
 from phalanx.engines.control import COUNT, KIND, TASK, Control
+from phalanx.engines.told import irreplaceable
 from phalanx.errors import RunError, spell_samples
 from phalanx.events import Incident
 from phalanx.plan.placement import Placement
@@ -34,6 +35,8 @@ class Ledger:
     ----------
     batch : Any
         That the caller brought for the step that is being done; None for planned ones.
+    portable : bool
+        Whether the whole state is known. Otherwise the first worker keeps some to itself, and cannot be replaced.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Ledger:
         self._definition = definition
         self._framework = framework
         self._placement = placement
+        self.portable = framework.sharing.portable
         self._control = control
         self._incidents = course.incidents
         self._tally = Tally()
@@ -55,7 +59,8 @@ class Ledger:
         Raises
         ------
         RunError
-            They do not stop: at one replica of one step, or one after another with nothing done between.
+            They do not stop: at one replica of one step, or one after another with nothing done between; or nobody
+            can take their places.
         """
         fresh = {worker: why for worker, why in deaths.items() if worker not in self._fallen}
         if not fresh:
@@ -66,6 +71,8 @@ class Ledger:
             self.note("death", worker, places[worker].step, why)
         doing = {worker: self._doing(worker, places[worker]) for worker in fresh}
         found = {worker: place for worker, place in doing.items() if place is not None}
+        if not self._placement.whole:
+            raise irreplaceable(fresh)
         poison = self._tally.count(fresh, found, self._control.finished() + started, self._attempts)
         if poison is not None:
             raise self._error(poison, max(places).step)

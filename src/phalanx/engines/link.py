@@ -70,6 +70,9 @@ class ArenaLink:
         self._order = functools.cache(functools.partial(additions, placement.replicas, plan.nodes))
         self._published = functools.lru_cache(PATTERNS)(self._views)
 
+    def enter(self, step: int) -> None:
+        """The step that is next."""
+
     def begin(self) -> None:
         """Forget what an earlier step left; from here on replicas are computed."""
         self._count(0)

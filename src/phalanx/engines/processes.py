@@ -47,7 +47,7 @@ class Processes:
         What was done before, in another engine.
     deadline : Deadline, optional
     meeting : hosts.across.Meeting, optional
-        Where the workers find those of other hosts; then no worker can be replaced.
+        Where the workers find those of other hosts.
     """
 
     environment: AbstractContextManager[None] = contextlib.nullcontext()
@@ -87,15 +87,11 @@ class Processes:
         self._mirror = self._framework.sharing.mirror(plan.layout, mapped)
         pack({**described(self._framework.name), "threads": self._definition.threads}, habitat, reduced)
         fields = {item.name: getattr(self._definition, item.name) for item in dataclasses.fields(Definition)}
-        facts = {"placement": placement, "signature": plan.layout.signature(), "fields": fields}
-        pack({**facts, "hosts": self._meeting}, parcel, reduced)
+        facts = {"placement": placement, "signature": plan.layout.signature(), "fields": fields, "hosts": self._meeting}
+        pack(facts, parcel, reduced)
         self._crew = Crew(memories, self.control, self._deadline)
         self._ledger = Ledger(self._definition, self._framework, placement, self.control, self.course)
-        portable = self._framework.sharing.portable
-        self.wall = Supervisor(
-            placement, self._crew, self._mirror, mailbox, orders, self.course, self._ledger, portable=portable,
-            alone=self._meeting is None,
-        )  # fmt: skip
+        self.wall = Supervisor(placement, self._crew, self._mirror, mailbox, orders, self.course, self._ledger)
         try:
             with self._watching():
                 self.wall.begin()

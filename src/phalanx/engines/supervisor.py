@@ -43,10 +43,6 @@ class Supervisor:
     course : Course
         The steps that the caller has seen.
     ledger : Ledger
-    portable : bool
-        Whether the whole state is known. Otherwise the first worker keeps some to itself, and cannot be replaced.
-    alone : bool
-        False: workers are connected with those of other hosts, and none of them can be replaced.
     """
 
     def __init__(
@@ -58,9 +54,6 @@ class Supervisor:
         orders: Memory,
         course: Course,
         ledger: Ledger,
-        *,
-        portable: bool,
-        alone: bool,
     ) -> None:
         self._placement = placement
         self._crew = crew
@@ -70,8 +63,7 @@ class Supervisor:
         self._orders = orders
         self._course = course
         self._ledger = ledger
-        self._portable = portable
-        self._alone = alone
+        self._portable = ledger.portable
         self._home: int | None = self._seen  # the step at which the caller's own state is
         self._first = self._seen  # the first step of the latest grant
         self._unfinished: tuple[Callable[[int, Sequence[int]], None], int] | None = None  # a repair, and its step
@@ -123,10 +115,10 @@ class Supervisor:
         while not self._whole():
             self._control.words[words_of.TROUBLE] = 1  # the others leave the step
             self._crew.wait(lambda: self._control.all_idle(self._crew.alive), LONG)
-            for told in () if self._alone else self._errors():
-                raise told.content  # no step can be done again without the other hosts
+            if not self._placement.whole and self._errors():
+                raise self._errors()[0].content  # no step can be done again without the other hosts
             if self._crew.deaths:
-                self._fell()
+                self._ledger.fell(self._crew.deaths, self._crew.started)
                 self._mend()
             elif self._unfinished is not None:  # broken off by Ctrl-C
                 self._unfinished[0](self._unfinished[1], ())
@@ -185,16 +177,6 @@ class Supervisor:
         whole = not self._crew.deaths and self._control.all_idle() and self._unfinished is None
         return whole and self._boundary >= self._done
 
-    def _fell(self) -> None:
-        """Workers have ended: note it; give up if none can take their places."""
-        self._ledger.fell(self._crew.deaths, self._crew.started)
-        if not self._alone:
-            worker, why = min(self._crew.deaths.items())
-            raise LostError(
-                f"worker {worker} of this host {why}, and in a run over several hosts no worker is replaced; start all "
-                "hosts again: with a run_dir the run goes on from its newest snapshot, to the same digest"
-            )
-
     def _errors(self) -> list[Told]:
         return [told for told in self._crew.told if told.kind != "result"]
 
@@ -208,7 +190,7 @@ class Supervisor:
         lost = 0 in fallen and not self._portable
         if not (running and due and joinable(places, fallen)) or lost or any(map(self._control.idle, fallen)):
             return False
-        self._fell()
+        self._ledger.fell(self._crew.deaths, self._crew.started)
         if 0 in fallen:  # it may have ended before it said that the step before is finished
             words[words_of.DONE] = max(words[words_of.DONE], step)
         self._replace(fallen, step, joining=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,15 @@ def first_error(told: Sequence[Told]) -> BaseException:
     error.__cause__ = first.cause
     (first.cause or error).add_note(f"in worker {first.worker}:\n{first.text}")
     return error
+
+
+def irreplaceable(deaths: Mapping[int, str]) -> LostError:
+    """Why a run over several hosts ends."""
+    worker, why = min(deaths.items())
+    return LostError(
+        f"worker {worker} of this host {why}, and in a run over several hosts no worker is replaced; start all hosts "
+        "again: with a run_dir the run goes on from its newest snapshot, to the same digest"
+    )
 
 
 def unfit(error: BaseException) -> BaseException:

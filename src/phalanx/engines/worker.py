@@ -37,7 +37,6 @@ from phalanx.engines.told import LostError
 from phalanx.errors import UsageError
 from phalanx.frameworks.jax.outside import threads
 from phalanx.frameworks.opening import open_framework
-from phalanx.hosts.across import Across
 from phalanx.plan import evaluation_key
 from phalanx.plan.shares import share_bounds
 from phalanx.recovery.lifecycle import Point
@@ -114,13 +113,7 @@ class Worker:
         self._shard = self._framework.sharing.shard(plan.layout, arena, self._number)
         tell_housed = functools.partial(self._caller.tell, "housed")
         arguments = self._framework, self._shard, plan, self._placement, arena, self._meeting, tell_housed
-        self._across: HostLink | None = None
-        self._link: ArenaLink = ArenaLink(*arguments)
-        if setup["hosts"] is not None:
-            count = self._framework.sharing.count
-            across = Across(setup["hosts"], self._number, self._placement.replicas, count)
-            owned = [index for index, owner in enumerate(plan.layout.owners) if owner == self._number]
-            self._link = self._across = HostLink(across, owned, arena, self._placement, *arguments)
+        self._link = ArenaLink(*arguments) if setup["hosts"] is None else HostLink(setup["hosts"], *arguments)
 
     def take(self, orders: dict[str, Any]) -> None:
         """Be at the beginning of a step, with a state that lies in the arena and is described in ``orders``."""
@@ -237,8 +230,7 @@ class Worker:
 
     def _come_to(self, step: int) -> None:
         self._step = step
-        if self._across is not None:
-            self._across.enter(step)
+        self._link.enter(step)
         self._meeting.enter(step)
 
     def _describe(self, save: bool) -> dict[str, Any]:

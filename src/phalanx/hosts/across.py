@@ -7,19 +7,22 @@ all. That is the traffic of a ring, 2 N (H - 1) / H elements per host, where eac
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from phalanx.contracts import Part
 from phalanx.errors import RunError
+from phalanx.hosts.slices import Mask, array_of, chunks, stretches, tensor_of
 from phalanx.plan.placement import added, remaining
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -28,7 +31,6 @@ HEADER = ("run", "step", "weights")
 WORD = 8
 ROW = len(Part._fields)
 GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-Mask = bytes  # one byte per parameter: whether it has a gradient
 
 
 class SeveredError(RunError):
@@ -83,15 +85,11 @@ class Across:
         self._nodes = [remaining(replicas, block) for block in meeting.blocks]
         self._rooms: dict[Any, torch.Tensor] = {}
         limit = datetime.timedelta(seconds=meeting.seconds)
-        host, port = meeting.address
-        if meeting.interface:
-            os.environ.setdefault(INTERFACE, meeting.interface)
-        store = dist.TCPStore(host, port, is_master=False, timeout=limit)
-        place = dist.PrefixStore(f"phalanx/{meeting.run}/worker {worker}", store)
-        self._call(
-            dist.init_process_group, "gloo", store=place, rank=meeting.rank, world_size=len(meeting.blocks),
-            timeout=limit,
-        )  # fmt: skip
+        store = dist.TCPStore(*meeting.address, is_master=False, timeout=limit)  # pyright: ignore[reportPrivateImportUsage]
+        place = c10d.PrefixStore(f"phalanx/{meeting.run}/worker {worker}", store)
+        size = len(meeting.blocks)
+        with bound(meeting.interface):
+            self._call(dist.init_process_group, "gloo", store=place, rank=meeting.rank, world_size=size, timeout=limit)
 
     @property
     def nodes(self) -> list[tuple[int, int]]:
@@ -163,7 +161,7 @@ class Across:
             mine[number * whole : (number + 1) * whole] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         found = self._room("left", len(self._blocks) * most * whole, torch.uint8)
         self._call(GATHER, found, mine)
-        received = memoryview(found.numpy())
+        received = memoryview(found.numpy().data)
         for rank, block in enumerate(self._blocks):
             for number, replica in enumerate(block if rank != self._rank else ()):
                 at = (rank * most + number) * whole
@@ -184,25 +182,37 @@ class Across:
         for index in chosen:
             places[index] = size
             size += like[index].numel()
-        slice_size = -(-size // hosts)
-        packed = self._room(("packed", dtype), len(sums) * hosts * slice_size, dtype).view(len(sums), -1)
+        pieces = chunks(size, hosts, dtype.itemsize)
+        whole = sum(hosts * width for _, width in pieces)
+        packed = self._room(("packed", dtype), len(sums) * whole, dtype).view(len(sums), -1)
         for row, vector in zip(packed, sums, strict=True):
             for index in chosen:
                 if vector[index] is not None:
                     view = row.as_strided(like[index].shape, like[index].stride(), row.storage_offset() + places[index])
                     view.copy_(tensor_of(vector[index]))
-        sliced = packed.view(len(sums), hosts, slice_size).transpose(0, 1)
-        counts = [len(nodes) for nodes in self._nodes]
-        received = self._room(("received", dtype), sum(counts) * slice_size, dtype)
-        width = slice_size * dtype.itemsize
-        self._call(
-            dist.all_to_all_single, received.view(torch.uint8), sliced.contiguous().view(-1).view(torch.uint8),
-            [count * width for count in counts], [len(sums) * width] * hosts,
-        )  # fmt: skip
-        mine = self._fold(received.view(-1, slice_size), masks, places, like, size)
-        flat = self._room(("flat", dtype), hosts * slice_size, dtype)
-        self._call(GATHER, flat.view(torch.uint8), mine.view(torch.uint8))
+        flat = self._room(("flat", dtype), whole, dtype)
+        begun = [self._deal(packed[:, start : start + hosts * width], width) for start, width in pieces]
+        gathered: list[Any] = []
+        for (start, width), (work, _, rows) in zip(pieces, begun, strict=True):
+            self._call(work.wait)
+            mine = self._fold(rows, masks, places, like, start)
+            into = flat[start : start + hosts * width]
+            gathered.append((self._call(GATHER, into.view(torch.uint8), mine.view(torch.uint8), async_op=True), mine))
+        for work, _ in gathered:
+            self._call(work.wait)
         return flat, places
+
+    def _deal(self, sums: torch.Tensor, width: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
+        """Begin to give every host its slice of these sums, and to get ours of all sums: the work, and both."""
+        hosts, counts = len(self._blocks), [len(nodes) for nodes in self._nodes]
+        sent = sums.reshape(len(sums), hosts, width).transpose(0, 1).reshape(-1)
+        received = torch.empty(sum(counts), width, dtype=sums.dtype)
+        size = width * sums.dtype.itemsize
+        work = self._call(
+            dist.all_to_all_single, received.view(-1).view(torch.uint8), sent.view(torch.uint8),
+            [count * size for count in counts], [len(sums) * size] * hosts, async_op=True,
+        )  # fmt: skip
+        return work, sent, received
 
     def _fold(
         self,
@@ -210,29 +220,29 @@ class Across:
         masks: Sequence[Mask],
         places: dict[int, int],
         like: dict[int, torch.Tensor],
-        size: int,
+        start: int,
     ) -> torch.Tensor:
-        """Add this host's slice of all partial sums; stretches with equal masks at once."""
+        """Add this host's slice of all partial sums, in a chunk that begins at ``start``; equal masks at once."""
         width = rows.shape[1]
-        first, last = self._rank * width, min((self._rank + 1) * width, size)
+        first = start + self._rank * width
         nodes = [node for found in self._nodes for node in found]
         result = rows[0]
-        for there, start, end in _stretches(masks, places, like):
-            start, end = max(start, first) - first, min(end, last) - first
-            if start < end:
-                parts = [row[start:end] for row in rows]
+        for there, begin, end in stretches(masks, places, like):
+            here = slice(max(begin - first, 0), min(end - first, width))
+            if here.start < here.stop:
+                parts = [row[here] for row in rows]
                 for into, other in added(self._replicas, nodes, there):
                     parts[into].add_(parts[other])
                 if there[0] != 0:
-                    result[start:end] = parts[there[0]]
+                    result[here] = parts[there[0]]
         return result
 
     def _check_head(self, rank: int, mine: np.ndarray, theirs: np.ndarray) -> None:
         for name, ours, other in zip(HEADER, mine.tolist(), theirs.tolist(), strict=True):
             if ours != other:
                 raise SeveredError(
-                    f"host {rank} differs from host {self._rank} in its {name}: {other} there, {ours} here; nothing was "
-                    "updated since. Memory or a library differs between them: compare them, and run again",
+                    f"host {rank} differs from host {self._rank} in its {name}: {other} there, {ours} here; nothing "
+                    "was updated since. Memory or a library differs between them: compare them, and run again",
                     step=int(mine[1]),
                 )
 
@@ -243,55 +253,29 @@ class Across:
             room = self._rooms[name] = torch.zeros(size, dtype=dtype)
         return room
 
-    def _call(self, operation: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-        """What torch.distributed raises means that somebody is gone; then the connections are closed, for all to see."""
+    def _call(self, operation: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """What torch.distributed raises means that somebody is gone; connections are closed then, for all to see."""
         try:
-            operation(*arguments, **options)
+            return operation(*arguments, **options)
         except Exception as error:
             if dist.is_initialized():
                 dist.destroy_process_group()
             raise SeveredError(f"another host cannot be reached: {_short(error)}") from error
 
 
+@contextlib.contextmanager
+def bound(interface: str) -> Iterator[None]:
+    """Inside, torch binds to this network interface, unless the caller named one."""
+    if INTERFACE in os.environ or not interface:
+        yield
+        return
+    os.environ[INTERFACE] = interface
+    try:
+        yield
+    finally:
+        del os.environ[INTERFACE]
+
+
 def _short(error: Exception) -> str:
     """What torch says, without where in its source, and without advice."""
     return re.sub(r"\[[^\]]*\.cc:\d+\] ?", "", str(error)).partition(". This is typically")[0].strip()
-
-
-def tensor_of(array: Any) -> torch.Tensor:
-    """A tensor over the memory of an array."""
-    if isinstance(array, torch.Tensor):
-        return array
-    plain = np.asarray(array)
-    if plain.dtype.name == "bfloat16":  # which torch does not know by numpy's name
-        return _over(plain.view(np.uint16)).view(torch.bfloat16)
-    return _over(plain)
-
-
-def array_of(tensor: torch.Tensor, like: Any) -> Any:
-    """A tensor as what ``like`` is, over the same memory."""
-    if isinstance(like, torch.Tensor):
-        return tensor
-    if like.dtype.name == "bfloat16":
-        return tensor.view(torch.uint16).numpy().view(like.dtype)
-    return tensor.numpy()
-
-
-def _over(array: np.ndarray) -> torch.Tensor:
-    """Arrays of jax cannot be written, which torch warns of: those are copied."""
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
-
-
-def _stretches(
-    masks: Sequence[Mask], places: dict[int, int], like: dict[int, torch.Tensor]
-) -> list[tuple[tuple[int, ...], int, int]]:
-    """(positions of the nodes that have it, begin, end) of stretches of parameters with equal masks."""
-    found: list[tuple[tuple[int, ...], int, int]] = []
-    for index, place in places.items():
-        there = tuple(position for position, mask in enumerate(masks) if mask[index])
-        end = place + like[index].numel()
-        if found and found[-1][0] == there:
-            found[-1] = (there, found[-1][1], end)
-        else:
-            found.append((there, place, end))
-    return found

@@ -15,7 +15,7 @@ def several() -> bool:
 
 
 def rank() -> int:
-    """This process's number in its world; 0 if there is none."""
+    """Number of this process in its world; 0 if there is none."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return int(os.environ.get("RANK", "0")) if several() else 0

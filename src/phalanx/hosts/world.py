@@ -15,15 +15,15 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import distributed_c10d as c10d
 
 from phalanx.errors import RunError, UsageError
-from phalanx.hosts.across import INTERFACE, Meeting, SeveredError
+from phalanx.hosts.across import Meeting, SeveredError, bound
 
 SECONDS = 120.0  # to wait for another host; a first step may be compiled meanwhile
 GRACE_SECONDS = 6.0  # until survivors have said that they are there
@@ -50,13 +50,18 @@ class World:
         self.seconds = SECONDS if seconds is None else seconds
         limit = datetime.timedelta(seconds=self.seconds)
         self._own = not dist.is_initialized()
-        with _interface(os.environ.get("MASTER_ADDR", "")):
+        if self._own and "RANK" not in os.environ:
+            raise UsageError(
+                "engine is 'distributed', but this is no process of a torch.distributed world; start it with torchrun, "
+                "srun or the like, or call torch.distributed.init_process_group before"
+            )
+        with bound(_interface_to(os.environ.get("MASTER_ADDR", ""))):
             self._join(limit)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         RUNS[0] += 1
-        base = distributed_c10d._get_default_store()
+        base = c10d._get_default_store()
         self._tcp = _tcp(base)
-        self._store = dist.PrefixStore(f"phalanx/{RUNS[0]}", base)
+        self._store = c10d.PrefixStore(f"phalanx/{RUNS[0]}", base)
         if self.rank == 0:
             self._store.set("run", str(secrets.randbits(62)))
         self.run = int(self._get("run", 0))
@@ -126,8 +131,8 @@ class World:
         else:
             who = ", ".join(f"host {rank} ({self._name(rank)})" for rank in missing) or "a host that is back by now"
         return RunError(
-            f"{who} was lost in step {step}: {error}; the state after step {step} is gone from here on. Start again with "
-            "the hosts that are left, or more: with a run_dir the run goes on from its newest snapshot, to the same digest",
+            f"{who} was lost in step {step}: {error}; this run has ended. Start again with the hosts that are left, or "
+            "more: with a run_dir it goes on from its newest snapshot, to the same digest",
             step=step,
         )
 
@@ -144,8 +149,8 @@ class World:
             return self._store.get(key)
         except Exception as error:
             raise RunError(
-                f"host {rank} did not come to this run within {self.seconds:.0f} s ({error}); all processes of the world "
-                "must train the same recipe"
+                f"host {rank} did not come to this run within {self.seconds:.0f} s ({error}); all processes of the "
+                "world must train the same recipe"
             ) from error
 
     def _send(self, tensor: torch.Tensor) -> None:
@@ -172,9 +177,9 @@ def _differing(rank: int, own: int, name: str, theirs: Any, value: Any) -> str:
 
 def _tcp(store: Any) -> tuple[str, int]:
     """Address of the TCP store behind prefixes."""
-    while isinstance(store, dist.PrefixStore):
+    while isinstance(store, c10d.PrefixStore):
         store = store.underlying_store
-    if not isinstance(store, dist.TCPStore):
+    if not isinstance(store, dist.TCPStore):  # pyright: ignore[reportPrivateImportUsage]
         raise UsageError(
             f"torch.distributed was initialised with a {type(store).__name__}, which worker processes cannot reach; "
             "initialise it by env:// or tcp://, as torchrun does"
@@ -183,25 +188,11 @@ def _tcp(store: Any) -> tuple[str, int]:
 
 
 def _host() -> str:
-    """This host, apart from others: its name, and what tells network namespaces of one machine apart."""
+    """What this host is called, and what tells network namespaces of one machine apart."""
     with contextlib.suppress(OSError):
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/net')}"
     return socket.gethostname()
-
-
-@contextlib.contextmanager
-def _interface(address: str) -> Iterator[None]:
-    """Let torch bind to the interface by which ``address`` is reached, unless the caller named one."""
-    name = _interface_to(address)
-    if INTERFACE in os.environ or not name:
-        yield
-        return
-    os.environ[INTERFACE] = name
-    try:
-        yield
-    finally:
-        del os.environ[INTERFACE]
 
 
 def _interface_to(address: str) -> str:

@@ -36,6 +36,11 @@ class Placement:
         return len(self.blocks)
 
     @property
+    def whole(self) -> bool:
+        """Whether all replicas are placed; of several hosts, each has a part."""
+        return sum(map(len, self.blocks)) == self.replicas
+
+    @property
     def order(self) -> list[int]:
         """Workers by the replicas that they host: the order in which their partial sums are merged."""
         return sorted(range(self.workers), key=lambda worker: self.blocks[worker].start)
@@ -100,15 +105,15 @@ def hosts(replicas: int, count: int, workers: int) -> tuple[tuple[range, ...], t
     """The block of each of ``count`` hosts, and how its ``workers`` share that."""
     blocks = tuple(range(start, end) for start, end in share_bounds(replicas, count))
     placements = tuple(
-        Placement(replicas, tuple(range(block.start + a, block.start + b) for a, b in share_bounds(len(block), workers)))
+        Placement(
+            replicas, tuple(range(block.start + a, block.start + b) for a, b in share_bounds(len(block), workers))
+        )
         for block in blocks
     )
     return blocks, placements
 
 
-def _added(
-    replicas: int, nodes: Sequence[Node], present: Iterable[int]
-) -> tuple[list[tuple[int, int]], Fold[int]]:
+def _added(replicas: int, nodes: Sequence[Node], present: Iterable[int]) -> tuple[list[tuple[int, int]], Fold[int]]:
     there = set(present)
     done: list[tuple[int, int]] = []
 

@@ -6,6 +6,7 @@ what their updates returned. So what others updated is seen without being copied
 
 from __future__ import annotations
 
+import functools
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -117,15 +118,12 @@ class Slots:
         self._arena = arena
         self._worker = worker
         self._owned = held(layout.owners, worker)
+        self.blank = functools.partial(_blank, layout)
         self._squares = view(arena, layout.squares, Spec((len(layout.params),), np.dtype(np.float64)))
 
     def homes(self, number: int) -> list[np.ndarray | None]:
         """Where this worker publishes the ``number``-th vector that it holds; None for what it owns."""
         return self._vector(self._worker, number, mine=False)
-
-    def blank(self, index: int) -> np.ndarray:
-        """An array as a parameter's gradient is, with any content."""
-        return np.empty(*self._layout.params[index])
 
     def live_in(self, homes: list[Any]) -> None:
         """Jax computes into memory of its own."""
@@ -178,6 +176,10 @@ class Slots:
             view(self._arena, place, spec) if owner != worker and (owner == self._worker) is mine else None
             for place, spec, owner in zip(places, layout.params, layout.owners, strict=True)
         ]
+
+
+def _blank(layout: Layout, index: int) -> np.ndarray:
+    return np.empty(*layout.params[index])
 
 
 def alias(array: np.ndarray, like: Any = None) -> Any:

@@ -91,7 +91,7 @@ class Shard:
         self._without = self._owned
         self._storages = [number for number, keeper in enumerate(layout.keepers) if keeper == worker]
         self._changed = memoryview(arena)[layout.changed :]
-        self.weights = [layout.storages[number][1:][::-1] for number in self._storages]
+        self.weights = [(offset, size) for _, size, offset in map(layout.storages.__getitem__, self._storages)]
         self.luggage = _luggage(layout, memoryview(arena))
         self._left = [
             [view(arena, *placed) for placed in zip(offsets, layout.buffers, strict=True)] for offsets in layout.left

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 from collections.abc import Callable, Sequence
 
@@ -35,6 +36,7 @@ class Slots:
         self._arena = arena
         self._worker = worker
         self._owned = layout.owned(worker)
+        self.blank = functools.partial(_blank, layout)
         self._norms = view(arena, layout.norms, ((len(layout.owners),), (1,), updates.norm_dtype))
         self._norm_of = list(self._norms)
         collector.watch([index for index, owner in enumerate(layout.owners) if owner != worker])
@@ -42,11 +44,6 @@ class Slots:
     def homes(self, number: int) -> Gradient:
         """Where this worker publishes the ``number``-th vector that it holds; None for what it owns."""
         return self._vector(self._worker, number, mine=False)
-
-    def blank(self, index: int) -> torch.Tensor:
-        """A tensor as a parameter's gradient is, with any content."""
-        shape, strides, dtype = self._layout.gradients[index]
-        return torch.empty_strided(shape, strides, dtype=dtype)
 
     def live_in(self, homes: Gradient) -> None:
         """Put the next replica's gradient there."""
@@ -104,3 +101,8 @@ class Slots:
             view(self._arena, place, spec) if place != OWNED and (owner == self._worker) is mine else None
             for place, spec, owner in zip(places, self._layout.gradients, self._layout.owners, strict=True)
         ]
+
+
+def _blank(layout: Layout, index: int) -> torch.Tensor:
+    shape, strides, dtype = layout.gradients[index]
+    return torch.empty_strided(shape, strides, dtype=dtype)

@@ -1,0 +1,313 @@
+"""Many hosts, one answer: digests over network namespaces, refusals at the start, and hosts that are lost."""
+
+import importlib.util
+import json
+import signal
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import phalanx
+from phalanx.contracts import Part
+from phalanx.hosts.across import Across, Meeting, SeveredError
+from phalanx.hosts.slices import chunks, stretches
+from phalanx.plan.fold import fold_values
+from phalanx.plan.placement import additions, hosts, remaining
+from phalanx.state.wire import packed, unpacked
+from tests.families import FAMILIES
+from tests.hosts.network import Network, descendants, gone, output, strike, until, why_not
+
+WHY_NOT = why_not()
+NEEDS_NAMESPACES = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+JAX = pytest.mark.skipif(importlib.util.find_spec("optax") is None, reason="needs jax and optax")
+
+TRAIN = """
+import json, os, sys
+kind, name, replicas, workers = sys.argv[1:]
+families = __import__("tests.jax.families" if kind == "jax" else "tests.families", fromlist=["FAMILIES"]).FAMILIES
+recipe = families[name].recipe(int(replicas))
+import phalanx
+x, y = recipe.data
+with recipe.start(workers=int(workers)) as run:
+    run.finish()
+    result = run.result()
+print(json.dumps({"digest": result.digest, "losses": result.loss_history, "workers": result.workers}))
+"""
+SENT = """
+import pathlib, sys, phalanx, torch
+steps, made = 6, lambda: torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.ReLU(), torch.nn.Linear(300, 10))
+torch.manual_seed(0)
+x, y = torch.randn(64, 300), torch.randint(10, (64,))
+recipe = phalanx.Recipe(made, (x, y), torch.nn.functional.cross_entropy, replicas=8, batch_size=16, steps=steps + 2)
+count = sum(parameter.numel() for parameter in made().parameters())
+sent = lambda: int(pathlib.Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+with recipe.start(workers=int(sys.argv[1])) as run:
+    for report in run:
+        if report.step == 1:
+            before = sent()
+    print((sent() - before) / steps / 4 / count)
+"""
+ENDLESS = """
+import os, sys, phalanx
+from tests.families import FAMILIES
+folder, steps = sys.argv[1], int(sys.argv[2])
+def mark(report):
+    if report.step == 50:
+        open(os.path.join(folder, "begun"), "w").close()
+options = {"run_dir": os.path.join(folder, "run"), "snapshot_every": 20} if len(sys.argv) > 3 else {}
+try:
+    result = FAMILIES["conv_norm"].recipe(8, steps=steps).train(deadline_seconds=5.0, callbacks=[mark], **options)
+    print("digest", result.digest, result.resumed_from)
+except phalanx.RunError as error:
+    print("lost:", error)
+"""
+
+
+def trained(network, kind, name, replicas, workers, each=1):
+    """What every process of a run printed."""
+    processes = network.ranks(TRAIN, kind, name, str(replicas), str(workers), each=each)
+    found = [output(process) for process in processes]
+    assert [status for status, _ in found] == [0] * len(found), found
+    return [json.loads(text.splitlines()[-1]) for _, text in found]
+
+
+@pytest.fixture(scope="module")
+def two():
+    """Two hosts."""
+    with Network(2) as network:
+        yield network
+
+
+@pytest.fixture(scope="module")
+def three():
+    """Three hosts."""
+    with Network(3) as network:
+        yield network
+
+
+def check(network, kind, name, replicas, workers, each=1):
+    """Every process ends with the digest and losses of one process alone."""
+    if kind == "jax":
+        from tests.jax.families import FAMILIES as families
+    else:
+        families = FAMILIES
+    wanted = families[name].recipe(replicas).train(engine="inline")
+    for found in trained(network, kind, name, replicas, workers, each):
+        assert (found["digest"], found["losses"]) == (wanted.digest, wanted.loss_history)
+        assert found["workers"] == workers
+
+
+@NEEDS_NAMESPACES
+@pytest.mark.parametrize(
+    ("name", "workers", "each"),
+    [("mlp", 2, 1), ("conv_norm", 4, 1), ("transformer", 4, 2), ("partly_unused", 4, 1), ("mixed_dtypes", 2, 1)],
+)
+def test_two_hosts(two, name, workers, each):
+    """Two hosts with one worker or two, one process per host or per worker: the digest of one process."""
+    check(two, "torch", name, 8, workers, each)
+
+
+@NEEDS_NAMESPACES
+@pytest.mark.parametrize(("name", "replicas"), [("conv_norm", 8), ("masked_tokens", 7)])
+def test_three_hosts(three, name, replicas):
+    """Three hosts, whose blocks are no whole branches of the fold's tree: the digest of one process."""
+    check(three, "torch", name, replicas, 3)
+
+
+@JAX
+@NEEDS_NAMESPACES
+def test_jax(two):
+    """A jax recipe on two hosts."""
+    check(two, "jax", "mlp", 4, 2)
+
+
+@NEEDS_NAMESPACES
+@pytest.mark.parametrize("workers", [2, 4])
+def test_bytes_between_two_hosts(two, workers):
+    """Each host sends 2 N (H - 1) / H floats a step, within a tenth, however many workers it has."""
+    found = [output(process) for process in two.ranks(SENT, str(workers))]
+    sent = float(found[0][1].splitlines()[-1])
+    assert sent == pytest.approx(2 * (2 - 1) / 2, rel=0.1), found
+
+
+@NEEDS_NAMESPACES
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"STEPS": "lr=0.5"}, "recipe.lr is"),
+        ({"STEPS": "replicas=7"}, "recipe.replicas is"),
+        ({"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "NUMBERS": "highest"}, "environment."),
+    ],
+)
+def test_hosts_that_mean_something_else_are_refused(two, changes, message):
+    """Another recipe or numeric environment on one host: all refuse at the start, and name the field."""
+    code = """
+import os, torch, phalanx
+if os.environ.get("NUMBERS") == "highest":
+    torch.set_float32_matmul_precision("medium")
+options = eval(f"dict({os.environ.get('STEPS', '')})")
+x, y = torch.ones(8, 3), torch.zeros(8, dtype=torch.long)
+try:
+    phalanx.train(lambda: torch.nn.Linear(3, 2), (x, y), torch.nn.functional.cross_entropy, steps=2, **options)
+except phalanx.UsageError as error:
+    print("refused:", error)
+"""
+    processes = [
+        two.start(rank, sys.executable, "-c", code, RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="10.77.0.1",
+                  MASTER_PORT="29501", **(changes if rank else {}))
+        for rank in range(2)
+    ]  # fmt: skip
+    for process in processes:
+        _, text = output(process)
+        assert "refused:" in text
+        assert message in text
+
+
+@NEEDS_NAMESPACES
+@pytest.mark.parametrize("how", ["killed", "stopped", "cut"])
+def test_a_lost_host_is_named(tmp_path, how):
+    """SIGKILL, SIGSTOP or a link that is down: all others end in bounded time, name the host, and leave nothing."""
+    with Network(3) as network:
+        processes = network.ranks(ENDLESS, str(tmp_path), "100000000")
+        until((tmp_path / "begun").exists)
+        pids = [pid for process in processes[:2] for pid in descendants(process.pid)]
+        if how == "cut":
+            network.cut(2)
+        else:
+            strike(processes[2], signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        for process in processes[:2]:
+            _, text = output(process, 60)
+            assert "lost: host 2" in text, text
+        until(lambda: gone(pids))
+
+
+@NEEDS_NAMESPACES
+def test_fewer_hosts_go_on(tmp_path):
+    """After a host was lost, two hosts, and then one process, go on from the directory to the same digest."""
+    recipe = FAMILIES["conv_norm"].recipe
+    with Network(3) as network:
+        processes = network.ranks(ENDLESS, str(tmp_path), "100000000", "saving")
+        until((tmp_path / "begun").exists)
+        strike(processes[1], signal.SIGKILL)
+        for process in (processes[0], processes[2]):
+            assert "lost: host 1" in output(process, 60)[1]
+    run_dir = tmp_path / "run"
+    done = max(int(place.name.removeprefix("step-")) for place in (run_dir / "snapshots").iterdir())
+    with Network(2) as network:
+        found = [output(one) for one in network.ranks(ENDLESS, str(tmp_path), str(done + 10), "saving")]
+    wanted = recipe(8, steps=done + 10).train(engine="inline").digest
+    assert all(f"digest {wanted} {done}" in text for _, text in found), found
+    assert recipe(8, steps=done + 10).train(engine="inline", run_dir=run_dir).digest == wanted
+
+
+# Without a network.
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 5, 8, 13])
+def test_blocks_of_hosts(replicas):
+    """Hosts and their workers share all replicas, each once, in order; sums of hosts fold to the sum of all."""
+    for count in range(1, replicas + 1):
+        blocks, placements = hosts(replicas, count, max(1, replicas // count))
+        assert [replica for block in blocks for replica in block] == list(range(replicas))
+        for block, placement in zip(blocks, placements, strict=True):
+            assert [replica for part in placement.blocks for replica in part] == list(block)
+        nodes = [node for block in blocks for node in remaining(replicas, block)]
+        assert len(additions(replicas, nodes, range(len(nodes)))) == len(nodes) - 1
+
+
+@pytest.mark.parametrize("hosts_", [1, 2, 3, 7])
+@pytest.mark.parametrize("size", [1, 5, 999, 100_001, 3_000_000])
+def test_chunks(size, hosts_):
+    """Chunks follow one another, hold everything, and less than one element per host and chunk in vain."""
+    pieces = chunks(size, hosts_, 4)
+    ends = [0, *(start + hosts_ * width for start, width in pieces)]
+    assert [start for start, _ in pieces] == ends[:-1]
+    assert size <= ends[-1] < size + hosts_
+
+
+def test_stretches():
+    """Neighbours with equal masks are one stretch."""
+    like = {index: torch.empty(size) for index, size in enumerate((3, 4, 5))}
+    masks = [bytes([1, 1, 0]), bytes([0, 0, 1])]
+    assert stretches(masks, {0: 0, 1: 3, 2: 7}, like) == [((0,), 0, 7), ((1,), 7, 12)]
+
+
+def alone(replicas=4, **changes):
+    """A worker's connection to nobody, in a world of one."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meeting = Meeting(("127.0.0.1", store.port), 7, 0, (range(replicas),), 5.0, "lo")
+    made = Across(meeting, 0, replicas, 2)
+    made._keep = store
+    return made
+
+
+@pytest.fixture
+def single():
+    """A world of one host, closed afterwards."""
+    made = alone()
+    yield made
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def test_a_sum_over_one_host(single):
+    """One host's sum comes back bit for bit, absent entries stay absent, -0 stays -0."""
+    values = [torch.tensor([1.0, -0.0, 3e-45]), None]
+    parts, masks = single.exchange(0, 0, [Part(1.0, 1.0, False, 1.0)] * 4, [bytes([1, 0])])
+    total = single.total([values], masks, lambda index: torch.empty(3), [0, 1])
+    assert total[1] is None
+    assert total[0].view(torch.int32).tolist() == values[0].view(torch.int32).tolist()
+    assert [tuple(part) for part in parts] == [(1.0, 1.0, 0.0, 1.0)] * 4
+
+
+def test_messages_of_another_run_are_refused(single, monkeypatch):
+    """A message with another run, step or checksum of weights is refused, and named."""
+    for position, name in enumerate(("run", "step", "weights")):
+
+        def changed(rank, mine, theirs, position=position):
+            other = theirs.copy()
+            other[position] += 1
+            return Across._check_head(single, rank, mine, other)
+
+        monkeypatch.setattr(single, "_check_head", changed)
+        with pytest.raises(SeveredError, match=f"differs from host 0 in its {name}"):
+            single.exchange(100, 5, [Part(1.0, 1.0, False, 1.0)] * 4, [bytes([1, 1])])
+
+
+def test_a_state_travels():
+    """A state arrives as it was; a flipped bit, or bytes cut off, are refused."""
+    recipe = FAMILIES["conv_norm"].recipe(2, steps=2)
+    with recipe.start(engine="inline") as run:
+        run.finish()
+        captured = run._engine.capture()
+    data = packed(captured, {"losses": [1.0]})
+    found, more = unpacked(data)
+    assert more == {"losses": [1.0]}
+    assert {name: bytes(one.content) for name, one in found.weights.items()} == {
+        name: bytes(memoryview(one.content).cast("B")) for name, one in captured.weights.items()
+    }
+    for damaged in (data[:-1], data[:-5] + bytes([data[-5] ^ 1]) + data[-4:], b"", data[:40]):
+        with pytest.raises(phalanx.SnapshotError, match="rank 0"):
+            unpacked(damaged)
+
+
+@pytest.mark.parametrize("replicas", [3, 6, 8])
+def test_the_tree_is_cut_anywhere(replicas):
+    """Adding hosts' sums in the plan's order has the bits of the fold over all replicas, for any number of hosts."""
+    values = np.random.default_rng(replicas).standard_normal((replicas, 50)).astype(np.float32)
+    wanted = fold_values(list(values), np.add)
+    for count in range(1, replicas + 1):
+        blocks, _ = hosts(replicas, count, 1)
+        nodes = [node for block in blocks for node in remaining(replicas, block)]
+        sums = [fold_values(list(values[index << level : (index + 1) << level]), np.add) for level, index in nodes]
+        for into, other in additions(replicas, nodes, range(len(nodes))):
+            sums[into] = sums[into] + sums[other]
+        assert np.array_equal(sums[0], wanted)
+
+
+def test_one_process_is_no_world():
+    """Without a world engine="distributed" says what is missing."""
+    with pytest.raises(phalanx.UsageError, match="torchrun"):
+        FAMILIES["mlp"].recipe(2).train(engine="distributed")
