@@ -27,9 +27,14 @@ bench: $(INSTALLED)  ## time steps and scaling beside the plain loop and DDP; ab
 	@$(BIN)/python benchmarks/scaling.py --save
 	@$(BIN)/python benchmarks/backend.py --save
 	@$(BIN)/python benchmarks/recovery.py --save
+	@$(BIN)/python benchmarks/step.py --framework jax --rounds 3 --save
+	@$(BIN)/python benchmarks/hosts.py --replicas 4 --save
 
-chaos: $(INSTALLED)  ## kill workers at random for five minutes; every digest must be what it would have been
+chaos: $(INSTALLED)  ## kill workers at random for five minutes, then hosts, and all long tests; every digest must be right
 	@$(BIN)/python benchmarks/chaos.py --minutes 5
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m campaign
+	@OMP_NUM_THREADS=1 PHALANX_CAMPAIGN=1 $(BIN)/python -m pytest -q -n 2 tests/engines/test_same_bits.py
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/hosts
 
 clean:  ## remove caches and build outputs; .venv stays
 	@rm -rf build dist .pytest_cache .ruff_cache .hypothesis

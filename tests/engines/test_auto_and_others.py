@@ -14,6 +14,7 @@ import phalanx
 from phalanx.engines import auto, control
 from phalanx.engines.control import Control, Meeting
 from phalanx.engines.launch import WARM
+from phalanx.frameworks.torch.shard import Sharing
 from tests.families import ADAMW, FAMILIES, FEATURES, Elsewhere, mlp
 
 
@@ -29,8 +30,8 @@ def assert_same(one, other):
 @pytest.fixture
 def eager(monkeypatch):
     """An engine that moves as soon as it can."""
-    monkeypatch.setattr(auto, "START_SECONDS", -1.0)
-    monkeypatch.setattr(auto, "MOVE_SECONDS", -1.0)
+    monkeypatch.setattr(auto, "START_SECONDS", 0.0)
+    monkeypatch.setattr(Sharing, "moving_seconds", -1.0)
     monkeypatch.setattr("phalanx.engines.opening.usable_cores", lambda: 2)
     WARM.zygote()
     WARM._zygote._ask({"end": 0})  # returns when it is awake

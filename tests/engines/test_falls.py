@@ -43,7 +43,7 @@ def wanted():
     return norm_recipe().train(engine="inline")
 
 
-@pytest.mark.parametrize("step", [FIRST, LATER])
+@pytest.mark.parametrize("step", [pytest.param(FIRST, marks=pytest.mark.campaign), LATER])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("worker", [0, 1, 2])
 def test_a_death_at_every_named_point(tmp_path, wanted, worker, place, step):
@@ -274,6 +274,7 @@ def test_the_process_that_starts_workers_may_end():
     assert_same(result, recipe.train(engine="inline"))
 
 
+@pytest.mark.campaign
 def test_one_death_in_every_step():
     """200 steps, in each of which a worker is ended, at any time in it: the run ends, in the same digest."""
     recipe = FAMILIES["mlp"].recipe(3, steps=200, optimizer=ADAMW, scheduler=COSINE)

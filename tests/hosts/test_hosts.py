@@ -102,7 +102,14 @@ def check(network, kind, name, replicas, workers, each=1):
 @NEEDS_NAMESPACES
 @pytest.mark.parametrize(
     ("name", "workers", "each"),
-    [("mlp", 2, 1), ("conv_norm", 4, 1), ("transformer", 4, 2), ("partly_unused", 4, 1), ("mixed_dtypes", 2, 1)],
+    [
+        ("conv_norm", 4, 1),
+        ("transformer", 4, 2),
+        *(
+            pytest.param(name, workers, 1, marks=pytest.mark.campaign)
+            for name, workers in (("mlp", 2), ("partly_unused", 4), ("mixed_dtypes", 2))
+        ),
+    ],
 )
 def test_two_hosts(two, name, workers, each):
     """Two hosts with one worker or two, one process per host or per worker: the digest of one process."""
@@ -110,7 +117,9 @@ def test_two_hosts(two, name, workers, each):
 
 
 @NEEDS_NAMESPACES
-@pytest.mark.parametrize(("name", "replicas"), [("conv_norm", 8), ("masked_tokens", 7)])
+@pytest.mark.parametrize(
+    ("name", "replicas"), [pytest.param("conv_norm", 8, marks=pytest.mark.campaign), ("masked_tokens", 7)]
+)
 def test_three_hosts(three, name, replicas):
     """Three hosts, whose blocks are no whole branches of the fold's tree: the digest of one process."""
     check(three, "torch", name, replicas, 3)
@@ -124,7 +133,7 @@ def test_jax(two):
 
 
 @NEEDS_NAMESPACES
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.campaign), 4])
 def test_bytes_between_two_hosts(two, workers):
     """Each host sends 2 N (H - 1) / H floats a step, within a tenth, however many workers it has."""
     found = [output(process) for process in two.ranks(SENT, str(workers))]

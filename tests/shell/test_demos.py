@@ -113,7 +113,9 @@ def test_the_chapter_on_idx_files(folder):
     assert (folder / "out/demo-fashion-mnist.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=JAX)])
+@pytest.mark.parametrize(
+    "framework", [pytest.param("torch", marks=pytest.mark.campaign), pytest.param("jax", marks=JAX)]
+)
 def test_the_chapter_on_digits(tmp_path, framework):
     """Without any file it reaches 97 % on the bundled digits."""
     arguments = ["demo", "fashion-mnist", "--digits", "--framework", framework, "--workers", "2", "--quiet", "--json"]

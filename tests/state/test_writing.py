@@ -18,6 +18,9 @@ from phalanx.state import files, snapshot
 from phalanx.state.directory import RunDirectory, newest_of
 from tests.state.runs import NEWER, OLDER, assert_same, contents, folder_of, listed, norm_recipe, steps_in
 
+# Children only write files; where jax is loaded it warns of every fork.
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+
 STEPS = 6
 KILLED = 99
 
