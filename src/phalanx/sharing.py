@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from phalanx.plan.placement import Placement
 
@@ -131,7 +131,15 @@ class Mirror(Protocol):
 
 
 class Sharing(Protocol):
-    """How a framework shares its state with other processes."""
+    """How a framework shares its state with other processes.
+
+    Attributes
+    ----------
+    moving_seconds : float
+        About how long it takes until worker processes are ready, with the framework imported.
+    """
+
+    moving_seconds: ClassVar[float]
 
     @property
     def count(self) -> int:
@@ -141,11 +149,6 @@ class Sharing(Protocol):
     @property
     def portable(self) -> bool:
         """Whether the whole state is known, so that a run can move to other processes in the middle."""
-        ...
-
-    @property
-    def moving_seconds(self) -> float:
-        """About how long it takes until worker processes are ready, with the framework imported."""
         ...
 
     def lay_out(self, placement: Placement, take: Callable[[int], int]) -> Any:

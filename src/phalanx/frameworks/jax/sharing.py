@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -26,7 +26,7 @@ class Sharing:
     state: State
     updates: Update
     device: Any
-    moving_seconds: float = 3.0  # of compiling
+    moving_seconds: ClassVar[float] = 3.0  # of compiling
 
     @property
     def count(self) -> int:

@@ -10,7 +10,7 @@ import gc
 import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -32,7 +32,7 @@ class Sharing:
     buffers: Buffers
     updates: Update
     collector: Collector
-    moving_seconds: float = 0.2  # of making the arena and forking workers
+    moving_seconds: ClassVar[float] = 0.2  # of making the arena and forking workers
 
     @property
     def count(self) -> int:
