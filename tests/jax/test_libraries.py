@@ -1,0 +1,37 @@
+"""Libraries whose parameters are plain trees of arrays; each is tried where it is installed."""
+
+import jax
+import optax
+import pytest
+
+from tests.jax.families import FAMILIES, FEATURES, cross_entropy
+
+MLP = FAMILIES["mlp"]
+
+
+def check(make_model, forward):
+    """One process and two workers end in one digest; training lowers the loss."""
+    recipe = MLP.recipe(4, make_model=make_model, forward_fn=forward, steps=6, optimizer=optax.adamw(0.05))
+    one, other = recipe.train(engine="inline"), recipe.train(engine="processes", workers=2)
+    assert (one.digest, one.loss_history) == (other.digest, other.loss_history)
+    x, y = FEATURES
+    first = make_model(jax.random.key(recipe.seed))
+    assert cross_entropy(forward(one.model, x), y) < cross_entropy(forward(first, x), y)
+
+
+def test_equinox():
+    """The arrays of an equinox model are the parameters; the rest of it stays in forward_fn."""
+    equinox = pytest.importorskip("equinox")
+    rest = equinox.partition(equinox.nn.MLP(5, 3, 16, 2, key=jax.random.key(0)), equinox.is_inexact_array)[1]
+
+    def make_model(key):
+        return equinox.filter(equinox.nn.MLP(5, 3, 16, 2, key=key), equinox.is_inexact_array)
+
+    check(make_model, lambda params, x: jax.vmap(equinox.combine(params, rest))(x))
+
+
+def test_flax():
+    """The params of a flax module are a dict of arrays."""
+    linen = pytest.importorskip("flax.linen")
+    module = linen.Dense(3)
+    check(lambda key: module.init(key, FEATURES[0])["params"], lambda params, x: module.apply({"params": params}, x))
