@@ -19,8 +19,9 @@ test: $(INSTALLED)  ## all tests, in two processes
 check: $(INSTALLED)  ## lint, format, types and the house rules; under a minute
 	@$(BIN)/ruff check -q $(SOURCES)
 	@$(BIN)/ruff format -q --check $(SOURCES)
-	@$(BIN)/pyright --warnings
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m house tests/house
+	@$(BIN)/pyright --warnings & \
+		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:xdist -m house tests/house; rules=$$?; \
+		wait $$! && exit $$rules
 
 bench: $(INSTALLED)  ## time steps and scaling beside the plain loop and DDP; about 80 minutes; writes benchmarks/results
 	@$(BIN)/python benchmarks/step.py --save

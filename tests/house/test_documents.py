@@ -84,7 +84,6 @@ def repository_files() -> list[Path]:
     return [path for path in paths if path.is_file()]
 
 
-@pytest.mark.house
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_documents_run(document, tmp_path):
     """Every Python block of a document runs as it stands, in a namespace of its own."""
