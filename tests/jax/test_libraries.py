@@ -33,5 +33,18 @@ def test_equinox():
 def test_flax():
     """The params of a flax module are a dict of arrays."""
     linen = pytest.importorskip("flax.linen")
-    module = linen.Dense(3)
+    module = linen.Sequential([linen.Dense(16), linen.relu, linen.Dense(3)])
     check(lambda key: module.init(key, FEATURES[0])["params"], lambda params, x: module.apply({"params": params}, x))
+
+
+def test_flax_nnx():
+    """The params that nnx splits off a model are a tree of arrays."""
+    nnx = pytest.importorskip("flax.nnx")
+
+    def made(key):
+        rngs = nnx.Rngs(key)
+        model = nnx.Sequential(nnx.Linear(5, 16, rngs=rngs), nnx.relu, nnx.Linear(16, 3, rngs=rngs))
+        return nnx.split(model, nnx.Param)
+
+    rest = made(jax.random.key(0))[0]
+    check(lambda key: made(key)[1], lambda params, x: nnx.merge(rest, params)(x))
