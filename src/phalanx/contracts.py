@@ -6,7 +6,7 @@ A gradient is a vector: a list with one entry per parameter, None where the para
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -99,8 +99,11 @@ class Steppable(Protocol):
         """How gradients are added, scaled and divided."""
         ...
 
-    def gradient(self, key: int, share: Share) -> Computed:
-        """Compute one replica's share from the state at the step's start; runs user code."""
+    def gradients(self, todo: Sequence[tuple[int, Share]]) -> Iterator[Computed]:
+        """Compute the (key, share) of some replicas in turn, from the state at the step's start; runs user code.
+
+        One is computed when it is asked for; others may have been begun by then, if that is not seen.
+        """
         ...
 
     def norm(self, gradient: Vector) -> float:

@@ -59,7 +59,7 @@ class Settled:
 
     workers: int | None
     engine: str
-    device: str | None
+    devices: tuple[str, ...]
     deadline_seconds: float | None
     saving: Saving | None
     warm_start: pathlib.Path | None
@@ -82,14 +82,14 @@ def settle(options: Mapping[str, Any], replicas: int) -> Settled:
             raise UsageError(unknown(name, known))
     engine = options.get("engine", "auto")
     workers = _checked_workers(options.get("workers", "auto"), replicas)
-    device = _first_device(options.get("devices", "auto"))
-    _check_engine(engine, workers, device)
+    devices = _checked_devices(options.get("devices", "auto"))
+    _check_engine(engine, workers, devices)
     progress = options.get("progress", "auto")
     checks.choice("progress", progress, (True, False, "auto"))
     return Settled(
         workers=workers,
         engine=engine,
-        device=device,
+        devices=devices,
         deadline_seconds=_checked_deadline(options.get("deadline_seconds", "auto")),
         saving=_checked_saving(options),
         warm_start=_path("warm_start", options.get("warm_start")),
@@ -116,14 +116,16 @@ def _checked_workers(workers: Any, replicas: int) -> int | None:
     return count
 
 
-def _check_engine(engine: Any, workers: int | None, device: str | None) -> None:
+def _check_engine(engine: Any, workers: int | None, devices: tuple[str, ...]) -> None:
     checks.choice("engine", engine, ("auto", "inline", "processes", "distributed"))
     several = workers is not None and workers > 1
     if engine == "inline" and several:
         raise UsageError(f"workers is {workers}, but engine='inline' is one worker; use engine='processes' or 'auto'")
-    if (engine == "processes" or several) and device not in (None, "cpu"):
+    elsewhere = [name for name in devices if name != "cpu"]
+    if (engine == "processes" or several) and elsewhere:
         raise UsageError(
-            f"devices names {device!r}, but worker processes compute on the CPU in this version; use workers=1 there"
+            f"devices names {elsewhere[0]!r}, but worker processes compute on the CPU in this version; use workers=1 "
+            "there"
         )
     if (engine == "processes" or several) and not hasattr(select, "poll"):
         raise UsageError("worker processes need Linux or macOS; use engine='inline' (same answer)")
@@ -159,14 +161,14 @@ def _checked_deadline(seconds: Any) -> float | None:
     return checks.positive("deadline_seconds", seconds, hint="or 'auto'")
 
 
-def _first_device(devices: Any) -> str | None:
-    """The device of the one worker; None for 'auto'."""
+def _checked_devices(devices: Any) -> tuple[str, ...]:
+    """Their names; none for 'auto'."""
     if isinstance(devices, str):
-        return None if devices == "auto" else devices
-    names = list(devices) if isinstance(devices, (tuple, list)) else []
+        return () if devices == "auto" else (devices,)
+    names = tuple(devices) if isinstance(devices, (tuple, list)) else ()
     if not names or not all(isinstance(name, str) for name in names):
         raise UsageError(f"devices is {devices!r}; it must be 'auto' or a list of device names such as ['cuda:0']")
-    return names[0]
+    return names
 
 
 def _checked_evaluation(evaluation: Any) -> Evaluation | None:

@@ -97,7 +97,8 @@ class Recipe(Definition):
             Where workers live: "inline" is this process, "distributed" all processes of a torch.distributed world
             (``docs/hosts.md``). "auto": distributed in such a world, else processes if ``workers`` is more than 1.
         devices : "auto", str or sequence of str
-            torch device names, one per worker in turn. "auto": where ``make_model`` puts the model.
+            Names as torch or jax has them, one per worker in turn; a jax run in this process computes on all of them
+            (``docs/jax.md``). "auto": where ``make_model`` puts the model.
         evaluation : Evaluation, optional
             Due after every epoch and after the last step; kept in ``result.metric_history``.
         callbacks : sequence of callable
@@ -173,7 +174,7 @@ class Recipe(Definition):
             past = Past(self, settled.saving, settled.warm_start)
             undo.callback(past.close)
             engine = open_engine(
-                self, settled.engine, settled.workers, settled.device, settled.deadline_seconds, past.begin
+                self, settled.engine, settled.workers, settled.devices, settled.deadline_seconds, past.begin
             )
             undo.callback(engine.close)
             saver = past.saver(engine)

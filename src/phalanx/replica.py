@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from phalanx.contracts import Computed, Framework, Steppable
@@ -13,10 +13,18 @@ from phalanx.errors import NonFiniteError, PhalanxError, WorkerError, spell_samp
 from phalanx.plan import replica_key
 
 
-def compute(framework: Steppable, definition: Definition, t: int, replica: int, share: Share) -> Computed:
+def begin(
+    framework: Steppable, definition: Definition, t: int, replicas: Sequence[int], shares: Sequence[Share]
+) -> Iterator[Computed]:
+    """Gradients of these replicas in step ``t``, each computed when it is asked for."""
+    keys = [replica_key(definition.seed, t, replica, definition.replicas) for replica in replicas]
+    return framework.gradients([(key, shares[replica]) for key, replica in zip(keys, replicas, strict=True)])
+
+
+def compute(computing: Iterator[Computed], t: int, replica: int, share: Share) -> Computed:
     """What one replica computes in step ``t``; what user code raises becomes a WorkerError with the address."""
     try:
-        return framework.gradient(replica_key(definition.seed, t, replica, definition.replicas), share)
+        return next(computing)
     except PhalanxError as error:
         error.add_note(f"at step {t}, replica {replica}, samples {spell_samples(share.samples)}")
         raise
@@ -50,7 +58,7 @@ def blame(
         share = shares[replica]
         if not len(share.samples):
             continue
-        computed = compute(framework, definition, t, replica, share)
+        computed = compute(begin(framework, definition, t, [replica], shares), t, replica, share)
         if computed.gradient is None:
             continue
         what = None if math.isfinite(computed.loss) else f"the loss is {computed.loss}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from phalanx.contracts import Arithmetic, Computed, Link, Part, Steppable, Vector
@@ -18,7 +18,7 @@ from phalanx.definition import Definition
 from phalanx.errors import RunError, UsageError
 from phalanx.plan.fold import fold_values
 from phalanx.plan.shares import share_weights
-from phalanx.replica import blame, compute
+from phalanx.replica import begin, blame, compute
 
 ABSENT = Part(0.0, 0.0, returned=False, samples=0)
 
@@ -59,7 +59,12 @@ def propose(framework: Steppable, link: Link, definition: Definition, t: int, sh
     """
     try:
         known = share_weights([len(share.samples) for share in shares])
-        mine = [_part(framework, link, definition, t, replica, shares[replica], known) for replica in link.hosted]
+        ran = [replica for replica in link.hosted if len(shares[replica].samples)]
+        computing = begin(framework, definition, t, ran, shares)
+        mine = [
+            _part(framework, link, definition, computing, t, replica, shares[replica], known[replica])
+            for replica in link.hosted
+        ]
         parts = link.exchange(mine)
         _check_consistent(parts)
         loss, weight = _mean(t, parts)
@@ -85,17 +90,18 @@ def _part(
     framework: Steppable,
     link: Link,
     definition: Definition,
+    computing: Iterator[Computed],
     t: int,
     replica: int,
     share: Share,
-    known: Sequence[float],
+    known: float,
 ) -> Part:
-    """Compute one replica, weigh it and hand its gradient to the fold."""
+    """Take the next replica's gradient, weigh it and hand it to the fold."""
     if not len(share.samples):
         link.push(replica, 0, None, [])
         return ABSENT
-    computed = compute(framework, definition, t, replica, share)
-    part = _weigh(framework.arithmetic, definition.replicas, known[replica], computed, len(share.samples))
+    computed = compute(computing, t, replica, share)
+    part = _weigh(framework.arithmetic, definition.replicas, known, computed, len(share.samples))
     link.push(replica, len(share.samples), computed.gradient if part.weight else None, computed.buffers)
     return part
 

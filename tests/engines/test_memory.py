@@ -246,7 +246,7 @@ def test_an_arena_that_is_too_large_is_refused_before_anything_starts(monkeypatc
 
 def touched(recipe, workers):
     """Bytes that the check compares."""
-    return Plan(open_framework(recipe, None).sharing, place(recipe.replicas, workers)).layout.touched
+    return Plan(open_framework(recipe).sharing, place(recipe.replicas, workers)).layout.touched
 
 
 def test_fewer_workers_take_less(monkeypatch):

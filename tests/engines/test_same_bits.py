@@ -563,7 +563,7 @@ PLACEMENTS = {
 def placed(recipe, blocks):
     """A run on workers that host just these blocks."""
     placement = Placement(recipe.replicas, tuple(range(start, end) for start, end in blocks))
-    engine = Processes(recipe, open_framework(recipe, None), placement)
+    engine = Processes(recipe, open_framework(recipe), placement)
     try:
         for _ in range(recipe.plan.steps):
             engine.advance(None, recipe.plan.steps)

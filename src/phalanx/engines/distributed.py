@@ -90,7 +90,7 @@ def open_distributed(
         facts = {"recipe": fingerprint(definition), "environment": recorded_environment()}
         wanted = cores // world.here() if workers is None else workers // world.size
         count = world.agree(facts, max(1, min(wanted, definition.replicas // world.size)))
-        framework = open_framework(definition, "cpu")
+        framework = open_framework(definition, ["cpu"])
         course = _same_start(world, framework, begin)
         return Distributed(definition, framework, course, world, count)
     except BaseException:

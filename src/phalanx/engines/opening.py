@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import select
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from phalanx.contracts import Course, Engine, Framework
 from phalanx.definition import Definition
@@ -24,7 +24,7 @@ def open_engine(
     definition: Definition,
     engine: str,
     workers: int | None,
-    device: str | None,
+    devices: Sequence[str],
     deadline_seconds: float | None,
     begin: Callable[[Framework], Course],
 ) -> Engine:
@@ -38,14 +38,15 @@ def open_engine(
         return open_distributed(definition, workers, usable_cores(), deadline_seconds, begin)
     deadline = Deadline(deadline_seconds)
     count = workers or min(definition.replicas, usable_cores())
-    if engine == "inline" or (engine == "auto" and (count == 1 or device not in (None, "cpu") or not CAPABLE)):
-        framework = open_framework(definition, device)
+    here = count == 1 or set(devices) - {"cpu"} or not CAPABLE
+    if engine == "inline" or (engine == "auto" and here):
+        framework = open_framework(definition, devices)
         return Inline(definition, framework, begin(framework))
     if engine == "auto" and workers is None:
-        framework = open_framework(definition, device)
+        framework = open_framework(definition, devices)
         return Auto(definition, framework, begin(framework), count, deadline)
     WARM.zygote()  # first: it imports while the model is made here
-    framework = open_framework(definition, device)
+    framework = open_framework(definition, devices)
     return Processes(definition, framework, place(definition.replicas, count), begin(framework), deadline)
 
 

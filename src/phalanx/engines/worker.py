@@ -92,7 +92,7 @@ class Worker:
         self._computing = False
         self._keeper = Keeper()
         self._definition = Definition(**setup["fields"])
-        self._framework: Framework = open_framework(self._definition, "cpu")
+        self._framework: Framework = open_framework(self._definition, ["cpu"])
         self.environment = self._framework.environment
         self._share(arena, setup)
         self._dealer = Dealer(self._definition, self._framework)

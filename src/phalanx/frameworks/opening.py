@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from phalanx.contracts import Framework
@@ -18,15 +18,15 @@ from phalanx.frameworks.jax import outside
 from phalanx.state.tensors import Tensor
 
 
-def open_framework(definition: Definition, device: str | None) -> Framework:
-    """The recipe's state before its first step, on ``device`` (None: where the model is made)."""
+def open_framework(definition: Definition, devices: Sequence[str] = ()) -> Framework:
+    """The recipe's state before its first step, on ``devices`` (none named: where the model is made)."""
     from phalanx.frameworks.torch.adapter import Torch, building
 
     with building(definition.threads), outside.threads(definition.threads):
         model = _made(definition)
         if not outside.is_pytree(model):
-            return Torch(definition, device, model)
-        return _jax().Jax(definition, device, model)
+            return Torch(definition, devices, model)
+        return _jax().Jax(definition, devices, model)
 
 
 def digest(model: Any, optimizer: Any = None, step: int | None = None) -> str:

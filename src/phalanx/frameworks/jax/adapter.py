@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -41,22 +44,25 @@ class Jax:
     Parameters
     ----------
     definition : Definition
-    device : str or None
-        None: where ``make_model`` puts the parameters.
+    devices : sequence of str
+        Replicas are computed on them in turn, the state lies on the first; empty: where ``make_model`` puts the
+        parameters.
     params : pytree
         What ``make_model`` returned.
     """
 
     name = "jax"
 
-    def __init__(self, definition: Definition, device: str | None, params: Any) -> None:
+    def __init__(self, definition: Definition, devices: Sequence[str], params: Any) -> None:
         _check(definition)
         self.arithmetic = arithmetic
         self.environment = Reentrant(Environment())
         with self.environment:
-            params = placed(params, _found(device))
+            found = _found(devices)
+            params = placed(params, found[0] if found else None)
             leaves = jax.tree.leaves(params)
             (self._device,) = leaves[0].devices()
+            self._others = found[1:]
             if self._device.platform == "cpu":
                 outside.check_threads(definition.threads)
             self._double = any(leaf.dtype == jnp.float64 for leaf in leaves)
@@ -80,10 +86,16 @@ class Jax:
         """How this state is shared with other processes."""
         return Sharing(self._state, self._updates, self._device)
 
-    def gradient(self, key: int, share: Share) -> Computed:
-        """See ``contracts.Steppable.gradient``."""
-        loss, weight, gradient = self._forward.gradient(self._state.params, self._batch(key, share), key)
-        return Computed(loss, weight, None if weight == 0 else gradient, [])
+    def gradients(self, todo: Sequence[tuple[int, Share]]) -> Iterator[Computed]:
+        """See ``contracts.Steppable.gradients``: while one is waited for, the other devices compute the next."""
+        params = itertools.cycle([self._state.params, *(jax.device_put(self._state.params, to) for to in self._others)])
+        begun: deque[Callable[[], Computed]] = deque()
+        for key, share in todo:
+            begun.append(self._begun(next(params), key, share))
+            if len(begun) > len(self._others):
+                yield begun.popleft()()
+        while begun:
+            yield begun.popleft()()
 
     def norm(self, gradient: Gradient) -> float:
         """2-norm of ``gradient`` over all parameters."""
@@ -91,6 +103,8 @@ class Jax:
 
     def update(self, step: int, gradient: Gradient, buffers: Sequence[tuple[int, list[Any]]] | None) -> None:
         """See ``contracts.Steppable.update``; there are no buffers."""
+        if self._others:
+            gradient = jax.device_put(gradient, self._device)
         self._updates.step(self._state, gradient)
 
     def schedule(self, loss: float) -> None:
@@ -116,11 +130,22 @@ class Jax:
         params = jax.tree.map(lambda leaf: leaf, self._state.params)
         return Exported(params, named(params), digest_of(entries(params, self._state.optimizer), steps))
 
+    def _begun(self, params: Any, key: int, share: Share) -> Callable[[], Computed]:
+        """Begin to compute a gradient where ``params`` are; what is returned waits for it, or raises."""
+        try:
+            return self._forward.begun(params, self._batch(key, share), key)
+        except Exception as error:
+            return functools.partial(_failed, error)
+
     def _batch(self, key: int, share: Share) -> Any:
         samples = share.read(share.samples)
         generators.seed(key)
         whole = samples if share.collated else self._collate(samples)
         return batch.checked(whole, share.origin, double=self._double)
+
+
+def _failed(error: Exception) -> NoReturn:
+    raise error
 
 
 def _check(definition: Definition) -> None:
@@ -137,10 +162,16 @@ def _check(definition: Definition) -> None:
         )
 
 
-def _found(device: str | None) -> Any:
-    try:
-        return named_device(device)
-    except (RuntimeError, ValueError, IndexError) as error:
-        raise UsageError(
-            f"devices names {device!r}, which jax cannot use here ({error}); use ['cpu'], or leave it out"
-        ) from error
+def _found(names: Sequence[str]) -> list[Any]:
+    devices: list[Any] = []
+    for name in names:
+        try:
+            devices.append(named_device(name))
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise UsageError(
+                f"devices names {name!r}, which jax cannot use here ({error}); use ['cpu'], or leave it out"
+            ) from error
+    kinds = sorted({device.device_kind for device in devices})
+    if len(kinds) > 1:
+        raise UsageError(f"devices is {list(names)}, which are of several kinds, whose bits differ: {', '.join(kinds)}")
+    return devices

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 
 from phalanx import checks, generators
+from phalanx.contracts import Computed
 from phalanx.definition import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks.jax.keys import prng_key, words
@@ -28,12 +31,15 @@ class Forward:
         self._value_and_grad = jax.jit(jax.value_and_grad(self._loss, has_aux=True))
         self._evaluated = jax.jit(self._output)
 
-    def gradient(self, params: Any, batch: Any, key: int) -> tuple[float, float | None, list[Any]]:
-        """Loss, the weight that was returned with it, if one was, and the gradient of every parameter."""
-        (loss, weight), gradient = self._value_and_grad(params, batch, words(key) if self._keyed else None)
+    def begun(self, params: Any, batch: Any, key: int) -> Callable[[], Computed]:
+        """Begin to compute loss and gradient, where ``params`` are; what is returned waits for them."""
+        return functools.partial(self._ended, *self._value_and_grad(params, batch, words(key) if self._keyed else None))
+
+    def _ended(self, found: tuple[Any, Any], gradient: Any) -> Computed:
+        loss, weight = found
         name = "forward_fn" if self._definition.loss_fn is None else "loss_fn"
         told = None if weight is None else checks.weight(name, weight)
-        return float(loss), told, jax.tree.leaves(gradient)
+        return Computed(float(loss), told, None if told == 0 else jax.tree.leaves(gradient), [])
 
     def output(self, params: Any, batch: Any) -> Any:
         """The output for ``batch`` in an evaluation: ``key`` is None."""

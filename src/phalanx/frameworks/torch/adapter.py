@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import math
 import threading
 import warnings
@@ -42,8 +43,8 @@ class Torch:
     Parameters
     ----------
     definition : Definition
-    device : str or None
-        None: where ``make_model`` puts the model.
+    devices : sequence of str
+        The first is used; empty: where ``make_model`` puts the model.
     model : Any
         What ``make_model`` made, inside ``building``.
 
@@ -55,10 +56,10 @@ class Torch:
 
     name = "torch"
 
-    def __init__(self, definition: Definition, device: str | None, model: Any) -> None:
+    def __init__(self, definition: Definition, devices: Sequence[str], model: Any) -> None:
         self.arithmetic = arithmetic
         self.environment = Reentrant(Environment(definition.threads))
-        named = named_device(device)
+        named = named_device(devices[0] if devices else None)
         with self.environment:
             self._build(definition, named, checked(model))
 
@@ -94,8 +95,11 @@ class Torch:
         """What it takes to share this state with other processes."""
         return Sharing(self._parameters, self._buffers, self._updates, self._collector)
 
-    def gradient(self, key: int, share: Share) -> Computed:
-        """See ``contracts.Steppable.gradient``."""
+    def gradients(self, todo: Sequence[tuple[int, Share]]) -> Iterator[Computed]:
+        """See ``contracts.Steppable.gradients``."""
+        return itertools.starmap(self._gradient, todo)
+
+    def _gradient(self, key: int, share: Share) -> Computed:
         self._buffers.begin()
         batch = self._batch(key, share)
         versions = self._versions() if self._shared else []

@@ -1,0 +1,100 @@
+"""Several devices of one process: the same bits as one, whichever replicas they compute."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.state.runs import ROOT
+
+SCRIPT = """
+import collections, json
+import jax, numpy, optax
+from phalanx.errors import PhalanxError
+from phalanx.frameworks.jax.forward import Forward
+from tests.jax.families import FAMILIES
+
+used = collections.Counter()
+begun = Forward.begun
+def noted(self, params, batch, key):
+    (device,) = jax.tree.leaves(params)[0].devices()
+    used[str(device)] += 1
+    return begun(self, params, batch, key)
+Forward.begun = noted
+
+def forward(params, x, key):
+    hidden = jax.nn.relu(x @ params["first"]["w"])
+    if key is not None:
+        hidden = jax.numpy.where(jax.random.bernoulli(key, 0.5, hidden.shape), hidden, 0)
+    return hidden @ params["last"]["w"]
+
+def loss(output, target):
+    counted = (target < 2).sum()
+    return jax.numpy.where(counted > 0, mlp.loss_fn(output, target), 0), counted
+
+class Broken:
+    def __len__(self):
+        return 20
+    def __getitem__(self, sample):
+        if sample == recipe().plan.indices(1)[1]:
+            raise ValueError("a broken sample")
+        return tuple(column[sample] for column in mlp.data)
+
+mlp = FAMILIES["mlp"]
+
+def recipe(**changes):
+    given = {"forward_fn": forward, "loss_fn": loss, "batch_size": 3, "steps": 7, "optimizer": optax.adamw(0.05)}
+    return mlp.recipe(5, threads=3, **(given | changes))
+
+def answers(*orders, **changes):
+    found = []
+    for devices in orders:
+        used.clear()
+        try:
+            result = recipe(**changes).train(engine="inline", devices=devices)
+            found.append([result.digest, result.loss_history, len(used)])
+        except PhalanxError as error:
+            found.append([type(error).__name__, str(error), len(used)])
+    return found
+
+ONE, TWO, THREE = ["cpu:0"], ["cpu:1", "cpu:0"], ["cpu:2", "cpu:0", "cpu:1"]
+print(json.dumps({
+    "equal": answers(ONE, TWO, THREE),
+    "other": answers(ONE, seed=9),
+    "errors": answers(ONE, THREE, data=Broken()),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def answers():
+    """Digests, losses and the number of devices that computed, from a process with three CPU devices."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=3"
+    environment = os.environ | {"XLA_FLAGS": flags, "NPROC": "3"}
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_any_devices(answers):
+    """One, two or three devices, with dropout, empty shares and weights, some 0: the same digest and losses."""
+    one, *others = answers["equal"]
+    assert [found[:2] for found in others] == [one[:2]] * 2
+    assert [found[2] for found in answers["equal"]] == [1, 2, 3]
+
+
+def test_another_seed(answers):
+    """Another seed is another digest: equal ones mean something."""
+    assert answers["other"][0][0] != answers["equal"][0][0]
+
+
+def test_errors_come_in_turn(answers):
+    """What user code raises has the address of its replica, though a device began with it before its turn."""
+    one, other = answers["errors"]
+    assert one[0] == "WorkerError"
+    assert "step 1, replica 1" in one[1]
+    assert "a broken sample" in one[1]
+    assert other[:2] == one[:2]
