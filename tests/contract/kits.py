@@ -77,7 +77,7 @@ JAX = Kit(
     {
         name: make()
         for name, make in jax_families.OPTIMIZERS.items()
-        if name not in ("default", "sgd", "adamw", "clipped")
+        if name in ("adam_schedule", "noise", "rates", "unless_nan")
     },
     jax_families.OPTIMIZERS["adamw"](),
     jax_by_hand.answer,

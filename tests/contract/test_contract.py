@@ -1,6 +1,7 @@
 """Replicas define the answer, workers define only the speed: the same tests for every framework."""
 
 import dataclasses
+import itertools
 import os
 import pathlib
 import signal
@@ -12,6 +13,7 @@ import pytest
 
 import phalanx
 from tests.engines.deaths import PLACES, Trapped, sprung
+from tests.engines.moving import hurry, moves, turn_back
 from tests.state.runs import ROOT, engine_of
 
 EVERY = (1, 2, 3, 5, 8)
@@ -104,6 +106,17 @@ def test_the_state_at_every_report(kit):
             assert report.step == len(seen) - 1
     wanted = [kit.recipe(4, steps=steps, optimizer=kit.adaptive).train(engine="inline").digest for steps in (1, 3)]
     assert [seen[0], seen[2]] == wanted
+
+
+def test_moving_to_workers_and_back(kit, monkeypatch):
+    """One process, then two workers, then one process again: the bits of one process."""
+    recipe = kit.recipe(3, steps=20, optimizer=kit.adaptive)
+    hurry(monkeypatch, recipe)
+    turn_back(monkeypatch)
+    counts, result = moves(recipe)
+    assert [count for count, _ in itertools.groupby(counts)] == [1, 2, 1]
+    wanted = recipe.train(engine="inline")
+    assert (result.digest, result.loss_history) == (wanted.digest, wanted.loss_history)
 
 
 def test_reports(kit):

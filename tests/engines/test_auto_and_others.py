@@ -13,8 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import phalanx
 from phalanx.engines import auto, control
 from phalanx.engines.control import Control, Meeting
-from phalanx.engines.launch import WARM
-from phalanx.frameworks.torch.shard import Sharing
+from tests.engines.moving import hurry, moves, turn_back
 from tests.families import ADAMW, FAMILIES, FEATURES, Elsewhere, mlp
 
 
@@ -30,25 +29,14 @@ def assert_same(one, other):
 @pytest.fixture
 def eager(monkeypatch):
     """An engine that moves as soon as it can."""
-    monkeypatch.setattr(auto, "START_SECONDS", 0.0)
-    monkeypatch.setattr(Sharing, "moving_seconds", -1.0)
-    monkeypatch.setattr("phalanx.engines.opening.usable_cores", lambda: 2)
-    WARM.zygote()
-    WARM._zygote._ask({"end": 0})  # returns when it is awake
+    hurry(monkeypatch, FAMILIES["mlp"].recipe(1))
 
 
-def moves(recipe, **options):
-    """How many workers each step had, and the result."""
-    with recipe.start(**options) as run:
-        counts = [run._engine.workers for _ in run]
-    return counts, run.result()
-
-
-@pytest.mark.parametrize("family", ["mlp", "conv_norm", "two_groups", "counting"])
+@pytest.mark.parametrize("family", ["conv_norm", "two_groups", "counting"])
 def test_a_run_that_moves_to_workers_and_back_keeps_its_bits(eager, monkeypatch, family):
     """Inline, then two workers, then inline again: one digest; the workers are made to seem slower."""
     recipe = FAMILIES[family].recipe(3, steps=20, optimizer=ADAMW)
-    monkeypatch.setattr(auto.Auto, "_alone", property(lambda self: -1.0, lambda self, value: None), raising=False)
+    turn_back(monkeypatch)
     counts, result = moves(recipe)
     assert [count for count, _ in itertools.groupby(counts)] == [1, 2, 1]
     assert_same(result, recipe.train(engine="inline"))

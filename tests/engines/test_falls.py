@@ -268,8 +268,8 @@ def test_the_process_that_starts_workers_may_end():
     with recipe.start(workers=2, engine="processes") as run:
         for report in run:
             if report.step == 2:
-                WARM._zygote._process.kill()
-                WARM._zygote._process.wait()
+                WARM.zygote()._process.kill()
+                WARM.zygote()._process.wait()
         result = run.result()
     assert_same(result, recipe.train(engine="inline"))
 

@@ -1,4 +1,4 @@
-"""XLA's threads are the recipe's; who uses torch never imports jax; the automatic engine stays in this process."""
+"""XLA's threads are the recipe's; who uses torch never imports jax."""
 
 import os
 import subprocess
@@ -103,12 +103,31 @@ print(sorted({"jax", "optax"} & {name.split(".")[0] for name in sys.modules}))
     assert ran(told) == ["[]"]
 
 
-def test_the_automatic_engine_stays_here():
-    """Without an engine a jax recipe runs in this process, to the same digest."""
-    recipe = FAMILIES["mlp"].recipe(2)
-    result = recipe.train()
-    assert result.workers == 1
-    assert result.digest == recipe.train(engine="inline").digest
+def test_compiled_programs_are_cleared_away(tmp_path):
+    """However the process that starts workers ends, its folder goes with it, and it says nothing."""
+    told = f"""
+import os, tempfile, jax, phalanx
+from phalanx.engines.launch import WARM
+tempfile.tempdir = {str(tmp_path)!r}
+seen = []
+def count():
+    phalanx.close()
+    seen.append(len(os.listdir(tempfile.tempdir)))
+WARM.zygote()
+seen.append(len(os.listdir(tempfile.tempdir)))
+count()  # not awake yet
+WARM.zygote()._ask({{"end": 0}})
+WARM.zygote()._process.terminate()
+WARM.zygote()._process.wait()
+count()
+WARM.zygote()
+while not WARM.awake:
+    pass
+count()  # nobody took its greeting
+print(*seen)
+"""
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, timeout=100)
+    assert (done.stdout.split(), done.stderr) == (["1", "0", "0", "0"], "")
 
 
 @pytest.mark.parametrize("name", ["mlp", "dropout"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import http.client
 import math
 import pathlib
 import urllib.request
@@ -84,7 +85,7 @@ def _present(folder: pathlib.Path, name: str) -> pathlib.Path:
     try:
         with urllib.request.urlopen(address, timeout=SECONDS) as answer:
             content = answer.read()
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         raise UsageError(
             f"{folder} has no {name} or {name}.gz, and {address} cannot be reached ({error}); put the four files "
             "there, give another folder with --data DIR, or use --digits, which needs no network"

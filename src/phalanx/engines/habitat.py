@@ -43,7 +43,8 @@ def inhabit(place: dict[str, Any]) -> None:
     filters: Any = warnings.filters  # last: what is imported above may put its own first
     filters[:] = list(_known_filters(place["filters"]))
     warnings._filters_mutated()  # type: ignore[attr-defined]
-    if "jax" in place["numeric"]:  # what one worker writes another may be reading
+    ours = "JAX_COMPILATION_CACHE_DIR" not in place["environment"]
+    if ours and "jax" in place["numeric"]:  # what one worker writes another may be reading
         warnings.filterwarnings("ignore", message="Error reading persistent compilation cache")
 
 

@@ -1,6 +1,6 @@
 """Starting worker processes: the caller's side of the zygote, and of each worker.
 
-The caller's process is never forked. One zygote per interpreter is kept warm between runs; ``close`` ends it.
+The caller's process is never forked. Zygotes are kept warm between runs; ``close`` ends it.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -27,7 +29,7 @@ sys.path[:] = {path!r}
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: until everything is imported
 from phalanx.engines.zygote import main
-main({fd}, {parent}, jax={jax})
+main({fd}, {parent}, {cache!r})
 """
 MESSAGE_BYTES = 4096
 FAREWELL_SECONDS = 3.0
@@ -38,9 +40,14 @@ class Zygote:
     """The caller's side of a zygote: a request, an answer, one at a time.
 
     Its start takes as long as importing the framework, but does not wait for that; the first worker does.
+
+    Parameters
+    ----------
+    jax : bool
+        Whether its workers will need jax. They share what they compile in a folder that is gone afterwards.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, jax: bool) -> None:
         if not sys.executable:
             raise UsageError(
                 "worker processes need the Python interpreter, and sys.executable is empty here; set it, or use "
@@ -50,7 +57,8 @@ class Zygote:
         self._lock = threading.Lock()
         self.owner = os.getpid()
         path = [entry for entry in sys.path if isinstance(entry, str)]
-        code = START.format(path=path, fd=theirs.fileno(), parent=self.owner, jax="jax" in sys.modules)
+        self._cache = tempfile.mkdtemp(prefix="phalanx-") if jax else None
+        code = START.format(path=path, fd=theirs.fileno(), parent=self.owner, cache=self._cache)
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         self._process = subprocess.Popen(
             [sys.executable, *flags, "-c", code],
@@ -93,6 +101,8 @@ class Zygote:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+            if self._cache is not None:
+                shutil.rmtree(self._cache, ignore_errors=True)
 
     def _ask(self, request: dict[str, int], fds: Sequence[int] = ()) -> tuple[dict[str, Any], list[int]]:
         with self._lock:
@@ -207,37 +217,38 @@ class Hand:
 
 
 class Warm:
-    """What is kept for the next run: one zygote."""
+    """What is kept for the next run: a zygote, and one more if jax was imported when there was one without."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._zygote: Zygote | None = None
+        self._zygotes: dict[bool, Zygote] = {}
 
     def zygote(self) -> Zygote:
         """The zygote, started if there is none."""
         with self._lock:
-            if self._zygote is None or not self._zygote.usable:
-                self._drop()
-                self._zygote = Zygote()
+            jax = "jax" in sys.modules
+            if jax not in self._zygotes or not self._zygotes[jax].usable:
+                self._drop(jax)
+                self._zygotes[jax] = Zygote(jax=jax)
                 atexit.unregister(self.close)
                 atexit.register(self.close)
-            return self._zygote
+            return self._zygotes[jax]
 
     @property
     def awake(self) -> bool:
         """Whether a worker would start at once."""
-        zygote = self._zygote
+        zygote = self._zygotes.get("jax" in sys.modules)
         return zygote is not None and zygote.usable and zygote.awake
 
     def close(self) -> None:
         """End what is kept."""
         with self._lock:
-            self._drop()
+            for jax in list(self._zygotes):
+                self._drop(jax)
 
-    def _drop(self) -> None:
-        if self._zygote is not None:
-            self._zygote.close()
-            self._zygote = None
+    def _drop(self, jax: bool) -> None:
+        if jax in self._zygotes:
+            self._zygotes.pop(jax).close()
 
 
 WARM = Warm()

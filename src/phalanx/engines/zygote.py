@@ -15,6 +15,7 @@ import io
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -22,25 +23,27 @@ from collections.abc import Sequence
 
 from phalanx.engines import worker
 from phalanx.engines.heap import keep_freed
-from phalanx.frameworks.opening import prepared_process
+from phalanx.frameworks.opening import prepare_process
 
 PR_SET_PDEATHSIG, PR_SET_TIMERSLACK = 1, 29
 MESSAGE_BYTES = 4096
 DESCRIPTORS = 8  # channel, output, errors, habitat, parcel, arena, mailbox, orders
 
 
-def main(fd: int, parent: int, *, jax: bool) -> None:
-    """Serve ``parent`` over ``fd`` until it ends; never returns. ``jax``: workers will need that."""
+def main(fd: int, parent: int, cache: str | None) -> None:
+    """Serve ``parent`` over ``fd`` until it ends; never returns. ``cache``: where jax keeps programs; None: no jax."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     watched = [fd, *_pidfd(parent)]
     if os.getppid() == parent:
-        with prepared_process(jax=jax):
-            gc.collect()
-            gc.freeze()  # what is shared with workers stays shared, and their own objects are found quickly
-            if sys.platform == "linux":
-                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)  # bound to a thread that may end; from here on we watch
-            with socket.socket(fileno=fd) as server:
-                Nursery(server, watched).serve()
+        prepare_process(cache)
+        gc.collect()
+        gc.freeze()  # what is shared with workers stays shared, and their own objects are found quickly
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)  # bound to a thread that may end; from here on we watch
+        with socket.socket(fileno=fd) as server:
+            Nursery(server, watched).serve()
+    if cache is not None:  # the parent may have had no time to
+        shutil.rmtree(cache, ignore_errors=True)
     os._exit(0)
 
 
@@ -65,6 +68,12 @@ class Nursery:
 
     def serve(self) -> None:
         """Answer requests until the parent ends; then end all workers."""
+        with contextlib.suppress(ConnectionResetError):  # it closed its end before it read an answer
+            self._answer_all()
+        for pid in list(self._alive):
+            self._end(pid)
+
+    def _answer_all(self) -> None:
         self._server.send(b"{}")
         while True:
             ready = {fd for fd, _ in self._poller.poll()}
@@ -76,8 +85,6 @@ class Nursery:
                 if not message:
                     break
                 self._answer(json.loads(message), fds)
-        for pid in list(self._alive):
-            self._end(pid)
 
     def _answer(self, request: dict[str, int], fds: Sequence[int]) -> None:
         if "end" in request:

@@ -5,9 +5,8 @@ What ``make_model`` returns decides: a ``torch.nn.Module``, or a tree of jax arr
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from phalanx.contracts import Framework
@@ -54,20 +53,20 @@ def digest(model: Any, optimizer: Any = None, step: int | None = None) -> str:
     return torch_state.digest(model, optimizer, step)
 
 
-@contextlib.contextmanager
-def prepared_process(*, jax: bool) -> Iterator[None]:
-    """Import, in a process of our own, what workers will need; no array is made. They are forked inside."""
+def prepare_process(cache: str | None) -> None:
+    """Import, in a process of our own, what workers will need; no array is made.
+
+    ``cache``: a folder for what jax compiles; None if jax is not needed.
+    """
     import phalanx.frameworks.torch.adapter
     from phalanx.frameworks.torch import process
 
     process.without_compiler()
-    with contextlib.ExitStack() as exits:
-        if jax:
-            import phalanx.frameworks.jax.adapter  # noqa: F401
-            from phalanx.frameworks.jax.process import compiled_once
+    if cache is not None:
+        import phalanx.frameworks.jax.adapter  # noqa: F401
+        from phalanx.frameworks.jax.process import share_programs
 
-            exits.enter_context(compiled_once())
-        yield
+        share_programs(cache)
 
 
 def numeric_environment(framework: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from phalanx import generators
 from phalanx.contracts import Computed, Exported, Source
@@ -133,7 +134,10 @@ class Jax:
     def _begun(self, params: Any, key: int, share: Share) -> Callable[[], Computed]:
         """Begin to compute a gradient where ``params`` are; what is returned waits for it, or raises."""
         try:
-            return self._forward.begun(params, self._batch(key, share), key)
+            batch = self._batch(key, share)
+            if self._others:  # the next is made while this one is in use, maybe in the same memory
+                batch = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, batch)
+            return self._forward.begun(params, batch, key)
         except Exception as error:
             return functools.partial(_failed, error)
 

@@ -6,16 +6,20 @@ count or a random key depends on no gradient, and is kept by all.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.interpreters import partial_eval
 
 Sources = frozenset[int]  # numbers of inputs
 
 CALLS = {"jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
 NOTHING: Sources = frozenset()
+ADDRESS = re.compile("0x[0-9a-f]+")  # of functions, in the text of a program
 
 
 def users(update: Callable[..., Any], gradient: Sequence[Any], params: Sequence[Any], state: Sequence[Any]) -> Any:
@@ -35,7 +39,6 @@ def users(update: Callable[..., Any], gradient: Sequence[Any], params: Sequence[
     count = len(params)
     traced = jax.make_jaxpr(update)(list(gradient), list(params), list(state))
     sources = flow(traced, [frozenset([number]) for number in range(len(traced.jaxpr.invars))])
-    first = 2 * count  # inputs before are gradients, then parameters
     reach = [NOTHING] * len(state)  # the parameters that have a say in each leaf of the state
     while True:
         before = list(reach)
@@ -46,8 +49,21 @@ def users(update: Callable[..., Any], gradient: Sequence[Any], params: Sequence[
         return None
     if any(len(found) > 1 for found in reach):
         return None
-    assert first + len(state) == len(traced.jaxpr.invars)
     return [next(iter(found), -1) for found in reach]
+
+
+def part(
+    update: Callable[..., Any], params: Sequence[Any], state: Sequence[Any], outputs: Sequence[int]
+) -> tuple[str, list[bool], list[bytes]]:
+    """What of an update leads to some of its outputs: operations, the inputs that go in, and constants.
+
+    It is equal for other shapes of the rest where nothing depends on those, not even a number in the program.
+    """
+    traced = jax.make_jaxpr(update)(list(params), list(params), list(state))
+    chosen = set(outputs)
+    needed = [number in chosen for number in range(len(traced.jaxpr.outvars))]
+    slice_, used = partial_eval.dce_jaxpr(traced.jaxpr, needed)
+    return ADDRESS.sub("", str(slice_)), used, [np.asarray(constant).tobytes() for constant in traced.consts]
 
 
 def _reached(sources: Sources, count: int, reach: Sequence[Sources]) -> Sources:

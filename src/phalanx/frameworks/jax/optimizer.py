@@ -42,7 +42,7 @@ class Update:
     def __init__(self, definition: Definition) -> None:
         self._transformation = build(definition)
         self._apply = jax.jit(self._updated)
-        self._part: Part | None = None
+        self._part: Callable[[Gradient], None] | None = None
         self.lr = definition.lr if definition.optimizer is None else math.nan
 
     def begin(self, params: Any) -> Any:
@@ -63,7 +63,7 @@ class Update:
     def step(self, state: State, gradient: Gradient) -> None:
         """Take the state to the next; returns when it is computed."""
         if self._part is not None:
-            self._part.step(gradient)
+            self._part(gradient)
             return
         tree = jax.tree.unflatten(self._of_params, gradient)
         state.params, state.optimizer = jax.block_until_ready(self._apply(tree, state.optimizer, state.params))
@@ -76,15 +76,20 @@ class Update:
         return users
 
     def fits(self, owned: Sequence[int], held: Sequence[int]) -> bool:
-        """Whether the state for these parameters is the same where all others are small."""
+        """Whether these parameters and leaves of the state are updated alike where all other parameters are small."""
+        outputs = [*owned, *(len(self._params) + index for index in held)]
         try:
-            small = _specs(self._small_state(owned))
+            params, state = jax.tree.leaves(self._small(owned)), jax.tree.leaves(self._small_state(owned))
+            small = coupling.part(self._of_leaves, params, state, outputs)
         except Exception:  # the optimizer wants certain shapes
             return False
-        return len(small) == len(self._state) and all(small[index] == self._state[index] for index in held)
+        return small == coupling.part(self._of_leaves, self._params, self._state, outputs)
 
     def restrict(self, owned: Sequence[int], held: Sequence[int], params: Any, state: Any, homes: Any) -> None:
         """From here on update these parameters and leaves of the state only, in arrays that lie in ``homes``."""
+        if not owned:
+            self._part = _nothing
+            return
         small = [jnp.zeros(spec.shape, spec.dtype) for spec in jax.tree.leaves(self._small(owned))]
         small_state = [
             None if index in held else jnp.zeros(spec.shape, spec.dtype)
@@ -93,7 +98,8 @@ class Update:
         fixed = jax.tree.unflatten(self._of_params, _with(small, owned, params))
         fixed_state = jax.tree.unflatten(self._of_state, _with(small_state, held, state))
         spread = functools.partial(_with, small, owned)
-        self._part = Part(self._apply, spread, self._of_params, fixed, fixed_state, list(owned), list(held), homes)
+        part = Part(self._apply, spread, self._of_params, fixed, fixed_state, list(owned), list(held), homes)
+        self._part = part.step
 
     def _small(self, owned: Sequence[int]) -> Any:
         """The parameters' shapes, those of others cut down: the program stays the same, and so do its bits."""
@@ -119,7 +125,7 @@ class Update:
 
     def _updated(self, gradient: Any, state: Any, params: Any) -> tuple[Any, Any]:
         updates, state = self._transformation.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state
+        return optax.apply_updates(params, updates), jax.tree.map(strong, state)
 
 
 @dataclass(frozen=True)
@@ -141,13 +147,15 @@ class Part:
 
     def step(self, gradient: Gradient) -> None:
         """Take it to the next step."""
-        if not self.owned:
-            return
         tree = jax.tree.unflatten(self.structure, self.spread([gradient[index] for index in self.owned]))
         params, state = map(jax.tree.leaves, self.apply(tree, self.state, self.params))
         found = [*(params[index] for index in self.owned), *(state[index] for index in self.held)]
         for home, leaf in zip(self.homes, found, strict=True):
             home[...] = plain(leaf)
+
+
+def _nothing(gradient: Gradient) -> None:
+    """All parameters are updated by others."""
 
 
 def _with(leaves: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:

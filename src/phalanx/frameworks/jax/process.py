@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -18,19 +15,14 @@ PLAIN = (bool, int, float, str, type(None))
 ELSEWHERE = {"jax_num_cpu_devices", "jax_platforms", "jax_platform_name", CACHE, SECONDS, BYTES}
 
 
-@contextlib.contextmanager
-def compiled_once() -> Iterator[None]:
-    """Inside, processes that are forked share what they compile: a worker that replaces another starts at once.
+def share_programs(folder: str) -> None:
+    """From here on, processes that are forked keep what they compile in a folder, unless the environment names one.
 
-    In a folder that nobody else can read, and that is gone afterwards; one that the environment names is left alone.
+    So a worker that takes another's place starts at once.
     """
-    if jax.config.values[CACHE] is not None:
-        yield
-        return
-    with tempfile.TemporaryDirectory(prefix="phalanx-", ignore_cleanup_errors=True) as folder:
+    if jax.config.values[CACHE] is None:
         for name, value in ((CACHE, folder), (SECONDS, 0.0), (BYTES, -1)):  # all that is compiled
             jax.config.update(name, value)
-        yield
 
 
 def settings() -> dict[str, Any]:

@@ -1,0 +1,25 @@
+"""An automatic engine that moves as soon as it can."""
+
+from phalanx.engines import auto
+from phalanx.engines.launch import WARM
+from phalanx.frameworks.opening import open_framework
+
+
+def hurry(monkeypatch, recipe):
+    """Let runs of such recipes move to two workers after their first steps."""
+    monkeypatch.setattr(auto, "START_SECONDS", 0.0)
+    monkeypatch.setattr(type(open_framework(recipe).sharing), "moving_seconds", -1.0)
+    monkeypatch.setattr("phalanx.engines.opening.usable_cores", lambda: 2)
+    WARM.zygote()._ask({"end": 0})  # returns when it is awake
+
+
+def turn_back(monkeypatch):
+    """Let workers seem slower than one process."""
+    monkeypatch.setattr(auto.Auto, "_alone", property(lambda self: -1.0, lambda self, value: None), raising=False)
+
+
+def moves(recipe, **options):
+    """How many workers each step had, and the result."""
+    with recipe.start(**options) as run:
+        counts = [run._engine.workers for _ in run]
+    return counts, run.result()
