@@ -117,12 +117,37 @@ def _data(source: Columns | Samples | None) -> Any:
     return f"{shapes}, sampled {hashed.hexdigest()[:16]}"
 
 
+def hashed(batch: Any) -> bytes:
+    """32 bytes that are equal for equal batches: containers, arrays and tensors, and what else they hold as text."""
+    found = hashlib.sha256()
+    for piece in _pieces(batch):
+        found.update(piece)
+    return found.digest()
+
+
+def _pieces(value: Any) -> Iterator[bytes]:
+    if isinstance(value, (list, tuple, dict)):
+        items = list(value.items()) if isinstance(value, dict) else value
+        yield f"{len(items)} in a {type(value).__name__}".encode()
+        for item in items:
+            yield from _pieces(item)
+    elif hasattr(value, "dtype") and hasattr(value, "shape"):
+        yield f"{value.dtype}{list(value.shape)}".encode()
+        yield _content(value)
+    else:
+        yield (repr(value) if _is_plain(value) else type(value).__qualname__).encode()
+
+
+def _content(array: Any) -> bytes:
+    """The bytes of an array or tensor."""
+    try:
+        return np.ascontiguousarray(np.asarray(array)).tobytes()
+    except (TypeError, RuntimeError):  # what numpy has no dtype for, or does not read
+        return repr(array.tolist()).encode()
+
+
 def _sampled(source: Columns) -> Iterator[bytes]:
     rows = np.unique(np.linspace(0, len(source) - 1, SAMPLED).astype(np.int64))
     for array in source.arrays:
         for row in rows:
-            item = array[int(row)]
-            try:
-                yield np.ascontiguousarray(np.asarray(item)).tobytes()
-            except (TypeError, RuntimeError):  # what numpy has no dtype for, or does not read
-                yield repr(item.tolist()).encode()
+            yield _content(array[int(row)])

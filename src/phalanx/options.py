@@ -14,6 +14,7 @@ from phalanx import checks
 from phalanx.errors import UsageError
 from phalanx.evaluation import Evaluation
 from phalanx.events import StepReport
+from phalanx.hosts import presence
 
 
 class Options(TypedDict, total=False):
@@ -119,15 +120,16 @@ def _checked_workers(workers: Any, replicas: int) -> int | None:
 def _check_engine(engine: Any, workers: int | None, devices: tuple[str, ...]) -> None:
     checks.choice("engine", engine, ("auto", "inline", "processes", "distributed"))
     several = workers is not None and workers > 1
+    spawns = engine in ("processes", "distributed") or several or (engine == "auto" and presence.several())
     if engine == "inline" and several:
         raise UsageError(f"workers is {workers}, but engine='inline' is one worker; use engine='processes' or 'auto'")
     elsewhere = [name for name in devices if name != "cpu"]
-    if (engine == "processes" or several) and elsewhere:
+    if spawns and elsewhere:
         raise UsageError(
             f"devices names {elsewhere[0]!r}, but worker processes compute on the CPU in this version; use workers=1 "
-            "there"
+            "and one process there"
         )
-    if (engine == "processes" or several) and not hasattr(select, "poll"):
+    if spawns and not hasattr(select, "poll"):
         raise UsageError("worker processes need Linux or macOS; use engine='inline' (same answer)")
 
 

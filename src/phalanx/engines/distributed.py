@@ -1,12 +1,12 @@
 """The distributed engine: this host's part of a run over several, in worker processes of its own.
 
 Every process of the world does the same steps, and has the whole state; what hosts need of each other their workers
-exchange (``hosts.across``). A host that is lost ends the run everywhere, with an error that names it.
+exchange (``hosts.across``). Who is lost, or leaves the run, ends it everywhere, with an error that names it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.contracts import Course, Framework
@@ -15,9 +15,9 @@ from phalanx.engines.deadline import Deadline
 from phalanx.engines.processes import Processes
 from phalanx.errors import UsageError
 from phalanx.events import StepReport
-from phalanx.fingerprint import fingerprint
+from phalanx.fingerprint import fingerprint, hashed
 from phalanx.frameworks.opening import open_framework, recorded_environment
-from phalanx.hosts.across import SeveredError
+from phalanx.hosts.gloo import SeveredError
 from phalanx.hosts.world import World
 from phalanx.plan.placement import hosts
 from phalanx.state.wire import packed, unpacked
@@ -48,27 +48,46 @@ class Distributed(Processes):
         self.workers = workers * world.size
 
     def advance(self, batch: Any, horizon: int) -> StepReport:
-        """See ``contracts.Engine.advance``."""
+        """See ``contracts.Engine.advance``. Whatever is raised ends the run, here and in all other processes."""
+        self._check_able()
+        step = len(self.course.loss_history)
         try:
+            if batch is not None:
+                self._check_batch(step, batch)
             return super().advance(batch, horizon)
         except SeveredError as error:
-            step = len(self.course.loss_history)
             failure = self._world.lost(error, step)
             self._ended, self._lost = str(failure), True
             raise failure from error
+        except BaseException as error:
+            self._world.tell(f"{type(error).__name__}: {error}")
+            self.close()
+            self._ended = f"{type(error).__name__} ({error}) at step {step}, and others do not wait for it"
+            raise
 
     def close(self) -> None:
         """Take the state home, end the workers, leave the world."""
+        if not self._closed and not self._ended:
+            self._world.tell(f"it was closed after {len(self.course.loss_history)} steps")
         try:
             super().close()
         finally:
             self._world.close()
 
+    def _check_batch(self, step: int, batch: Any) -> None:
+        """Every process must bring the same batch, as each computes its replicas' shares of it."""
+        odd = self._world.odd_one(hashed(batch))
+        if odd is not None:
+            raise UsageError(
+                f"the batch of step {step} is another in process {odd} than in process 0; every process brings the "
+                "whole batch, and phalanx takes from it what its replicas need"
+            )
+
 
 def open_distributed(
     definition: Definition,
     workers: int | None,
-    cores: int,
+    cores: Sequence[int],
     seconds: float | None,
     begin: Callable[[Framework], Course],
 ) -> Distributed:
@@ -87,15 +106,31 @@ def open_distributed(
             raise UsageError(
                 f"there are {world.size} processes, but {definition.replicas} replicas to compute; start fewer"
             )
-        facts = {"recipe": fingerprint(definition), "environment": recorded_environment()}
-        wanted = cores // world.here() if workers is None else workers // world.size
-        count = world.agree(facts, max(1, min(wanted, definition.replicas // world.size)))
         framework = open_framework(definition, ["cpu"])
+        room = world.agree(_facts(definition, framework, workers), cores)
+        count = max(1, min(room if workers is None else workers // world.size, definition.replicas // world.size))
         course = _same_start(world, framework, begin)
         return Distributed(definition, framework, course, world, count)
-    except BaseException:
+    except SeveredError as error:
+        failure = world.lost(error, 0)
+        world.close()
+        raise failure from error
+    except BaseException as error:
+        world.tell(f"{type(error).__name__}: {error}")
         world.close()
         raise
+
+
+def _facts(definition: Definition, framework: Framework, workers: int | None) -> dict[str, Any]:
+    """What has to be the same in all processes."""
+    with framework.environment:
+        own = framework.snapshots.capture(copy=False).facts.get("environment", {})
+    return {
+        "recipe": fingerprint(definition),
+        "steps": None if definition.data is None else definition.plan.steps,
+        "workers": workers,
+        "environment": {**recorded_environment(), **own},
+    }
 
 
 def _same_start(world: World, framework: Framework, begin: Callable[[Framework], Course]) -> Course:

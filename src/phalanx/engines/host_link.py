@@ -7,13 +7,14 @@ on every host does the same, so that nothing else has to be told.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from phalanx.contracts import Part, Vector
-from phalanx.engines.link import ArenaLink
+from phalanx.engines.link import ArenaLink, union
 from phalanx.hosts.across import CHECK_STEPS, WORD, Across, Meeting
 from phalanx.plan.placement import added
 
@@ -32,10 +33,13 @@ class HostLink(ArenaLink):
     def __init__(self, meeting: Meeting, *arguments: Any) -> None:
         super().__init__(*arguments)
         framework, _, plan, placement, arena, *_ = arguments
-        across = Across(meeting, self._worker, placement.replicas, framework.sharing.count)
+        blanks = [self._slots.blank(index) for index in range(framework.sharing.count)]  # memory that is never touched
+        across = Across(meeting, self._worker, placement.replicas, blanks)
         self._across = across
         self._owned = [index for index, owner in enumerate(plan.layout.owners) if owner == self._worker]
         self._step = 0
+        carried = self._shard.luggage if self._worker == 0 else []
+        self._luggage = carried or [[memoryview(bytearray())]] * placement.replicas  # pieces, and which of them changed
         self._block = range(placement.blocks[0].start, placement.blocks[-1].stop)
         self._groups = [
             [position for position, node in enumerate(self._nodes) if _first(node) in _covered(whole)]
@@ -51,8 +55,14 @@ class HostLink(ArenaLink):
     def exchange(self, parts: Sequence[Part]) -> list[Part]:
         """See ``contracts.Link.exchange``."""
         mine = super().exchange(parts)[self._block.start : self._block.stop]
-        checksum = sum(int(words.sum()) for words in self._weights) if self._step % CHECK_STEPS == 0 else 0
-        self._parts, self._masks = self._across.exchange(self._step, _signed(checksum), mine, self._host_masks())
+        due = self._weights if self._step % CHECK_STEPS == 0 else []
+        checksum = int(np.array([words.sum() for words in due], np.int64).sum())  # modulo 2**64
+        notes = [bytes(flags) for *_, flags in self._luggage[self._block.start : self._block.stop]]
+        self._parts, self._masks, notes = self._across.exchange(self._step, checksum, mine, self._host_masks(), notes)
+        for (*_, flags), note in zip(self._luggage, notes, strict=True):
+            flags[:] = note
+        changed = [list(itertools.compress(pieces, flags)) for *pieces, flags in self._luggage]
+        self._across.spread(changed)
         return self._parts
 
     def mean(self, weight: float) -> Vector:
@@ -62,15 +72,9 @@ class HostLink(ArenaLink):
             self._slots.fold([vector if at in group else None for at, vector in enumerate(vectors)], self._within, 1.0)
             for group in self._groups
         ]
-        total = self._across.total(sums, self._masks, self._slots.blank, self._owned)
-        self._there = _union(self._masks)
+        total = self._across.total(sums, self._masks, self._owned)
+        self._there = union(self._masks)
         return self._slots.fold([total], _alone, weight)
-
-    def commit(self, step: int, gradient: Vector | None) -> None:
-        """See ``contracts.Link.commit``."""
-        if gradient is not None and self._worker == 0 and self._shard.luggage:
-            self._across.spread(self._shard.luggage)
-        super().commit(step, gradient)
 
     def _host_masks(self) -> list[bytes]:
         """Which gradients each of this host's sums has: those that any of its workers' has."""
@@ -91,13 +95,3 @@ def _covered(node: tuple[int, int]) -> range:
 
 def _alone(there: tuple[int, ...]) -> Sequence[tuple[int, int]]:
     return ()
-
-
-def _union(masks: Sequence[bytes]) -> list[int] | None:
-    """Which parameters have a gradient anywhere; None for all."""
-    found = np.frombuffer(b"".join(masks), np.uint8).reshape(len(masks), -1).max(0)
-    return None if found.all() else np.flatnonzero(found).tolist()
-
-
-def _signed(checksum: int) -> int:
-    return (checksum + (1 << 63)) % (1 << 64) - (1 << 63)

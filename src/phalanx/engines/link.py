@@ -179,7 +179,7 @@ class ArenaLink:
                 if worker != self._worker:
                     entries = zip(self._slots.peer(worker, number - 1), mask, strict=True)
                     views[-1] = [entry if there else None for entry, there in entries]
-        return views, _union(masks)
+        return views, union(masks)
 
     def _add(self, left: Held, right: Held) -> Held:
         return Held(left.number, self._slots.add(left.vector, right.vector, self._homes[left.number]))
@@ -192,7 +192,7 @@ class ArenaLink:
             self._slots.live_in(self._homes[self._free])
 
 
-def _union(masks: Sequence[bytes]) -> list[int] | None:
+def union(masks: Sequence[bytes]) -> list[int] | None:
     """Which parameters have a gradient in any of the partial sums; None for all."""
     if any(0 not in mask for mask in masks):
         return None

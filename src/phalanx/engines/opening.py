@@ -35,7 +35,7 @@ def open_engine(
     if distributes(engine):
         from phalanx.engines.distributed import open_distributed  # loads what speaks to networks
 
-        return open_distributed(definition, workers, usable_cores(), deadline_seconds, begin)
+        return open_distributed(definition, workers, processors(), deadline_seconds, begin)
     deadline = Deadline(deadline_seconds)
     count = workers or min(definition.replicas, usable_cores())
     here = count == 1 or set(devices) - {"cpu"} or not CAPABLE
@@ -55,6 +55,11 @@ def distributes(engine: str) -> bool:
     return engine == "distributed" or (engine == "auto" and several())
 
 
+def processors() -> list[int]:
+    """Those that this process may run on."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
 def usable_cores() -> int:
-    """Processors that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """How many they are."""
+    return len(processors())

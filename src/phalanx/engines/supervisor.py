@@ -114,6 +114,8 @@ class Supervisor:
         """
         while not self._whole():
             self._control.words[words_of.TROUBLE] = 1  # the others leave the step
+            if not self._placement.whole and self._crew.deaths:
+                self._ledger.fell(self._crew.deaths, self._crew.started)  # raises: nobody waits for other hosts
             self._crew.wait(lambda: self._control.all_idle(self._crew.alive), LONG)
             if not self._placement.whole and self._errors():
                 raise self._errors()[0].content  # no step can be done again without the other hosts

@@ -7,34 +7,26 @@ all. That is the traffic of a ring, 2 N (H - 1) / H elements per host, where eac
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import os
-import re
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import distributed as dist
-from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import PrefixStore
 
 from phalanx.contracts import Part
-from phalanx.errors import RunError
-from phalanx.hosts.slices import Mask, array_of, chunks, stretches, tensor_of
+from phalanx.hosts.gloo import TCP, Gloo, SeveredError
+from phalanx.hosts.slices import Mask, Run, array_of, chunks, stretches, tensor_of
 from phalanx.plan.placement import added, remaining
 
-INTERFACE = "GLOO_SOCKET_IFNAME"
 CHECK_STEPS = 100  # how often hosts compare the sums of their weights
 HEADER = ("run", "step", "weights")
 WORD = 8
 ROW = len(Part._fields)
-GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-
-
-class SeveredError(RunError):
-    """The connection to another host is gone, or what came over it is not of this run."""
+PATTERNS = 64  # of which gradients are there
 
 
 @dataclass(frozen=True)
@@ -48,11 +40,11 @@ class Meeting:
     run : int
         The run's number, drawn by rank 0.
     rank : int
-        This host's place among ``blocks``.
+        This process's place among ``blocks``.
     blocks : tuple of range
-        The replicas of each host.
+        The replicas of each process.
     seconds : float
-        How long to wait for another host.
+        How long to wait for another one.
     interface : str
         The network interface to use; "" leaves the choice to torch.
     """
@@ -72,24 +64,26 @@ class Across:
     ----------
     meeting : Meeting
     worker : int
-    replicas, count : int
-        R, and the number of parameters.
+    replicas : int
+        R.
+    blanks : sequence of arrays
+        Shaped as the parameters' gradients, with any content; tensors, or numpy arrays.
     """
 
-    def __init__(self, meeting: Meeting, worker: int, replicas: int, count: int) -> None:
+    def __init__(self, meeting: Meeting, worker: int, replicas: int, blanks: Sequence[Any]) -> None:
         self._run = meeting.run
         self._rank = meeting.rank
         self._blocks = meeting.blocks
         self._replicas = replicas
-        self._count = count
+        self._blanks = blanks
+        self._like = [tensor_of(blank) for blank in blanks]
         self._nodes = [remaining(replicas, block) for block in meeting.blocks]
         self._rooms: dict[Any, torch.Tensor] = {}
+        self._runs = functools.lru_cache(PATTERNS)(self._runs_of)
         limit = datetime.timedelta(seconds=meeting.seconds)
-        store = dist.TCPStore(*meeting.address, is_master=False, timeout=limit)  # pyright: ignore[reportPrivateImportUsage]
-        place = c10d.PrefixStore(f"phalanx/{meeting.run}/worker {worker}", store)
-        size = len(meeting.blocks)
-        with bound(meeting.interface):
-            self._call(dist.init_process_group, "gloo", store=place, rank=meeting.rank, world_size=size, timeout=limit)
+        store = TCP(*meeting.address, is_master=False, timeout=limit)
+        place = PrefixStore(f"phalanx/{meeting.run}/worker {worker}", store)
+        self._gloo = Gloo(place, meeting.rank, len(meeting.blocks), meeting.seconds, meeting.interface)
 
     @property
     def nodes(self) -> list[tuple[int, int]]:
@@ -97,35 +91,48 @@ class Across:
         return self._nodes[self._rank]
 
     def exchange(
-        self, step: int, weights: int, parts: Sequence[Part], masks: Sequence[Mask]
-    ) -> tuple[list[Part], list[Mask]]:
-        """Give this host's parts, and which gradients each of its nodes has; get everybody's, in replica order.
+        self, step: int, weights: int, parts: Sequence[Part], masks: Sequence[Mask], notes: Sequence[bytes]
+    ) -> tuple[list[Part], list[Mask], list[bytes]]:
+        """Give this host's parts, which gradients each of its nodes has, and notes; get everybody's, in replica order.
 
-        ``weights`` is a checksum of what this worker owns, compared every CHECK_STEPS steps.
+        Parameters
+        ----------
+        step : int
+        weights : int
+            A checksum of what this worker owns, compared every CHECK_STEPS steps.
+        parts : sequence of Part
+            One per replica of this host.
+        masks : sequence of bytes
+            One per node of this host.
+        notes : sequence of bytes
+            One per replica, all of one length.
         """
-        most, most_nodes = max(map(len, self._blocks)), max(map(len, self._nodes))
+        hosts, most, most_nodes = len(self._blocks), max(map(len, self._blocks)), max(map(len, self._nodes))
         head = np.array([self._run, step, weights if step % CHECK_STEPS == 0 else 0], np.int64)
         rows = np.zeros((most, ROW))
         rows[: len(parts)] = parts
-        flags = np.zeros((most_nodes, self._count), np.uint8)
+        flags = np.zeros((most_nodes, len(self._like)), np.uint8)
         for row, mask in zip(flags, masks, strict=False):
             row[:] = np.frombuffer(mask, np.uint8)
-        mine = torch.from_numpy(np.frombuffer(head.tobytes() + rows.tobytes() + flags.tobytes(), np.uint8).copy())
-        found = self._room("parts", len(self._blocks) * len(mine), torch.uint8)
-        self._call(GATHER, found, mine)
-        all_parts: list[Part] = []
-        all_masks: list[Mask] = []
-        for rank, message in enumerate(found.numpy().reshape(len(self._blocks), -1)):
-            self._check_head(rank, head, message[: head.nbytes].view(np.int64))
-            table = message[head.nbytes : head.nbytes + rows.nbytes].view(np.float64).reshape(most, ROW)
-            all_parts += [Part._make(row) for row in table[: len(self._blocks[rank])].tolist()]
-            kept = message[head.nbytes + rows.nbytes :].reshape(most_nodes, self._count)
-            all_masks += [row.tobytes() for row in kept[: len(self._nodes[rank])]]
-        return all_parts, all_masks
+        texts = np.zeros((most, len(notes[0])), np.uint8)
+        for row, note in zip(texts, notes, strict=False):
+            row[:] = np.frombuffer(note, np.uint8)
+        pieces = [piece.view(np.uint8).reshape(-1) for piece in (head, rows, flags, texts)]
+        mine = torch.from_numpy(np.concatenate(pieces))
+        found = self._room("parts", hosts * len(mine), torch.uint8)
+        self._gloo.gather(found, mine)
+        told: tuple[list[Part], list[Mask], list[bytes]] = [], [], []
+        cuts = np.cumsum([len(piece) for piece in pieces])[:-1]
+        for rank, message in enumerate(found.numpy().reshape(hosts, -1)):
+            its_head, its_rows, its_flags, its_texts = np.split(message, cuts)
+            self._check_head(rank, head, its_head.view(np.int64))
+            count = len(self._blocks[rank])
+            told[0].extend(Part._make(row) for row in its_rows.view(np.float64).reshape(most, ROW)[:count].tolist())
+            told[1].extend(row.tobytes() for row in its_flags.reshape(flags.shape)[: len(self._nodes[rank])])
+            told[2].extend(row.tobytes() for row in its_texts.reshape(texts.shape)[:count])
+        return told
 
-    def total(
-        self, sums: Sequence[Sequence[Any]], masks: Sequence[Mask], blank: Callable[[int], Any], owned: Sequence[int]
-    ) -> list[Any]:
+    def total(self, sums: Sequence[Sequence[Any]], masks: Sequence[Mask], owned: Sequence[int]) -> list[Any]:
         """Add the sums of all hosts, in the fold's order.
 
         Parameters
@@ -134,72 +141,60 @@ class Across:
             One per node of this host; tensors, or numpy arrays.
         masks : sequence of bytes
             For every node of all hosts, which entries it has.
-        blank : callable
-            An array shaped as a parameter's gradient.
         owned : sequence of int
             The parameters to add up; the same on all hosts.
         """
         there = [index for index in owned if any(mask[index] for mask in masks)]
-        like = {index: tensor_of(blank(index)) for index in there}
-        total: list[Any] = [None] * self._count
-        for dtype in dict.fromkeys(tensor.dtype for tensor in like.values()):
-            chosen = [index for index in there if like[index].dtype == dtype]
-            flat, places = self._summed(sums, masks, chosen, like, dtype)
+        total: list[Any] = [None] * len(self._like)
+        for dtype in dict.fromkeys(self._like[index].dtype for index in there):
+            chosen = tuple(index for index in there if self._like[index].dtype == dtype)
+            flat, places = self._summed(sums, tuple(masks), chosen, dtype)
             for index, place in places.items():
-                tensor = flat.as_strided(like[index].shape, like[index].stride(), place)
-                total[index] = array_of(tensor, blank(index))
+                like = self._like[index]
+                total[index] = array_of(flat.as_strided(like.shape, like.stride(), place), self._blanks[index])
         return total
 
     def spread(self, pieces: Sequence[Sequence[memoryview]]) -> None:
-        """Fill in what other hosts left: ``pieces[replica]`` is memory of one size for every replica."""
-        sizes = [len(piece) for piece in pieces[0]]
-        whole = sum(sizes)
-        most = max(map(len, self._blocks))
-        mine = self._room("mine", most * whole, torch.uint8)
-        for number, replica in enumerate(self._blocks[self._rank]):
-            content = b"".join(pieces[replica])
-            mine[number * whole : (number + 1) * whole] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        found = self._room("left", len(self._blocks) * most * whole, torch.uint8)
-        self._call(GATHER, found, mine)
+        """Fill in what other hosts left: ``pieces[replica]``, some memory for each, as long everywhere."""
+        lengths = [sum(len(piece) for replica in block for piece in pieces[replica]) for block in self._blocks]
+        most = max(lengths)
+        if not most:
+            return
+        content = b"".join(piece for replica in self._blocks[self._rank] for piece in pieces[replica])
+        mine = self._room("mine", most, torch.uint8)
+        mine.numpy()[: len(content)] = np.frombuffer(content, np.uint8)
+        found = self._room("left", len(self._blocks) * most, torch.uint8)
+        self._gloo.gather(found, mine)
         received = memoryview(found.numpy().data)
         for rank, block in enumerate(self._blocks):
-            for number, replica in enumerate(block if rank != self._rank else ()):
-                at = (rank * most + number) * whole
-                for piece, size in zip(pieces[replica], sizes, strict=True):
-                    piece[:] = received[at : at + size]
-                    at += size
+            at = rank * most
+            for piece in (piece for replica in block if rank != self._rank for piece in pieces[replica]):
+                piece[:] = received[at : at + len(piece)]
+                at += len(piece)
 
     def _summed(
-        self,
-        sums: Sequence[Sequence[Any]],
-        masks: Sequence[Mask],
-        chosen: list[int],
-        like: dict[int, torch.Tensor],
-        dtype: torch.dtype,
+        self, sums: Sequence[Sequence[Any]], masks: tuple[Mask, ...], chosen: tuple[int, ...], dtype: torch.dtype
     ) -> tuple[torch.Tensor, dict[int, int]]:
         """The sums of parameters of one dtype, one after another, and where each begins."""
-        hosts, places, size = len(self._blocks), dict[int, int](), 0
-        for index in chosen:
-            places[index] = size
-            size += like[index].numel()
+        hosts, (runs, places, size) = len(self._blocks), self._runs(masks, chosen)
         pieces = chunks(size, hosts, dtype.itemsize)
         whole = sum(hosts * width for _, width in pieces)
         packed = self._room(("packed", dtype), len(sums) * whole, dtype).view(len(sums), -1)
         for row, vector in zip(packed, sums, strict=True):
             for index in chosen:
                 if vector[index] is not None:
-                    view = row.as_strided(like[index].shape, like[index].stride(), row.storage_offset() + places[index])
+                    like = self._like[index]
+                    view = row.as_strided(like.shape, like.stride(), row.storage_offset() + places[index])
                     view.copy_(tensor_of(vector[index]))
         flat = self._room(("flat", dtype), whole, dtype)
         begun = [self._deal(packed[:, start : start + hosts * width], width) for start, width in pieces]
         gathered: list[Any] = []
         for (start, width), (work, _, rows) in zip(pieces, begun, strict=True):
-            self._call(work.wait)
-            mine = self._fold(rows, masks, places, like, start)
-            into = flat[start : start + hosts * width]
-            gathered.append((self._call(GATHER, into.view(torch.uint8), mine.view(torch.uint8), async_op=True), mine))
+            self._gloo.wait(work)
+            mine = _folded(rows, runs, start + self._rank * width)
+            gathered.append((self._gloo.begin_gather(flat[start : start + hosts * width], mine), mine))
         for work, _ in gathered:
-            self._call(work.wait)
+            self._gloo.wait(work)
         return flat, places
 
     def _deal(self, sums: torch.Tensor, width: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
@@ -208,43 +203,36 @@ class Across:
         sent = sums.reshape(len(sums), hosts, width).transpose(0, 1).reshape(-1)
         received = torch.empty(sum(counts), width, dtype=sums.dtype)
         size = width * sums.dtype.itemsize
-        work = self._call(
-            dist.all_to_all_single, received.view(-1).view(torch.uint8), sent.view(torch.uint8),
-            [count * size for count in counts], [len(sums) * size] * hosts, async_op=True,
-        )  # fmt: skip
+        went = [len(sums) * size] * hosts
+        work = self._gloo.begin_exchange(received.view(-1), sent, [count * size for count in counts], went)
         return work, sent, received
 
-    def _fold(
-        self,
-        rows: torch.Tensor,
-        masks: Sequence[Mask],
-        places: dict[int, int],
-        like: dict[int, torch.Tensor],
-        start: int,
-    ) -> torch.Tensor:
-        """Add this host's slice of all partial sums, in a chunk that begins at ``start``; equal masks at once."""
-        width = rows.shape[1]
-        first = start + self._rank * width
+    def _runs_of(self, masks: tuple[Mask, ...], chosen: tuple[int, ...]) -> tuple[list[Run], dict[int, int], int]:
+        """Stretches of parameters with equal masks and how each is added, where each parameter begins, and the end."""
+        places, size = dict[int, int](), 0
+        for index in chosen:
+            places[index] = size
+            size += self._like[index].numel()
         nodes = [node for found in self._nodes for node in found]
-        result = rows[0]
-        for there, begin, end in stretches(masks, places, like):
-            here = slice(max(begin - first, 0), min(end - first, width))
-            if here.start < here.stop:
-                parts = [row[here] for row in rows]
-                for into, other in added(self._replicas, nodes, there):
-                    parts[into].add_(parts[other])
-                if there[0] != 0:
-                    result[here] = parts[there[0]]
-        return result
+        runs = [
+            Run(begin, end, there[0], added(self._replicas, nodes, there))
+            for there, begin, end in stretches(masks, places, self._like)
+        ]
+        return runs, places, size
 
     def _check_head(self, rank: int, mine: np.ndarray, theirs: np.ndarray) -> None:
         for name, ours, other in zip(HEADER, mine.tolist(), theirs.tolist(), strict=True):
             if ours != other:
-                raise SeveredError(
-                    f"host {rank} differs from host {self._rank} in its {name}: {other} there, {ours} here; nothing "
-                    "was updated since. Memory or a library differs between them: compare them, and run again",
-                    step=int(mine[1]),
-                )
+                told = f"process {rank} differs from process {self._rank} in its {name}: {other} there, {ours} here"
+                if name == "weights":
+                    told += (
+                        f" (checksums, compared every {CHECK_STEPS} steps): memory or a library differs between them, "
+                        "and the weights of one are wrong. Compare them, and go on from an earlier snapshot"
+                    )
+                else:
+                    told += "; they do not do the same run: start all of them again"
+                self._gloo.close()
+                raise SeveredError(told, step=int(mine[1]))
 
     def _room(self, name: Any, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory that is used again in every step."""
@@ -253,29 +241,15 @@ class Across:
             room = self._rooms[name] = torch.zeros(size, dtype=dtype)
         return room
 
-    def _call(self, operation: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """What torch.distributed raises means that somebody is gone; connections are closed then, for all to see."""
-        try:
-            return operation(*arguments, **options)
-        except Exception as error:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            raise SeveredError(f"another host cannot be reached: {_short(error)}") from error
 
-
-@contextlib.contextmanager
-def bound(interface: str) -> Iterator[None]:
-    """Inside, torch binds to this network interface, unless the caller named one."""
-    if INTERFACE in os.environ or not interface:
-        yield
-        return
-    os.environ[INTERFACE] = interface
-    try:
-        yield
-    finally:
-        del os.environ[INTERFACE]
-
-
-def _short(error: Exception) -> str:
-    """What torch says, without where in its source, and without advice."""
-    return re.sub(r"\[[^\]]*\.cc:\d+\] ?", "", str(error)).partition(". This is typically")[0].strip()
+def _folded(rows: torch.Tensor, runs: Sequence[Run], first: int) -> torch.Tensor:
+    """A slice of all partial sums, which begins at ``first``, added up; parameters with equal masks at once."""
+    result, width = rows[0], rows.shape[1]
+    for begin, end, into_first, additions in runs:
+        here = slice(max(begin - first, 0), min(end - first, width))
+        if here.start < here.stop:
+            for into, other in additions:
+                rows[into, here].add_(rows[other, here])
+            if into_first:
+                result[here] = rows[into_first, here]
+    return result

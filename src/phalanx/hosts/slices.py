@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,8 +48,17 @@ def _over(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
+class Run(NamedTuple):
+    """A stretch of a sum: where it begins and ends, the node that its sum ends up in, and its additions in order."""
+
+    begin: int
+    end: int
+    first: int
+    additions: Sequence[tuple[int, int]]
+
+
 def stretches(
-    masks: Sequence[Mask], places: dict[int, int], like: dict[int, torch.Tensor]
+    masks: Sequence[Mask], places: dict[int, int], like: Sequence[torch.Tensor]
 ) -> list[tuple[tuple[int, ...], int, int]]:
     """(positions of the nodes that have it, begin, end) of stretches of parameters with equal masks."""
     found: list[tuple[tuple[int, ...], int, int]] = []

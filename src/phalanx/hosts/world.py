@@ -1,4 +1,4 @@
-"""The torch.distributed world that a run lives in: who is there, whether all mean the same run, and who was lost.
+"""The torch.distributed world that a run lives in: who is there, whether all mean the same run, and who left it.
 
 Nothing is unpickled: what processes tell each other is JSON in the world's store, and bytes of known layout.
 """
@@ -7,30 +7,34 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import json
 import os
 import pathlib
 import secrets
 import socket
-import struct
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
 
-from phalanx.errors import RunError, UsageError
-from phalanx.hosts.across import Meeting, SeveredError, bound
+from phalanx.errors import PhalanxError, RunError, UsageError
+from phalanx.hosts import interfaces
+from phalanx.hosts.across import Meeting
+from phalanx.hosts.gloo import TCP, Gloo
 
 SECONDS = 120.0  # to wait for another host; a first step may be compiled meanwhile
 GRACE_SECONDS = 6.0  # until survivors have said that they are there
 STORE_SECONDS = 5.0  # for the store's answer once something is wrong
-SIOCGIFADDR = 0x8915
-LOOPBACK = "lo"
+POLL_SECONDS = 0.05
+LONGEST = 1000  # characters of an error that are told to others
 RUNS = [0]  # of this process, the same in all of them
+STORES: dict[tuple[int, int, str, int], Any] = {}
 
 
 class World:
@@ -48,121 +52,194 @@ class World:
 
     def __init__(self, seconds: float | None) -> None:
         self.seconds = SECONDS if seconds is None else seconds
-        limit = datetime.timedelta(seconds=self.seconds)
-        self._own = not dist.is_initialized()
-        if self._own and "RANK" not in os.environ:
-            raise UsageError(
-                "engine is 'distributed', but this is no process of a torch.distributed world; start it with torchrun, "
-                "srun or the like, or call torch.distributed.init_process_group before"
-            )
-        with bound(_interface_to(os.environ.get("MASTER_ADDR", ""))):
-            self._join(limit)
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
         RUNS[0] += 1
-        base = c10d._get_default_store()
+        base, self.rank, self.size = _world(self.seconds)
         self._tcp = _tcp(base)
         self._store = c10d.PrefixStore(f"phalanx/{RUNS[0]}", base)
+        self._names = [""] * self.size
+        self._gloo: Gloo | None = None
+        self._told = False
         if self.rank == 0:
             self._store.set("run", str(secrets.randbits(62)))
         self.run = int(self._get("run", 0))
 
-    def _join(self, limit: datetime.timedelta) -> None:
-        try:
-            if self._own:
-                dist.init_process_group("gloo", timeout=limit)
-            self._group: Any = dist.new_group(backend="gloo", timeout=limit)
-        except Exception as error:
-            raise RunError(
-                f"the processes of this run did not find each other within {self.seconds:.0f} s: {error}; start all of "
-                "them, and let them reach MASTER_ADDR and MASTER_PORT"
-            ) from error
-
-    def agree(self, facts: Mapping[str, Any], workers: int) -> int:
-        """Make sure that all mean the same recipe in the same environment; returns the least number of workers.
+    def agree(self, facts: Mapping[str, Any], cores: Sequence[int]) -> int:
+        """Make sure that all mean the same recipe in the same environment; returns how many workers each has room for.
 
         Raises
         ------
         UsageError
             A process differs; names it and the field.
+        RunError
+            A process did not come, or has left again.
         """
-        told = {**facts, "host": _host(), "workers": workers}
-        self._store.set(f"facts/{self.rank}", json.dumps(told, default=repr))
+        told = json.loads(json.dumps({**facts, "host": _host(), "cores": list(cores)}, default=repr))
+        self._store.set(f"facts/{self.rank}", json.dumps(told))
         everybody = [json.loads(self._get(f"facts/{rank}", rank)) for rank in range(self.size)]
-        own = json.loads(json.dumps(told, default=repr))
+        self._names = [item["host"].split()[0] for item in everybody]
         for rank, theirs in enumerate(everybody):
-            for name, value in own.items():
-                if name not in ("host", "workers") and theirs.get(name) != value:
-                    raise UsageError(_differing(rank, self.rank, name, theirs.get(name), value))
-        self._together = len({item["host"] for item in everybody}) == 1
-        return min(item["workers"] for item in everybody)
-
-    def here(self) -> int:
-        """How many processes of this world are on this host."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            for name in facts:
+                if theirs.get(name) != told[name]:
+                    raise UsageError(_differing(rank, self.rank, name, theirs.get(name), told[name]))
+        together = len({item["host"] for item in everybody}) == 1
+        self._interface = interfaces.LOOPBACK if together else interfaces.towards(self._tcp[0])
+        place = c10d.PrefixStore("callers", self._store)
+        self._gloo = Gloo(place, self.rank, self.size, self.seconds, self._interface)
+        return min(_room(item, everybody) for item in everybody)
 
     def meeting(self, blocks: Sequence[range]) -> Meeting:
-        """Where this host's workers find those of others."""
-        interface = LOOPBACK if self._together else _interface_to(self._tcp[0])
-        return Meeting(self._tcp, self.run, self.rank, tuple(blocks), self.seconds, interface)
+        """Where this process's workers find those of others."""
+        return Meeting(self._tcp, self.run, self.rank, tuple(blocks), self.seconds, self._interface)
 
     def broadcast(self, content: bytes) -> bytes:
         """Rank 0's bytes for everybody."""
         size = torch.tensor([len(content)])
-        self._send(size)
+        self._met.broadcast(size)
         data = torch.empty(int(size), dtype=torch.uint8)
         if content:
             data.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-        self._send(data)
+        self._met.broadcast(data)
         return data.numpy().tobytes()
 
+    def odd_one(self, content: bytes) -> int | None:
+        """The first process whose bytes (of a length that all know) are not rank 0's; None: all have the same."""
+        found = torch.empty(self.size * len(content), dtype=torch.uint8)
+        self._met.gather(found, torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        rows = found.numpy().reshape(self.size, -1)
+        differing = np.flatnonzero((rows != rows[0]).any(1))
+        return int(differing[0]) if len(differing) else None
+
+    def tell(self, why: str) -> None:
+        """Let others know why this process leaves the run, before they miss it; what was told first counts."""
+        if not self._told:
+            self._told = True
+            _within(STORE_SECONDS, self._store.set, f"left/{self.rank}", why[:LONGEST])
+
     def lost(self, error: BaseException, step: int) -> RunError:
-        """Who does not answer any more, as far as that can be told: survivors say that they are there."""
-        base = self._store
-        missing = list(range(self.size))
-        with contextlib.suppress(Exception):
-            base.set_timeout(datetime.timedelta(seconds=STORE_SECONDS))
-            base.set(f"here/{self.rank}", "1")
-            end = time.monotonic() + GRACE_SECONDS
-            while missing and time.monotonic() < end:
-                missing = [rank for rank in missing if not base.check([f"here/{rank}"])]
-                time.sleep(0.1)
+        """Why a run ends whose connections are gone: who left it and why, or who does not answer any more."""
+        left, missing = dict[int, str](), set(range(self.size))
+        _within(GRACE_SECONDS + STORE_SECONDS, self._look_round, left, missing)
+        if left:
+            rank = min(left)
+            return RunError(
+                f"{self._named(rank)} left the run: {left[rank]}. So it has ended here in step {step}, too", step=step
+            )
         if self.rank in missing:
-            who = f"the host of the store, {self._tcp[0]}, and perhaps others"
+            who = f"{self._named(0)}, whose host has the store, and perhaps others"
         else:
-            who = ", ".join(f"host {rank} ({self._name(rank)})" for rank in missing) or "a host that is back by now"
+            who = ", ".join(map(self._named, sorted(missing))) or "a process that is back by now"
         return RunError(
-            f"{who} was lost in step {step}: {error}; this run has ended. Start again with the hosts that are left, or "
+            f"lost {who}, in step {step}: {error}; this run has ended. Start again with the hosts that are left, or "
             "more: with a run_dir it goes on from its newest snapshot, to the same digest",
             step=step,
         )
 
     def close(self) -> None:
-        """Leave the world as it was."""
-        with contextlib.suppress(Exception):
-            if self._own:
-                dist.destroy_process_group()
-            else:
-                dist.destroy_process_group(self._group)
+        """Close what was opened for this run; the store stays. If rank 0 left before the end, others may read why."""
+        if self._gloo is not None:
+            self._gloo.close()
+        _within(STORE_SECONDS, self._store.set, f"gone/{self.rank}", "1")
+        if self._told and self.rank == 0:
+            others = [f"gone/{rank}" for rank in range(1, self.size)]
+            _within(GRACE_SECONDS, self._store.wait, others, datetime.timedelta(seconds=GRACE_SECONDS))
+
+    @property
+    def _met(self) -> Gloo:
+        assert self._gloo is not None  # agree() comes first
+        return self._gloo
+
+    def _look_round(self, left: dict[int, str], missing: set[int]) -> None:
+        """Say that we are there; note who said the same, and who said that it leaves."""
+        self._store.set(f"here/{self.rank}", "1")
+        end = time.monotonic() + GRACE_SECONDS
+        while missing and not left and time.monotonic() < end:
+            time.sleep(POLL_SECONDS)
+            for rank in range(self.size):
+                if rank in missing and self._store.check([f"here/{rank}"]):
+                    missing.discard(rank)
+                if rank != self.rank and self._store.check([f"left/{rank}"]):
+                    left[rank] = self._store.get(f"left/{rank}").decode(errors="replace")
 
     def _get(self, key: str, rank: int) -> bytes:
+        """What a process says at the start of a run; as long as it has not said that it leaves."""
+        end = time.monotonic() + self.seconds
         try:
-            return self._store.get(key)
+            while time.monotonic() < end:
+                if self._store.check([key]):
+                    return self._store.get(key)
+                if self._store.check([f"left/{rank}"]):
+                    why = self._store.get(f"left/{rank}").decode(errors="replace")
+                    raise RunError(f"{self._named(rank)} left before this run began: {why}")
+                time.sleep(POLL_SECONDS)
+        except PhalanxError:
+            raise
         except Exception as error:
-            raise RunError(
-                f"host {rank} did not come to this run within {self.seconds:.0f} s ({error}); all processes of the "
-                "world must train the same recipe"
-            ) from error
+            raise RunError(f"the store at {self._tcp[0]} cannot be reached any more: {error}") from error
+        raise RunError(
+            f"{self._named(rank)} did not come to this run within {self.seconds:.0f} s; all processes of the "
+            "world must train the same recipe"
+        )
 
-    def _send(self, tensor: torch.Tensor) -> None:
-        try:
-            dist.broadcast(tensor, 0, group=self._group)
-        except Exception as error:
-            raise SeveredError(f"host 0 cannot be reached: {error}") from error
+    def _named(self, rank: int) -> str:
+        return f"process {rank} on {self._names[rank]}" if self._names[rank] else f"process {rank}"
 
-    def _name(self, rank: int) -> str:
+
+def _world(seconds: float) -> tuple[Any, int, int]:
+    """The store of the world that this process lives in, its rank, and how many there are."""
+    if dist.is_initialized():
+        return c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    try:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError) as error:
+        raise UsageError(
+            f"engine is 'distributed', but this is no process of a torch.distributed world ({error}); start it with "
+            "torchrun, srun or the like, which set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or call "
+            "torch.distributed.init_process_group before"
+        ) from error
+    try:
+        return _opened(rank, size, address, port, datetime.timedelta(seconds=seconds)), rank, size
+    except Exception as error:
+        raise RunError(
+            f"the processes of this run did not find each other at {address}:{port} within {seconds:.0f} s: {error}; "
+            "start all of them, and let them reach MASTER_ADDR and MASTER_PORT"
+        ) from error
+
+
+def _opened(rank: int, size: int, address: str, port: int, limit: datetime.timedelta) -> Any:
+    """The store at this address: one per process, as runs follow one another, and others may still ask it."""
+    place = rank, size, address, port
+    if place not in STORES:
+        STORES[place] = _open(*place, limit)
+    return STORES[place]
+
+
+def _open(rank: int, size: int, address: str, port: int, limit: datetime.timedelta) -> Any:
+    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        listening = interfaces.listening(address, port)
+        return TCP(
+            address, port, size, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=listening
+        )
+    return next(iter(rendezvous("env://", rank, size, timeout=limit)))[0]
+
+
+def _within(seconds: float, ask: Any, *arguments: Any) -> None:
+    """Ask the store in a thread of its own: where its host has stopped, it would never answer, whatever its timeout."""
+
+    def asking() -> None:
         with contextlib.suppress(Exception):
-            return json.loads(self._store.get(f"facts/{rank}"))["host"].split()[0]
-        return "unknown"
+            ask(*arguments)
+
+    thread = threading.Thread(target=asking, daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
+def _room(item: Mapping[str, Any], everybody: Sequence[Mapping[str, Any]]) -> int:
+    """How many of its processors are a process's own, where others of the same host may run on them too."""
+    mine = set(item["cores"])
+    sharing = sum(other["host"] == item["host"] and bool(mine & set(other["cores"])) for other in everybody)
+    return len(mine) // sharing
 
 
 def _differing(rank: int, own: int, name: str, theirs: Any, value: Any) -> str:
@@ -171,7 +248,7 @@ def _differing(rank: int, own: int, name: str, theirs: Any, value: Any) -> str:
         name, value, theirs = f"{name}.{field}", value.get(field), theirs.get(field)
     return (
         f"{name} is {value!r} in process {own}, but {theirs!r} in process {rank}; all processes must have the same "
-        "recipe, library versions and numeric environment"
+        "recipe, options, library versions and numeric environment"
     )
 
 
@@ -179,7 +256,7 @@ def _tcp(store: Any) -> tuple[str, int]:
     """Address of the TCP store behind prefixes."""
     while isinstance(store, c10d.PrefixStore):
         store = store.underlying_store
-    if not isinstance(store, dist.TCPStore):  # pyright: ignore[reportPrivateImportUsage]
+    if not isinstance(store, TCP):
         raise UsageError(
             f"torch.distributed was initialised with a {type(store).__name__}, which worker processes cannot reach; "
             "initialise it by env:// or tcp://, as torchrun does"
@@ -193,16 +270,3 @@ def _host() -> str:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/net')}"
     return socket.gethostname()
-
-
-def _interface_to(address: str) -> str:
-    """The network interface by which ``address`` is reached; "" if that cannot be told."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))  # sends nothing
-        own = probe.getsockname()[0]
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                found = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(found[20:24]) == own:
-                    return name
-    return ""

@@ -82,24 +82,24 @@ class Shard:
 
     def save(self) -> int:
         """Copy what this worker owns into the snapshot; returns the checksum of that."""
-        checksum = 0
+        sums: list[np.int64] = []
         for home, copy in self._kept():
             copy[:] = home
-            checksum += _sum(copy)
-        return _signed(checksum)
+            sums.append(copy.sum())
+        return _total(sums)
 
     def restore(self) -> int:
         """Copy what this worker owns back; returns the checksum of what was there."""
-        checksum = 0
+        sums: list[np.int64] = []
         for home, copy in self._kept():
-            checksum += _sum(copy)
+            sums.append(copy.sum())
             home[:] = copy
-        return _signed(checksum)
+        return _total(sums)
 
     def _kept(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """As 64-bit words; places are multiples of 64 bytes, and what pads them is 0."""
         for offset, copy, spec in self._places:
-            words = Spec((-(-spec.size // 8),), np.dtype(np.uint64))
+            words = Spec((-(-spec.size // 8),), np.dtype(np.int64))
             yield view(self._arena, offset, words), view(self._arena, copy, words)
 
 
@@ -201,9 +201,6 @@ def alias(array: np.ndarray, like: Any = None) -> Any:
     return found
 
 
-def _sum(words: np.ndarray) -> int:
-    return int(np.add.reduce(words, dtype=np.uint64))
-
-
-def _signed(checksum: int) -> int:
-    return (checksum + (1 << 63)) % (1 << 64) - (1 << 63)
+def _total(sums: Sequence[np.int64]) -> int:
+    """Modulo 2**64, as numpy adds."""
+    return int(np.array(sums, np.int64).sum())

@@ -1,0 +1,161 @@
+"""Workers of several hosts add up what they have: sums over loopback, one thread per host, against the fold's bits."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed as dist
+
+from phalanx.contracts import Part
+from phalanx.hosts import slices
+from phalanx.hosts.across import Across, Meeting
+from phalanx.hosts.gloo import SeveredError
+from phalanx.plan.fold import fold_values
+from phalanx.plan.placement import hosts
+
+SHAPES = [(3, 4), (7,), (), (40,), (2, 3)]
+DTYPES = {3: torch.bfloat16}
+PART = Part(1.5, 1.0, returned=False, samples=1.0)
+RUNS = iter(range(1, 1000))
+
+
+def together(count, replicas, work, blanks):
+    """What ``work(rank, across)`` returns on each of so many hosts, which are threads here."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    blocks, run, found = hosts(replicas, count, 1)[0], next(RUNS), [None] * count
+
+    def host(rank):
+        try:
+            meeting = Meeting(("127.0.0.1", store.port), run, rank, blocks, 20.0, "lo")
+            found[rank] = work(rank, Across(meeting, 0, replicas, blanks))
+        except BaseException as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=host, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in found:
+        if isinstance(error, BaseException):
+            raise error
+    return found
+
+
+def gradients(replicas, seed, as_array):
+    """Random gradients of every replica; about a third of them is missing."""
+    rng = np.random.default_rng(seed)
+
+    def one(number, shape):
+        values = rng.standard_normal(shape).astype(np.float32)
+        made = torch.from_numpy(np.asarray(values)).to(DTYPES.get(number, torch.float32))
+        return None if rng.random() < 0.35 else as_array(made)
+
+    return [[one(number, shape) for number, shape in enumerate(SHAPES)] for _ in range(replicas)]
+
+
+def same(tensor):
+    return tensor
+
+
+def as_numpy(tensor):
+    """As jax has it."""
+    if tensor.dtype != torch.bfloat16:
+        return tensor.numpy()
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    return tensor.view(torch.uint16).numpy().view(bfloat16)
+
+
+def column(vectors, index):
+    return fold_values([vector[index] for vector in vectors], lambda left, right: left + right)
+
+
+def bits(array):
+    if array is None:
+        return None
+    return as_numpy(array).tobytes() if isinstance(array, torch.Tensor) else np.asarray(array).tobytes()
+
+
+@pytest.mark.parametrize("as_array", [same, as_numpy])
+@pytest.mark.parametrize(("replicas", "count"), [(8, 2), (7, 3), (5, 4), (3, 1)])
+def test_sums_have_the_bits_of_the_fold(monkeypatch, replicas, count, as_array):
+    """Any hosts, some gradients missing, several dtypes, in many pieces: each sum is that of all replicas in order."""
+    monkeypatch.setattr(slices, "CHUNK", 48)
+    blanks = [as_array(torch.empty(shape, dtype=DTYPES.get(at))) for at, shape in enumerate(SHAPES)]
+    vectors = gradients(replicas, replicas * count, as_array)
+    wanted = [bits(column(vectors, index)) for index in range(len(SHAPES))]
+
+    def work(rank, across):
+        sums, masks = [], []
+        for level, index in across.nodes:
+            mine = vectors[index << level : (index + 1) << level]
+            sums.append([column(mine, place) for place in range(len(SHAPES))])
+            masks.append(bytes(entry is not None for entry in sums[-1]))
+        sums = [[None if entry is None else entry + 0 for entry in vector] for vector in sums]
+        block = hosts(replicas, count, 1)[0][rank]
+        parts, masks, notes = across.exchange(0, 5, [PART] * len(block), masks, [bytes([one]) for one in block])
+        assert parts == [PART] * replicas
+        assert notes == [bytes([replica]) for replica in range(replicas)]
+        return [bits(entry) for entry in across.total(sums, masks, range(len(SHAPES)))]
+
+    assert together(count, replicas, work, blanks) == [wanted] * count
+
+
+def test_another_order_is_other_bits():
+    """Equal bits mean something: the same gradients added one after another are another sum."""
+    vectors = gradients(8, 1, same)
+    values = [vector[1] for vector in vectors if vector[1] is not None]
+    straight = values[0]
+    for value in values[1:]:
+        straight = straight + value
+    assert bits(column(vectors, 1)) != bits(straight)
+
+
+def test_what_replicas_left():
+    """Buffers of each host's replicas arrive on all others; hosts whose replicas left nothing take part too."""
+    lengths = [[3], [], [1, 2], [0], []]
+
+    def work(rank, across):
+        mine = hosts(5, 3, 1)[0][rank]
+        rows = [[bytearray(size) for size in sizes] for sizes in lengths]
+        for replica in mine:
+            for piece in rows[replica]:
+                piece[:] = bytes([replica + 1]) * len(piece)
+        across.spread([[memoryview(piece) for piece in row] for row in rows])
+        return [[bytes(piece) for piece in row] for row in rows]
+
+    wanted = [[bytes([replica + 1]) * size for size in sizes] for replica, sizes in enumerate(lengths)]
+    assert together(3, 5, work, [torch.empty(1)]) == [wanted] * 3
+
+
+@pytest.mark.parametrize(("name", "changes"), [("step", (9, 5)), ("weights", (0, 6))])
+def test_who_differs_is_named(name, changes):
+    """A host in another step, or with other weights, is refused by the other, and named."""
+
+    def work(rank, across):
+        step, weights = changes if rank else (0, 5)
+        with pytest.raises(SeveredError, match=f"process {1 - rank} differs from process {rank} in its {name}"):
+            across.exchange(step, weights, [PART] * 2, [b"\1"], [b""] * 2)
+
+    together(2, 4, work, [torch.empty(1)])
+
+
+def test_a_message_of_another_run_is_refused():
+    """A run has a number of its own, which every message carries."""
+
+    def work(rank, across):
+        across._run += rank
+        with pytest.raises(SeveredError, match=f"process {1 - rank} differs from process {rank} in its run"):
+            across.exchange(0, 5, [PART] * 2, [b"\1"], [b""] * 2)
+
+    together(2, 4, work, [torch.empty(1)])
+
+
+def test_weights_are_compared_now_and_then():
+    """Between two comparisons nobody asks for them."""
+
+    def work(rank, across):
+        across.exchange(1, rank, [PART] * 2, [b"\1"], [b""] * 2)
+
+    together(2, 4, work, [torch.empty(1)])

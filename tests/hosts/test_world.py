@@ -1,0 +1,164 @@
+"""A world of two processes on loopback: run after run, what all must have in common, and why one of them left."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.families import FAMILIES
+from tests.state.runs import ROOT
+
+BEGIN = """
+import json, os, sys, time
+import torch
+import torch.distributed as dist
+import phalanx
+from tests.families import FAMILIES
+rank, family = int(os.environ["RANK"]), FAMILIES["mlp"]
+told = []
+def tried(make):
+    started = time.monotonic()
+    try:
+        told.append(make())
+    except Exception as error:
+        told.append(f"{type(error).__name__}: {error}")
+    assert time.monotonic() - started < 25, told
+"""
+END = "\nprint(json.dumps(told))"
+
+
+def world(code, size=2, seconds=90, **environment):
+    """What each of so many processes told."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", BEGIN + code + END], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env={**os.environ, **told, **environment, "RANK": str(rank)}, text=True,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    try:
+        found = [process.communicate(timeout=seconds) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0] * size, found
+    return [json.loads(out.splitlines()[-1]) for out, _ in found]
+
+
+def test_run_after_run():
+    """A process may train again and again in one world, and user code never sees a process group."""
+    found = world("""
+def loss(output, target):
+    assert not dist.is_initialized()
+    return family.loss_fn(output, target)
+for replicas in (4, 3, 5):
+    tried(lambda: family.recipe(replicas, loss_fn=loss).train(deadline_seconds=20).digest)
+    told.append(dist.is_initialized())
+""")
+    wanted = [FAMILIES["mlp"].recipe(replicas).train(engine="inline").digest for replicas in (4, 3, 5)]
+    assert found == [[wanted[0], False, wanted[1], False, wanted[2], False]] * 2
+
+
+def test_a_world_of_the_caller_s_own():
+    """A group that the caller made is used for its store only, and is there afterwards as before."""
+    found = world("""
+dist.init_process_group("gloo")
+for _ in range(2):
+    tried(lambda: family.recipe(4).train(deadline_seconds=20).digest)
+ones = torch.ones(1)
+dist.all_reduce(ones)
+told.append(ones.item())
+""")
+    wanted = FAMILIES["mlp"].recipe(4).train(engine="inline").digest
+    assert found == [[wanted, wanted, 2.0]] * 2
+
+
+def test_batches_that_all_bring():
+    """The same batch everywhere ends in the bits of one process; another in one of them is refused in all."""
+    found = world("""
+x, y = family.data
+def steps(run, *starts):
+    for start in starts:
+        run.step((x[start : start + 8], y[start : start + 8]))
+    return run.result().digest
+with family.recipe(4, data=None, steps=None).start(deadline_seconds=20) as run:
+    tried(lambda: steps(run, 0, 3, 1))
+    tried(lambda: steps(run, rank))
+""")
+    x, y = FAMILIES["mlp"].data
+    with FAMILIES["mlp"].recipe(4, data=None, steps=None).start(engine="inline") as run:
+        for start in (0, 3, 1):
+            run.step((x[start : start + 8], y[start : start + 8]))
+        wanted = run.result().digest
+    assert [told[0] for told in found] == [wanted] * 2
+    assert all("the batch of step 3 is another in process 1" in told[1] for told in found), found
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_an_error_of_one_process_is_told_to_all(odd):
+    """What user code raises in one process ends the others in seconds, with its words; and so does leaving early."""
+    found = world(f"""
+odd = {odd}
+def loss(output, target):
+    loss.calls += 1
+    if rank == odd and loss.calls > 9:
+        raise ValueError("bad sample 24")
+    return family.loss_fn(output, target)
+loss.calls = 0
+tried(lambda: family.recipe(4, loss_fn=loss, steps=30).train(deadline_seconds=60, workers=2).steps)
+tried(lambda: family.recipe(4, make_model=family.make_model if rank != odd else lambda: 1 / 0).train().steps)
+def early():
+    with family.recipe(4, steps=50).start(deadline_seconds=60) as run:
+        for report in run:
+            if rank == odd and report.step == 3:
+                return "enough"
+tried(early)
+""")
+    mine, other = found[odd], found[1 - odd]
+    assert "bad sample 24" in mine[0]
+    assert mine[0].startswith("WorkerError")
+    assert f"process {odd} on " in other[0]
+    assert "left the run: WorkerError: ValueError in user code" in other[0]
+    assert "division by zero" in mine[1]
+    assert f"process {odd} left before this run began: " in other[1]
+    assert mine[2] == "enough"
+    assert "left the run: it was closed after" in other[2]
+
+
+def test_what_differs_is_named():
+    """Another number of steps or of workers in one process is refused in all."""
+    found = world("""
+tried(lambda: family.recipe(4, steps=3 + rank).train())
+tried(lambda: family.recipe(4).train(workers=2 + 2 * rank))
+tried(lambda: family.recipe(4, steps=2).train(devices=["cuda:0"]))
+""")
+    for told in found:
+        assert told[0].startswith("UsageError: steps is ")
+        assert told[1].startswith("UsageError: workers is ")
+        assert told[2].startswith("UsageError: devices names 'cuda:0'")
+
+
+def test_the_store_listens_where_it_is_asked_for():
+    """Where phalanx serves the world's store it listens on MASTER_ADDR only."""
+    found = world("""
+family.recipe(4, steps=2).train(deadline_seconds=20)
+port = f":{int(os.environ['MASTER_PORT']):04X}"
+lines = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}").read().splitlines()[1:]]
+told += [place for _, place, _, state, *_ in lines if place.endswith(port) and state == "0A"] if rank == 0 else []
+""")
+    (place,) = found[0]
+    assert place.startswith("0100007F:")
+
+
+def test_torch_knows_nothing_of_a_run():
+    """A process in no world has no group either."""
+    assert not torch.distributed.is_initialized()
