@@ -131,6 +131,10 @@ WAYS = {
         0,
     ),
 }
+OFTEN = {  # the other ways in campaigns
+    "normal, with a helper", "never closed", "error in user code", "sys.exit", "os._exit", "SIGINT", "SIGTERM",
+    "SIGKILL", "SIGKILL, workers stopped", "SIGKILL after a fork", "a forked child that trains",
+}  # fmt: skip
 KINDS = pytest.mark.parametrize("repeat", range(REPEATS))
 
 
@@ -184,7 +188,9 @@ def cleared_away(tag):
 
 
 @KINDS
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [way if way in OFTEN else pytest.param(way, marks=pytest.mark.campaign) for way in WAYS]
+)
 def test_nothing_is_left_when_an_interpreter_ends(way, repeat, tmp_path):
     """Whatever ends the caller's process: within seconds no process, shared memory or file of the run is left."""
     code, send, status = WAYS[way]

@@ -142,7 +142,7 @@ def test_bytes_between_two_hosts(two, workers):
     ("changes", "message"),
     [
         ({"STEPS": "lr=0.5"}, "recipe.lr is"),
-        ({"STEPS": "replicas=7"}, "recipe.replicas is"),
+        pytest.param({"STEPS": "replicas=7"}, "recipe.replicas is", marks=pytest.mark.campaign),
         ({"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "NUMBERS": "highest"}, "environment."),
     ],
 )

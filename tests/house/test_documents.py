@@ -32,6 +32,15 @@ for line, text in blocks:
         raise
 """
 
+# Runs each file as a script.
+RUN_FILES = """
+import json, runpy, sys
+for path in json.load(sys.stdin):
+    print(path, flush=True)
+    sys.argv = [path]
+    runpy.run_path(path, run_name="__main__")
+"""
+
 
 def blocks(text: str) -> Iterator[tuple[int, str]]:
     """The code of a document that has to run, each with its lines before it.
@@ -99,12 +108,10 @@ def test_examples_are_short(example):
     assert len(example.read_text(encoding="utf-8").splitlines()) <= EXAMPLE_LINES
 
 
-@pytest.mark.parametrize(
-    "example", [path for path in EXAMPLES if path.name not in RUN_ELSEWHERE], ids=lambda path: path.name
-)
-def test_examples_run(example, tmp_path):
-    """An example runs to its end from any folder, without arguments."""
-    run([str(example)], tmp_path)
+def test_examples_run(tmp_path):
+    """Every example runs to its end from any folder, without arguments; one after another, as each may be run again."""
+    paths = [str(path) for path in EXAMPLES if path.name not in RUN_ELSEWHERE]
+    run(["-c", RUN_FILES], tmp_path, json.dumps(paths))
 
 
 @pytest.mark.house

@@ -113,9 +113,8 @@ def test_the_chapter_on_idx_files(folder):
     assert (folder / "out/demo-fashion-mnist.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize(
-    "framework", [pytest.param("torch", marks=pytest.mark.campaign), pytest.param("jax", marks=JAX)]
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=JAX)])
 def test_the_chapter_on_digits(tmp_path, framework):
     """Without any file it reaches 97 % on the bundled digits."""
     arguments = ["demo", "fashion-mnist", "--digits", "--framework", framework, "--workers", "2", "--quiet", "--json"]
@@ -131,8 +130,8 @@ def test_the_chapter_on_digits(tmp_path, framework):
         (["digits", "--framework", "jax"], ["digits", "--framework", "fashion-mnist"]),
     ],
 )
-def test_wrong_options(tmp_path, arguments, words):
+def test_wrong_options(here, tmp_path, arguments, words):
     """One sentence that names the value and what there is."""
-    done = phalanx_command("demo", *arguments, cwd=tmp_path)
+    done = here("demo", *arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert all(word in done.stderr for word in words)

@@ -51,6 +51,7 @@ from tests.state.runs import (
 )
 
 STEPS = 30
+OFTEN = (0, 1, 6, 12, 17, 23, 29)  # the other steps in campaigns
 PAIRS = list(itertools.product([1, 2, 3], repeat=2))  # workers before and after
 SPREAD = random.Random(2).sample(PAIRS * 2 + PAIRS[:3] * 4, STEPS)  # a driver that starts workers takes its time
 
@@ -68,7 +69,9 @@ def drive():
         yield function
 
 
-@pytest.mark.parametrize("step", range(STEPS))
+@pytest.mark.parametrize(
+    "step", [step if step in OFTEN else pytest.param(step, marks=pytest.mark.campaign) for step in range(STEPS)]
+)
 def test_the_driver_is_killed_after_every_step(tmp_path, wanted, drive, step):
     """SIGKILL after step k, in the midst of saving or just after it; the run ends as if nothing had been."""
     settled = bool(step % 2)

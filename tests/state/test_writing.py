@@ -110,9 +110,15 @@ def write_and_die(run_dir, state, keep, fatal, when):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("keep", [1, 2])
-def test_a_death_at_every_operation(tmp_path, good, next_state, wanted, keep, when):
+@pytest.mark.parametrize(
+    ("when", "keep"),
+    [
+        ("before", 1),
+        ("after", 2),
+        *(pytest.param(*one, marks=pytest.mark.campaign) for one in (("before", 2), ("after", 1))),
+    ],
+)
+def test_a_death_at_every_operation(tmp_path, good, next_state, wanted, when, keep):
     """Killed at any operation of a write: the last good snapshot loads, nothing is in the way of the next run."""
     older, newer = contents(snapshot.read(folder_of(good, NEWER))), contents(next_state)
     found = []
