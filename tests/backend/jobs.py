@@ -325,10 +325,11 @@ def inference(rank, size):
 
 
 def again(rank, size, store):
-    """The default group is made again with the same store."""
+    """The default group is made again with the same store, kept open: who closes a FileStore last removes its file."""
+    kept = dist.FileStore(store, size)
     for _ in range(3):
         dist.destroy_process_group()
-        dist.init_process_group("phalanx", store=dist.FileStore(store, size), rank=rank, world_size=size)
+        dist.init_process_group("phalanx", store=kept, rank=rank, world_size=size)
         mine = torch.ones(3)
         dist.all_reduce(mine)
         assert mine.tolist() == [size] * 3

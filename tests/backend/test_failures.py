@@ -44,6 +44,7 @@ def test_a_death_is_noticed_behind_others(ran, how):
     assert codes == [0, -signal.SIGKILL], told
 
 
+@pytest.mark.campaign
 def test_a_death_is_noticed_beside_a_slow_rank(ran):
     """One rank is dead, another busy."""
     codes, told = ran(3, "failures.slow_and_dead")

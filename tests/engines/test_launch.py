@@ -90,17 +90,20 @@ def assert_says(done, *lines):
 # Ways of calling
 
 
+@pytest.mark.campaign
 def test_a_script_without_a_main_guard(tmp_path, verdict):
     """Lambdas, closures and classes of __main__ travel, and the script is not run again by any worker."""
     (tmp_path / "script.py").write_text("print('top of the script')\n" + JOB + VERDICT)
     assert_says(python(tmp_path / "script.py"), "top of the script", verdict)
 
 
+@pytest.mark.campaign
 def test_a_script_that_comes_through_stdin(verdict):
     """`python - <<EOF` works: there is no file that a worker could import."""
     assert_says(python("-", text=JOB + VERDICT), verdict)
 
 
+@pytest.mark.campaign
 def test_a_command_that_stands_in_the_arguments(verdict):
     """`python -c` works."""
     assert_says(python("-c", JOB + VERDICT), verdict)
@@ -180,6 +183,7 @@ check(lambda: Near(3, 1))
 """
 
 
+@pytest.mark.campaign
 def test_modules_from_wherever_the_caller_finds_them(tmp_path):
     """A module of the script's folder, of one added to sys.path after a run, of the working directory after chdir."""
     for folder, file, name in [
@@ -647,6 +651,7 @@ except phalanx.WorkerError as error:
 """
 
 
+@pytest.mark.campaign
 def test_interpreter_flags_reach_workers():
     """`python -W error` turns a worker's warning into a WorkerError; without it the warning is on stderr, once."""
     assert_says(python("-W", "error", "-c", JOB + WARNING_JOB), "UserWarning 0")

@@ -131,10 +131,15 @@ WAYS = {
         0,
     ),
 }
-OFTEN = {  # the other ways in campaigns
-    "normal, with a helper", "never closed", "error in user code", "sys.exit", "os._exit", "SIGINT", "SIGTERM",
-    "SIGKILL", "SIGKILL, workers stopped", "SIGKILL after a fork", "a forked child that trains",
-}  # fmt: skip
+OFTEN = {
+    "normal, with a helper",
+    "never closed",
+    "sys.exit",
+    "os._exit",
+    "SIGINT",
+    "SIGTERM",
+    "SIGKILL, workers stopped",
+}
 KINDS = pytest.mark.parametrize("repeat", range(REPEATS))
 
 
@@ -433,6 +438,7 @@ def test_a_result_outlives_its_run():
     assert all(parameter.isfinite().all() for parameter in result.params.values())
 
 
+@pytest.mark.campaign
 def test_many_runs_take_no_more_than_one():
     """Twenty runs, closed or dropped, leave as many descriptors, children and maps as there were."""
     finished()

@@ -174,6 +174,7 @@ def test_threads():
 # Shares that hold nothing, count nothing, or overflow.
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 @pytest.mark.parametrize("name", ["mlp", "counting", "partly_unused"])
 def test_batches_smaller_than_r(name, batch_size):
@@ -329,6 +330,7 @@ class OwnSGD(torch.optim.SGD):
     """From elsewhere than torch: it has to see all parameters at once, so one worker owns them."""
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("max_norm", [float("inf"), 0.05])
 def test_an_optimizer_from_elsewhere(max_norm):
     """It runs whole on one worker, clipped or not; the others step with nothing."""

@@ -583,6 +583,7 @@ def test_what_ends_every_worker_is_told_soon(way, place):
     assert recipe().train(workers=2, engine="processes").digest == recipe().train(engine="inline").digest
 
 
+@pytest.mark.campaign
 def test_what_ends_workers_while_everybody_runs_ahead_is_told():
     """Workers that die in train(), far from the caller, are told too."""
     began = time.monotonic()
@@ -641,6 +642,7 @@ def test_exit_in_user_code_does_not_hang():
     assert_no_workers()
 
 
+@pytest.mark.campaign
 def test_the_death_of_the_zygote_is_survived():
     """If the process that starts workers is killed, they end with it; the run starts another and goes on."""
     phalanx.close()

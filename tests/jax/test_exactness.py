@@ -14,6 +14,7 @@ from tests.jax.by_hand import answer, folded
 from tests.jax.families import FAMILIES, FEATURES, OPTIMIZERS, cross_entropy, normal
 
 MLP = FAMILIES["mlp"]
+OFTEN = ("default", "adam_schedule", "multi_steps", "noise")  # the other optimizers in campaigns
 
 
 def trained(recipe):
@@ -30,7 +31,7 @@ def test_one_replica(name):
     assert trained(recipe) == answer(recipe)
 
 
-@pytest.mark.parametrize("name", ["mlp", "dropout", "masked_tokens", "bfloat16", "no_key"])
+@pytest.mark.parametrize("name", ["dropout", "masked_tokens", "bfloat16", "no_key"])
 def test_several_replicas(name):
     """A recipe ends in the bits of its uneven shares, weighted and folded by hand."""
     recipe = FAMILIES[name].recipe(3)
@@ -44,7 +45,10 @@ def test_replica_counts(replicas):
     assert trained(recipe) == answer(recipe)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in OFTEN else pytest.param(name, marks=pytest.mark.campaign) for name in OPTIMIZERS],
+)
 def test_optimizers(name):
     """Optimizers, schedules and what draws random numbers end in the bits of the loop by hand, state included."""
     recipe = MLP.recipe(2, steps=5, batch_size=10, optimizer=OPTIMIZERS[name]())

@@ -164,6 +164,7 @@ def test_a_careless_writer_is_found_out(tmp_path, good, next_state, monkeypatch)
     assert len(told) > 5
 
 
+@pytest.mark.campaign
 def test_a_death_while_a_damaged_one_is_replaced(tmp_path, good, next_state, wanted):
     """What stands in the place of a snapshot goes away first; killed at any operation of that, the older one loads."""
     for fatal in range(1, 200):
