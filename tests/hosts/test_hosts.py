@@ -252,6 +252,7 @@ def test_torchrun_goes_on_with_the_hosts_that_are_left(tmp_path):
         until((tmp_path / "begun").exists, 100)
         strike(agents[2], signal.SIGKILL)
         found = [output(agent, 200) for agent in agents[:2]]
+    print(*(text for _, text in found), sep="\n-----\n")
     assert [status for status, _ in found] == [0, 0], found
     wanted = FAMILIES["conv_norm"].recipe(8, steps=steps).train(engine="inline").digest
     told = [line for _, text in found for line in text.splitlines() if line.startswith("digest")]

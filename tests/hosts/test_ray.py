@@ -16,7 +16,8 @@ from ray.train import ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 folder, root = sys.argv[1:]
-ray.init(num_cpus=2, include_dashboard=False, log_to_driver=True, runtime_env={"env_vars": {"PYTHONPATH": root}})
+paths = {"PYTHONPATH": f"{root}/src:{root}"}
+ray.init(num_cpus=2, include_dashboard=False, log_to_driver=True, runtime_env={"env_vars": paths})
 
 def train():
     import torch.distributed
