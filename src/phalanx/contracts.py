@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from phalanx.data import Columns, Samples, Share
-from phalanx.events import Incident, StepReport
+from phalanx.events import Evaluated, Incident, StepReport
 from phalanx.sharing import Sharing, Vector
 from phalanx.state.captured import Captured, Snapshots
 
@@ -219,6 +219,8 @@ class Course:
         What happened to workers.
     resumed_from : int or None
         How many steps an earlier run had done, if this one goes on from its snapshot.
+    evaluated : list of Evaluated
+        The evaluations of that earlier run.
     """
 
     loss_history: list[float] = field(default_factory=list[float])
@@ -226,6 +228,7 @@ class Course:
     span: tuple[float, float] | None = None
     incidents: list[Incident] = field(default_factory=list[Incident])
     resumed_from: int | None = None
+    evaluated: list[Evaluated] = field(default_factory=list[Evaluated])
 
     def add(self, loss: float, samples: int) -> None:
         """Count a finished step."""

@@ -181,7 +181,7 @@ class Recipe(Definition):
             total = None if self.data is None else self.plan.steps
             progress = Progress(settled.progress, total, len(engine.course.loss_history))
             run = Run(self, engine, settled.callbacks, settled.evaluation, progress, called, saver)
-            run.metric_history.extend(past.metrics)
+            run.metric_history.extend(engine.course.evaluated)
             undo.pop_all()
         return run
 

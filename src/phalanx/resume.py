@@ -46,7 +46,6 @@ class Past:
     """
 
     def __init__(self, definition: Definition, saving: Saving | None, warm_start: pathlib.Path | None) -> None:
-        self.metrics: list[Evaluated] = []
         self._saving = saving
         self._steps = None if definition.data is None else definition.plan.steps
         self._recipe = fingerprint(definition) if saving is not None else {}
@@ -74,10 +73,10 @@ class Past:
         with framework.environment:
             framework.snapshots.adopt(Captured(dict(found.weights), dict(found.training), found.facts))
         try:
-            self.metrics = [Evaluated(int(steps), float(value), str(name)) for steps, value, name in found.metrics]
+            metrics = [Evaluated(int(steps), float(value), str(name)) for steps, value, name in found.metrics]
         except (TypeError, ValueError) as error:
             raise SnapshotError("the snapshot's evaluations are none") from error
-        return Course(loss_history=losses_in(found), samples=found.samples, resumed_from=found.step)
+        return Course(losses_in(found), found.samples, resumed_from=found.step, evaluated=metrics)
 
     def saver(self, engine: Engine) -> Saver | None:
         """What saves the run from here on."""

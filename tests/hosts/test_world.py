@@ -1,5 +1,6 @@
 """A world of two processes on loopback: run after run, what all must have in common, and why one of them left."""
 
+import dataclasses
 import json
 import os
 import socket
@@ -9,11 +10,12 @@ import sys
 import pytest
 import torch
 
+import phalanx
 from tests.families import FAMILIES
 from tests.state.runs import ROOT
 
 BEGIN = """
-import json, os, sys, time
+import dataclasses, json, os, sys, time
 import torch
 import torch.distributed as dist
 import phalanx
@@ -136,6 +138,27 @@ tried(early)
     assert f"process {odd} left before this run began: " in other[1]
     assert mine[2] == "enough"
     assert "left the run: it was closed after" in other[2]
+
+
+def test_a_run_goes_on(tmp_path):
+    """From the directory of rank 0, in all processes: digest, losses and evaluations of a run in one go."""
+    found = world(f"""
+x, y = family.data
+evaluation = phalanx.Evaluation(lambda output, target: output.double().mean(), (x, y), batch_size=4)
+for epochs in (1, 2):
+    result = family.recipe(4, steps=None, epochs=epochs).train(
+        deadline_seconds=20, run_dir={str(tmp_path)!r}, evaluation=evaluation
+    )
+told += [result.digest, result.loss_history, [list(item) for item in map(dataclasses.astuple, result.metric_history)]]
+told.append(result.resumed_from)
+""")
+    family = FAMILIES["mlp"]
+    evaluation = phalanx.Evaluation(lambda output, target: output.double().mean(), family.data, batch_size=4)
+    result = family.recipe(4, steps=None, epochs=2).train(engine="inline", evaluation=evaluation)
+    metrics = [list(dataclasses.astuple(item)) for item in result.metric_history]
+    assert len(metrics) == 2
+    first = len(result.loss_history) // 2
+    assert found == [[result.digest, result.loss_history, metrics, first]] * 2
 
 
 def test_what_differs_is_named():

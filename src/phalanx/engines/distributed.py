@@ -6,6 +6,7 @@ exchange (``hosts.across``). Who is lost, or leaves the run, ends it everywhere,
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from phalanx.definition import Definition
 from phalanx.engines.deadline import Deadline
 from phalanx.engines.processes import Processes
 from phalanx.errors import UsageError
-from phalanx.events import StepReport
+from phalanx.events import Evaluated, StepReport
 from phalanx.fingerprint import fingerprint, hashed
 from phalanx.frameworks.opening import open_framework, recorded_environment
 from phalanx.hosts.gloo import SeveredError
@@ -137,11 +138,17 @@ def _same_start(world: World, framework: Framework, begin: Callable[[Framework],
     """Rank 0 may go on from a snapshot; all others take over what it has."""
     if world.rank == 0:
         course = begin(framework)
-        told = {"losses": course.loss_history, "samples": course.samples, "resumed_from": course.resumed_from}
+        told = {
+            "losses": course.loss_history,
+            "samples": course.samples,
+            "resumed_from": course.resumed_from,
+            "evaluated": [dataclasses.astuple(item) for item in course.evaluated],
+        }
         with framework.environment:
             world.broadcast(packed(framework.snapshots.capture(copy=False), told))
         return course
     captured, told = unpacked(world.broadcast(b""))
     with framework.environment:
         framework.snapshots.adopt(captured)
-    return Course(told["losses"], told["samples"], resumed_from=told["resumed_from"])
+    evaluated = [Evaluated(*item) for item in told["evaluated"]]
+    return Course(told["losses"], told["samples"], resumed_from=told["resumed_from"], evaluated=evaluated)
