@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol
 from phalanx.plan.placement import Placement
 
 Vector = list[Any]
+Order = Callable[[tuple[int, ...]], Sequence[tuple[int, int]]]
 
 
 class Slots(Protocol):
@@ -45,12 +46,7 @@ class Slots(Protocol):
         """See to it that what others own of ``vector`` is in ``homes``."""
         ...
 
-    def fold(
-        self,
-        vectors: Sequence[Vector | None],
-        order: Callable[[tuple[int, ...]], Sequence[tuple[int, int]]],
-        divisor: float,
-    ) -> Vector:
+    def fold(self, vectors: Sequence[Vector | None], order: Order, divisor: float) -> Vector:
         """Add vectors as ``order(positions that are there)`` says, and divide the sum; for what this worker owns."""
         ...
 

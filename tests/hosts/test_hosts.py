@@ -5,6 +5,7 @@ import json
 import signal
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -307,6 +308,27 @@ def test_a_state_travels():
     for damaged in (data[:-1], data[:-5] + bytes([data[-5] ^ 1]) + data[-4:], b"", data[:40]):
         with pytest.raises(phalanx.SnapshotError, match="rank 0"):
             unpacked(damaged)
+
+
+def test_random_damage_on_the_way():
+    """Whatever bytes arrive instead, they are refused as such, or leave every tensor as it was."""
+    with FAMILIES["mlp"].recipe(2, steps=1).start(engine="inline") as run:
+        run.finish()
+        captured = run._engine.capture()
+    data, rng = packed(captured, {"losses": [1.0]}), np.random.default_rng(0)
+    wanted = {name: bytes(one.content) for name, one in unpacked(data)[0].weights.items()}
+    refused = 0
+    for attempt in range(400):
+        damaged = bytearray(data)
+        for place in rng.integers(len(data) if attempt % 2 else 200, size=1 + attempt % 3):
+            damaged[place] = rng.integers(256)
+        try:
+            found, _ = unpacked(bytes(damaged))
+        except phalanx.SnapshotError:
+            refused += 1
+        else:
+            assert {name: bytes(one.content) for name, one in found.weights.items()} == wanted
+    assert refused > 300
 
 
 def test_one_process_is_no_world():

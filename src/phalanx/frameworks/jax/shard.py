@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,8 +21,7 @@ from phalanx.frameworks.jax.layout import Layout, Spec, held, view
 from phalanx.frameworks.jax.optimizer import Update
 from phalanx.frameworks.jax.state import State
 from phalanx.frameworks.jax.tree import is_key
-
-Order = Callable[[tuple[int, ...]], Sequence[tuple[int, int]]]
+from phalanx.sharing import Order
 
 
 class Shard:

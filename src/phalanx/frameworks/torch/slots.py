@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -13,8 +13,7 @@ from phalanx.frameworks.torch.gradient import Collector
 from phalanx.frameworks.torch.layout import OWNED, Layout
 from phalanx.frameworks.torch.optimizer import Update
 from phalanx.frameworks.torch.rooms import view
-
-Order = Callable[[tuple[int, ...]], Sequence[tuple[int, int]]]
+from phalanx.sharing import Order
 
 
 class Slots:
