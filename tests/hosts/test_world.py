@@ -161,6 +161,17 @@ told.append(result.resumed_from)
     assert found == [[result.digest, result.loss_history, metrics, first]] * 2
 
 
+def test_a_store_that_torchrun_keeps():
+    """Begun again over the same store, with restarts counted differently, the processes find each other."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    told = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
+    wanted = [FAMILIES["mlp"].recipe(4, steps=2).train(engine="inline").digest]
+    for life in range(2):
+        code = f"os.environ['TORCHELASTIC_RESTART_COUNT'] = str({life} * rank)\n"
+        code += "tried(lambda: family.recipe(4, steps=2).train(deadline_seconds=20).digest)"
+        assert world(code, **told) == [wanted] * 2
+
+
 def test_what_differs_is_named():
     """Another number of steps or of workers in one process is refused in all."""
     found = world("""

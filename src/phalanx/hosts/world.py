@@ -10,7 +10,6 @@ import datetime
 import json
 import os
 import pathlib
-import secrets
 import socket
 import threading
 import time
@@ -19,14 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.rendezvous import rendezvous
 
-from phalanx.errors import PhalanxError, RunError, UsageError
-from phalanx.hosts import interfaces
+from phalanx.errors import RunError, UsageError
+from phalanx.hosts import interfaces, store
 from phalanx.hosts.across import Meeting
-from phalanx.hosts.gloo import TCP, Gloo
+from phalanx.hosts.gloo import Gloo
 
 SECONDS = 120.0  # to wait for another host; a first step may be compiled meanwhile
 GRACE_SECONDS = 6.0  # until survivors have said that they are there
@@ -34,7 +31,6 @@ STORE_SECONDS = 5.0  # for the store's answer once something is wrong
 POLL_SECONDS = 0.05
 LONGEST = 1000  # characters of an error that are told to others
 RUNS = [0]  # of this process, the same in all of them
-STORES: dict[tuple[int, int, str, int], Any] = {}
 
 
 class World:
@@ -53,15 +49,15 @@ class World:
     def __init__(self, seconds: float | None) -> None:
         self.seconds = SECONDS if seconds is None else seconds
         RUNS[0] += 1
-        base, self.rank, self.size = _world(self.seconds)
-        self._tcp = _tcp(base)
-        self._store = c10d.PrefixStore(f"phalanx/{RUNS[0]}", base)
+        base, self.rank, self.size = store.opened(self.seconds)
+        self._tcp = store.address_of(base)
+        place = c10d.PrefixStore(f"phalanx/{RUNS[0]}", base)
+        with store.reached(self._tcp[0]):
+            self.run = store.run_of(place, self.rank, self.size, self.seconds)
+        self._store = c10d.PrefixStore(str(self.run), place)
         self._names = [""] * self.size
         self._gloo: Gloo | None = None
         self._told = False
-        if self.rank == 0:
-            self._store.set("run", str(secrets.randbits(62)))
-        self.run = int(self._get("run", 0))
 
     def agree(self, facts: Mapping[str, Any], cores: Sequence[int]) -> int:
         """Make sure that all mean the same recipe in the same environment; returns how many workers each has room for.
@@ -163,7 +159,7 @@ class World:
     def _get(self, key: str, rank: int) -> bytes:
         """What a process says at the start of a run; as long as it has not said that it leaves."""
         end = time.monotonic() + self.seconds
-        try:
+        with store.reached(self._tcp[0]):
             while time.monotonic() < end:
                 if self._store.check([key]):
                     return self._store.get(key)
@@ -171,10 +167,6 @@ class World:
                     why = self._store.get(f"left/{rank}").decode(errors="replace")
                     raise RunError(f"{self._named(rank)} left before this run began: {why}")
                 time.sleep(POLL_SECONDS)
-        except PhalanxError:
-            raise
-        except Exception as error:
-            raise RunError(f"the store at {self._tcp[0]} cannot be reached any more: {error}") from error
         raise RunError(
             f"{self._named(rank)} did not come to this run within {self.seconds:.0f} s; all processes of the "
             "world must train the same recipe"
@@ -182,45 +174,6 @@ class World:
 
     def _named(self, rank: int) -> str:
         return f"process {rank} on {self._names[rank]}" if self._names[rank] else f"process {rank}"
-
-
-def _world(seconds: float) -> tuple[Any, int, int]:
-    """The store of the world that this process lives in, its rank, and how many there are."""
-    if dist.is_initialized():
-        return c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
-    try:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    except (KeyError, ValueError) as error:
-        raise UsageError(
-            f"engine is 'distributed', but this is no process of a torch.distributed world ({error}); start it with "
-            "torchrun, srun or the like, which set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or call "
-            "torch.distributed.init_process_group before"
-        ) from error
-    try:
-        return _opened(rank, size, address, port, datetime.timedelta(seconds=seconds)), rank, size
-    except Exception as error:
-        raise RunError(
-            f"the processes of this run did not find each other at {address}:{port} within {seconds:.0f} s: {error}; "
-            "start all of them, and let them reach MASTER_ADDR and MASTER_PORT"
-        ) from error
-
-
-def _opened(rank: int, size: int, address: str, port: int, limit: datetime.timedelta) -> Any:
-    """The store at this address: one per process, as runs follow one another, and others may still ask it."""
-    place = rank, size, address, port
-    if place not in STORES:
-        STORES[place] = _open(*place, limit)
-    return STORES[place]
-
-
-def _open(rank: int, size: int, address: str, port: int, limit: datetime.timedelta) -> Any:
-    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        listening = interfaces.listening(address, port)
-        return TCP(
-            address, port, size, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=listening
-        )
-    return next(iter(rendezvous("env://", rank, size, timeout=limit)))[0]
 
 
 def _within(seconds: float, ask: Any, *arguments: Any) -> None:
@@ -250,18 +203,6 @@ def _differing(rank: int, own: int, name: str, theirs: Any, value: Any) -> str:
         f"{name} is {value!r} in process {own}, but {theirs!r} in process {rank}; all processes must have the same "
         "recipe, options, library versions and numeric environment"
     )
-
-
-def _tcp(store: Any) -> tuple[str, int]:
-    """Address of the TCP store behind prefixes."""
-    while isinstance(store, c10d.PrefixStore):
-        store = store.underlying_store
-    if not isinstance(store, TCP):
-        raise UsageError(
-            f"torch.distributed was initialised with a {type(store).__name__}, which worker processes cannot reach; "
-            "initialise it by env:// or tcp://, as torchrun does"
-        )
-    return store.host, store.port
 
 
 def _host() -> str:
