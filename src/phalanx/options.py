@@ -126,8 +126,8 @@ def _check_engine(engine: Any, workers: int | None, devices: tuple[str, ...]) ->
     elsewhere = [name for name in devices if name != "cpu"]
     if spawns and elsewhere:
         raise UsageError(
-            f"devices names {elsewhere[0]!r}, but worker processes compute on the CPU in this version; use workers=1 "
-            "and one process there"
+            f"devices names {elsewhere[0]!r}, but worker processes compute on the CPU in this version; leave devices "
+            "out, or use workers=1 and engine='inline' in one process"
         )
     if spawns and not hasattr(select, "poll"):
         raise UsageError("worker processes need Linux or macOS; use engine='inline' (same answer)")

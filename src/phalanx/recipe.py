@@ -107,7 +107,8 @@ class Recipe(Definition):
             A progress bar on stderr; "auto": if that is a terminal.
         deadline_seconds : float or "auto"
             A worker process that does nothing for longer counts as hung: it is killed and replaced. "auto": 20 usual
-            steps, at least a minute (10 minutes before the first step is done); never under a debugger.
+            steps, at least a minute (10 minutes before the first step is done); never under a debugger. Over several
+            hosts: how long to wait for another process, 120 s by default; then the run ends (``docs/hosts.md``).
         run_dir : path-like, optional
             Where snapshots and a log of events are kept. The same call again goes on from the newest good snapshot, to
             the same digest, with any number of workers. SIGTERM then saves and raises ``Preempted``.

@@ -87,8 +87,9 @@ WAYS = {
     "SIGTERM": (ENDLESS, signal.SIGTERM, -signal.SIGTERM),
     "SIGKILL": (ENDLESS, signal.SIGKILL, -signal.SIGKILL),
     "SIGKILL, with a helper": ("HELPER = True" + ENDLESS, signal.SIGKILL, -signal.SIGKILL),
-    "SIGKILL, workers stopped": (
-        "run = start(); run.step(); [os.kill(pid, signal.SIGSTOP) for pid in run.worker_pids]; ready(); time.sleep(60)",
+    "SIGKILL, all stopped": (
+        "import psutil; run = start(); run.step(); run.step()\n"
+        "[child.suspend() for child in psutil.Process().children(recursive=True)]; ready(); time.sleep(60)",
         signal.SIGKILL,
         -signal.SIGKILL,
     ),
@@ -138,7 +139,7 @@ OFTEN = {
     "os._exit",
     "SIGINT",
     "SIGTERM",
-    "SIGKILL, workers stopped",
+    "SIGKILL, all stopped",
 }
 KINDS = pytest.mark.parametrize("repeat", range(REPEATS))
 

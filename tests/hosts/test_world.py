@@ -21,13 +21,14 @@ import torch.distributed as dist
 import phalanx
 from tests.families import FAMILIES
 rank, family = int(os.environ["RANK"]), FAMILIES["mlp"]
-told = []
+told, results = [], []
 def tried(make):
     started = time.monotonic()
     try:
         told.append(make())
     except Exception as error:
         told.append(f"{type(error).__name__}: {error}")
+        results.append(getattr(error, "result", None))
     assert time.monotonic() - started < 25, told
 """
 END = "\nprint(json.dumps(told))"
@@ -128,8 +129,12 @@ def early():
             if rank == odd and report.step == 3:
                 return "enough"
 tried(early)
+told.append([results[0].steps, results[0].digest])
 """)
     mine, other = found[odd], found[1 - odd]
+    steps, digest = mine[-1]
+    assert other[-1] == mine[-1]
+    assert digest == FAMILIES["mlp"].recipe(4, steps=steps).train(engine="inline").digest
     assert "bad sample 24" in mine[0]
     assert mine[0].startswith("WorkerError")
     assert f"process {odd} on " in other[0]
@@ -173,16 +178,21 @@ def test_a_store_that_torchrun_keeps():
 
 
 def test_what_differs_is_named():
-    """Another number of steps or of workers in one process is refused in all."""
+    """Other steps, workers, or one number in the data of one process are refused in all, and devices that cannot be."""
     found = world("""
 tried(lambda: family.recipe(4, steps=3 + rank).train())
 tried(lambda: family.recipe(4).train(workers=2 + 2 * rank))
 tried(lambda: family.recipe(4, steps=2).train(devices=["cuda:0"]))
+x, y = family.data
+x = x.clone()
+x[4, 0] += rank
+tried(lambda: family.recipe(4, data=(x, y)).train())
 """)
     for told in found:
         assert told[0].startswith("UsageError: steps is ")
         assert told[1].startswith("UsageError: workers is ")
         assert told[2].startswith("UsageError: devices names 'cuda:0'")
+        assert told[3].startswith("UsageError: data is ")
 
 
 def test_torch_knows_nothing_of_a_run():

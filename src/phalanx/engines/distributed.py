@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.contracts import Course, Framework
+from phalanx.data import Columns
 from phalanx.definition import Definition
 from phalanx.engines.deadline import Deadline
 from phalanx.engines.processes import Processes
@@ -23,6 +24,7 @@ from phalanx.hosts.world import World
 from phalanx.plan.placement import hosts
 from phalanx.state.wire import packed, unpacked
 
+COMPARED_BYTES = 256 << 20
 PATIENCE = 60.0  # seconds beyond those that workers wait for other hosts
 
 
@@ -58,12 +60,11 @@ class Distributed(Processes):
             return super().advance(batch, horizon)
         except SeveredError as error:
             failure = self._world.lost(error, step)
-            self._ended, self._lost = str(failure), True
-            raise failure from error
+            self._quit(str(failure))
+            raise failure from None
         except BaseException as error:
             self._world.tell(f"{type(error).__name__}: {error}")
-            self.close()
-            self._ended = f"{type(error).__name__} ({error}) at step {step}, and others do not wait for it"
+            self._quit(f"{type(error).__name__} ({error}) at step {step}, and others do not wait for it")
             raise
 
     def close(self) -> None:
@@ -74,6 +75,11 @@ class Distributed(Processes):
             super().close()
         finally:
             self._world.close()
+
+    def _quit(self, why: str) -> None:
+        """Take the state after the last finished step home, as far as it is whole, and end the run here."""
+        self._ended = why
+        self.close()
 
     def _check_batch(self, step: int, batch: Any) -> None:
         """Every process must bring the same batch, as each computes its replicas' shares of it."""
@@ -115,7 +121,7 @@ def open_distributed(
     except SeveredError as error:
         failure = world.lost(error, 0)
         world.close()
-        raise failure from error
+        raise failure from None
     except BaseException as error:
         world.tell(f"{type(error).__name__}: {error}")
         world.close()
@@ -123,13 +129,16 @@ def open_distributed(
 
 
 def _facts(definition: Definition, framework: Framework, workers: int | None) -> dict[str, Any]:
-    """What has to be the same in all processes."""
+    """What has to be the same in all processes. Columns are compared whole, if that does not take long."""
+    arrays = definition.source.arrays if isinstance(definition.source, Columns) else ()
+    whole = sum(array.nbytes for array in arrays) <= COMPARED_BYTES
     with framework.environment:
         own = framework.snapshots.capture(copy=False).facts.get("environment", {})
     return {
         "recipe": fingerprint(definition),
         "steps": None if definition.data is None else definition.plan.steps,
         "workers": workers,
+        "data": hashed(tuple(arrays)).hex() if whole else None,
         "environment": {**recorded_environment(), **own},
     }
 

@@ -39,7 +39,8 @@ def main(fd: int, parent: int, cache: str | None) -> None:
         gc.collect()
         gc.freeze()  # what is shared with workers stays shared, and their own objects are found quickly
         if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)  # bound to a thread that may end; from here on we watch
+            # The signal is bound to a thread that may end, so from here on we watch; if we are stopped it wakes us.
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
         with socket.socket(fileno=fd) as server:
             Nursery(server, watched).serve()
     if cache is not None:  # the parent may have had no time to

@@ -75,7 +75,11 @@ def reached(address: str) -> Iterator[None]:
     except PhalanxError:
         raise
     except Exception as error:
-        raise RunError(f"the store at {address} cannot be reached any more: {error}") from error
+        raise RunError(
+            f"the store at {address}, which the host of process 0 has, cannot be reached any more ({error}): process 0 "
+            "has ended, or its host is lost. Start all processes again: with a run_dir the run goes on from its newest "
+            "snapshot, to the same digest"
+        ) from None
 
 
 def run_of(store: Any, rank: int, size: int, seconds: float) -> int:

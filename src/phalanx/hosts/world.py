@@ -6,7 +6,6 @@ Nothing is unpickled: what processes tell each other is JSON in the world's stor
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import os
 import pathlib
@@ -136,8 +135,7 @@ class World:
             self._gloo.close()
         _within(STORE_SECONDS, self._store.set, f"gone/{self.rank}", "1")
         if self._told and self.rank == 0:
-            others = [f"gone/{rank}" for rank in range(1, self.size)]
-            _within(GRACE_SECONDS, self._store.wait, others, datetime.timedelta(seconds=GRACE_SECONDS))
+            _within(GRACE_SECONDS + STORE_SECONDS, self._see_off)
 
     @property
     def _met(self) -> Gloo:
@@ -155,6 +153,13 @@ class World:
                     missing.discard(rank)
                 if rank != self.rank and self._store.check([f"left/{rank}"]):
                     left[rank] = self._store.get(f"left/{rank}").decode(errors="replace")
+
+    def _see_off(self) -> None:
+        """Wait until all others have gone, but not for long: they may have to read in the store why this run ends."""
+        end = time.monotonic() + GRACE_SECONDS
+        others = [f"gone/{rank}" for rank in range(1, self.size)]
+        while time.monotonic() < end and not self._store.check(others):
+            time.sleep(POLL_SECONDS)
 
     def _get(self, key: str, rank: int) -> bytes:
         """What a process says at the start of a run; as long as it has not said that it leaves."""

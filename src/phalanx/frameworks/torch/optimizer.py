@@ -182,6 +182,10 @@ def build_optimizers(definition: Definition, named: Named) -> list[torch.optim.O
         It raised, returned something else, was given other parameters, or cannot be exact in data parallel.
     """
     factory = definition.optimizer or functools.partial(torch.optim.Adam, lr=definition.lr)
+    if hasattr(factory, "init") and hasattr(factory, "update"):
+        raise UsageError(
+            f"optimizer is optax's, which is for jax recipes, but make_model returned a torch module; as in {EXAMPLE}"
+        )
     try:
         made = factory(list(named))
     except Exception as error:
