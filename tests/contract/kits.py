@@ -74,12 +74,12 @@ TORCH = Kit(
 )
 JAX = Kit(
     "jax",
-    ["dropout", "masked_tokens", *(["bfloat16", "lenet", "whole_loss"] if CAMPAIGN else [])],
+    ["masked_tokens", *(["dropout", "bfloat16", "lenet", "whole_loss"] if CAMPAIGN else [])],
     {**jax_families.FAMILIES, "plain": dataclasses.replace(jax_families.FAMILIES["no_key"], steps=4)},
     {
         name: make()
         for name, make in jax_families.OPTIMIZERS.items()
-        if name in ("noise", "unless_nan") or (CAMPAIGN and name in ("adam_schedule", "rates"))
+        if name == "noise" or (CAMPAIGN and name in ("adam_schedule", "rates", "unless_nan"))
     },
     jax_families.OPTIMIZERS["adamw"](),
     jax_by_hand.answer,

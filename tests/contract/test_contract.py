@@ -176,6 +176,7 @@ with kit.recipe(4, steps=6, optimizer=kit.adaptive).start(
 """
 
 
+@pytest.mark.campaign
 def test_a_driver_that_is_killed(kit, tmp_path):
     """SIGKILL of the whole run in its fourth step: the same call again ends in the same bits."""
     code = DRIVER.format(name=kit.name, run_dir=str(tmp_path))

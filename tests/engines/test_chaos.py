@@ -46,6 +46,7 @@ def test_the_checker_can_say_no():
         assert not chaos.trial(recipe, dataclasses.replace(quiet, **other), 1, 0, 2).right
 
 
+@pytest.mark.campaign
 def test_the_command_draws_and_tells(tmp_path):
     """``phalanx chaos FILE`` ends with 0, one JSON object and a picture."""
     (tmp_path / "recipe.py").write_text(FILE)

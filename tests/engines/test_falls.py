@@ -45,7 +45,7 @@ def wanted():
 
 @pytest.mark.parametrize("step", [pytest.param(FIRST, marks=pytest.mark.campaign), LATER])
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("worker", [0, 1, 2])
+@pytest.mark.parametrize("worker", [0, *(pytest.param(worker, marks=pytest.mark.campaign) for worker in (1, 2))])
 def test_a_death_at_every_named_point(tmp_path, wanted, worker, place, step):
     """SIGKILL of each worker at each point of the protocol, early and late: the digest is that of a quiet run."""
     if place == "half saved" and step == FIRST:

@@ -132,15 +132,7 @@ WAYS = {
         0,
     ),
 }
-OFTEN = {
-    "normal, with a helper",
-    "never closed",
-    "sys.exit",
-    "os._exit",
-    "SIGINT",
-    "SIGTERM",
-    "SIGKILL, all stopped",
-}
+OFTEN = {"normal, with a helper", "os._exit", "SIGINT", "SIGTERM", "SIGKILL, all stopped"}  # the others in campaigns
 KINDS = pytest.mark.parametrize("repeat", range(REPEATS))
 
 

@@ -222,7 +222,7 @@ print("same", __name__)
 """
 
 
-@pytest.mark.parametrize("by", ["file", "stdin"])
+@pytest.mark.parametrize("by", ["file", pytest.param("stdin", marks=pytest.mark.campaign)])
 def test_a_script_without_a_guard(by, tmp_path):
     """Classes and functions of ``__main__``, without ``if __name__``, from a file or typed in, train in workers."""
     path = tmp_path / "script.py"

@@ -557,7 +557,7 @@ DEATHS = {
 }
 
 
-@pytest.mark.parametrize("place", ["model", "dataset"])
+@pytest.mark.parametrize("place", ["model", pytest.param("dataset", marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("way", DEATHS)
 def test_what_ends_every_worker_is_told_soon(way, place):
     """os._exit, a segmentation fault or a signal in user code, each time: a RunError says where and how; no hang."""

@@ -57,7 +57,7 @@ mlp = FAMILIES["mlp"]
 
 def recipe(**changes):
     given = {"forward_fn": forward, "loss_fn": loss, "batch_size": 3, "steps": 7, "optimizer": optax.adamw(0.05)}
-    return mlp.recipe(5, threads=3, **(given | changes))
+    return mlp.recipe(5, threads=2, **(given | changes))
 
 def answers(*orders, **changes):
     found = []
@@ -70,21 +70,21 @@ def answers(*orders, **changes):
             found.append([type(error).__name__, str(error), len(used)])
     return found
 
-ONE, TWO, THREE = ["cpu:0"], ["cpu:1", "cpu:0"], ["cpu:2", "cpu:0", "cpu:1"]
+ONE, TWO = ["cpu:0"], ["cpu:1", "cpu:0"]
 print(json.dumps({
-    "equal": answers(ONE, TWO, THREE),
+    "equal": answers(ONE, TWO, ["cpu:0", "cpu:1"]),
     "other": answers(ONE, seed=9),
-    "refilled": answers(ONE, THREE, THREE, data=Rows(), collate_fn=refilled),
-    "errors": answers(ONE, THREE, data=Broken()),
+    "refilled": answers(ONE, TWO, TWO, data=Rows(), collate_fn=refilled),
+    "errors": answers(ONE, TWO, data=Broken()),
 }))
 """
 
 
 @pytest.fixture(scope="module")
 def answers():
-    """Digests, losses and the number of devices that computed, from a process with three CPU devices."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=3"
-    environment = os.environ | {"XLA_FLAGS": flags, "NPROC": "3"}
+    """Digests, losses and the number of devices that computed, from a process with two CPU devices."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    environment = os.environ | {"XLA_FLAGS": flags, "NPROC": "2"}
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -92,10 +92,10 @@ def answers():
 
 
 def test_any_devices(answers):
-    """One, two or three devices, with dropout, empty shares and weights, some 0: the same digest and losses."""
+    """One device or two in any order, with dropout, empty shares and weights, some 0: the same digest and losses."""
     one, *others = answers["equal"]
     assert [found[:2] for found in others] == [one[:2]] * 2
-    assert [found[2] for found in answers["equal"]] == [1, 2, 3]
+    assert [found[2] for found in answers["equal"]] == [1, 2, 2]
 
 
 def test_a_batch_in_memory_that_is_used_again(answers):

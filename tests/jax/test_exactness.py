@@ -24,7 +24,10 @@ def trained(recipe):
     return result.digest, result.loss_history
 
 
-@pytest.mark.parametrize("name", ["mlp", "lenet", "transformer", "whole_loss"])
+@pytest.mark.parametrize(
+    "name",
+    ["mlp", "whole_loss", *(pytest.param(name, marks=pytest.mark.campaign) for name in ("lenet", "transformer"))],
+)
 def test_one_replica(name):
     """A recipe ends in the bits and losses of the plain loop."""
     recipe = FAMILIES[name].recipe(1)

@@ -469,7 +469,7 @@ def test_odd_states(run_dir, field):
     folder, rng = folder_of(run_dir, NEWER), random.Random(field)
     whole = {name: (folder / name).read_bytes() for name in (snapshot.FACTS, snapshot.MANIFEST)}
     allowed = (phalanx.SnapshotError, phalanx.UsageError)
-    for turn in range(40):
+    for turn in range(20):
         odd = ODD[turn % len(ODD)] if turn < len(ODD) else rng.choice(ODD)
         deep = turn >= len(ODD)
 

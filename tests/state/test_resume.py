@@ -690,6 +690,7 @@ recipe = phalanx.Recipe(lambda: torch.nn.Linear(4, 1), (x, y), loss, replicas=2,
 """
 
 
+@pytest.mark.campaign
 def test_sigterm_on_the_command_line(tmp_path):
     """It exits with 75 and says how to go on; the same command again ends in the digest of one that was left alone."""
     (tmp_path / "job.py").write_text(JOB)
