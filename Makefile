@@ -14,7 +14,7 @@ demo: $(INSTALLED)  ## train a small model on handwritten digits and draw how it
 	@$(BIN)/phalanx demo digits
 
 test: $(INSTALLED)  ## all tests, in two processes
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 check: $(INSTALLED)  ## lint, format, types and the house rules; under a minute
 	@$(BIN)/ruff check -q $(SOURCES)
