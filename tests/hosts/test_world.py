@@ -193,8 +193,3 @@ tried(lambda: family.recipe(4, data=(x, y)).train())
         assert told[1].startswith("UsageError: workers is ")
         assert told[2].startswith("UsageError: devices names 'cuda:0'")
         assert told[3].startswith("UsageError: data is ")
-
-
-def test_torch_knows_nothing_of_a_run():
-    """A process in no world has no group either."""
-    assert not torch.distributed.is_initialized()

@@ -53,7 +53,7 @@ class Distributed(Processes):
     def advance(self, batch: Any, horizon: int) -> StepReport:
         """See ``contracts.Engine.advance``. Whatever is raised ends the run, here and in all other processes."""
         self._check_able()
-        step = len(self.course.loss_history)
+        step = self._steps
         try:
             if batch is not None:
                 self._check_batch(step, batch)
@@ -69,12 +69,17 @@ class Distributed(Processes):
 
     def close(self) -> None:
         """Take the state home, end the workers, leave the world."""
-        if not self._closed and not self._ended:
-            self._world.tell(f"it was closed after {len(self.course.loss_history)} steps")
+        if not self._closed and not self._ended and not self._finished:
+            self._world.tell(f"it was closed after {self._steps} steps")
         try:
             super().close()
         finally:
             self._world.close()
+
+    @property
+    def _finished(self) -> bool:
+        """Whether all planned steps are done, so that nobody waits for this process any more."""
+        return self._definition.data is not None and self._steps == self._definition.plan.steps
 
     def _quit(self, why: str) -> None:
         """Take the state after the last finished step home, as far as it is whole, and end the run here."""

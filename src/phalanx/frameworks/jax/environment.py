@@ -43,15 +43,13 @@ def recorded(device: Any) -> dict[str, str]:
     return {**versions, **settings, "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""), "device": device.device_kind}
 
 
-def named_device(name: str | None) -> Any:
-    """The device of jax that is called so, as "cpu" or "cuda:0"; None for None.
+def named_device(name: str) -> Any:
+    """The device of jax that is called so, as "cpu" or "cuda:0".
 
     Raises
     ------
     ValueError, RuntimeError, IndexError
         There is none.
     """
-    if name is None:
-        return None
     platform, _, number = name.partition(":")
     return jax.devices(platform)[int(number or 0)]
