@@ -23,7 +23,8 @@ STEPS = {"lenet": 20, "mlp": 8, "gpt": 10}
 SENT = "/sys/class/net/eth0/statistics/tx_bytes"
 RATE, DELAY = 1000, 1
 METHOD = """{hosts} hosts (network namespaces of this machine) with {workers} workers each, links of {links}, {rounds}
-rounds, interleaved. Seconds are medians of the first host's steps after 3 warm ones. MB per host and step are what its
+rounds, interleaved. Seconds are the mean of the first host's steps after 3 warm ones, in a run that nobody watches, and
+medians of rounds. MB per host and step are what its
 interface sent, all included; the limit is 2 N (H - 1) / H floats. DDP: {ranks} ranks over Gloo,
 `gradient_as_bucket_view`, `static_graph`, the same fused AdamW and the same whole batch; phalanx: one process per
 host, R = {replicas}."""
@@ -37,9 +38,8 @@ def rank(kind: str, model: str, replicas: int, workers: int) -> dict:
     torch.set_num_threads(1)
     case, steps, warm = models.case(model), STEPS[model], 3
     run = ours if kind == "phalanx" else ddp
-    ticks, sent = run(case, replicas, workers, warm + steps, warm)
-    seconds = statistics.median(later - earlier for earlier, later in itertools.pairwise(ticks[warm - 1 :]))
-    return {"seconds": seconds, "bytes": (sent[1] - sent[0]) / steps}
+    began, ended = run(case, replicas, workers, warm + steps, warm)
+    return {"seconds": (ended[0] - began[0]) / steps, "bytes": (ended[1] - began[1]) / steps}
 
 
 def ours(case, replicas, workers, steps, warm):
@@ -51,14 +51,12 @@ def ours(case, replicas, workers, steps, warm):
         case.make_model, (case.x, case.y), case.loss_fn, replicas=replicas, batch_size=case.batch_size, steps=steps,
         optimizer=models.OPTIMIZER,
     )  # fmt: skip
-    ticks, sent = [], [0, 0]
     with recipe.start(workers=workers, progress=False) as run:
-        for report in run:
-            ticks.append(time.perf_counter())
-            if report.step == warm - 1:
-                sent[0] = transmitted()
-        sent[1] = transmitted()
-    return ticks, sent
+        for _ in itertools.islice(run, warm):
+            pass
+        began = now()
+        run.finish()
+        return began, now()
 
 
 def ddp(case, replicas, workers, steps, warm):
@@ -75,19 +73,19 @@ def ddp(case, replicas, workers, steps, warm):
     )
     optimizer = models.OPTIMIZER(model.parameters())
     batches = peers.shuffled(case, distributed.get_rank(), distributed.get_world_size())
-    ticks, sent = [], [0, 0]
-    for number, (x, y) in enumerate(itertools.islice(batches, steps)):
+    for x, y in itertools.islice(batches, warm):
         peers.step(model, optimizer, case.loss_fn, x, y)
-        ticks.append(time.perf_counter())
-        if number == warm - 1:
-            sent[0] = transmitted()
-    sent[1] = transmitted()
+    began = now()
+    for x, y in itertools.islice(batches, steps - warm):
+        peers.step(model, optimizer, case.loss_fn, x, y)
+    ended = now()
     distributed.barrier()
-    return ticks, sent
+    return began, ended
 
 
-def transmitted() -> int:
-    return int(pathlib.Path(SENT).read_text())
+def now() -> tuple[float, int]:
+    """Seconds, and bytes sent so far."""
+    return time.perf_counter(), int(pathlib.Path(SENT).read_text())
 
 
 def measure(kind: str, model: str, arguments) -> dict:
