@@ -19,11 +19,11 @@ import time
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path[:0] = [str(pathlib.Path(__file__).parent), str(ROOT)]
 MODELS = ("lenet", "mlp", "gpt")
-STEPS = {"lenet": 20, "mlp": 8, "gpt": 10}
+STEPS = {"lenet": 60, "mlp": 20, "gpt": 40}
 SENT = "/sys/class/net/eth0/statistics/tx_bytes"
 RATE, DELAY = 1000, 1
 METHOD = """{hosts} hosts (network namespaces of this machine) with {workers} workers each, links of {links}, {rounds}
-rounds, interleaved. Seconds are the mean of the first host's steps after 3 warm ones, in a run that nobody watches, and
+rounds, interleaved. Seconds are the mean of the first host's steps after 5 warm ones, in a run that nobody watches, and
 medians of rounds. MB per host and step are what its
 interface sent, all included; the limit is 2 N (H - 1) / H floats. DDP: {ranks} ranks over Gloo,
 `gradient_as_bucket_view`, `static_graph`, the same fused AdamW and the same whole batch; phalanx: one process per
@@ -36,7 +36,7 @@ def rank(kind: str, model: str, replicas: int, workers: int) -> dict:
     import torch
 
     torch.set_num_threads(1)
-    case, steps, warm = models.case(model), STEPS[model], 3
+    case, steps, warm = models.case(model), STEPS[model], 5
     run = ours if kind == "phalanx" else ddp
     began, ended = run(case, replicas, workers, warm + steps, warm)
     return {"seconds": (ended[0] - began[0]) / steps, "bytes": (ended[1] - began[1]) / steps}

@@ -10,7 +10,7 @@ from typing import Any
 
 from phalanx.contracts import Engine
 from phalanx.definition import Definition
-from phalanx.errors import PhalanxError, Preempted, SnapshotError, UsageError
+from phalanx.errors import PhalanxError, Preempted, RunError, SnapshotError, UsageError
 from phalanx.evaluation import DEFAULT_BATCH, Evaluation, check_evaluation
 from phalanx.events import Evaluated, Incident, StepReport
 from phalanx.fingerprint import fingerprint
@@ -71,9 +71,7 @@ class Run:
 
     def __next__(self) -> StepReport:
         if self._definition.data is None:
-            raise UsageError(
-                "this recipe has no data to iterate over (data=None): bring each batch with run.step(batch)"
-            )
+            raise UsageError("there is no data to iterate over (data=None): bring each batch with run.step(batch)")
         if self._closed or self.steps >= self._definition.plan.steps:
             self._progress.close()
             raise StopIteration
@@ -154,11 +152,8 @@ class Run:
         """
         self._check_open()
         check_evaluation(metric_fn, data, batch_size)
-        try:
+        with self._handing_over():
             value = self._engine.evaluate(metric_fn, data, batch_size)
-        except PhalanxError as error:
-            self._hand_over(error)
-            raise
         name = getattr(metric_fn, "__name__", "metric")
         self.metric_history.append(Evaluated(self.steps, value, "metric" if name == "<lambda>" else name))
         return value
@@ -211,11 +206,8 @@ class Run:
 
     def _advance(self, batch: Any) -> StepReport:
         self._check_open()
-        try:
+        with self._handing_over():
             report = self._engine.advance(batch, self._horizon(batch))
-        except PhalanxError as error:
-            self._hand_over(error)
-            raise
         try:
             if self._evaluation is not None and self._due(report):
                 due = self._evaluation
@@ -224,22 +216,20 @@ class Run:
             self._progress.show(report, self.metric_history)
             for callback in self._callbacks:
                 callback(report)
-        if self._saver is not None:
-            try:
-                self._save(self._saver, report)
-            except PhalanxError as error:
-                self._hand_over(error)
-                raise
+        with self._handing_over():
+            if self._saver is not None:
+                self._saver.note(report, self._engine.course.incidents)
+                if self._saver.due(self.steps):
+                    self._saver.save(self._engine, self.metric_history)
+            if self._terminated and self._engine.pause():
+                raise self._preempted()
         return report
 
-    def _save(self, saver: Saver, report: StepReport) -> None:
-        saver.note(report, self._engine.course.incidents)
-        ended = self._terminated and self._engine.pause()
-        if ended or saver.due(self.steps):
-            saver.save(self._engine, self.metric_history)
-        if ended:
-            saved = f"the state after {self.steps} steps was saved" if saver.settle() else "the state was not saved"
-            raise Preempted(f"SIGTERM came, and {saved}; the same call again goes on there", step=report.step)
+    def _preempted(self) -> Preempted:
+        told = "nothing is saved by this process"
+        if self._saver is not None:
+            told = self._saver.last_word(self._engine, self.metric_history, self.steps)
+        return Preempted(f"SIGTERM came, and {told}; the same call again goes on there", step=self.steps - 1)
 
     def _horizon(self, batch: Any) -> int:
         """How many steps may be done before the state is looked at."""
@@ -262,6 +252,17 @@ class Run:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("this run is closed: its with block has ended; start another with recipe.start()")
+
+    @contextlib.contextmanager
+    def _handing_over(self) -> Iterator[None]:
+        """What is raised inside gets the last good state."""
+        try:
+            yield
+        except PhalanxError as error:
+            if self._terminated and type(error) is RunError:  # others were terminated, too, and are missed here
+                raise self._preempted() from error
+            self._hand_over(error)
+            raise
 
     def _hand_over(self, error: BaseException) -> None:
         """Set ``error.result`` to the last good state, unless it is set or the class has no room for it."""

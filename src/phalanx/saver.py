@@ -129,6 +129,18 @@ class Saver:
             warnings.warn(f"{why}; the run goes on, and those before are whole", stacklevel=2)
         return error is None
 
+    def last_word(self, engine: Engine, metrics: Sequence[Evaluated], steps: int) -> str:
+        """Save the state, if it is there, and say whether that was done."""
+        saved = True
+        if steps > self._saved:
+            try:
+                self.save(engine, metrics)
+            except SnapshotError:
+                raise
+            except PhalanxError:
+                saved = False
+        return f"the state after {steps} steps was saved" if self.settle() and saved else "the state was not saved"
+
     def close(self, engine: Engine, metrics: Sequence[Evaluated], steps: int) -> None:
         """Save what was not saved, if the state is there, and let go of the directory."""
         try:

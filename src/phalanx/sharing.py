@@ -26,24 +26,27 @@ class Slots(Protocol):
 
     blank: Callable[[int], Any]
 
-    def homes(self, number: int) -> Vector:
-        """Where this worker publishes the ``number``-th vector that it holds; None for what it owns."""
+    def live_in(self, number: int) -> None:
+        """Put the next replica's gradient where this worker publishes the ``number``-th vector that it holds."""
         ...
 
-    def live_in(self, homes: Vector) -> None:
-        """Put the next replica's gradient there."""
+    def watch(self, told: Callable[[int, Any], None]) -> bool:
+        """Call ``told(index, gradient)`` when a backward pass has computed a gradient and put it where it is wanted.
+
+        False: gradients come all at once here.
+        """
         ...
 
     def peer(self, worker: int, number: int) -> Vector:
         """What another worker published, as far as this one owns it."""
         ...
 
-    def add(self, left: Vector, right: Vector, homes: Vector) -> Vector:
-        """``left + right``; may be put in place of ``left``, which lives in ``homes``."""
+    def add(self, left: Vector, right: Vector, number: int) -> Vector:
+        """``left + right``; may be put in place of ``left``, the ``number``-th vector."""
         ...
 
-    def publish(self, homes: Vector, vector: Vector) -> None:
-        """See to it that what others own of ``vector`` is in ``homes``."""
+    def publish(self, number: int, vector: Vector) -> None:
+        """See to it that what others own of the ``number``-th vector is where they look for it."""
         ...
 
     def fold(self, vectors: Sequence[Vector | None], order: Order, divisor: float) -> Vector:

@@ -28,7 +28,7 @@ def together(count, replicas, work, blanks):
     def host(rank):
         try:
             meeting = Meeting(("127.0.0.1", store.port), run, rank, blocks, 20.0, "lo")
-            found[rank] = work(rank, Across(meeting, 0, replicas, blanks))
+            found[rank] = work(rank, Across(meeting, 0, replicas, blanks, range(len(blanks))))
         except BaseException as error:
             found[rank] = error
 
@@ -92,12 +92,14 @@ def test_sums_have_the_bits_of_the_fold(monkeypatch, replicas, count, as_array):
             mine = vectors[index << level : (index + 1) << level]
             sums.append([column(mine, place) for place in range(len(SHAPES))])
             masks.append(bytes(entry is not None for entry in sums[-1]))
-        sums = [[None if entry is None else entry + 0 for entry in vector] for vector in sums]
         block = hosts(replicas, count, 1)[0][rank]
         parts, masks, notes = across.exchange(0, 5, [PART] * len(block), masks, [bytes([one]) for one in block])
         assert parts == [PART] * replicas
         assert notes == [bytes([replica]) for replica in range(replicas)]
-        return [bits(entry) for entry in across.total(sums, masks, range(len(SHAPES)))]
+        across.sums.begin(masks)
+        while (index := across.sums.due) is not None:
+            across.sums.give([[vector[index]] for vector in sums], [[]] * len(sums))
+        return [bits(entry) for entry in across.sums.finish()]
 
     assert together(count, replicas, work, blanks) == [wanted] * count
 

@@ -193,3 +193,28 @@ tried(lambda: family.recipe(4, data=(x, y)).train())
         assert told[1].startswith("UsageError: workers is ")
         assert told[2].startswith("UsageError: devices names 'cuda:0'")
         assert told[3].startswith("UsageError: data is ")
+
+
+@pytest.mark.parametrize("stopped", [pytest.param([0, 1], marks=pytest.mark.campaign), [1]])
+def test_sigterm(tmp_path, stopped):
+    """To one process or to all: it ends all of them after a step, process 0 saves that, and the run goes on from it."""
+    found = world(f"""
+import signal
+options = {{"run_dir": {str(tmp_path)!r}, "deadline_seconds": 20}}
+recipe = family.recipe(4, steps=30)
+def steps(run):
+    for report in run:
+        if report.step == 6 and rank in {stopped}:
+            run.terminate()
+with recipe.start(**options) as run:
+    tried(lambda: steps(run))
+tried(lambda: recipe.train(**options))
+told[1] = [told[1].resumed_from, told[1].digest]
+""")
+    wanted = FAMILIES["mlp"].recipe(4, steps=30).train(engine="inline").digest
+    assert [told[1] for told in found] == [[8, wanted]] * 2
+    if stopped == [1]:
+        assert found[0][0].startswith("RunError: process 1 on ")
+    else:
+        assert found[0][0].startswith("Preempted: SIGTERM came, and the state after 8 steps was saved")
+    assert found[1][0].startswith("Preempted: SIGTERM came, and nothing is saved by this process")

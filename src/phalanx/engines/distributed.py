@@ -22,6 +22,7 @@ from phalanx.frameworks.opening import open_framework, recorded_environment
 from phalanx.hosts.gloo import SeveredError
 from phalanx.hosts.world import World
 from phalanx.plan.placement import hosts
+from phalanx.state.captured import Captured
 from phalanx.state.wire import packed, unpacked
 
 COMPARED_BYTES = 256 << 20
@@ -66,6 +67,13 @@ class Distributed(Processes):
             self._world.tell(f"{type(error).__name__}: {error}")
             self._quit(f"{type(error).__name__} ({error}) at step {step}, and others do not wait for it")
             raise
+
+    def capture(self) -> Captured:
+        """See ``contracts.Engine.capture``; also after others have left, of the last step that was finished here."""
+        if not self._closed or self._lost:
+            return super().capture()
+        with self._framework.environment:
+            return self._framework.snapshots.capture(copy=False)
 
     def close(self) -> None:
         """Take the state home, end the workers, leave the world."""

@@ -21,7 +21,7 @@ PATTERNS = 64  # of which gradients are there; a mixture of experts may have mor
 
 @dataclass(slots=True)
 class Held:
-    """A vector that this worker holds: in which of its homes, and its entries."""
+    """A vector that this worker holds: which of those it can hold, and its entries."""
 
     number: int
     vector: Vector
@@ -66,15 +66,15 @@ class ArenaLink:
         self._nodes = plan.nodes
         self._flags = plan.flags(arena)
         self._width = len(self._flags) // len(plan.nodes)
-        self._homes = [shard.slots.homes(number) for number in range(most_held(placement.replicas, self.hosted))]
+        self._most = most_held(placement.replicas, self.hosted)
         self._order = functools.cache(functools.partial(additions, placement.replicas, plan.nodes))
         self._published = functools.lru_cache(PATTERNS)(self._views)
 
     def enter(self, step: int) -> None:
         """The step that is next."""
 
-    def begin(self) -> None:
-        """Forget what an earlier step left; from here on replicas are computed."""
+    def begin(self, *, even: bool) -> None:
+        """Forget what an earlier step left; from here on replicas are computed, on ``even`` shares or not."""
         self._count(0)
         self._meeting.at(Point.COMPUTING)
         self._fold: Fold[Held] = Fold(self._replicas, self._add)
@@ -162,7 +162,7 @@ class ArenaLink:
                 start = position * self._width
                 self._flags[start] = 0 if held is None else held.number + 1
                 if held is not None:
-                    self._slots.publish(self._homes[held.number], held.vector)
+                    self._slots.publish(held.number, held.vector)
                     self._flags[start + 1 : start + self._width] = bytes(entry is not None for entry in held.vector)
                 mine.append(None if held is None else held.vector)
         return mine
@@ -182,14 +182,14 @@ class ArenaLink:
         return views, union(masks)
 
     def _add(self, left: Held, right: Held) -> Held:
-        return Held(left.number, self._slots.add(left.vector, right.vector, self._homes[left.number]))
+        return Held(left.number, self._slots.add(left.vector, right.vector, left.number))
 
     def _aim(self) -> None:
         """The next replica's gradient goes where no vector is that is still needed."""
         taken = {partial.value.number for partial in self._fold.partials() if partial.value is not None}
-        self._free = next((number for number in range(len(self._homes)) if number not in taken), -1)
+        self._free = next((number for number in range(self._most) if number not in taken), -1)
         if self._free >= 0:
-            self._slots.live_in(self._homes[self._free])
+            self._slots.live_in(self._free)
 
 
 def union(masks: Sequence[bytes]) -> list[int] | None:

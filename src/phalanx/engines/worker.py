@@ -182,7 +182,7 @@ class Worker:
         started, lr = time.perf_counter(), self._framework.lr
         if words[words_of.DUE] == t:
             self._keeper.keep(self._save)
-        self._link.begin()
+        self._link.begin(even=len({len(share.samples) for share in shares}) == 1)
         self._computing = True
         try:
             proposal = propose(self._framework, self._link, self._definition, t, shares)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-CHUNK = 2 << 20  # bytes of a sum that travel together
+CHUNK = 512 << 10  # bytes of a sum that travel together
 Mask = bytes  # one byte per parameter: whether it has a gradient
 
 

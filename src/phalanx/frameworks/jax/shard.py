@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -118,22 +118,23 @@ class Slots:
         self._worker = worker
         self._owned = held(layout.owners, worker)
         self.blank = functools.partial(_blank, layout)
+        self._homes = functools.cache(functools.partial(self._vector, worker, mine=False))
         self._squares = view(arena, layout.squares, Spec((len(layout.params),), np.dtype(np.float64)))
 
-    def homes(self, number: int) -> list[np.ndarray | None]:
-        """Where this worker publishes the ``number``-th vector that it holds; None for what it owns."""
-        return self._vector(self._worker, number, mine=False)
-
-    def live_in(self, homes: list[Any]) -> None:
+    def live_in(self, number: int) -> None:
         """Jax computes into memory of its own."""
 
-    def add(self, left: Gradient, right: Gradient, homes: list[Any]) -> Gradient:
+    def watch(self, told: Callable[[int, Any], None]) -> bool:
+        """They come all at once."""
+        return False
+
+    def add(self, left: Gradient, right: Gradient, number: int) -> Gradient:
         """``left + right``, published later."""
         return arithmetic.add(left, right)
 
-    def publish(self, homes: list[np.ndarray | None], vector: Gradient) -> None:
+    def publish(self, number: int, vector: Gradient) -> None:
         """Copy what others own to where they look for it."""
-        for home, entry in zip(homes, vector, strict=True):
+        for home, entry in zip(self._homes(number), vector, strict=True):
             if home is not None:
                 home[...] = np.asarray(entry)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -32,8 +32,10 @@ class Collector:
         self._written = written
         self._homes: Gradient | None = None
         self._arrived: set[int] = set()
+        self._heard: set[int] = set()
         self._collecting = False
         self._spent: Gradient | None = None
+        self._told: Callable[[int, torch.Tensor], None] | None = None
 
     def backward(self, loss: torch.Tensor) -> Gradient:
         """The gradient of all parameters, None where there is none; ``.grad`` is None afterwards."""
@@ -56,25 +58,38 @@ class Collector:
 
     def watch(self, indices: Sequence[int]) -> None:
         """Copy big gradients of these parameters into their homes as soon as they are there, and free them."""
-        for index in indices:
-            parameter = self._named[index][1]
-            if parameter.requires_grad and parameter.numel() >= HOT:
-                parameter.register_post_accumulate_grad_hook(functools.partial(self._arrive, index))
+        self._listen([index for index in indices if self._named[index][1].numel() >= HOT])
+
+    def tell(self, told: Callable[[int, torch.Tensor], None]) -> None:
+        """Copy all gradients that have homes as soon as they are there, and call ``told(index, gradient)`` for all."""
+        self._listen(range(len(self._named)))
+        self._told = told
 
     def live_in(self, homes: Gradient) -> None:
         """Put the gradients of the next backward pass into this memory; None: they stay where autograd made them."""
         self._homes = homes
 
+    def _listen(self, indices: Iterable[int]) -> None:
+        for index in set(indices) - self._heard:
+            parameter = self._named[index][1]
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(functools.partial(self._arrive, index))
+        self._heard.update(indices)
+
     def _arrive(self, index: int, parameter: torch.Tensor) -> None:
         """A backward pass inside another one (checkpoints) delivers a parameter's gradient in several parts."""
         grad, home = parameter.grad, None if self._homes is None else self._homes[index]
-        if self._collecting and grad is not None and home is not None and grad.layout == torch.strided:
+        if not self._collecting or grad is None or grad.layout != torch.strided:
+            return
+        if home is not None:
             parameter.grad = None
             if index in self._arrived:
                 home.add_(grad)
             else:
                 home.copy_(grad)
                 self._arrived.add(index)
+        if self._told is not None:
+            self._told(index, grad if home is None else home)
 
     def _housed(self, index: int, grad: torch.Tensor | None, home: torch.Tensor | None) -> torch.Tensor | None:
         if index in self._arrived:

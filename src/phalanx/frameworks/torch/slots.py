@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -36,33 +36,35 @@ class Slots:
         self._worker = worker
         self._owned = layout.owned(worker)
         self.blank = functools.partial(_blank, layout)
+        self._homes = functools.cache(functools.partial(self._vector, worker, mine=False))
         self._norms = view(arena, layout.norms, ((len(layout.owners),), (1,), updates.norm_dtype))
         self._norm_of = list(self._norms)
         collector.watch([index for index, owner in enumerate(layout.owners) if owner != worker])
 
-    def homes(self, number: int) -> Gradient:
-        """Where this worker publishes the ``number``-th vector that it holds; None for what it owns."""
-        return self._vector(self._worker, number, mine=False)
+    def watch(self, told: Callable[[int, torch.Tensor], None]) -> bool:
+        """Call ``told(index, gradient)`` when a gradient is where it is wanted."""
+        self._collector.tell(told)
+        return True
 
-    def live_in(self, homes: Gradient) -> None:
-        """Put the next replica's gradient there."""
-        self._collector.live_in(homes)
+    def live_in(self, number: int) -> None:
+        """Put the next replica's gradient where this worker publishes the ``number``-th vector that it holds."""
+        self._collector.live_in(self._homes(number))
 
     def peer(self, worker: int, number: int) -> Gradient:
         """What another worker published, as far as this one owns it."""
         return self._vector(worker, number, mine=True)
 
-    def add(self, left: Gradient, right: Gradient, homes: Gradient) -> Gradient:
-        """``left + right`` in place of ``left``, which lives in ``homes``; so does what only ``right`` has."""
+    def add(self, left: Gradient, right: Gradient, number: int) -> Gradient:
+        """``left + right`` in place of ``left``, the ``number``-th vector; so does what only ``right`` has."""
         added: Gradient = []
-        for mine, other, home in zip(left, right, homes, strict=True):
+        for mine, other, home in zip(left, right, self._homes(number), strict=True):
             if mine is not None:
                 added.append(mine if other is None else mine.add_(other))
             else:
                 added.append(other if other is None or home is None else home.copy_(other))
         return added
 
-    def publish(self, homes: Gradient, vector: Gradient) -> None:
+    def publish(self, number: int, vector: Gradient) -> None:
         """It was computed there."""
 
     def fold(self, vectors: Sequence[Gradient | None], order: Order, divisor: float) -> Gradient:
