@@ -74,6 +74,10 @@ class SnapshotError(RunError):
     """A snapshot cannot be written, or is not whole, damaged or of another version."""
 
 
+class LeftError(RunError):
+    """Another process of the world ended its run before all steps were done."""
+
+
 class Preempted(RunError):  # noqa: N818  the field's word
     """SIGTERM came while ``train`` ran with a ``run_dir``: the state was saved; the same call again continues."""
 

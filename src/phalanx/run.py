@@ -10,7 +10,7 @@ from typing import Any
 
 from phalanx.contracts import Engine
 from phalanx.definition import Definition
-from phalanx.errors import PhalanxError, Preempted, RunError, SnapshotError, UsageError
+from phalanx.errors import LeftError, PhalanxError, Preempted, SnapshotError, UsageError
 from phalanx.evaluation import DEFAULT_BATCH, Evaluation, check_evaluation
 from phalanx.events import Evaluated, Incident, StepReport
 from phalanx.fingerprint import fingerprint
@@ -147,8 +147,7 @@ class Run:
         Returns
         -------
         float
-            The mean over all samples, weighted by chunk size (or the returned weights), in float64. Also kept in
-            ``metric_history``.
+            The mean over all samples, weighted by chunk size or returned weights, float64; kept in ``metric_history``.
         """
         self._check_open()
         check_evaluation(metric_fn, data, batch_size)
@@ -201,13 +200,16 @@ class Run:
                 self._engine.close()
 
     def terminate(self) -> None:
-        """After the step that is being done, save and raise ``Preempted``; may be called in a signal handler."""
+        """After the step that is being done, save (in ``run_dir``) and raise ``Preempted``; for signal handlers."""
         self._terminated = True
 
     def _advance(self, batch: Any) -> StepReport:
         self._check_open()
         with self._handing_over():
-            report = self._engine.advance(batch, self._horizon(batch))
+            try:
+                report = self._engine.advance(batch, self._horizon(batch))
+            except LeftError as error:
+                raise self._preempted() if self._terminated else error from None
         try:
             if self._evaluation is not None and self._due(report):
                 due = self._evaluation
@@ -226,10 +228,10 @@ class Run:
         return report
 
     def _preempted(self) -> Preempted:
-        told = "nothing is saved by this process"
+        told = "nothing is saved here: there is no run_dir, or it is that of process 0"
         if self._saver is not None:
             told = self._saver.last_word(self._engine, self.metric_history, self.steps)
-        return Preempted(f"SIGTERM came, and {told}; the same call again goes on there", step=self.steps - 1)
+        return Preempted(f"SIGTERM came, and {told}", step=self.steps - 1)
 
     def _horizon(self, batch: Any) -> int:
         """How many steps may be done before the state is looked at."""
@@ -259,8 +261,6 @@ class Run:
         try:
             yield
         except PhalanxError as error:
-            if self._terminated and type(error) is RunError:  # others were terminated, too, and are missed here
-                raise self._preempted() from error
             self._hand_over(error)
             raise
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.contracts import Course, Engine
-from phalanx.errors import PhalanxError, SnapshotError
+from phalanx.errors import PhalanxError, RunError, SnapshotError
 from phalanx.events import Evaluated, Incident, StepReport
 from phalanx.state import snapshot
 from phalanx.state.captured import Captured
@@ -131,15 +131,14 @@ class Saver:
 
     def last_word(self, engine: Engine, metrics: Sequence[Evaluated], steps: int) -> str:
         """Save the state, if it is there, and say whether that was done."""
-        saved = True
+        self.settle()
         if steps > self._saved:
             try:
                 self.save(engine, metrics)
-            except SnapshotError:
-                raise
-            except PhalanxError:
-                saved = False
-        return f"the state after {steps} steps was saved" if self.settle() and saved else "the state was not saved"
+            except RunError:  # the state is lost
+                return "the state was not saved"
+        saved = f"the state after {steps} steps was saved; the same call again goes on there"
+        return saved if self.settle() else "the state was not saved"
 
     def close(self, engine: Engine, metrics: Sequence[Evaluated], steps: int) -> None:
         """Save what was not saved, if the state is there, and let go of the directory."""

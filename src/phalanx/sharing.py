@@ -31,7 +31,7 @@ class Slots(Protocol):
         ...
 
     def watch(self, told: Callable[[int, Any], None]) -> bool:
-        """Call ``told(index, gradient)`` when a backward pass has computed a gradient and put it where it is wanted.
+        """Call ``told(index, gradient)`` when a gradient is there, and where it is wanted; again if it changes.
 
         False: gradients come all at once here.
         """

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.autograd import Variable
 from torch.nn import functional as F
 
 import phalanx
@@ -547,6 +548,46 @@ def test_memory_layout_is_part_of_the_answer():
     view = LAYOUTS["cropped_channels_last_view"]
     one, other = (images((x, FEATURES[1]), steps=3) for x in (view, np.ascontiguousarray(view)))
     assert course(one, engine="inline")[0] != course(other, engine="inline")[0]
+
+
+class Late(nn.Module):
+    """Changes its gradients when they have been computed: by hooks that the first forward adds, or as a pass ends."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+        self.layers = nn.Sequential(nn.Linear(8, 200), nn.Linear(200, 200), nn.Linear(200, 3))  # small and big ones
+        self.watched = False
+
+    def forward(self, x):
+        if self.way == "hooks" and not self.watched:
+            self.watched = True
+            for number, parameter in enumerate(self.parameters()):
+                parameter.register_post_accumulate_grad_hook(self.replace if number % 2 else self.halve)
+        output = self.layers(x)
+        if self.way == "end" and output.requires_grad:
+            output.register_hook(lambda _: Variable._execution_engine.queue_callback(self.end))
+        return output
+
+    def halve(self, parameter):
+        parameter.grad.mul_(0.5)
+
+    def replace(self, parameter):
+        parameter.grad = parameter.grad * 0.25
+
+    def end(self):
+        for number, parameter in enumerate(self.parameters()):
+            (self.replace if number % 2 else self.halve)(parameter)
+
+
+@pytest.mark.parametrize("way", ["hooks", "end"])
+def test_gradients_that_are_changed_late(way):
+    """What user code does to gradients after they have been computed is done before workers exchange them."""
+    x, y = torch.randn(16, 8, generator=torch.Generator().manual_seed(1)), torch.arange(16) % 3
+    recipe = phalanx.Recipe(functools.partial(Late, way), (x, y), F.cross_entropy, replicas=2, batch_size=8, steps=3)
+    same(recipe, (2,))
+    plain = dataclasses.replace(recipe, make_model=functools.partial(Late, "never"))
+    assert course(recipe, engine="inline")[0] != course(plain, engine="inline")[0]
 
 
 # Placements that are not the usual one.

@@ -81,7 +81,7 @@ def bits(array):
 @pytest.mark.parametrize(("replicas", "count"), [(8, 2), (7, 3), (5, 4), (3, 1)])
 def test_sums_have_the_bits_of_the_fold(monkeypatch, replicas, count, as_array):
     """Any hosts, some gradients missing, several dtypes, in many pieces: each sum is that of all replicas in order."""
-    monkeypatch.setattr(slices, "CHUNK", 48)
+    monkeypatch.setattr(slices, "MOST", 24)
     blanks = [as_array(torch.empty(shape, dtype=DTYPES.get(at))) for at, shape in enumerate(SHAPES)]
     vectors = gradients(replicas, replicas * count, as_array)
     wanted = [bits(column(vectors, index)) for index in range(len(SHAPES))]

@@ -209,12 +209,12 @@ def steps(run):
 with recipe.start(**options) as run:
     tried(lambda: steps(run))
 tried(lambda: recipe.train(**options))
-told[1] = [told[1].resumed_from, told[1].digest]
+told[1] = [results[0].steps, told[1].resumed_from, told[1].digest]
 """)
     wanted = FAMILIES["mlp"].recipe(4, steps=30).train(engine="inline").digest
-    assert [told[1] for told in found] == [[8, wanted]] * 2
+    assert [told[1] for told in found] == [[8, 8, wanted]] * 2
     if stopped == [1]:
-        assert found[0][0].startswith("RunError: process 1 on ")
+        assert found[0][0].startswith("LeftError: process 1 on ")
     else:
         assert found[0][0].startswith("Preempted: SIGTERM came, and the state after 8 steps was saved")
-    assert found[1][0].startswith("Preempted: SIGTERM came, and nothing is saved by this process")
+    assert found[1][0].startswith("Preempted: SIGTERM came, and nothing is saved here")

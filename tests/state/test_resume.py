@@ -816,3 +816,27 @@ def test_the_log_tells_what_happened(tmp_path):
     assert kinds == [("start", 0), ("end", 2), ("resume", 2), ("end", 4)]
     assert [event["step"] for event in events if event["event"] == "step"] == [0, 1, 2, 3]
     assert all(event["time"] <= time.time() for event in events)
+
+
+def test_terminate_without_a_directory():
+    """The run ends after the step, and says that nothing was saved; the state is in the error."""
+    with FAMILIES["mlp"].recipe(2).start(engine="inline") as run:
+        run.terminate()
+        with pytest.raises(phalanx.Preempted, match="nothing is saved here") as caught:
+            run.step()
+        assert caught.value.result.steps == 1
+
+
+def test_a_step_that_fails_is_not_taken_for_a_saved_one(tmp_path):
+    """SIGTERM, and then a step that goes wrong: the error is that of the step, or a scheduler would begin it again."""
+    x, y = torch.ones(8, 4), torch.ones(8, 1)
+
+    def loss(output, target):
+        return (output - target).pow(2).mean(), 0.0
+
+    recipe = phalanx.Recipe(lambda: torch.nn.Linear(4, 1), (x, y), loss, replicas=2, batch_size=8, steps=2)
+    with recipe.start(engine="inline", run_dir=tmp_path) as run:
+        run.terminate()
+        with pytest.raises(phalanx.RunError, match="every replica of step 0 has weight 0") as caught:
+            run.step()
+        assert not isinstance(caught.value, phalanx.Preempted)

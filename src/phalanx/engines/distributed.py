@@ -20,7 +20,7 @@ from phalanx.events import Evaluated, StepReport
 from phalanx.fingerprint import fingerprint, hashed
 from phalanx.frameworks.opening import open_framework, recorded_environment
 from phalanx.hosts.gloo import SeveredError
-from phalanx.hosts.world import World
+from phalanx.hosts.world import CLOSED, World
 from phalanx.plan.placement import hosts
 from phalanx.state.captured import Captured
 from phalanx.state.wire import packed, unpacked
@@ -78,7 +78,7 @@ class Distributed(Processes):
     def close(self) -> None:
         """Take the state home, end the workers, leave the world."""
         if not self._closed and not self._ended and not self._finished:
-            self._world.tell(f"it was closed after {self._steps} steps")
+            self._world.tell(f"{CLOSED} {self._steps} steps")
         try:
             super().close()
         finally:

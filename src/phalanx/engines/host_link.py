@@ -5,7 +5,8 @@ on every host does the same, so that nothing else has to be told.
 
 Communication overlaps computing: sums are sent before hosts have told each other which gradients there are, and where
 each worker has one replica, those of the last layers while others are still being computed. Each host takes it that
-there are the same gradients as in the step before, and weights of 1; where that turns out to be wrong, all send again.
+there are the same gradients as in the last two steps, and weights of 1; where that turns out to be wrong, all send
+again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from phalanx.contracts import Part, Vector
 from phalanx.engines.control import OPINION, order
 from phalanx.engines.link import ArenaLink, union
 from phalanx.hosts.across import CHECK_STEPS, WORD, Across, Meeting
-from phalanx.hosts.slices import CHUNK, Mask
+from phalanx.hosts.slices import LEAST, Mask
 from phalanx.plan.placement import added
 
 
@@ -54,6 +55,7 @@ class HostLink(ArenaLink):
         self._within = functools.cache(functools.partial(added, placement.replicas, self._nodes))
         self._weights = [np.frombuffer(arena, np.int64, -(-size // WORD), start) for start, size in self._shard.weights]
         self._usual: list[Mask] | None = None  # which gradients there are, as far as this can be told in advance
+        self._last: list[Mask] = []  # which there were
         self._ahead: list[Mask] | None = None  # the same, if sums of this step are sent on the strength of it
         self._position = self._publishers.index((self._worker, 0))
         self._listening = False
@@ -79,6 +81,8 @@ class HostLink(ArenaLink):
     def exchange(self, parts: Sequence[Part]) -> list[Part]:
         """See ``contracts.Link.exchange``."""
         self._listening = False
+        if self._early:
+            self._early[self._position] = []  # of gradients that were told, the memory is not needed any more
         words = self._control.words
         words[self._control.place(self._worker, OPINION)] = self._once
         mine = super().exchange(parts)[self._block.start : self._block.stop]
@@ -117,18 +121,19 @@ class HostLink(ArenaLink):
         if self._ahead != self._masks or not plain:
             self._ahead = None
         if self._even:
-            self._usual = self._masks if plain else None
+            self._usual = self._masks if plain and self._masks == self._last else None
+            self._last = self._masks
 
     def _arrived(self, index: int, gradient: Any) -> None:
-        """A gradient is there, while others are still being computed."""
+        """A gradient is there, while others are still being computed; told twice, it was not what it seemed to be."""
         if self._listening:
             mine = self._early[self._position]
-            self._once = self._once and mine[index] is None  # a pass inside another one delivers it in several parts
+            self._once = self._once and mine[index] is None
             mine[index] = gradient
             order()
             self._flags[self._position * self._width + 1 + index] = 1
             self._fresh += gradient.nbytes
-            if self._fresh >= CHUNK:
+            if self._fresh >= LEAST:
                 self._fresh = 0
                 self._give(self._early, self._everywhere)
 

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-CHUNK = 512 << 10  # bytes of a sum that travel together
+LEAST, MOST = 128 << 10, 1 << 20  # bytes of a host's slice of what travels together
+PIECES = 8  # of a sum of medium size: the first travel while the last are computed, at a cost per piece
 Mask = bytes  # one byte per parameter: whether it has a gradient
 
 
 def chunks(size: int, hosts: int, itemsize: int) -> list[tuple[int, int]]:
     """(begin, slice per host) of pieces that travel one behind the other: some arrive while others are sent."""
-    most = max(1, CHUNK // itemsize // hosts)
+    most = max(1, min(MOST, max(LEAST, size * itemsize // PIECES // hosts)) // itemsize)
     found: list[tuple[int, int]] = []
     start = 0
     while start < size:

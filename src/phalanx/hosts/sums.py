@@ -123,7 +123,8 @@ class Sums:
                 _add(view, [None if entry is None else tensor_of(entry) for entry in summands], order)
         given = place + like.numel() if self._due and self._due[0][0] is layout else layout.whole
         begun = self._begun[self._layouts.index(layout)]
-        for start, width in layout.pieces[len(begun) :]:
+        while len(begun) < len(layout.pieces):
+            start, width = layout.pieces[len(begun)]
             end = start + len(self._counts) * width
             if end > given:
                 break
@@ -151,7 +152,7 @@ class Sums:
     def _packed(self, layout: Layout) -> torch.Tensor:
         """One row per node of this host."""
         rows = self._counts[self._rank]
-        return self._rooms.take(("packed", layout.dtype), rows * layout.whole, layout.dtype).view(rows, -1)
+        return self._rooms.take(("packed", layout.dtype), rows * layout.whole, layout.dtype).view(rows, layout.whole)
 
     def _deal(self, sums: torch.Tensor, width: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
         """Begin to give every host its slice of these sums, and to get ours of all sums: the work, and both."""

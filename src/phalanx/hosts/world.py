@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from phalanx.errors import RunError, UsageError
+from phalanx.errors import LeftError, RunError, UsageError
 from phalanx.hosts import interfaces, store
 from phalanx.hosts.across import Meeting
 from phalanx.hosts.gloo import Gloo
@@ -28,6 +28,7 @@ SECONDS = 120.0  # to wait for another host; a first step may be compiled meanwh
 GRACE_SECONDS = 6.0  # until survivors have said that they are there
 STORE_SECONDS = 5.0  # for the store's answer once something is wrong
 POLL_SECONDS = 0.05
+CLOSED = "it was closed after"
 LONGEST = 1000  # characters of an error that are told to others
 RUNS = [0]  # of this process, the same in all of them
 
@@ -116,7 +117,8 @@ class World:
         _within(GRACE_SECONDS + STORE_SECONDS, self._look_round, left, missing)
         if left:
             rank = min(left)
-            return RunError(
+            kind = LeftError if left[rank].startswith(CLOSED) else RunError
+            return kind(
                 f"{self._named(rank)} left the run: {left[rank]}. So it has ended here in step {step}, too", step=step
             )
         if self.rank in missing:

@@ -31,24 +31,25 @@ class Collector:
         self._named = named
         self._written = written
         self._homes: Gradient | None = None
-        self._arrived: set[int] = set()
         self._heard: set[int] = set()
         self._collecting = False
         self._spent: Gradient | None = None
         self._told: Callable[[int, torch.Tensor], None] | None = None
+        self._seen: dict[int, tuple[torch.Tensor, int]] = {}
 
     def backward(self, loss: torch.Tensor) -> Gradient:
         """The gradient of all parameters, None where there is none; ``.grad`` is None afterwards."""
         self.forget()
-        self._arrived.clear()
         self._collecting = True
         try:
             torch.autograd.backward((loss,))
+            self._tell_changed()
         finally:
             self._collecting = False
+            self._seen.clear()
         taken = take(self._named)
         if self._homes is not None:
-            taken = [self._housed(index, grad, self._homes[index]) for index, grad in enumerate(taken)]
+            taken = [_housed(grad, home) for grad, home in zip(taken, self._homes, strict=True)]
         self._spent = separate(taken) if self._written else taken
         return self._spent
 
@@ -57,11 +58,15 @@ class Collector:
         self._spent = None
 
     def watch(self, indices: Sequence[int]) -> None:
-        """Copy big gradients of these parameters into their homes as soon as they are there, and free them."""
+        """Move big gradients of these parameters to their homes as soon as they are there."""
         self._listen([index for index in indices if self._named[index][1].numel() >= HOT])
 
     def tell(self, told: Callable[[int, torch.Tensor], None]) -> None:
-        """Copy all gradients that have homes as soon as they are there, and call ``told(index, gradient)`` for all."""
+        """Call ``told(index, gradient)`` for each gradient as soon as it is at home, and again if it changes.
+
+        A backward pass inside another one (checkpoints) delivers a gradient in several parts; and user code may change
+        what it finds.
+        """
         self._listen(range(len(self._named)))
         self._told = told
 
@@ -77,24 +82,24 @@ class Collector:
         self._heard.update(indices)
 
     def _arrive(self, index: int, parameter: torch.Tensor) -> None:
-        """A backward pass inside another one (checkpoints) delivers a parameter's gradient in several parts."""
+        """Move a gradient to its home, where those who come later find it, and write there."""
         grad, home = parameter.grad, None if self._homes is None else self._homes[index]
         if not self._collecting or grad is None or grad.layout != torch.strided:
             return
-        if home is not None:
-            parameter.grad = None
-            if index in self._arrived:
-                home.add_(grad)
-            else:
-                home.copy_(grad)
-                self._arrived.add(index)
+        if home is not None and grad is not home:
+            parameter.grad = grad = home.copy_(grad)
         if self._told is not None:
-            self._told(index, grad if home is None else home)
+            self._seen[index] = grad, grad._version
+            self._told(index, grad)
 
-    def _housed(self, index: int, grad: torch.Tensor | None, home: torch.Tensor | None) -> torch.Tensor | None:
-        if index in self._arrived:
-            return home
-        return grad if grad is None or home is None else home.copy_(grad)
+    def _tell_changed(self) -> None:
+        for index, (grad, version) in self._seen.items():
+            if self._told is not None and (self._named[index][1].grad is not grad or grad._version != version):
+                self._told(index, grad)
+
+
+def _housed(grad: torch.Tensor | None, home: torch.Tensor | None) -> torch.Tensor | None:
+    return grad if grad is None or home is None or grad is home else home.copy_(grad)
 
 
 def take(named: Sequence[tuple[str, torch.nn.Parameter]]) -> Gradient:
