@@ -1,6 +1,7 @@
 """Sums that are sent before it is known what other hosts have: the same bits, whatever turns out not to be as usual."""
 
 import functools
+import itertools
 import os
 import pathlib
 
@@ -98,27 +99,27 @@ def noted(folder, word):
     return [set(map(int, path.read_text().split())) for path in pathlib.Path(folder).glob(f"{word} *")]
 
 
-def digest(replicas, folder=None, trusting=False, **options):
-    """Of a run on all batches."""
+def digest(replicas, folder=None, trusting=False, steps=None, **options):
+    """Of a run on the first batches."""
     make = Moody if folder is None else functools.partial(spied, folder, trusting)
     optimizer = functools.partial(torch.optim.SGD, lr=1e-3)
     recipe = phalanx.Recipe(make, None, loss, replicas=replicas, optimizer=optimizer)
     with recipe.start(progress=False, **options) as run:
-        for batch in batches():
+        for batch in itertools.islice(batches(), steps):
             run.step(batch)
         return run.result().digest
 
 
 CODE = """
 from tests.hosts.test_overlap import digest
-tried(lambda: digest({replicas}, {folder!r}, {trusting}, workers=4, deadline_seconds=20))
+tried(lambda: digest({replicas}, {folder!r}, {trusting}, {steps}, workers=4, deadline_seconds=20))
 """
 
 
 @pytest.mark.parametrize("replicas", [4, pytest.param(8, marks=pytest.mark.campaign)])
 def test_whatever_is_not_as_usual(tmp_path, replicas):
     """Absent gradients, weights, layers used in a pass inside a pass, a short batch: the digest of one process."""
-    found = world(CODE.format(replicas=replicas, folder=str(tmp_path), trusting=False))
+    found = world(CODE.format(replicas=replicas, folder=str(tmp_path), trusting=False, steps=None))
     assert found == [[digest(replicas, engine="inline")]] * 2
     again = noted(tmp_path, "again")
     assert len(again) == 4
@@ -128,7 +129,7 @@ def test_whatever_is_not_as_usual(tmp_path, replicas):
 
 def test_taking_all_to_be_as_usual_is_another_answer(tmp_path):
     """The comparison matters: without it, what was sent too early would be the answer."""
-    [[here], [there]] = world(CODE.format(replicas=4, folder=str(tmp_path), trusting=True))
-    wanted = digest(4, engine="inline")
+    [[here], [there]] = world(CODE.format(replicas=4, folder=str(tmp_path), trusting=True, steps=4))
+    wanted = digest(4, steps=4, engine="inline")
     assert len(here) == len(there) == len(wanted)
     assert wanted not in (here, there)

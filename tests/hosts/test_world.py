@@ -166,6 +166,7 @@ told.append(result.resumed_from)
     assert found == [[result.digest, result.loss_history, metrics, first]] * 2
 
 
+@pytest.mark.campaign
 def test_a_store_that_torchrun_keeps():
     """Begun again over the same store, with restarts counted differently, the processes find each other."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
