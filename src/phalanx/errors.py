@@ -6,6 +6,7 @@ PhalanxError
     ├── WorkerError     user code raised; always raised from the user's own exception
     ├── NonFiniteError  a loss or a gradient is not finite
     ├── SnapshotError   a snapshot cannot be written or used
+    ├── LeftError       another process of the world ended the run early
     └── Preempted       SIGTERM came; a snapshot was written
 """
 

@@ -301,10 +301,10 @@ def test_one_death_in_every_step():
 @pytest.mark.parametrize("family", ["conv_norm", "two_groups", "embedding", "counting"])
 def test_deaths_at_random(family):
     """A worker is ended every few steps while the run goes freely."""
-    recipe = FAMILIES[family].recipe(4, steps=80)
+    recipe = FAMILIES[family].recipe(4, steps=160)
     rng = random.Random(family)
     with recipe.start(workers=3, engine="processes") as run:
-        with hunted(run, lambda: rng.uniform(0.01, 0.15)) as ended:
+        with hunted(run, lambda: rng.uniform(0.005, 0.05)) as ended:
             run.finish()
         result = run.result()
     assert ended
