@@ -81,6 +81,8 @@ def spied(folder, trusting):
     def counted_judge(link, once):
         ahead = link._ahead
         judge(link, once)
+        if link._early and any(entry is not None for entry in link._early[link._position]):
+            note(folder, "kept", link._step)
         if ahead is not None and link._ahead is None:
             note(folder, "again", link._step)
             link._ahead = ahead if trusting else None
@@ -121,6 +123,7 @@ def test_whatever_is_not_as_usual(tmp_path, replicas):
     """Absent gradients, weights, layers used in a pass inside a pass, a short batch: the digest of one process."""
     found = world(CODE.format(replicas=replicas, folder=str(tmp_path), trusting=False, steps=None))
     assert found == [[digest(replicas, engine="inline")]] * 2
+    assert not noted(tmp_path, "kept"), "gradients that were told are let go of"
     again = noted(tmp_path, "again")
     assert len(again) == 4
     assert all(steps == (SENT_AGAIN if replicas == 4 else SENT_AGAIN - {13, 23}) for steps in again), again

@@ -54,9 +54,9 @@ class HostLink(ArenaLink):
         ]
         self._within = functools.cache(functools.partial(added, placement.replicas, self._nodes))
         self._weights = [np.frombuffer(arena, np.int64, -(-size // WORD), start) for start, size in self._shard.weights]
-        self._usual: list[Mask] | None = None  # which gradients there are, as far as this can be told in advance
-        self._last: list[Mask] = []  # which there were
-        self._ahead: list[Mask] | None = None  # the same, if sums of this step are sent on the strength of it
+        self._last: list[Mask] = []  # which gradients there were in the last even step
+        self._usual: list[Mask] | None = None  # which there will be in the next, as far as that can be told in advance
+        self._ahead: list[Mask] | None = None  # the same, if this step's sums are sent on the strength of it
         self._position = self._publishers.index((self._worker, 0))
         self._listening = False
         self._early: list[Vector] = []  # partial sums as they come, of all workers, where each has one replica
