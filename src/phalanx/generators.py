@@ -13,7 +13,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from phalanx.interrupts import guarded
 from phalanx.plan.keys import MASK32
+from phalanx.surroundings import ALONE
 
 
 def seed(key: int) -> None:
@@ -29,7 +31,12 @@ def seed(key: int) -> None:
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """Restore every global generator on the way out."""
+    """Restore every global generator on the way out. One thread at a time, as they are the process's."""
+    with ALONE:
+        yield from _kept()
+
+
+def _kept() -> Iterator[None]:
     torch = sys.modules.get("torch")
     python_state, numpy_state = random.getstate(), np.random.get_state()
     torch_state = None if torch is None else torch.default_generator.get_state()
@@ -45,9 +52,23 @@ def kept() -> Iterator[None]:
                 torch.cuda.set_rng_state_all(cuda_states)
 
 
-@contextlib.contextmanager
-def seeded(key: int) -> Iterator[None]:
-    """Seed every global generator with ``key`` inside the block; restore them after it."""
-    with kept():
-        seed(key)
-        yield
+class seeded(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a function
+    """Seed every global generator with ``key`` inside the block; restore them after it, whenever Ctrl-C comes."""
+
+    def __init__(self, key: int) -> None:
+        self._key = key
+        self._exits = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        try:
+            with guarded():
+                self._exits.enter_context(kept())
+                seed(self._key)
+        except BaseException:
+            with guarded(leaving=True):
+                self._exits.close()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        with guarded():
+            self._exits.close()

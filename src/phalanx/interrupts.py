@@ -31,49 +31,58 @@ class _Process:
         The caller's handler, which gets what was kept.
     pressed : int
         SIGINTs that are kept.
-    breakable : bool
-        Whether user code is running that may be broken off.
+    breakable, at_once : bool
+        Whether user code is running that may be broken off, and whether the first SIGINT does.
     shields : int
         How many ``shielded`` blocks are open.
+    breaks : int
+        How often user code was broken off.
     """
 
     def __init__(self) -> None:
         self.before: Any = None
         self.pressed = 0
-        self.breakable = False
+        self.breakable = self.at_once = False
         self.shields = 0
+        self.breaks = 0
         self._frame: FrameType | None = None
-        self._late = threading.Event()
+        self._serial = 0  # of what was delivered; an alarm is for what was pressed before the next one
+        self._late = False
 
     def received(self, number: int, frame: FrameType | None) -> None:
         """Handle SIGINT: keep it, unless user code had its time to finish."""
-        late, self._frame = self._late.is_set(), frame
-        if late:
-            self._late.clear()
-            if not self.pressed:  # it was delivered meanwhile: this is the alarm for it, not another Ctrl-C
-                return
-        else:
+        late, self._late, self._frame = self._late, False, frame
+        if not late:
             self.pressed += 1
-        if self.breakable and (late or self.pressed > 1):
-            self.deliver()
-        elif self.breakable:
-            self.set_alarm()
+        if self.breakable and self.pressed and (late or self.at_once or self.pressed > 1):
+            self._break_off()
+        elif self.breakable and not late:
+            alarm = threading.Timer(PATIENCE_SECONDS, self._ring, [self._serial])
+            alarm.daemon = True
+            alarm.start()
 
     def deliver(self) -> None:
         """Give what was kept to the caller's handler, which usually raises."""
-        self.pressed, self.breakable = 0, False
+        self.drop()
         frame, self._frame = self._frame, None
         self.before(signal.SIGINT, frame)
 
-    def set_alarm(self) -> None:
-        """See to it that user code does not run for ever after a Ctrl-C."""
-        alarm = threading.Timer(PATIENCE_SECONDS, self._ring)
-        alarm.daemon = True
-        alarm.start()
+    def drop(self) -> None:
+        """Forget what was kept."""
+        self.pressed = 0
+        self._serial += 1
 
-    def _ring(self) -> None:
-        if self.pressed and self.breakable:
-            self._late.set()
+    def _break_off(self) -> None:
+        self.breakable = False
+        self.breaks += 1
+        self.deliver()
+        self.breaks -= 1  # the handler did not raise: nothing was broken off
+        self.breakable = True
+
+    def _ring(self, serial: int) -> None:
+        """Wake the main thread, in the alarm's thread, if what was pressed is still kept."""
+        if serial == self._serial and self.pressed and self.breakable:
+            self._late = True
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
@@ -106,19 +115,21 @@ class guarded(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a
         if not self._mine:
             return
         self._mine = False
-        before, frame = _PROCESS.before, None
-        pressed = _PROCESS.pressed and not self._leaving and not isinstance(error, KeyboardInterrupt)
-        _PROCESS.pressed, _PROCESS.before = 0, self._outer
-        signal.signal(signal.SIGINT, before)
-        if pressed:
-            before(signal.SIGINT, frame)
+        before = _PROCESS.before
+        due = _PROCESS.pressed and not self._leaving and not isinstance(error, KeyboardInterrupt)
+        _PROCESS.drop()
+        _PROCESS.before = self._outer
+        if before is not None:  # None: user code set a handler that is not Python's, which cannot be set again
+            signal.signal(signal.SIGINT, before)
+        if due and callable(before):
+            before(signal.SIGINT, None)
 
 
 class opened(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a function
     """Inside, user code runs between steps (a callback): SIGINT is the caller's, at once."""
 
     def __enter__(self) -> None:
-        self._mine = _here() and signal.getsignal(signal.SIGINT) == _PROCESS.received
+        self._mine = _here() and _installed()
         if self._mine:
             check()
             signal.signal(signal.SIGINT, _PROCESS.before)
@@ -131,16 +142,30 @@ class opened(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a 
 
 
 class breakable(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a function
-    """Inside, user code runs that may be broken off, if what it leaves behind is not used any more."""
+    """Inside, user code runs that may be broken off, if what it leaves behind is not used any more.
+
+    Parameters
+    ----------
+    at_once : bool
+        Whether the first SIGINT does that, because nobody goes on from here: while a run is being made.
+    """
+
+    def __init__(self, *, at_once: bool = False) -> None:
+        self._at_once = at_once
+        self._breaks: int | None = None
 
     def __enter__(self) -> None:
-        if _here():
+        if _here() and not _PROCESS.shields and _installed():
             check()
+            self._breaks = _PROCESS.breaks
+            _PROCESS.at_once = self._at_once
             _PROCESS.breakable = True
 
-    def __exit__(self, *_: object) -> None:
-        if _here():
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if _here() and self._breaks is not None:
             _PROCESS.breakable = False
+            if _PROCESS.breaks != self._breaks and error is None:
+                raise KeyboardInterrupt("user code swallowed it")
 
 
 class shielded(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a function
@@ -164,6 +189,15 @@ def check() -> None:
 def pressed() -> int:
     """How many SIGINTs are kept: somebody wants this to end soon."""
     return _PROCESS.pressed
+
+
+def breaks() -> int:
+    """How often user code was broken off in this process; if that changes, its state may be half done."""
+    return _PROCESS.breaks
+
+
+def _installed() -> bool:
+    return signal.getsignal(signal.SIGINT) == _PROCESS.received
 
 
 def _here() -> bool:

@@ -10,6 +10,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, Unpack
 
+from phalanx import interrupts
 from phalanx.definition import Definition
 from phalanx.errors import UsageError
 from phalanx.hosts.presence import rank
@@ -144,9 +145,17 @@ class Recipe(Definition):
             raise UsageError(
                 "train() needs data, but data is None: start() the recipe and bring batches: run.step(batch)"
             )
-        with self.start(**options) as run, preemptible(run, options.get("run_dir")):
-            run.finish()
-        return run.result()
+        result = None
+        try:
+            with interrupts.guarded():
+                with self.start(**options) as run, preemptible(run, options.get("run_dir")):
+                    run.finish()
+                result = run.result()
+        except KeyboardInterrupt as error:
+            if not hasattr(error, "result"):  # it came when all was done, or together with another error
+                error.result = result or getattr(error.__context__, "result", None)  # type: ignore[attr-defined]
+            raise
+        return result
 
     def start(self, **options: Unpack[Options]) -> Run:
         """Begin a run that you hold. Takes the options of ``train``.
@@ -161,6 +170,17 @@ class Recipe(Definition):
         UsageError
             The call is wrong, or what ``make_model``, ``optimizer`` or ``scheduler`` returned cannot be used.
         """
+        run = None
+        try:
+            with interrupts.guarded():
+                run = self._start(options)
+        except BaseException:
+            if run is not None:  # Ctrl-C came last, and nobody would close it
+                run.close()
+            raise
+        return run
+
+    def _start(self, options: Options) -> Run:
         called = time.perf_counter()
         settled = settle(options, self.replicas)
         if settled.evaluation is not None and self.data is None:

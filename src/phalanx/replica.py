@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from phalanx import interrupts
 from phalanx.contracts import Computed, Framework, Steppable
 from phalanx.data import Share
 from phalanx.definition import Definition
@@ -24,7 +25,8 @@ def begin(
 def compute(computing: Iterator[Computed], t: int, replica: int, share: Share) -> Computed:
     """What one replica computes in step ``t``; what user code raises becomes a WorkerError with the address."""
     try:
-        return next(computing)
+        with interrupts.breakable():
+            return next(computing)
     except PhalanxError as error:
         error.add_note(f"at step {t}, replica {replica}, samples {spell_samples(share.samples)}")
         raise

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from phalanx.contracts import Engine
+from phalanx.definition import Definition
 from phalanx.events import Evaluated, Incident
 
 if TYPE_CHECKING:
@@ -86,3 +88,27 @@ class Result:
 
         title = f"{self.replicas} replicas, {self.steps} steps, digest {self.digest[:12]}"
         return plot_history(self.loss_history, self.metric_history, self.steps_per_epoch, title, ax)
+
+
+def result_of(
+    definition: Definition, engine: Engine, metrics: Sequence[Evaluated], called: float, opened: float, *, copy: bool
+) -> Result:
+    """The state of a run now, which was called for and opened at these times; ``copy``: independent of the run."""
+    exported, course = engine.export(copy=copy), engine.course
+    began, ended = course.span or (opened, opened)
+    return Result(
+        model=exported.model,
+        params=exported.params,
+        loss_history=list(course.loss_history),
+        metric_history=list(metrics),
+        digest=exported.digest,
+        steps=len(course.loss_history),
+        samples=course.samples,
+        replicas=definition.replicas,
+        workers=engine.workers,
+        steps_per_epoch=None if definition.data is None else definition.plan.steps_per_epoch,
+        seconds=ended - began,
+        startup_seconds=began - called,
+        resumed_from=course.resumed_from,
+        incidents=tuple(course.incidents),
+    )

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from phalanx import interrupts
 from phalanx.contracts import Engine
 from phalanx.definition import Definition
 from phalanx.errors import LeftError, PhalanxError, Preempted, SnapshotError, UsageError
@@ -15,8 +16,9 @@ from phalanx.evaluation import DEFAULT_BATCH, Evaluation, check_evaluation
 from phalanx.events import Evaluated, Incident, StepReport
 from phalanx.fingerprint import fingerprint
 from phalanx.frameworks.opening import recorded_environment
-from phalanx.result import Result
+from phalanx.result import Result, result_of
 from phalanx.saver import Saver, write_apart
+from phalanx.surroundings import ALONE, Turns, verb
 from phalanx.watch.progress import Progress
 
 Callback = Callable[[StepReport], Any]
@@ -54,21 +56,25 @@ class Run:
         self._opened = time.perf_counter()
         self._watched = True
         self._closed = False
+        self.turn = Turns()
         self.metric_history: list[Evaluated] = []
 
     def __enter__(self) -> Run:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        try:
-            if isinstance(error, KeyboardInterrupt):
-                self._hand_over(error)
-        finally:
-            self.close()
+        interrupted = isinstance(error, KeyboardInterrupt)
+        with interrupts.guarded(leaving=interrupted), interrupts.shielded(), self.turn:
+            try:
+                if interrupted:
+                    self._hand_over(error)
+            finally:
+                self.close()
 
     def __iter__(self) -> Iterator[StepReport]:
         return self
 
+    @verb
     def __next__(self) -> StepReport:
         if self._definition.data is None:
             raise UsageError("there is no data to iterate over (data=None): bring each batch with run.step(batch)")
@@ -80,13 +86,15 @@ class Run:
         except StopIteration as error:  # as generators do: a callback's would pass for the end of the run
             raise RuntimeError("a callback raised StopIteration") from error
 
+    @verb
     def finish(self) -> None:
         """Do all planned steps that are left. Between them the run keeps its environment, if no callback looks."""
         self._watched = bool(self._callbacks)
         try:
-            with contextlib.nullcontext() if self._watched else self._engine.environment:
-                for _ in self:
-                    pass
+            going_on = True
+            while going_on:
+                with contextlib.nullcontext() if self._watched else self._engine.environment:
+                    going_on = self._until_wanted()
         except BaseException as error:  # nobody else holds this run: what was trained must not be lost with it
             self._hand_over(error)
             raise
@@ -108,6 +116,7 @@ class Run:
         """Process ids of the workers alive now; empty where replicas are computed in this process."""
         return self._engine.worker_pids
 
+    @verb
     def step(self, batch: Any = None) -> float:
         """Do one step and return its mean loss.
 
@@ -130,6 +139,7 @@ class Run:
                 raise UsageError(f"all {self.steps} planned steps are done; raise steps or epochs, or bring a batch")
         return self._advance(batch).loss
 
+    @verb
     def evaluate(self, metric_fn: Callable[..., Any], data: Any, batch_size: int = DEFAULT_BATCH) -> float:
         """Evaluate the current state in evaluation mode: exact, nothing padded, nothing counted twice.
 
@@ -157,6 +167,7 @@ class Run:
         self.metric_history.append(Evaluated(self.steps, value, "metric" if name == "<lambda>" else name))
         return value
 
+    @verb
     def save(self, path: Any) -> None:
         """Write a snapshot of the state now, as a folder; ``phalanx.load`` reads it, ``warm_start`` begins from it.
 
@@ -180,10 +191,12 @@ class Run:
         recipe, environment = fingerprint(self._definition), recorded_environment()
         write_apart(target, self._engine, self.metric_history, recipe, environment, digest)
 
+    @verb
     def result(self) -> Result:
         """The state now as a Result of your own: training on does not change it."""
         return self._result(copy=not self._closed)
 
+    @verb
     def close(self) -> None:
         """End the run and its workers. ``result()`` still works; steps do not."""
         self._progress.close()
@@ -203,8 +216,13 @@ class Run:
         """After the step that is being done, save (in ``run_dir``) and raise ``Preempted``; for signal handlers."""
         self._terminated = True
 
+    def _until_wanted(self) -> bool:
+        """Do what is left, or steps until another thread waits for its turn; whether that is so."""
+        return any(ALONE.wanted for _ in self)
+
     def _advance(self, batch: Any) -> StepReport:
         self._check_open()
+        interrupts.check()
         with self._handing_over():
             try:
                 report = self._engine.advance(batch, self._horizon(batch))
@@ -217,7 +235,8 @@ class Run:
         finally:  # observers see each step, also one whose evaluation failed
             self._progress.show(report, self.metric_history)
             for callback in self._callbacks:
-                callback(report)
+                with interrupts.opened():
+                    callback(report)
         with self._handing_over():
             if self._saver is not None:
                 self._saver.note(report, self._engine.course.incidents)
@@ -267,7 +286,7 @@ class Run:
     def _hand_over(self, error: BaseException) -> None:
         """Set ``error.result`` to the last good state, unless it is set or the class has no room for it."""
         if getattr(error, "result", None) is None:
-            with contextlib.suppress(AttributeError, TypeError):
+            with contextlib.suppress(AttributeError, TypeError), interrupts.shielded():
                 error.result = self._last_good()  # type: ignore[attr-defined]
 
     def _last_good(self) -> Result | None:
@@ -280,21 +299,4 @@ class Run:
     def _result(self, *, copy: bool) -> Result:
         if self._saver is not None and not self._closed:
             self._saver.settle()
-        exported = self._engine.export(copy=copy)
-        began, ended = self._engine.course.span or (self._opened, self._opened)
-        return Result(
-            model=exported.model,
-            params=exported.params,
-            loss_history=list(self._engine.course.loss_history),
-            metric_history=list(self.metric_history),
-            digest=exported.digest,
-            steps=self.steps,
-            samples=self._engine.course.samples,
-            replicas=self._definition.replicas,
-            workers=self._engine.workers,
-            steps_per_epoch=None if self._definition.data is None else self._definition.plan.steps_per_epoch,
-            seconds=ended - began,
-            startup_seconds=began - self._called,
-            resumed_from=self._engine.course.resumed_from,
-            incidents=self.incidents,
-        )
+        return result_of(self._definition, self._engine, self.metric_history, self._called, self._opened, copy=copy)

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from phalanx import interrupts
 from phalanx.contracts import Course, Engine
 from phalanx.errors import PhalanxError, RunError, SnapshotError
 from phalanx.events import Evaluated, Incident, StepReport
@@ -19,6 +20,7 @@ from phalanx.state.captured import Captured
 from phalanx.state.directory import RunDirectory
 from phalanx.state.snapshot import Snapshot
 from phalanx.state.tensors import Tensor
+from phalanx.surroundings import SLICE_SECONDS
 
 SECONDS = 30.0  # between snapshots, at least, with "auto"
 SHARE = 0.01  # of the time, at most, with "auto"
@@ -118,7 +120,7 @@ class Saver:
             It could not be, and that ends the run.
         """
         if self._thread is not None:
-            self._thread.join()
+            self._wait(self._thread)
             self._thread = None
         error, self._error = self._error, None
         if error is not None:
@@ -152,9 +154,15 @@ class Saver:
                 raise failed
         finally:
             if self._thread is not None:  # Ctrl-C while it was waited for: nobody writes into a directory let go of
-                self._thread.join()
+                self._wait(self._thread)
             self._directory.note("end", step=steps)
             self._directory.close()
+
+    @staticmethod
+    def _wait(thread: threading.Thread) -> None:
+        while thread.is_alive():
+            interrupts.check()
+            thread.join(SLICE_SECONDS)
 
     def _failure(self) -> SnapshotError | None:
         try:

@@ -1,53 +1,121 @@
-"""Contexts around a run: Ctrl-C held back while a state is between two steps, and entering only once when nested."""
+"""Who may change what a whole process shares, and contexts that are entered only once when nested.
+
+Random generators, thread counts and modes belong to the process, not to a run. Two runs in two threads of one process
+take turns with them: step by step, in the order in which they came.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import signal
+import functools
+import os
 import threading
-from types import FrameType
-from typing import Any
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from phalanx import interrupts
+
+P = ParamSpec("P")
+T = TypeVar("T")
+SLICE_SECONDS = 0.1  # between two looks at Ctrl-C while waiting
 
 
-class Interrupts(contextlib.AbstractContextManager["Interrupts"]):
-    """Watches SIGINT inside the context: passes it on at once, but keeps it back from ``hold`` to ``release``.
+class Turns(contextlib.AbstractContextManager["Turns"]):
+    """A lock for one thread at a time, first come, first served; the same thread may enter it again.
 
-    Only in the main thread and only where SIGINT has a Python handler, which gets what was held back.
+    ``threading.RLock`` promises no order: who lets go of it and takes it again at once would keep the others waiting.
     """
 
     def __init__(self) -> None:
-        self._held = False
-        self._caught: FrameType | None = None
-        self._handler: Any = None
+        self._lock = threading.Lock()
+        self._waiting: deque[_Turn] = deque()
+        self._owner = 0
+        self._depth = 0
 
-    def __enter__(self) -> Interrupts:
-        handler = signal.getsignal(signal.SIGINT)
-        if callable(handler) and threading.current_thread() is threading.main_thread():
-            self._handler = handler
-            signal.signal(signal.SIGINT, self._received)
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody waits for a turn."""
+        return bool(self._waiting)
+
+    def __enter__(self) -> Turns:
+        me = threading.get_ident()
+        if self._owner != me:
+            turn = _Turn(me)
+            with self._lock:
+                self._waiting.append(turn)
+                if not self._owner:
+                    self._pass_on()
+            self._wait(turn)
+        self._depth += 1
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._handler is not None:
-            signal.signal(signal.SIGINT, self._handler)
-            self._handler = None
+        self._depth -= 1
+        if not self._depth:
+            with self._lock:
+                self._pass_on()
 
-    def hold(self) -> None:
-        """From here on SIGINT waits."""
-        self._held = True
+    def _wait(self, turn: _Turn) -> None:
+        try:
+            while not turn.come.is_set() and not turn.come.wait(SLICE_SECONDS):
+                interrupts.check()
+        except BaseException:
+            with self._lock:
+                if turn.come.is_set():
+                    self._pass_on()
+                else:
+                    self._waiting.remove(turn)
+            raise
 
-    def release(self) -> None:
-        """Deliver what was held back, if anything was."""
-        self._held = False
-        if self._caught is not None:
-            frame, self._caught = self._caught, None
-            self._handler(signal.SIGINT, frame)
+    def _pass_on(self) -> None:
+        self._owner = 0
+        if self._waiting:
+            turn = self._waiting.popleft()
+            self._owner = turn.thread
+            turn.come.set()
 
-    def _received(self, number: int, frame: FrameType | None) -> None:
-        if self._held:
-            self._caught = frame
-        else:
-            self._handler(number, frame)
+
+class _Turn:
+    def __init__(self, thread: int) -> None:
+        self.thread = thread
+        self.come = threading.Event()
+
+
+ALONE = Turns()  # who is inside may change generators and modes of the process, and restores them before leaving
+
+
+def _forked() -> None:
+    """Threads that waited or computed are not in the child of a fork."""
+    mine = ALONE._owner == threading.get_ident()
+    depth = ALONE._depth
+    ALONE.__init__()
+    if mine:
+        ALONE._owner, ALONE._depth = threading.get_ident(), depth
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
+class HasTurn(Protocol):
+    """Something that does one thing at a time."""
+
+    turn: Turns
+
+
+S = TypeVar("S", bound=HasTurn)
+
+
+def verb(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """Make a method wait until no other thread is in one; Ctrl-C comes where nothing is held."""
+
+    @functools.wraps(method)
+    def call(thing: S, *arguments: P.args, **options: P.kwargs) -> T:
+        with interrupts.guarded(), thing.turn:
+            return method(thing, *arguments, **options)
+
+    return call
 
 
 class Reentrant(contextlib.AbstractContextManager[None]):

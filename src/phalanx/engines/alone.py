@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from phalanx import interrupts
 from phalanx.contracts import Part, Steppable, Vector
 from phalanx.plan.fold import Fold
 
@@ -34,6 +35,7 @@ class Alone:
         self._fold.push(replica, gradient)
         if samples:
             self._buffers.append((samples, buffers))
+        interrupts.check()
 
     def exchange(self, parts: Sequence[Part]) -> list[Part]:
         """See ``contracts.Link.exchange``."""

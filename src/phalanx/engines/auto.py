@@ -125,11 +125,10 @@ class Auto:
             self._consider = None
             return
         self._alone = _pace(self._ends)
-        self._consider = self._judge
-        try:
+        try:  # Ctrl-C leaves all as it is; the next step tries again
             placement = place(self._definition.replicas, self._most)
             self._processes = Processes(self._definition, self._framework, placement, self.course, self._deadline)
-            self._engine = self._processes
+            self._engine, self._consider = self._processes, self._judge
         except Exception:  # the recipe cannot travel, the arena does not fit, or descriptors are short
             self._consider = None
 

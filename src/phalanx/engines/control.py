@@ -25,6 +25,7 @@ WORKERS = 3 * LINE
 ARRIVED, IDLE, SLEEPING, PLACE, OPINION, COUNT, TOTAL, CHECKSUM = range(8)  # by each worker, in a line of its own
 
 STEPS, BATCH, TASK = 1, 2, 3  # kinds of grants
+LEAVE = 2  # as PAUSE: leave also a step that is being computed, between two replicas; 1: begin no other
 COMPUTE, WAIT, FOLD, UPDATE = 0, 1, 2, 3  # phases of a step, timed
 PHASES: Final = ("compute", "wait", "fold", "update")
 POINTS: Final = len(Point)

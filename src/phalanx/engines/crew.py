@@ -5,27 +5,27 @@ Whatever waits here carries the workers' output, notices their deaths and ends t
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import select
 import signal
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from phalanx import interrupts
 from phalanx.engines import control as words_of
 from phalanx.engines.control import Control, fence, order
 from phalanx.engines.deadline import Deadline, Watch
 from phalanx.engines.launch import Hand, Zygote
 from phalanx.engines.memory import Memory
 from phalanx.engines.output import Output
-from phalanx.engines.told import Told
-from phalanx.surroundings import Interrupts
+from phalanx.engines.told import BROKEN_OFF, Told
 
 POLL_MILLISECONDS = 50
 FAREWELL_SECONDS = 1.0
+LONG = 1 << 62
 
 
 class Crew:
@@ -65,7 +65,6 @@ class Crew:
         self._starting: set[int] = set()
         self._output = Output()
         self._poller = select.poll()
-        self._interrupts = Interrupts()
         self._abandoned = weakref.finalize(self, _abandon, self._hands, memories)
 
     @property
@@ -81,14 +80,13 @@ class Crew:
     def start(self, numbers: Iterable[int], zygote: Zygote) -> None:
         """Start workers, in place of those that ended; returns when all are ready, or told why not, or ended."""
         for number in numbers:
-            with self._uninterrupted():
-                hand = Hand(zygote, number, [memory.fd for memory in self._memories])
-                self.deaths.pop(number, None)
-                self._hands[number] = hand
-                self._starting.add(number)
-                self._output.follow(hand.pipes)
-                for fd in hand.watched:
-                    self._poller.register(fd, select.POLLIN)
+            hand = Hand(zygote, number, [memory.fd for memory in self._memories])
+            self.deaths.pop(number, None)
+            self._hands[number] = hand
+            self._starting.add(number)
+            self._output.follow(hand.pipes)
+            for fd in hand.watched:
+                self._poller.register(fd, select.POLLIN)
         self.wait(lambda: not self._starting, 0)
 
     def grant(self, kind: int) -> None:
@@ -102,39 +100,55 @@ class Crew:
             if words[self.control.place(hand.number, words_of.SLEEPING)]:
                 hand.wake()
 
-    def interrupt(self) -> None:
-        """Stop at a step boundary; user code that is running is broken off."""
-        self.control.words[words_of.PAUSE] = 1
-        for hand in self._living():
-            hand.interrupt()
+    def halt(self, seconds: float, presses: int) -> None:
+        """Have all workers stop where nothing is held: between two replicas, chunks of an evaluation, or steps.
+
+        Those that stay in user code for ``seconds`` are ended, and count as dead; so they are if Ctrl-C is pressed
+        ``presses`` times more. Ctrl-C is not delivered meanwhile.
+        """
+        words, end = self.control.words, time.monotonic() + seconds
+        words[words_of.PAUSE] = words_of.LEAVE
+
+        def idle() -> bool:
+            if self.deaths:  # nobody waits for those that ended
+                words[words_of.TROUBLE] = 1
+            return self.control.all_idle(self.alive)
+
+        def late() -> bool:
+            return time.monotonic() > end or interrupts.pressed() >= presses
+
+        with interrupts.shielded():
+            self.wait(lambda: idle() or late(), LONG)
+            for hand in self._living() if not idle() else ():
+                if not self.control.idle(hand.number):
+                    self.deaths[hand.number] = BROKEN_OFF
+                    hand.shoot()
+        self.interrupted = False
 
     def wait(self, until: Callable[[], bool], steps: int) -> None:
         """Wait until ``until()``; ``steps``: how many finished ones are worth waking up for."""
-        self.control.words[words_of.AWAITED] = steps
-        try:
-            self._wait(until)
-        except KeyboardInterrupt:
-            self.interrupted = True
-            self.interrupt()
-            raise
-
-    def _wait(self, until: Callable[[], bool]) -> None:
         words, done = self.control.words, False
+        words[words_of.AWAITED] = steps
         watch = Watch(self._deadline)
-        with self._interrupts:
-            while not done:
-                words[words_of.ASLEEP] = 1
-                fence()
-                done = until()  # what was told before that is read now
-                found = self._poller.poll(0 if done else POLL_MILLISECONDS)
-                words[words_of.ASLEEP] = 0
-                self._interrupts.hold()
-                try:
-                    self._handle({fd for fd, _ in found})
-                    if watch.expired(self.control.progress(), starting=bool(self._starting)):
-                        self._kill_hung()
-                finally:
-                    self._interrupts.release()
+        while not done:
+            self._check_interrupted()
+            words[words_of.ASLEEP] = 1
+            fence()
+            done = until()  # what was told before that is read now
+            found = self._poller.poll(0 if done else POLL_MILLISECONDS)
+            words[words_of.ASLEEP] = 0
+            self._handle({fd for fd, _ in found})
+            if watch.expired(self.control.progress(), starting=bool(self._starting)):
+                self._kill_hung()
+
+    def _check_interrupted(self) -> None:
+        """Deliver Ctrl-C; the workers stop as soon as they can, whether or not the run goes on."""
+        try:
+            interrupts.check()
+        except BaseException:
+            self.interrupted = True
+            self.control.words[words_of.PAUSE] = words_of.LEAVE
+            raise
 
     def _kill_hung(self) -> None:
         """Workers that all others wait for do nothing any more: they are ended, and count as dead."""
@@ -151,7 +165,7 @@ class Crew:
         """End the workers, print what they still have to say, give everything back."""
         if self._abandoned.detach() is None:
             return
-        with self._uninterrupted():
+        with interrupts.shielded():
             for hand in self._hands.values():
                 hand.dismiss()
             deadline = time.monotonic() + FAREWELL_SECONDS
@@ -163,16 +177,6 @@ class Crew:
                     hand.end()
                 for memory in self._memories:
                     memory.close()
-
-    @contextlib.contextmanager
-    def _uninterrupted(self) -> Iterator[None]:
-        """Ctrl-C waits: requests and answers of the zygote must not be torn apart."""
-        with self._interrupts:
-            self._interrupts.hold()
-            try:
-                yield
-            finally:
-                self._interrupts.release()
 
     def _handle(self, readable: set[int]) -> None:
         for fd in self._output.carry(readable):
@@ -197,6 +201,8 @@ class Crew:
             self._died(hand)
 
     def _take(self, hand: Hand, kind: str, *facts: Any) -> None:
+        if kind == "result" and facts[0] != self.control.words[words_of.GRANT]:
+            return  # of a task that was broken off
         if kind == "ready":
             self._starting.discard(hand.number)
             self.started += 1
@@ -205,7 +211,7 @@ class Crew:
         elif kind == "warning":
             self._output.warn(*facts)
         else:
-            self.told.append(Told(hand.number, kind, *facts))
+            self.told.append(Told(hand.number, kind, *(facts[1:] if kind == "result" else facts)))
             if kind == "failed":
                 self._starting.discard(hand.number)
 

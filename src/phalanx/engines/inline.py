@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from phalanx import interrupts
 from phalanx.contracts import Course, Exported, Framework
 from phalanx.deal import Dealer
 from phalanx.definition import Definition
@@ -17,7 +19,6 @@ from phalanx.plan import evaluation_key
 from phalanx.replica import measure
 from phalanx.state.captured import Captured
 from phalanx.step import Proposal, commit, propose
-from phalanx.surroundings import Interrupts, Reentrant
 
 
 class Inline:
@@ -35,7 +36,7 @@ class Inline:
     Attributes
     ----------
     environment : context manager
-        Re-entrant. Inside, generators, threads, modes and SIGINT are the run's; outside, the caller's.
+        Re-entrant. Inside, generators, threads and modes are the run's; outside, the caller's.
     """
 
     workers = 1
@@ -49,8 +50,7 @@ class Inline:
         self._dealer = Dealer(definition, framework)
         self._torn = False
         self._ended = ""
-        self._interrupts = Interrupts()
-        self.environment = Reentrant(self._interrupts, framework.environment)
+        self.environment = framework.environment
 
     def advance(self, batch: Any, horizon: int) -> StepReport:
         """Do one step: on a batch that the caller brought, or the next planned one; nothing runs ahead.
@@ -60,16 +60,12 @@ class Inline:
         self._check_able()
         started = time.perf_counter()
         t, lr = len(self.course.loss_history), self._framework.lr
-        with self.environment:
+        with self.environment, self._unbroken(f"at step {t}"):
             shares = self._dealer.planned(t) if batch is None else self._dealer.brought(batch)
             self._link.begin()
             proposal = propose(self._framework, self._link, self._definition, t, shares)
             samples = sum([len(share.samples) for share in shares])
-            self._interrupts.hold()
-            try:
-                self._commit(t, proposal, samples)
-            finally:
-                self._interrupts.release()
+            self._commit(t, proposal, samples)
         epoch = self._definition.plan.epoch(t) if batch is None else None
         ended = time.perf_counter()
         self.course.time(started, ended)
@@ -83,12 +79,11 @@ class Inline:
         """Weighted mean of a metric over all samples of ``data``, chunk by chunk, folded in the fixed order."""
         self._check_able()
         seed = self._definition.seed
-        with self.environment:
-            shares = self._dealer.chunks(data, batch_size)
-            measured = [
-                measure(self._framework, metric_fn, evaluation_key(seed, chunk), share)
-                for chunk, share in enumerate(shares)
-            ]
+        measured: list[tuple[float, float]] = []
+        with self.environment, self._unbroken("in an evaluation"):
+            for chunk, share in enumerate(self._dealer.chunks(data, batch_size)):
+                interrupts.check()
+                measured.append(measure(self._framework, metric_fn, evaluation_key(seed, chunk), share))
         return averaged(measured)
 
     def export(self, *, copy: bool) -> Exported:
@@ -107,6 +102,19 @@ class Inline:
 
     def close(self) -> None:
         """There is nothing to end."""
+
+    @contextlib.contextmanager
+    def _unbroken(self, where: str) -> Iterator[None]:
+        """User code that was broken off may have left anything half done in this process: the run ends there."""
+        breaks = interrupts.breaks()
+        try:
+            yield
+        finally:
+            if interrupts.breaks() != breaks:
+                self._ended = (
+                    f"Ctrl-C broke off your code {where}, which may have left things half done in this process; "
+                    "result() and save() have the state before, and a run_dir goes on from there exactly"
+                )
 
     def _commit(self, t: int, proposal: Proposal, samples: int) -> None:
         """The step counts once the update is done; what fails in the schedule cannot undo it, but ends the run."""

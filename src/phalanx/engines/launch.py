@@ -172,12 +172,6 @@ class Hand:
         with contextlib.suppress(OSError):  # it has ended, which shows elsewhere
             os.write(self.channel.fileno(), b".")
 
-    def interrupt(self) -> None:
-        """Ask it to leave the step that it computes."""
-        with contextlib.suppress(OSError):
-            if self.pidfd is not None:
-                signal.pidfd_send_signal(self.pidfd, signal.SIGINT)
-
     def shoot(self) -> None:
         """End it at once, even if it is stopped; its death shows as any other does."""
         with contextlib.suppress(OSError):

@@ -10,7 +10,7 @@ from phalanx.contracts import Course, Framework
 from phalanx.deal import Dealer
 from phalanx.definition import Definition
 from phalanx.engines.control import COUNT, KIND, TASK, Control
-from phalanx.engines.told import irreplaceable
+from phalanx.engines.told import BROKEN_OFF, irreplaceable
 from phalanx.errors import RunError, spell_samples
 from phalanx.events import Incident
 from phalanx.plan.placement import Placement
@@ -69,10 +69,13 @@ class Ledger:
         places = self._control.places()
         for worker, why in fresh.items():
             self.note("death", worker, places[worker].step, why)
-        doing = {worker: self._doing(worker, places[worker]) for worker in fresh}
-        found = {worker: place for worker, place in doing.items() if place is not None}
         if not self._placement.whole:
             raise irreplaceable(fresh)
+        fresh = {worker: why for worker, why in fresh.items() if why != BROKEN_OFF}
+        if not fresh:
+            return
+        doing = {worker: self._doing(worker, places[worker]) for worker in fresh}
+        found = {worker: place for worker, place in doing.items() if place is not None}
         poison = self._tally.count(fresh, found, self._control.finished() + started, self._attempts)
         if poison is not None:
             raise self._error(poison, max(places).step)

@@ -10,7 +10,19 @@ from typing import Any
 
 from phalanx.contracts import Part, Steppable
 from phalanx.engines.arena import Plan
-from phalanx.engines.control import COMPUTE, COUNT, FOLD, OPINION, ROW, TOTAL, UPDATE, Meeting
+from phalanx.engines.control import (
+    COMPUTE,
+    COUNT,
+    FOLD,
+    LEAVE,
+    OPINION,
+    PAUSE,
+    ROW,
+    TOTAL,
+    UPDATE,
+    Meeting,
+    Trouble,
+)
 from phalanx.plan.fold import Fold
 from phalanx.plan.placement import Placement, additions, most_held
 from phalanx.recovery.lifecycle import Point
@@ -87,6 +99,8 @@ class ArenaLink:
             self._shard.leave(replica, buffers)
         self._count(self._done + 1)
         self._aim()
+        if self._control.words[PAUSE] == LEAVE:
+            raise Trouble
 
     def exchange(self, parts: Sequence[Part]) -> list[Part]:
         """See ``contracts.Link.exchange``."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from phalanx import interrupts
 from phalanx.contracts import Course, Exported, Framework
 from phalanx.definition import Definition
 from phalanx.engines import control as words_of
@@ -166,7 +167,8 @@ class Processes:
         """Take the state home and end the workers."""
         if not self._closed:
             try:
-                self._fetch(save=False)
+                with interrupts.shielded():
+                    self._fetch(save=False)
             except BaseException as error:
                 self._lost, self._ended = True, self._ended or f"its state could not be taken home: {error!r}"
                 if not isinstance(error, PhalanxError):
@@ -234,13 +236,7 @@ class Processes:
     def _halt(self) -> None:
         """Stop at a step boundary, and count what was done on the way there."""
         if self._crew.interrupted or not self.control.all_idle():
-            self._crew.interrupt()
-            try:
-                self._crew.wait(lambda: self.control.all_idle() or bool(self._crew.deaths), LONG)
-            except KeyboardInterrupt:
-                self._lost, self._ended = True, "it was interrupted again before it had come to a stop"
-                raise
-            self._crew.interrupted = False
+            self.wall.halt()
             self._settle()
         self.wall.steady()
         while self.control.words[words_of.DONE] > self._steps:

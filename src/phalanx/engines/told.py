@@ -8,6 +8,7 @@ from typing import Any
 
 from phalanx.errors import PhalanxError, RunError, UsageError
 
+BROKEN_OFF = "stayed in user code after Ctrl-C and was ended"  # a death that the caller caused
 WHERE = {
     "torn": "the optimizer, so the weights are not those of any step",
     "repaired": "the optimizer; the state is the one before that step",

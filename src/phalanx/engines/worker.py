@@ -39,15 +39,10 @@ from phalanx.frameworks.jax.outside import threads
 from phalanx.frameworks.opening import open_framework
 from phalanx.plan import evaluation_key
 from phalanx.plan.shares import share_bounds
-from phalanx.recovery.lifecycle import Point
 from phalanx.replica import measure
 from phalanx.step import commit, propose
 
 IDLE_YIELDS = 500
-
-
-class Interrupted(BaseException):
-    """The caller pressed Ctrl-C: leave the step as it is."""
 
 
 def live(channel: int, memories: Sequence[int], number: int) -> None:
@@ -83,13 +78,12 @@ class Worker:
 
     def __init__(self, caller: Caller, setup: dict[str, Any], arena: Memory, mailbox: Memory, number: int) -> None:
         warnings.showwarning = self._pass_on
-        signal.signal(signal.SIGINT, self._interrupted)
+        signal.signal(signal.SIGINT, _left_to_the_caller)
         self._caller = caller
         self._mailbox = mailbox
         self._number = number
         self._placement = setup["placement"]
         self._step = 0
-        self._computing = False
         self._keeper = Keeper()
         self._definition = Definition(**setup["fields"])
         self._framework: Framework = open_framework(self._definition, ["cpu"])
@@ -149,7 +143,7 @@ class Worker:
             self._meeting.begin(grant)
             try:
                 self._do(words[words_of.KIND])
-            except (Trouble, Interrupted):
+            except Trouble:
                 words[words_of.TROUBLE] = 1
             except BaseException as error:  # sys.exit() in user code, too
                 words[words_of.TROUBLE] = 1
@@ -169,12 +163,7 @@ class Worker:
             facts = unpack(self._mailbox)
             task = facts.pop("task")
             tasks = {"evaluate": self._evaluate, "state": self._describe, "take": self.take, "resume": self.resume}
-            self._computing = task == "evaluate"
-            try:
-                answer = tasks[task](**facts)
-            finally:
-                self._computing = False
-            self._caller.tell("result", answer)
+            self._caller.tell("result", words[words_of.GRANT], tasks[task](**facts))
 
     def _advance(self, shares: list[Share]) -> None:
         """One step."""
@@ -183,11 +172,7 @@ class Worker:
         if words[words_of.DUE] == t:
             self._keeper.keep(self._save)
         self._link.begin(even=len({len(share.samples) for share in shares}) == 1)
-        self._computing = True
-        try:
-            proposal = propose(self._framework, self._link, self._definition, t, shares)
-        finally:
-            self._computing = False
+        proposal = propose(self._framework, self._link, self._definition, t, shares)
         if self._number == 0:
             samples = sum([len(share.samples) for share in shares])
             self._announce(t, proposal.loss, proposal.norm, lr, samples, started)
@@ -248,6 +233,8 @@ class Worker:
         seed, words = self._definition.seed, self._control.words
         found: list[tuple[float, float]] = []
         for chunk in range(start, end):
+            if words[words_of.PAUSE] == words_of.LEAVE:
+                raise Trouble
             found.append(measure(self._framework, metric_fn, evaluation_key(seed, chunk), shares[chunk]))
             words[self._control.place(self._number, words_of.TOTAL)] += 1  # a long evaluation is not silent
         return found
@@ -275,18 +262,19 @@ class Worker:
         ):
             self._caller.wake()
 
-    def _interrupted(self, number: int, frame: FrameType | None) -> None:
-        """Ctrl-C: break off what user code computes; what is being committed is finished."""
-        if self._computing and self._control.places()[self._number].point <= Point.COMPUTING:
-            self._computing = False
-            raise Interrupted
-
     def _pass_on(self, message: Any, category: type[Warning], filename: str, line: int, *_: Any) -> None:
         """Warnings are shown by the caller's process, once for all workers."""
         try:
             self._caller.tell("warning", str(message), category, filename, line)
         except (TypeError, AttributeError, pickle.PicklingError):
             self._caller.tell("warning", str(message), UserWarning, filename, line)
+
+
+def _left_to_the_caller(number: int, frame: FrameType | None) -> None:
+    """Ctrl-C is the caller's: it says in the control block when to stop. Raised here, it could be anywhere.
+
+    A handler, as programs that user code starts would inherit that a signal is ignored.
+    """
 
 
 def _spelled(error: BaseException) -> tuple[Any, Any, str]:

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+from phalanx import interrupts
 from phalanx.contracts import Framework
 from phalanx.definition import Definition
 from phalanx.digest import digest_of
@@ -22,7 +23,8 @@ def open_framework(definition: Definition, devices: Sequence[str] = ()) -> Frame
     from phalanx.frameworks.torch.adapter import Torch, building
 
     with building(definition.threads), outside.threads(definition.threads):
-        model = _made(definition)
+        with interrupts.breakable(at_once=True):
+            model = _made(definition)
         if not outside.is_pytree(model):
             return Torch(definition, devices, model)
         return _jax().Jax(definition, devices, model)

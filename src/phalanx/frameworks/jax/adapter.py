@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx import generators
+from phalanx import generators, interrupts
 from phalanx.contracts import Computed, Exported, Source
 from phalanx.data import Columns, Samples, Share
 from phalanx.definition import Definition
@@ -116,9 +116,10 @@ class Jax:
 
     def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> tuple[float, float]:
         """See ``contracts.Framework.measure``."""
-        samples = jax.device_put(self._batch(key, share), self._device)
-        output = self._forward.output(self._state.params, samples)
-        return measured(metric_fn(output, self._forward.target(samples)), len(share.samples))
+        with interrupts.breakable():
+            samples = jax.device_put(self._batch(key, share), self._device)
+            output = self._forward.output(self._state.params, samples)
+            return measured(metric_fn(output, self._forward.target(samples)), len(share.samples))
 
     def opened(self, source: Source) -> Source:
         """See ``contracts.Framework.opened``: shares are taken from numpy arrays, over the same memory."""

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import itertools
 import math
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from phalanx import generators
+from phalanx import generators, interrupts
 from phalanx.contracts import Computed, Exported, Source
 from phalanx.data import Columns, Samples, Share
 from phalanx.definition import Definition
@@ -33,8 +32,6 @@ from phalanx.frameworks.torch.optimizer import Update
 from phalanx.frameworks.torch.shard import Sharing
 from phalanx.frameworks.torch.snapshot import Snapshots
 from phalanx.surroundings import Reentrant
-
-BUILDING = threading.RLock()  # models are drawn from generators that all threads share
 
 
 class Torch:
@@ -60,7 +57,7 @@ class Torch:
         self.arithmetic = arithmetic
         self.environment = Reentrant(Environment(definition.threads))
         named = named_device(devices[0] if devices else None)
-        with self.environment:
+        with self.environment, interrupts.breakable(at_once=True):
             self._build(definition, named, checked(model))
 
     def _build(self, definition: Definition, device: torch.device | None, model: torch.nn.Module) -> None:
@@ -145,7 +142,8 @@ class Torch:
         with evaluating(self._model), torch.no_grad():
             self._buffers.begin()
             try:
-                value = self._forward.evaluated(metric_fn, self._batch(key, share), share.origin)
+                with interrupts.breakable():
+                    value = self._forward.evaluated(metric_fn, self._batch(key, share), share.origin)
             finally:
                 self._buffers.restore()
         self._check_unwritten(versions, "in an evaluation")
@@ -186,7 +184,7 @@ class Torch:
 @contextlib.contextmanager
 def building(threads: int) -> Iterator[None]:
     """Inside, a model may be made and opened, one at a time: generators, threads and modes are the run's."""
-    with BUILDING, Environment(threads):
+    with Environment(threads):
         yield
 
 
@@ -208,9 +206,9 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
     The attribute is set, ``eval()`` is not called: modules that do more there (merge adapters, say) would stay changed.
     """
     modes = [(module, module.training) for module in model.modules()]
-    for module, _ in modes:
-        module.training = False
     try:
+        for module, _ in modes:
+            module.training = False
         yield
     finally:
         for module, training in modes:
