@@ -4,8 +4,9 @@ Python raises ``KeyboardInterrupt`` between any two bytecodes: also inside ``__e
 manager, so that what it set stays set. A run goes on after Ctrl-C, so that must not happen to anything a run uses. The
 rule: inside ``guarded`` a SIGINT is kept, and delivered at the next ``check``, or at the end. ``check`` stands between
 replicas, between chunks of an evaluation, between steps, and in waits: where user code is not running and nothing of
-ours is half done. User code that does not come to such a point is broken off after all (``breakable``): at the second
-Ctrl-C, or some seconds after the first. Whoever allows that must not go on with what user code left behind.
+ours is half done. User code that does not come to such a point is broken off after all (``breakable``): at another
+Ctrl-C half a second after the first or later, or some seconds after it. Whoever allows that must not go on with what
+user code left behind.
 
 How signals are handled is a property of the process, so its state is the module's. Only the main thread handles
 signals; in others all of this does nothing. A SIGINT without a Python handler (ignored, or the default) is left alone.
@@ -16,10 +17,12 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
 
 PATIENCE_SECONDS = 10.0  # that user code has, after the first Ctrl-C, to come to a point where nothing is held
+AGAIN_SECONDS = 0.5  # from when on another Ctrl-C says that this takes too long
 
 
 class _Process:
@@ -48,15 +51,19 @@ class _Process:
         self._frame: FrameType | None = None
         self._serial = 0  # of what was delivered; an alarm is for what was pressed before the next one
         self._late = False
+        self._since = 0.0  # when the first of what is kept was pressed
 
     def received(self, number: int, frame: FrameType | None) -> None:
         """Handle SIGINT: keep it, unless user code had its time to finish."""
-        late, self._late, self._frame = self._late, False, frame
+        now, late = time.monotonic(), self._late
+        self._late, self._frame = False, frame
+        if not self.pressed:
+            self._since = now
         if not late:
             self.pressed += 1
-        if self.breakable and self.pressed and (late or self.at_once or self.pressed > 1):
+        if self.breakable and self.pressed and (late or self.at_once or now - self._since > AGAIN_SECONDS):
             self._break_off()
-        elif self.breakable and not late:
+        elif self.breakable and self.pressed == 1:
             alarm = threading.Timer(PATIENCE_SECONDS, self._ring, [self._serial])
             alarm.daemon = True
             alarm.start()
