@@ -34,6 +34,8 @@ class _Process:
         The caller's handler, which gets what was kept.
     pressed : int
         SIGINTs that are kept.
+    opened : bool
+        Whether SIGINT is the caller's at the moment.
     breakable, at_once : bool
         Whether user code is running that may be broken off, and whether the first SIGINT does.
     shields : int
@@ -45,7 +47,7 @@ class _Process:
     def __init__(self) -> None:
         self.before: Any = None
         self.pressed = 0
-        self.breakable = self.at_once = False
+        self.opened = self.breakable = self.at_once = False
         self.shields = 0
         self.breaks = 0
         self._frame: FrameType | None = None
@@ -55,6 +57,11 @@ class _Process:
 
     def received(self, number: int, frame: FrameType | None) -> None:
         """Handle SIGINT: keep it, unless user code had its time to finish."""
+        if self.opened:
+            self.opened = False
+            self.before(number, frame)
+            self.opened = True  # the handler did not raise
+            return
         now, late = time.monotonic(), self._late
         self._late, self._frame = False, frame
         if not self.pressed:
@@ -108,43 +115,58 @@ class guarded(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a
     def __init__(self, *, leaving: bool = False) -> None:
         self._leaving = leaving
         self._outer: Any = None
-        self._mine = False
+        self._mine = self._within = False  # whether this block set the handler; whether it is in an opened one
 
     def __enter__(self) -> None:
-        # Until signal.signal() returns, Ctrl-C may raise here: nothing is held yet. After it, nothing raises.
+        # Until the handler is set, or the opened block closed, Ctrl-C may raise here: nothing is held yet.
         before = signal.getsignal(signal.SIGINT) if _here() else None
-        if callable(before) and before != _PROCESS.received:
+        if before == _PROCESS.received:
+            self._within = _PROCESS.opened
+            _PROCESS.opened = False
+        elif callable(before):
             self._outer, _PROCESS.before = _PROCESS.before, before
             signal.signal(signal.SIGINT, _PROCESS.received)
             self._mine = True
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if not self._mine:
+        if not (self._mine or self._within):
             return
-        self._mine = False
-        before = _PROCESS.before
         due = _PROCESS.pressed and not self._leaving and not isinstance(error, KeyboardInterrupt)
+        before = _PROCESS.before
         _PROCESS.drop()
-        _PROCESS.before = self._outer
-        if before is not None:  # None: user code set a handler that is not Python's, which cannot be set again
-            signal.signal(signal.SIGINT, before)
+        if self._mine:
+            self._mine = False
+            _PROCESS.before = self._outer
+            if before is not None:  # None: user code set a handler that is not Python's, which cannot be set again
+                signal.signal(signal.SIGINT, before)
         if due and callable(before):
             before(signal.SIGINT, None)
+        if self._within:  # an exception leaves the opened block too, so that it stays closed then
+            _PROCESS.opened = True
 
 
 class opened(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a function
-    """Inside, user code runs between steps (a callback): SIGINT is the caller's, at once."""
+    """Inside, user code runs between steps (a callback): SIGINT is the caller's, at once.
+
+    The first one that raises closes the block: the exception is on its way out, and must not be overtaken by another
+    before everything is guarded again.
+    """
+
+    def __init__(self) -> None:
+        self._mine = False
 
     def __enter__(self) -> None:
         self._mine = _here() and _installed()
         if self._mine:
             check()
-            signal.signal(signal.SIGINT, _PROCESS.before)
+            _PROCESS.opened = True
 
     def __exit__(self, *_: object) -> None:
-        if self._mine:  # the caller may have chosen another handler meanwhile
-            _PROCESS.before = signal.getsignal(signal.SIGINT)
-            if callable(_PROCESS.before):
+        _PROCESS.opened = False
+        if self._mine and not _installed():  # user code chose another handler
+            before = signal.getsignal(signal.SIGINT)
+            if callable(before):
+                _PROCESS.before = before
                 signal.signal(signal.SIGINT, _PROCESS.received)
 
 

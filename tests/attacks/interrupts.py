@@ -196,15 +196,19 @@ def held_run(rng: random.Random, options: dict[str, object], verbs: tuple[str, .
 def in_train(rng: random.Random, options: dict[str, object], presses: int) -> str | None:
     """Ctrl-C, once or twice shortly after another, in ``train()``: the error carries the state of a whole step."""
     kind, findings, seen = rng.choice(["plain", "autocast"]), [], []
-    wait = rng.uniform(0, 0.25)
+    wait, armed = rng.uniform(0, 0.25), [True]
+
+    def handle(number: int, frame: object) -> None:
+        if armed:
+            raise KeyboardInterrupt
 
     def press() -> None:
         for number in range(presses):
             time.sleep(rng.choice([0.2, 0.02, 0.0]) if number else wait)
             os.kill(os.getpid(), signal.SIGINT)
 
+    before = signal.signal(signal.SIGINT, handle)
     with surroundings_kept(findings):
-        digest_after(kind, STEPS)
         thread = threading.Thread(target=press)
 
         def watch(report: phalanx.StepReport) -> None:
@@ -214,18 +218,17 @@ def in_train(rng: random.Random, options: dict[str, object], presses: int) -> st
 
         error = None
         try:
-            try:
-                recipe(kind, 2000, 0.001).train(progress=False, callbacks=[watch], **options)
-            except KeyboardInterrupt as caught:
-                error = caught
-            thread.join()
-        except KeyboardInterrupt:
-            thread.join()
+            recipe(kind, 2000, 0.001).train(progress=False, callbacks=[watch], **options)
+        except KeyboardInterrupt as caught:
+            error = caught
+        armed.clear()
+        thread.join()
         result = getattr(error, "result", None)
         if error is not None and result is None:
             findings.append(f"error.result is None after {len(seen)} steps: {error!r}")
         if result is not None and result.digest != digest_after(kind, result.steps):
             findings.append(f"error.result after {result.steps} steps has another digest")
+    signal.signal(signal.SIGINT, before)
     return "; ".join(findings) or None
 
 
