@@ -70,5 +70,10 @@ class seeded(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a 
             raise
 
     def __exit__(self, *_: object) -> None:
-        with guarded():
-            self._exits.close()
+        try:
+            with guarded():
+                self._exits.close()
+        except BaseException:
+            with guarded(leaving=True):
+                self._exits.close()  # does nothing if it was done
+            raise

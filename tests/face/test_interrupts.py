@@ -1,0 +1,398 @@
+"""Ctrl-C anywhere: it is delivered where nothing is held, and whoever goes on ends in the bits of an undisturbed run."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import random
+import signal
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import phalanx
+from phalanx import interrupts
+from phalanx.engines import auto, supervisor
+
+X = torch.randn(48, 6, generator=torch.Generator().manual_seed(0))
+Y = torch.randn(48, 1, generator=torch.Generator().manual_seed(1))
+STEPS = 12
+SEED = int(os.environ.get("PHALANX_SEED", "0")) or random.SystemRandom().randrange(1 << 30)  # printed where it fails
+
+
+class Net(nn.Module):
+    """Dropout, buffers, and context managers in forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x):
+        with torch.no_grad():
+            x = x + 0.0
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = self.first(x)
+        return self.last(self.dropout(torch.relu(self.norm(x.float()))))
+
+
+def recipe(loss_fn=F.mse_loss, steps=STEPS, **changes):
+    return phalanx.Recipe(Net, (X, Y), loss_fn, **{"replicas": 4, "batch_size": 12, "steps": steps, **changes})
+
+
+@functools.cache
+def digest_after(steps=STEPS):
+    return recipe(steps=steps).train(engine="inline").digest
+
+
+def metric(output, target):
+    return (output - target).abs().mean()
+
+
+def press():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def surroundings():
+    return (
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        torch.get_num_threads(),
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        signal.getsignal(signal.SIGINT),
+    )
+
+
+def lines_of(call, at=None):
+    """Call, with Ctrl-C pressed at the line of that number; how many lines were run, and what Ctrl-C raised."""
+    count, raised = [0], None
+
+    def trace(frame, event, argument):
+        if event == "line":
+            count[0] += 1
+            if count[0] == at:
+                press()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt as error:
+        raised = error
+    finally:
+        sys.settrace(before)
+    return count[0], raised
+
+
+VERBS = {
+    "iterate": lambda run, folder: [report for report, _ in zip(run, range(2), strict=False)],
+    "step": lambda run, folder: run.step(),
+    "evaluate": lambda run, folder: run.evaluate(metric, (X, Y), batch_size=20),
+    "result": lambda run, folder: run.result(),
+    "save": lambda run, folder: run.save(folder / str(time.monotonic_ns())),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_ctrl_c_at_any_line_inline(verb, tmp_path):
+    """Wherever in a verb Ctrl-C comes, the process is as before, modules keep their modes, and the run can go on."""
+    rng = random.Random(SEED)
+    call = VERBS[verb]
+    with recipe().start(engine="inline") as run:
+        count, _ = lines_of(lambda: call(run, tmp_path))
+    for at in sorted(rng.sample(range(1, count), 12)):
+        before = surroundings()
+        with recipe().start(engine="inline") as run:
+            lines_of(lambda: call(run, tmp_path), at)
+            assert surroundings() == before, f"line {at}, PHALANX_SEED={SEED}"
+            assert all(module.training for module in run.result().model.modules()), f"line {at}, PHALANX_SEED={SEED}"
+            run.finish()
+            assert run.result().digest == digest_after(), f"line {at}, PHALANX_SEED={SEED}"
+        assert surroundings() == before
+
+
+def test_ctrl_c_at_any_line_with_workers(tmp_path):
+    """With workers the run goes on to the same digest, however often Ctrl-C comes, in whatever verb."""
+    rng = random.Random(SEED)
+    before = surroundings()
+    with recipe(steps=40).start(engine="processes", workers=2) as run:
+        while run.steps < 30:
+            call = VERBS[rng.choice(list(VERBS))]
+            lines_of(lambda: call(run, tmp_path), rng.randrange(1, 600))  # noqa: B023  called at once
+            assert all(module.training for module in run.result().model.modules())
+        run.finish()
+        assert run.result().digest == digest_after(40), f"PHALANX_SEED={SEED}"
+    assert surroundings() == before
+
+
+def test_ctrl_c_in_a_plans_block_leaves_the_generators_as_they_were():
+    """A hand-written loop that follows the plan finds its generators again, wherever in it Ctrl-C comes.
+
+    All but one place: no ``__exit__`` written in Python can do anything about Ctrl-C before its first line.
+    """
+    plan = recipe().plan
+
+    def step():
+        with plan.seeded(3, 1):
+            torch.rand(3)
+
+    count, _ = lines_of(step)
+    before = surroundings()
+    torn = 0
+    for at in range(1, count + 1):
+        lines_of(step, at)
+        torn += surroundings() != before
+        torch.set_rng_state(torch.tensor(before[0], dtype=torch.uint8))
+        random.setstate(before[1])
+    assert torn <= 1
+
+
+# User code that holds something
+
+
+HELD = []  # a global that a context manager of the user's sets and restores
+
+
+@contextlib.contextmanager
+def doubled(path, seconds):
+    """Sets a global of the user's, and takes its time, once, before it is restored."""
+    HELD.append(1)
+    try:
+        yield
+    finally:
+        if path is not None and first(path):
+            time.sleep(seconds)
+        HELD.pop()
+
+
+def first(path):
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def holding_loss(path, seconds, output, target):
+    """A loss that would be another if the context manager had been torn."""
+    loss = F.mse_loss(output, target) * (1 + len(HELD))
+    with doubled(path, seconds):
+        pass
+    return loss
+
+
+@contextlib.contextmanager
+def ctrl_c_after(path, *waits):
+    """Presses Ctrl-C so many seconds after user code has made ``path``, and after each other."""
+
+    def work():
+        end = time.monotonic() + 60
+        while not path.exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        for wait in waits:
+            time.sleep(wait)
+            press()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        while thread.is_alive():
+            with contextlib.suppress(KeyboardInterrupt):
+                thread.join()
+
+
+@pytest.mark.parametrize("options", [{"engine": "inline"}, {"engine": "processes", "workers": 2}], ids=["inline", "W2"])
+@pytest.mark.parametrize("seconds", [0.4, 3.0])
+def test_ctrl_c_in_a_context_manager_of_the_users_tears_nothing(options, seconds, tmp_path):
+    """User code that holds something finishes, or its worker is replaced; the run goes on to the same digest."""
+    path = tmp_path / "there"
+    with recipe(functools.partial(holding_loss, path, seconds)).start(**options) as run:
+        with pytest.raises(KeyboardInterrupt), ctrl_c_after(path, 0.1):
+            run.finish()
+        assert HELD == []
+        run.finish()
+        assert run.result().digest == digest_after()
+
+
+def test_a_torn_context_manager_would_be_seen():
+    """Negative twin: with the global left set, the digest is another."""
+    HELD.append(1)
+    try:
+        made = recipe(functools.partial(holding_loss, None, 0.0)).train(engine="inline")
+    finally:
+        HELD.clear()
+    assert made.digest != digest_after()
+
+
+def sleeping_loss(path, seconds, output, target):
+    if first(path):
+        time.sleep(seconds)
+    return F.mse_loss(output, target)
+
+
+def test_a_second_ctrl_c_breaks_user_code_off_and_ends_the_run(tmp_path, monkeypatch):
+    """Inline, user code that was broken off may be half done: the state before is kept, and no step follows."""
+    path, before = tmp_path / "there", surroundings()
+    with recipe(functools.partial(sleeping_loss, path, 60)).start(engine="inline") as run:
+        with ctrl_c_after(path, 0.1, interrupts.AGAIN_SECONDS + 0.3), pytest.raises(KeyboardInterrupt) as caught:
+            run.finish()
+        assert caught.value.result.steps == run.steps == 0
+        assert surroundings() == before
+        for call in (run.step, lambda: run.evaluate(metric, (X, Y))):
+            with pytest.raises(phalanx.RunError, match=r"Ctrl-C broke off your code.*run_dir"):
+                call()
+        assert run.result().digest == recipe(steps=1).start(engine="inline").result().digest
+
+
+def test_one_ctrl_c_is_enough_in_the_end(tmp_path, monkeypatch):
+    """User code that never comes to a point where nothing is held is broken off some seconds after Ctrl-C."""
+    monkeypatch.setattr(interrupts, "PATIENCE_SECONDS", 0.3)
+    path = tmp_path / "there"
+    with ctrl_c_after(path, 0.1), pytest.raises(KeyboardInterrupt) as caught:
+        recipe(functools.partial(sleeping_loss, path, 60)).train(engine="inline")
+    assert caught.value.result.steps == 0
+
+
+def test_user_code_that_swallows_ctrl_c_does_not_go_on_with_what_it_left(tmp_path):
+    """If user code catches what broke it off, the run stops all the same."""
+    path = tmp_path / "there"
+
+    def stubborn(output, target):
+        with contextlib.suppress(KeyboardInterrupt):
+            sleeping_loss(path, 60, output, target)
+        return F.mse_loss(output, target)
+
+    with ctrl_c_after(path, 0.1, interrupts.AGAIN_SECONDS + 0.3), pytest.raises(KeyboardInterrupt) as caught:
+        recipe(stubborn).train(engine="inline")
+    assert caught.value.result.steps == 0
+
+
+@pytest.mark.parametrize("waits", [(0.0, 0.2), (0.2, 0.2, 0.2)])
+def test_ctrl_c_twice_with_workers_carries_the_state(waits, tmp_path):
+    """However soon Ctrl-C comes again, the error has the state after the last whole step."""
+    path = tmp_path / "there"
+    with ctrl_c_after(path, *waits), pytest.raises(KeyboardInterrupt) as caught:
+        recipe(functools.partial(sleeping_loss, path, 20)).train(engine="processes", workers=2)
+    assert caught.value.result is not None
+    assert caught.value.result.digest == recipe(steps=1).start(engine="inline").result().digest
+
+
+def test_a_worker_that_ctrl_c_ends_is_told_of_and_not_counted(tmp_path, monkeypatch):
+    """Incidents say why a worker was replaced, and any number of such ends does not end a run."""
+    monkeypatch.setattr(supervisor, "PATIENCE_SECONDS", 0.1)
+    with recipe(functools.partial(sleeping_often, tmp_path)).start(engine="processes", workers=2) as run:
+        for number in range(5):
+            (tmp_path / "due").write_text(str(number))
+            with ctrl_c_after(tmp_path / str(number), 0.1), pytest.raises(KeyboardInterrupt):
+                run.finish()
+        run.finish()
+        assert run.result().digest == digest_after()
+        assert [item.why for item in run.incidents if item.kind == "death"] == [
+            "stayed in user code after Ctrl-C and was ended"
+        ] * 5
+
+
+def sleeping_often(folder, output, target):
+    """Sleeps whenever that is due, in one process only, and says so."""
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(folder / "due", folder / f"due for {os.getpid()}")
+        (folder / (folder / f"due for {os.getpid()}").read_text()).touch()
+        time.sleep(20)
+    return F.mse_loss(output, target)
+
+
+def test_ctrl_c_at_the_hand_over_leaves_the_run_inline(monkeypatch):
+    """Engine auto that is interrupted while workers start goes on, and tries again."""
+    real, calls = auto.Processes, []
+
+    def interrupted(*arguments):
+        calls.append(1)
+        if len(calls) == 1:
+            press()
+            interrupts.check()
+        return real(*arguments)
+
+    monkeypatch.setattr(auto, "Processes", interrupted)
+    phalanx.Recipe(Net, (X, Y), F.mse_loss, replicas=2, steps=1).train(workers=2, engine="processes")  # a warm zygote
+    with recipe(functools.partial(slow_loss, 0.01), steps=150).start(workers="auto") as run:
+        with pytest.raises(KeyboardInterrupt):
+            run.finish()
+        assert calls == [1]
+        run.finish()
+        assert run.result().digest == digest_after(150)
+    assert len(calls) == 2
+
+
+def slow_loss(seconds, output, target):
+    time.sleep(seconds)
+    return F.mse_loss(output, target)
+
+
+# The module itself
+
+
+def test_what_is_kept_comes_at_the_check_or_at_the_end():
+    """SIGINT waits for ``check``, not while shielded, and for the end of the outermost block."""
+    log = []
+    with pytest.raises(KeyboardInterrupt), interrupts.guarded():
+        press()
+        log.append("kept")
+        with interrupts.shielded():
+            interrupts.check()
+            log.append("shielded")
+        with interrupts.guarded():
+            log.append("nested")
+        interrupts.check()
+        log.append("never")
+    with pytest.raises(KeyboardInterrupt), interrupts.guarded():
+        press()
+        log.append("kept to the end")
+    assert log == ["kept", "shielded", "nested", "kept to the end"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_open_block_is_the_callers():
+    """In a callback SIGINT comes at once; a run in the callback is guarded again; handlers set there are kept."""
+    log = []
+    with interrupts.guarded():
+        with pytest.raises(KeyboardInterrupt), interrupts.opened():
+            press()
+            log.append("never")
+        press()
+        with pytest.raises(KeyboardInterrupt), interrupts.opened():
+            log.append("never")
+        with pytest.raises(KeyboardInterrupt), interrupts.opened(), interrupts.guarded():
+            press()
+            log.append("kept")
+        with interrupts.opened():
+            signal.signal(signal.SIGINT, lambda *_: log.append("another handler"))
+        press()
+        log.append("guarded")
+        interrupts.check()
+    assert log == ["kept", "guarded", "another handler"]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_other_threads_are_left_alone():
+    """Only the main thread handles signals, so that nothing is kept elsewhere."""
+    seen = []
+
+    def work():
+        with interrupts.guarded(), interrupts.opened(), interrupts.breakable(), interrupts.shielded():
+            interrupts.check()
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [signal.default_int_handler]
