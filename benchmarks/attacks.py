@@ -61,9 +61,7 @@ def table(results: dict) -> str:
     """What every arm did, as Markdown."""
     rows = ["| attack | rounds | seconds | first seed | findings |", "| --- | --- | --- | --- | --- |"]
     for name, fact in results.items():
-        rows.append(
-            f"| {name} | {fact['rounds']} | {fact['seconds']:.0f} | {fact['seed']} | {len(fact['findings'])} |"
-        )
+        rows.append(f"| {name} | {fact['rounds']} | {fact['seconds']:.0f} | {fact['seed']} | {len(fact['findings'])} |")
     return "\n".join(rows)
 
 
@@ -79,7 +77,7 @@ def save(results: dict) -> None:
         "",
         "Random attacks on everything that a run can be asked to do; a finding would be another digest, a run that",
         "ends or hangs, or something of the process that is not as before. Each round has its own seed:",
-        '`python benchmarks/attacks.py --arm NAME --seed SEED --rounds 1` plays it again. All of it: `make campaign`.',
+        "`python benchmarks/attacks.py --arm NAME --seed SEED --rounds 1` plays it again. All of it: `make campaign`.",
         "",
         table(dict(sorted(kept.items()))),
         "",

@@ -118,6 +118,17 @@ def verb(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], 
     return call
 
 
+def alone(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a function take its turn with what belongs to the process; Ctrl-C comes where nothing is held."""
+
+    @functools.wraps(function)
+    def call(*arguments: P.args, **options: P.kwargs) -> T:
+        with interrupts.guarded(), ALONE:
+            return function(*arguments, **options)
+
+    return call
+
+
 class Reentrant(contextlib.AbstractContextManager[None]):
     """Contexts that are entered together: only the outermost ``with`` enters and leaves them."""
 

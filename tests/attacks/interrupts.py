@@ -147,7 +147,7 @@ def surroundings_kept(findings: list[str]) -> Iterator[None]:
     before = _surroundings()
     yield
     after = _surroundings()
-    findings += [f"{name} was {before[name]}, is {after[name]}" for name in before if before[name] != after[name]]
+    findings += [f"{name} is not as before" for name in before if before[name] != after[name]]
 
 
 def _surroundings() -> dict[str, object]:

@@ -120,9 +120,10 @@ class Crew:
         with interrupts.shielded():
             self.wait(lambda: idle() or late(), LONG)
             for hand in self._living() if not idle() else ():
-                if not self.control.idle(hand.number):
+                if self.control.in_user_code(hand.number):
                     self.deaths[hand.number] = BROKEN_OFF
                     hand.shoot()
+            self.wait(idle, LONG)  # those that waited for them, and those that were updating
         self.interrupted = False
 
     def wait(self, until: Callable[[], bool], steps: int) -> None:

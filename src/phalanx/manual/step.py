@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from phalanx import checks
+from phalanx import checks, interrupts
 from phalanx.definition import Definition
 from phalanx.errors import RunError, UsageError
 from phalanx.frameworks.torch.buffers import Buffers, Left
@@ -19,8 +19,10 @@ from phalanx.manual.optimizers import check_optimizers
 from phalanx.manual.replicas import check_trained, tensors_of
 from phalanx.manual.shards import samples_in, shard_batch, tensors_in
 from phalanx.plan.shares import share_bounds, share_weights
+from phalanx.surroundings import alone
 
 
+@alone
 def data_parallel_step(
     replicas: Sequence[torch.nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
@@ -145,7 +147,8 @@ def _drop(works: Sequence[Work]) -> None:
 
 def _average(definition: Definition, works: Sequence[Work], algorithm: str) -> float:
     """Compute all shares and average their gradients; the mean loss."""
-    compute(definition, [work for work in works if work.samples])
+    with interrupts.breakable():
+        compute(definition, [work for work in works if work.samples])
     AmbiguousMean(definition).warn(works[0].weight, works[0].share)
     weights = _weights(works)
     average([list(work.model.named_parameters()) for work in works], weights, algorithm)
