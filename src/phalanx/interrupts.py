@@ -32,6 +32,8 @@ class _Process:
     ----------
     before : callable
         The caller's handler, which gets what was kept.
+    installed : bool
+        Whether SIGINT comes here.
     pressed : int
         SIGINTs that are kept.
     opened : bool
@@ -46,6 +48,7 @@ class _Process:
 
     def __init__(self) -> None:
         self.before: Any = None
+        self.installed = False
         self.pressed = 0
         self.opened = self.breakable = self.at_once = False
         self.shields = 0
@@ -114,19 +117,22 @@ class guarded(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a
 
     def __init__(self, *, leaving: bool = False) -> None:
         self._leaving = leaving
-        self._outer: Any = None
+        self._outer: tuple[Any, bool] = None, False
         self._mine = self._within = False  # whether this block set the handler; whether it is in an opened one
 
     def __enter__(self) -> None:
         # Until the handler is set, or the opened block closed, Ctrl-C may raise here: nothing is held yet.
-        before = signal.getsignal(signal.SIGINT) if _here() else None
+        if not _here() or (_PROCESS.installed and not _PROCESS.opened):
+            return
+        before = signal.getsignal(signal.SIGINT)
         if before == _PROCESS.received:
             self._within = _PROCESS.opened
             _PROCESS.opened = False
         elif callable(before):
-            self._outer, _PROCESS.before = _PROCESS.before, before
+            self._outer = _PROCESS.before, _PROCESS.installed
+            _PROCESS.before = before
             signal.signal(signal.SIGINT, _PROCESS.received)
-            self._mine = True
+            self._mine = _PROCESS.installed = True
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if not (self._mine or self._within):
@@ -136,7 +142,7 @@ class guarded(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a
         _PROCESS.drop()
         if self._mine:
             self._mine = False
-            _PROCESS.before = self._outer
+            _PROCESS.before, _PROCESS.installed = self._outer
             if before is not None:  # None: user code set a handler that is not Python's, which cannot be set again
                 signal.signal(signal.SIGINT, before)
         if due and callable(before):
@@ -156,18 +162,17 @@ class opened(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a 
         self._mine = False
 
     def __enter__(self) -> None:
-        self._mine = _here() and _installed()
+        self._mine = _here() and _PROCESS.installed
         if self._mine:
             check()
             _PROCESS.opened = True
 
     def __exit__(self, *_: object) -> None:
         _PROCESS.opened = False
-        if self._mine and not _installed():  # user code chose another handler
-            before = signal.getsignal(signal.SIGINT)
-            if callable(before):
-                _PROCESS.before = before
-                signal.signal(signal.SIGINT, _PROCESS.received)
+        before = signal.getsignal(signal.SIGINT) if self._mine else None
+        if callable(before) and before != _PROCESS.received:  # user code chose another handler
+            _PROCESS.before = before
+            signal.signal(signal.SIGINT, _PROCESS.received)
 
 
 class breakable(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a function
@@ -184,14 +189,14 @@ class breakable(contextlib.AbstractContextManager[None]):  # noqa: N801  used as
         self._breaks: int | None = None
 
     def __enter__(self) -> None:
-        if _here() and not _PROCESS.shields and _installed():
+        if _PROCESS.installed and not _PROCESS.shields and _here():
             check()
             self._breaks = _PROCESS.breaks
             _PROCESS.at_once = self._at_once
             _PROCESS.breakable = True
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if _here() and self._breaks is not None:
+        if self._breaks is not None:
             _PROCESS.breakable = False
             if _PROCESS.breaks != self._breaks and error is None:
                 raise KeyboardInterrupt("user code swallowed it")
@@ -225,9 +230,6 @@ def breaks() -> int:
     return _PROCESS.breaks
 
 
-def _installed() -> bool:
-    return signal.getsignal(signal.SIGINT) == _PROCESS.received
-
 
 def _here() -> bool:
-    return threading.current_thread() is threading.main_thread()
+    return threading.get_ident() == threading.main_thread().ident
