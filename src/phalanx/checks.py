@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
+import os
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,6 +63,23 @@ def function(name: str, value: Any, example: str) -> None:
     """``value`` is None or can be called, and is not a class that was meant to be instantiated first."""
     if value is not None and not callable(value):
         raise UsageError(f"{name} is {shown(value)} ({type(value).__name__}); it must be callable, as in {example}")
+
+
+def path(name: str, value: Any, *, hint: str = "give a directory") -> pathlib.Path:
+    """``value`` as an absolute path: what it means now, wherever the process goes later."""
+    try:
+        text = os.fspath(value)
+    except TypeError:
+        text = None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise UsageError(f"{name} is {shown(value)}, which is no path; {hint}")
+    try:
+        return pathlib.Path(text).absolute()
+    except OSError as error:
+        raise UsageError(
+            f"{name} is {shown(value)}, which begins at the working directory, and that cannot be found "
+            f"({error.strerror}); give an absolute path"
+        ) from error
 
 
 def weight(name: str, value: Any) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -54,16 +55,13 @@ class Dealer:
         read, collated = self._reader(source, _unseeded)
         return [Share(positions[start:end], read, collated, "batch") for start, end in bounds]
 
-    def chunks(self, data: Any, batch_size: int) -> list[Share]:
+    def chunks(self, data: Any, batch_size: int) -> Chunks:
         """Evaluation data in order, each sample once; one by one if the recipe hands over samples as they are."""
         source = self._framework.opened(open_data(data, EVALUATION))
         size = 1 if self._definition.batch_size is None else batch_size
         seed = self._definition.seed
         read, collated = self._reader(source, lambda index: generators.seed(evaluation_sample_key(seed, index)))
-        return [
-            Share(np.arange(start, min(start + size, len(source)), dtype=np.int64), read, collated, EVALUATION)
-            for start in range(0, len(source), size)
-        ]
+        return Chunks(len(source), size, read, collated)
 
     def _reader(self, source: Source, seed: SeedSample) -> tuple[Callable[[Indices], Any], bool]:
         """How a share of ``source`` is read, and whether that gives a batch or a list still to be collated."""
@@ -72,6 +70,24 @@ class Dealer:
         if isinstance(source, Columns) and self._definition.collate_fn is None:
             return source.batch, True
         return lambda indices: [source.sample(int(index), seed) for index in indices], False
+
+
+@dataclass(frozen=True)
+class Chunks(Sequence[Share]):
+    """Shares of ``size`` samples in order, each made when it is asked for: data may be long."""
+
+    samples: int
+    size: int
+    read: Callable[[Indices], Any]
+    collated: bool
+
+    def __len__(self) -> int:
+        return -(-self.samples // self.size)
+
+    def __getitem__(self, number: Any) -> Any:
+        start = range(0, self.samples, self.size)[number]
+        indices = np.arange(start, min(start + self.size, self.samples), dtype=np.int64)
+        return Share(indices, self.read, self.collated, EVALUATION)
 
 
 def _unseeded(index: int) -> None:

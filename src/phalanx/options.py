@@ -151,9 +151,7 @@ def _checked_saving(options: Mapping[str, Any]) -> Saving | None:
 
 
 def _path(name: str, value: Any) -> pathlib.Path | None:
-    if value is not None and (value == "" or not isinstance(value, (str, os.PathLike))):
-        raise UsageError(f"{name} is {checks.shown(value)}, which is no path; give a directory, or leave it out")
-    return None if value is None else pathlib.Path(value)
+    return None if value is None else checks.path(name, value, hint="give a directory, or leave it out")
 
 
 def _checked_deadline(seconds: Any) -> float | None:
@@ -164,12 +162,20 @@ def _checked_deadline(seconds: Any) -> float | None:
 
 
 def _checked_devices(devices: Any) -> tuple[str, ...]:
-    """Their names; none for 'auto'."""
+    """Their names; none for 'auto'. The CPU has one name."""
     if isinstance(devices, str):
-        return () if devices == "auto" else (devices,)
-    names = tuple(devices) if isinstance(devices, (tuple, list)) else ()
-    if not names or not all(isinstance(name, str) for name in names):
-        raise UsageError(f"devices is {devices!r}; it must be 'auto' or a list of device names such as ['cuda:0']")
+        devices = () if devices == "auto" else (devices,)
+    elif not isinstance(devices, (tuple, list)) or not devices or not all(isinstance(name, str) for name in devices):
+        raise UsageError(
+            f"devices is {checks.shown(devices)}; it must be 'auto' or a list of device names such as ['cuda:0']"
+        )
+    names = tuple("cpu" if name == "cpu:0" else name for name in devices)
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(
+                f"devices is {checks.shown(devices)}, which names {name!r} more than once, and a device computes one "
+                "replica at a time; name each once"
+            )
     return names
 
 

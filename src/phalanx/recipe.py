@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import pathlib
 import sys
 import time
 from typing import TYPE_CHECKING, Any, Unpack
 
-from phalanx import interrupts
+from phalanx import checks, interrupts
 from phalanx.definition import Definition
 from phalanx.errors import UsageError
 from phalanx.hosts.presence import rank
@@ -98,8 +97,8 @@ class Recipe(Definition):
             Where workers live: "inline" is this process, "distributed" all processes of a torch.distributed world
             (``docs/hosts.md``). "auto": distributed in such a world, else processes if ``workers`` is more than 1.
         devices : "auto", str or sequence of str
-            Names as torch or jax has them, one per worker in turn; a jax run in this process computes on all of them
-            (``docs/jax.md``). "auto": where ``make_model`` puts the model.
+            Names as torch or jax has them. A torch run computes on one; a jax run in this process on all of them
+            (``docs/jax.md``); workers only on "cpu". "auto": where ``make_model`` puts the model.
         evaluation : Evaluation, optional
             Due after every epoch and after the last step; kept in ``result.metric_history``.
         callbacks : sequence of callable
@@ -250,8 +249,10 @@ def load(path: Any) -> Loaded:
     ------
     SnapshotError
         It is not whole, damaged, or of another version.
+    UsageError
+        ``path`` is none.
     """
-    return loaded(pathlib.Path(path))
+    return loaded(checks.path("path", path, hint="give the folder of a snapshot, or a run_dir"))
 
 
 def close() -> None:

@@ -52,15 +52,15 @@ class Past:
         self._directory: RunDirectory | None = None
         self._found: Snapshot | None = None
         self._weights: Snapshot | None = None
-        if saving is not None:
-            self._directory = RunDirectory(saving.run_dir, saving.keep)
-            try:
+        try:
+            if saving is not None:
+                self._directory = RunDirectory(saving.run_dir, saving.keep)
                 self._found = self._checked(saving, self._directory.newest())
-            except BaseException:
-                self._directory.close()
-                raise
-        if warm_start is not None and self._found is None:
-            self._weights = read_any(warm_start)
+            if warm_start is not None and self._found is None:
+                self._weights = read_any(warm_start)
+        except BaseException:
+            self.close()
+            raise
 
     def begin(self, framework: Framework) -> Course:
         """Give ``framework`` the state that was found; returns what had been done."""
@@ -74,7 +74,7 @@ class Past:
             framework.snapshots.adopt(Captured(dict(found.weights), dict(found.training), found.facts))
         try:
             metrics = [Evaluated(int(steps), float(value), str(name)) for steps, value, name in found.metrics]
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise SnapshotError("the snapshot's evaluations are none") from error
         return Course(losses_in(found), found.samples, resumed_from=found.step, evaluated=metrics)
 
@@ -153,7 +153,11 @@ def loaded(path: pathlib.Path) -> Loaded:
 
 def read_any(path: pathlib.Path) -> Snapshot:
     """The snapshot at ``path``, or the newest good one of the run there."""
-    if (path / snapshot.MANIFEST).exists() or not (path / SNAPSHOTS).is_dir():
+    try:
+        alone = (path / snapshot.MANIFEST).exists() or not (path / SNAPSHOTS).is_dir()
+    except OSError as error:
+        raise SnapshotError(f"{str(path)!r} cannot be read: {error.strerror}") from error
+    if alone:
         return snapshot.read(path)
     found = newest_of(path)
     if found is None:
@@ -163,13 +167,11 @@ def read_any(path: pathlib.Path) -> Snapshot:
 
 def losses_in(found: Snapshot) -> list[float]:
     """The loss of every step."""
-    try:
-        history: list[Any] = memoryview(found.training[LOSSES].content).cast("B").cast("d").tolist()
-    except (KeyError, TypeError, ValueError) as error:
-        raise SnapshotError("the snapshot has no losses") from error
-    if len(history) != found.step:
-        raise SnapshotError(f"the snapshot is of step {found.step}, and has {len(history)} losses")
-    return history
+    stored = found.training.get(LOSSES)
+    if stored is None or stored.dtype != "float64" or stored.shape != (found.step,):
+        told = "none" if stored is None else f"those of {stored.dtype}{list(stored.shape)}"
+        raise SnapshotError(f"the snapshot is of step {found.step}, which has a loss for each, but has {told}")
+    return memoryview(stored.content).cast("B").cast("d").tolist()
 
 
 @contextlib.contextmanager

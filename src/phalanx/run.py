@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from phalanx import interrupts
+from phalanx import checks, interrupts
 from phalanx.contracts import Engine
 from phalanx.definition import Definition
 from phalanx.errors import LeftError, PhalanxError, Preempted, SnapshotError, UsageError
@@ -184,7 +183,7 @@ class Run:
             It could not be written.
         """
         self._check_open()
-        target = pathlib.Path(path)
+        target = checks.path("path", path, hint="give the name of a folder that is to be made")
         if target.exists() or target.is_symlink():
             raise UsageError(f"path is {str(path)!r}, which exists already; choose another name, or remove it")
         digest = self._result(copy=False).digest

@@ -143,7 +143,9 @@ class Saver:
         return saved if self.settle() else "the state was not saved"
 
     def close(self, engine: Engine, metrics: Sequence[Evaluated], steps: int) -> None:
-        """Save what was not saved, if the state is there, and let go of the directory."""
+        """Save what was not saved, if the state is there, and let go of the directory. A forked child does neither."""
+        if not self._directory.held:
+            return
         try:
             failed = self._failure()
             if steps > self._saved:

@@ -76,6 +76,7 @@ print(json.dumps({
     "other": answers(ONE, seed=9),
     "refilled": answers(ONE, TWO, TWO, data=Rows(), collate_fn=refilled),
     "errors": answers(ONE, TWO, data=Broken()),
+    "refused": answers(["cpu:0", "cpu"], ["cpu:1", "cpu:1"], ["cpu:-1"], ["cpu:"], ["cpu:2"], ["CPU:1"], ["cpu: 1"]),
 }))
 """
 
@@ -116,3 +117,10 @@ def test_errors_come_in_turn(answers):
     assert "step 1, replica 1" in one[1]
     assert "a broken sample" in one[1]
     assert other[:2] == one[:2]
+
+
+def test_devices_that_cannot_be_are_refused(answers):
+    """A device twice, one that is not there, and what is no name: nothing is computed on another one instead."""
+    for kind, told, used in answers["refused"]:
+        assert (kind, used) == ("UsageError", 0)
+        assert told.startswith("devices ")

@@ -232,3 +232,20 @@ def test_what_cannot_be_averaged_is_refused(replicas, arguments, says):
     after = [each.grad for model in models for each in model.parameters()]
     for one, other in zip(before, after, strict=True):
         assert one is other or torch.equal(one.to_dense(), other.to_dense())
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_gradients_that_are_turned_rows(algorithm):
+    """A gradient with a dimension of one element and strides of its own is summed as its copy is."""
+    rows = [torch.randn(1, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    replicas = [[torch.nn.Parameter(torch.zeros(4, 1))] for _ in rows]
+    for (parameter,), row in zip(replicas, rows, strict=True):
+        parameter.grad = row.t()
+    plain = [[torch.nn.Parameter(torch.zeros(4, 1))] for _ in rows]
+    for (parameter,), row in zip(plain, rows, strict=True):
+        parameter.grad = row.t().clone(memory_format=torch.contiguous_format)
+    for each in (replicas, plain):
+        manual.sync_gradients(each, algorithm=algorithm)
+    for (one,), (other,) in zip(replicas, plain, strict=True):
+        assert torch.equal(one.grad, other.grad)
+    assert not torch.equal(replicas[0][0].grad, rows[0].t())

@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.plan import keys
-from phalanx.plan.order import ALGORITHM, epoch_orders
+from phalanx.plan.order import ALGORITHM, Orders, epoch_orders
 
 VECTORS = {
     "splitmix64-argsort-1": {
@@ -166,6 +167,53 @@ def test_uneven_orders_are_noticed():
         swapped.append(cards)
     assert unevenness(swapped) > 220
     assert unevenness([np.roll(range(5), turn).tolist() for turn in range(4000)]) > 220
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 8, 31])
+def test_windows_are_the_whole_order(window):
+    """Every length up to 70, asked for in batches of every kind: what is held in windows has the order of one sort."""
+    for samples, batch in itertools.product(range(1, 71), (1, 3, 16, 70)):
+        orders = Orders(5, samples, shuffle=True, window=window, chunk=7)
+        for epoch in (0, 2**40, 0):
+            pieces = [orders.piece(epoch, start, start + batch) for start in range(0, samples, batch)]
+            assert all(piece.dtype == np.int64 for piece in pieces)
+            assert np.concatenate(pieces).tolist() == order(5, epoch, samples)
+
+
+@settings(deadline=None, max_examples=100, derandomize=True)
+@given(seed=seeds, samples=st.integers(1, 400), window=st.integers(1, 400), chunk=st.integers(1, 400), data=st.data())
+def test_any_piece_in_any_order(seed, samples, window, chunk, data):
+    """Pieces may be asked for in any order, of several epochs in turn, and past the end; what they were is theirs."""
+    orders = Orders(seed, samples, shuffle=True, window=window, chunk=chunk)
+    asked = st.tuples(st.integers(0, 2), st.integers(0, samples), st.integers(0, samples + 9))
+    for epoch, start, end in data.draw(st.lists(asked, max_size=6)):
+        found = orders.piece(epoch, start, end)
+        assert found.tolist() == order(seed, epoch, samples)[start:end]
+        found[:] = -1
+
+
+def test_windows_by_their_first_bits_only_would_be_noticed():
+    """Negative twin: without the sort inside of a window, or with another seed, the order is another."""
+    right = order(5, 0, 64)
+    assert Orders(6, 64, shuffle=True, window=8).piece(0, 0, 64).tolist() != right
+    numbers = [keys.splitmix64((keys.key(5, keys.ORDER_STREAM, 0) + i * keys.GOLDEN) % 2**64) >> 61 for i in range(64)]
+    assert sorted(range(64), key=numbers.__getitem__) != right
+
+
+@pytest.mark.parametrize(("samples", "shuffle", "most"), [(10**15, False, 10_000), (1 << 20, True, 3_000_000)])
+def test_a_long_epoch_takes_little_memory(samples, shuffle, most):
+    """Nothing is made of an epoch's length: not without shuffle, and with it only windows are."""
+    orders = Orders(0, samples, shuffle=shuffle, window=1 << 15, chunk=1 << 14)
+    tracemalloc.start()
+    try:
+        for start in (0, samples // 2, samples - 10):
+            assert len(orders.piece(3, start, start + 32)) == min(32, samples - start)
+        assert tracemalloc.get_traced_memory()[1] < most
+        if shuffle:  # the whole would be seen
+            epoch_order(0, 3, samples, shuffle=True)
+            assert tracemalloc.get_traced_memory()[1] > most
+    finally:
+        tracemalloc.stop()
 
 
 if __name__ == "__main__":

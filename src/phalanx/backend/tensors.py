@@ -22,7 +22,7 @@ def flattened(tensor: torch.Tensor, back: Back | None = None) -> torch.Tensor:
     Raises
     ------
     UsageError
-        It is not on the CPU, or not dense.
+        It is not on the CPU, not dense, or to be written and expanded.
     """
     if tensor.is_cpu and tensor.dim() == 1 and not tensor.requires_grad and tensor.layout == torch.strided:
         own = tensor
@@ -35,18 +35,23 @@ def flattened(tensor: torch.Tensor, back: Back | None = None) -> torch.Tensor:
     else:
         own = tensor.detach()
     written = back is not None and own.is_inference()
-    if own.is_contiguous() and not written:
+    if own.is_contiguous() and not own.is_neg() and not written:
         return own if own.dim() == 1 else own.view(-1)
     with torch.inference_mode(False):
         copy = own.clone(memory_format=torch.contiguous_format).view(-1)
     if back is not None:
+        if any(length > 1 and not stride for length, stride in zip(own.shape, own.stride(), strict=True)):
+            raise UsageError(
+                f"a tensor has shape {tuple(own.shape)} and strides {own.stride()}, so several of its elements share "
+                "memory and cannot be written; take a copy: .contiguous()"
+            )
         back.append((own, copy))
     return copy
 
 
 def raw(flat: torch.Tensor) -> torch.Tensor:
     """A flat tensor as bytes."""
-    return flat.view(torch.uint8)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element is contiguous at any stride
 
 
 def movable(flat: torch.Tensor) -> torch.Tensor:

@@ -77,6 +77,10 @@ def dense(name: str, value: Any) -> None:
     for kind, found in kinds.items():
         if found:
             raise UsageError(f"{name} is a {kind} tensor; it must be a dense one with data, as .to_dense() gives it")
+    if value.untyped_storage().nbytes() < (value.storage_offset() + _extent(value)) * value.element_size():
+        raise UsageError(
+            f"{name} has shape {tuple(value.shape)}, but its memory was freed (its storage was resized); fill it first"
+        )
 
 
 def cuttable(name: str, tensor: torch.Tensor) -> None:

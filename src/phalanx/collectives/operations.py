@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from phalanx import checks
+from phalanx import checks, interrupts
 from phalanx.collectives import arguments
 from phalanx.collectives.schedules import ALGORITHMS, Transfer, schedule
 from phalanx.errors import UsageError
@@ -41,7 +41,7 @@ def all_reduce(tensors: Sequence[torch.Tensor], op: str = "sum", algorithm: str 
     """Write the reduction over all tensors into each of them, in place. All end with equal bits.
 
     The tensors themselves are written, whatever their strides, never the entries of the list. One tensor alone is
-    left as it is.
+    left as it is. Ctrl-C comes before the first is written, or after the last.
 
     Parameters
     ----------
@@ -71,9 +71,12 @@ def all_reduce(tensors: Sequence[torch.Tensor], op: str = "sum", algorithm: str 
     transfers = schedule(algorithm, len(members))
     sums = [_flat(tensor) for tensor in members]
     bounds = share_bounds(sums[0].numel(), 1 + max(transfer.chunk for transfer in transfers))
-    _carry_out(transfers, [_cut(flat, bounds) for flat in sums], op)
-    for tensor, flat in zip(members, sums, strict=True):
-        tensor.detach().copy_(_finished(flat, op, len(members)).view(tensor.shape))
+    with interrupts.guarded():  # Ctrl-C waits: all tensors are written, or none
+        _carry_out(transfers, [_cut(flat, bounds) for flat in sums], op)
+        for tensor, flat in zip(members, sums, strict=True):
+            reduced = _finished(flat, op, len(members))
+            if reduced.data_ptr() != tensor.data_ptr():  # else it was summed where it lies
+                tensor.detach().copy_(reduced.view(tensor.shape))
 
 
 @torch.no_grad()
@@ -96,7 +99,8 @@ def broadcast(tensors: Sequence[torch.Tensor], root: int = 0) -> None:
     root = checks.integer("root", root, least=0, most=len(members) - 1)
     arguments.writable("tensors", members)
     rooted = members[root:] + members[:root]
-    _carry_out(schedule("broadcast", len(members)), [[tensor.detach()] for tensor in rooted])
+    with interrupts.guarded():
+        _carry_out(schedule("broadcast", len(members)), [[tensor.detach()] for tensor in rooted])
 
 
 @torch.no_grad()

@@ -26,8 +26,17 @@ def open_framework(definition: Definition, devices: Sequence[str] = ()) -> Frame
         with interrupts.breakable(at_once=True):
             model = _made(definition)
         if not outside.is_pytree(model):
+            _check_one(devices)
             return Torch(definition, devices, model)
         return _jax().Jax(definition, devices, model)
+
+
+def _check_one(devices: Sequence[str]) -> None:
+    if len(devices) > 1:
+        raise UsageError(
+            f"devices is {list(devices)}, but a torch model is trained on one device in this version; name one, as in "
+            f"devices=[{devices[0]!r}]"
+        )
 
 
 def digest(model: Any, optimizer: Any = None, step: int | None = None) -> str:

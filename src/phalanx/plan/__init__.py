@@ -11,10 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from phalanx.plan import keys
-from phalanx.plan.order import Indices, epoch_orders
+from phalanx.plan.order import Indices, Orders
 from phalanx.plan.shares import share_bounds
 
-BLOCK_SAMPLES = 4096
 Seeded = Callable[[int], contextlib.AbstractContextManager[None]]
 
 
@@ -46,12 +45,15 @@ class Plan:
     shuffle: bool
     drop_last: bool
     seeder: Seeded = field(repr=False, compare=False)
-    _orders: dict[int, Indices] = field(init=False, default_factory=dict[int, Indices], repr=False, compare=False)
 
     @functools.cached_property
     def steps_per_epoch(self) -> int:
         """Steps in one pass over the data; the last may be short."""
         return steps_per_epoch(self.samples, self.batch_size, drop_last=self.drop_last)
+
+    @functools.cached_property
+    def _orders(self) -> Orders:
+        return Orders(self.seed, self.samples, shuffle=self.shuffle)
 
     def epoch(self, step: int) -> int:
         """The pass over the data that ``step`` belongs to, from 0."""
@@ -63,7 +65,7 @@ class Plan:
             raise IndexError(f"step is {step}; steps count from 0")
         epoch, position = divmod(int(step), self.steps_per_epoch)
         start = position * self.batch_size
-        return self._order(epoch)[start : start + self.batch_size].copy()
+        return self._orders.piece(epoch, start, start + self.batch_size)
 
     def shares(self, step: int) -> list[Indices]:
         """Sample indices of ``step`` per replica: R arrays, as ``numpy.array_split`` cuts them; some may be empty."""
@@ -92,18 +94,6 @@ class Plan:
     def sample_key(self, step: int, index: int) -> int:
         """Key of (seed, epoch, sample): equal for every step and replica that reads it in this epoch."""
         return keys.key(self.seed, keys.SAMPLE_STREAM, int(self.epoch(step)) * self.samples + int(index))
-
-    def _order(self, epoch: int) -> Indices:
-        """Steps run in order, so the block of epochs around the last one asked for is all that is kept."""
-        order = self._orders.get(epoch)
-        if order is None:
-            block = max(1, BLOCK_SAMPLES // self.samples)
-            epochs = range(epoch - epoch % block, epoch - epoch % block + block)
-            orders = epoch_orders(self.seed, epochs, self.samples, shuffle=self.shuffle)
-            order = orders[epoch % block]
-            self._orders.clear()
-            self._orders.update(zip(epochs, orders, strict=True))
-        return order
 
 
 def replica_key(seed: int, step: int, replica: int, replicas: int) -> int:

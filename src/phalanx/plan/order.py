@@ -3,10 +3,14 @@
 Algorithm ``splitmix64-argsort-1``: give sample i the i-th output of splitmix64 (Steele, Lea and Flood, 2014) started
 from a hash of (seed, epoch), and sort the samples by it. The outputs of one stream are all different, so there are no
 ties and every sorting algorithm gives the same order.
+
+A long epoch is never held whole. Its outputs are cut by value into windows of about as many, so that the samples of one
+window follow those of the one before: how many lie in each takes one pass over all outputs, a window itself another.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +18,107 @@ import numpy as np
 from phalanx.plan.keys import GOLDEN, MASK64, ORDER_STREAM, key
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
+Outputs = np.ndarray[Any, np.dtype[np.uint64]]
 ALGORITHM = "splitmix64-argsort-1"
+WINDOW = 1 << 24  # samples of an epoch that are held at once; a longer epoch takes a pass over its outputs for each
+CHUNK = 1 << 18  # outputs that are computed at once
+BLOCK = 4096  # samples of short epochs that are sorted at once
+KEPT = 2  # windows: a batch may lie in two
+
+
+class Orders:
+    """The orders of all epochs, asked for in pieces; what was asked for last is kept.
+
+    Parameters
+    ----------
+    seed, samples : int
+    shuffle : bool
+        False: every epoch is 0, 1, 2, ..
+    window : int
+        Samples to hold at once, about.
+    chunk : int
+        Outputs to compute at once.
+    """
+
+    def __init__(
+        self, seed: int, samples: int, *, shuffle: bool, window: int = WINDOW, chunk: int = CHUNK
+    ) -> None:
+        self._seed = seed
+        self._samples = samples
+        self._shuffle = shuffle
+        self._chunk = chunk
+        self._bits = (-(-samples // window) - 1).bit_length() if shuffle else 0  # of an output, that say its window
+        self._short: dict[int, Indices] = {}
+        self._windows: dict[int, Indices] = {}
+        self._ends: tuple[int, Indices] = (-1, np.zeros(0, np.int64))  # an epoch, and where its windows end
+
+    def piece(self, epoch: int, start: int, end: int) -> Indices:
+        """Sample indices of an epoch from position ``start`` to before ``end``, as far as there are any."""
+        end = min(end, self._samples)
+        if not self._shuffle:
+            return np.arange(start, end, dtype=np.int64)
+        if not self._bits:
+            return self._whole(epoch)[start:end].copy()
+        ends = self._window_ends(epoch)
+        found = [np.zeros(0, np.int64)]
+        while start < end:
+            number = int(np.searchsorted(ends, start, side="right"))
+            begin, rest = int(ends[number - 1]) if number else 0, min(end, int(ends[number]))
+            found.append(self._window(epoch, number)[start - begin : rest - begin])
+            start = rest
+        return np.concatenate(found)
+
+    def _whole(self, epoch: int) -> Indices:
+        """Steps run in order, so the block of epochs around the last one asked for is all that is kept."""
+        order = self._short.get(epoch)
+        if order is None:
+            block = max(1, BLOCK // self._samples)
+            epochs = range(epoch - epoch % block, epoch - epoch % block + block)
+            orders = epoch_orders(self._seed, epochs, self._samples, shuffle=True)
+            order = orders[epoch % block]
+            self._short = dict(zip(epochs, orders, strict=True))
+        return order
+
+    def _window_ends(self, epoch: int) -> Indices:
+        known, ends = self._ends
+        if known != epoch:
+            counts = np.zeros(1 << self._bits, np.int64)
+            for _, outputs in self._chunks(epoch):
+                counts += np.bincount(self._numbers(outputs), minlength=len(counts))
+            ends = np.cumsum(counts)
+            self._ends = epoch, ends
+            self._windows = {}
+        return ends
+
+    def _window(self, epoch: int, number: int) -> Indices:
+        """The samples of one window, in order."""
+        found = self._windows.get(number)
+        if found is None:
+            ends = self._window_ends(epoch)
+            count = int(ends[number] - (ends[number - 1] if number else 0))
+            keys, samples, filled = np.empty(count, np.uint64), np.empty(count, np.int64), 0
+            for start, outputs in self._chunks(epoch):
+                inside = np.flatnonzero(self._numbers(outputs) == number)
+                rest = filled + len(inside)
+                keys[filled:rest], samples[filled:rest], filled = outputs[inside], inside + start, rest
+            found = samples[np.argsort(keys)]
+            while len(self._windows) >= KEPT:
+                del self._windows[next(iter(self._windows))]
+            self._windows[number] = found
+        return found
+
+    def _chunks(self, epoch: int) -> Iterator[tuple[int, Outputs]]:
+        """All outputs of an epoch's stream, some at a time, each with the sample that the first belongs to."""
+        begin = _begin(self._seed, epoch)
+        for start in range(0, self._samples, self._chunk):
+            positions = np.arange(start, min(start + self._chunk, self._samples), dtype=np.uint64)
+            yield start, _mixed(begin + positions * np.uint64(GOLDEN))
+
+    def _numbers(self, outputs: Outputs) -> Indices:
+        """Which window each output lies in."""
+        return (outputs >> np.uint64(64 - self._bits)).view(np.int64)
+
+
 
 
 def epoch_orders(seed: int, epochs: range, samples: int, *, shuffle: bool) -> Indices:
@@ -28,11 +132,20 @@ def epoch_orders(seed: int, epochs: range, samples: int, *, shuffle: bool) -> In
     positions = np.arange(samples, dtype=np.int64)
     if not shuffle:
         return np.broadcast_to(positions, (len(epochs), samples))
-    starts = np.array([key(seed, ORDER_STREAM, epoch) + GOLDEN & MASK64 for epoch in epochs], dtype=np.uint64)
-    state = starts[:, None] + positions.view(np.uint64) * np.uint64(GOLDEN)
+    starts = np.array([_begin(seed, epoch) for epoch in epochs], dtype=np.uint64)
+    return np.argsort(_mixed(starts[:, None] + positions.view(np.uint64) * np.uint64(GOLDEN)), axis=1)
+
+
+def _begin(seed: int, epoch: int) -> np.uint64:
+    """The state that leads to an epoch's first output."""
+    return np.uint64(key(seed, ORDER_STREAM, epoch) + GOLDEN & MASK64)
+
+
+def _mixed(state: Outputs) -> Outputs:
+    """The outputs of splitmix64 for these states, written over them."""
     state ^= state >> np.uint64(30)
     state *= np.uint64(0xBF58476D1CE4E5B9)
     state ^= state >> np.uint64(27)
     state *= np.uint64(0x94D049BB133111EB)
     state ^= state >> np.uint64(31)
-    return np.argsort(state, axis=1)
+    return state

@@ -8,19 +8,13 @@ import math
 import os
 import pathlib
 import re
-import shutil
 import time
 import warnings
 from typing import Any
 
 from phalanx.errors import SnapshotError, UsageError
-from phalanx.state import files, snapshot
+from phalanx.state import files, held, log, snapshot
 from phalanx.state.snapshot import Snapshot
-
-try:
-    import fcntl
-except ImportError:  # Windows has another way, and there two runs in one directory are not noticed
-    fcntl = None  # type: ignore[assignment]
 
 SNAPSHOTS, LOG, LOCK = "snapshots", "events.jsonl", "lock"
 NAME = re.compile(r"step-(\d{12})")
@@ -44,36 +38,26 @@ class RunDirectory:
     def __init__(self, path: Any, keep: int) -> None:
         self.path = pathlib.Path(path)
         self._keep = keep
-        self._lock = -1
-        if (self.path / snapshot.MANIFEST).exists():
-            raise UsageError(
-                f"run_dir is {str(self.path)!r}, which is a snapshot, not a run's directory; choose another, or "
-                "begin from it with warm_start"
-            )
+        self._held = held.Held()
         try:
-            files.make_folder(self.path)
-            files.make_folder(self.path / SNAPSHOTS)
-            self._lock = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR | files.NOFOLLOW, files.MODE)
-            if fcntl is not None:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._log = os.open(self.path / LOG, os.O_CREAT | os.O_APPEND | os.O_WRONLY | files.NOFOLLOW, files.MODE)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise UsageError(
-                f"run_dir is {str(self.path)!r}, in which another run is at work; wait for it, or choose another"
-            ) from None
-        except OSError as error:
-            if self._lock >= 0:
-                os.close(self._lock)
-            raise UsageError(
-                f"run_dir is {str(self.path)!r}, which cannot be used: {error.strerror}; choose a directory that may "
-                "be written"
-            ) from error
-        files.clear_away(self.path / SNAPSHOTS)
+            self._root = _made(self.path)  # where it leads now, whatever becomes of links on the way
+            self._held.add(held.locked(self._root / LOCK))
+            self._log = log.Log(self._held.add(log.opened(self._root / LOG)))
+            files.clear_away(self._root / SNAPSHOTS)
+        except BaseException as error:
+            self._held.let_go()
+            if isinstance(error, (OSError, ValueError)):
+                raise _refusal(self.path, error) from error
+            raise
+
+    @property
+    def held(self) -> bool:
+        """Whether this process works in it: not any more once it was closed, and not in a forked child."""
+        return self._held.mine
 
     def newest(self) -> Snapshot | None:
         """The newest snapshot that is whole; None if there is none at all. See ``newest_of``."""
-        return newest_of(self.path)
+        return newest_of(self._root)
 
     def write(self, state: Snapshot) -> None:
         """Write a snapshot, then remove those that are too old; what is good is removed only after that.
@@ -83,27 +67,67 @@ class RunDirectory:
         OSError
             It could not be written; those that were there still are.
         """
-        target = self.path / SNAPSHOTS / f"step-{state.step:012d}"
+        folder = self._root / SNAPSHOTS
+        if not self.held:
+            raise OSError("this process does not hold the directory")
+        if not files.is_folder(folder):
+            raise OSError(f"{str(folder)!r} is no folder any more")
+        target = folder / f"step-{state.step:012d}"
         if os.path.lexists(target):  # of an earlier run, and damaged, or it would not be written again
-            _remove(target)
+            files.remove(target)
         snapshot.write(state, target)
-        older = [place for place in places(self.path) if place.name <= target.name]  # newer ones could not be read
+        older = [place for place in places(self._root) if place.name <= target.name]  # newer ones could not be read
         for place in older[self._keep :]:
             with contextlib.suppress(OSError):
-                _remove(place)
+                if snapshot.is_one(place):  # what is no snapshot was put there by somebody else
+                    files.remove(place)
 
     def note(self, kind: str, **facts: Any) -> None:
         """Add a line to the log. A log that cannot be written stops nothing."""
         plain = {key: repr(value) if _odd(value) else value for key, value in facts.items()}
         line = json.dumps({"time": round(time.time(), 3), "event": kind, **plain}) + "\n"
-        with contextlib.suppress(OSError):
-            os.write(self._log, line.encode())
+        if self.held:
+            self._log.add(line.encode())
 
     def close(self) -> None:
         """Let others work here."""
-        for fd in (self._log, self._lock):
-            with contextlib.suppress(OSError):
-                os.close(fd)
+        self._held.let_go()
+
+
+def _made(path: pathlib.Path) -> pathlib.Path:
+    """The folder of a run, made if it is not there, with one for its snapshots; without links on the way.
+
+    Raises
+    ------
+    UsageError
+        It is something else, or would have snapshots written elsewhere.
+    OSError
+        It cannot be made.
+    """
+    if (path / snapshot.MANIFEST).exists():
+        raise UsageError(
+            f"run_dir is {str(path)!r}, which is a snapshot, not a run's directory; choose another, or begin from it "
+            "with warm_start"
+        )
+    files.make_folder(path)
+    root = path.resolve(strict=True)
+    if (root / SNAPSHOTS).is_symlink():
+        raise UsageError(
+            f"run_dir is {str(path)!r}, where {SNAPSHOTS!r} is a symbolic link, maybe to those of another run; make it "
+            "a folder, or choose another directory (run_dir itself may be a link)"
+        )
+    files.make_folder(root / SNAPSHOTS)
+    return root
+
+
+def _refusal(path: pathlib.Path, error: Exception) -> UsageError:
+    if isinstance(error, BlockingIOError):
+        return UsageError(
+            f"run_dir is {str(path)!r}, in which another run is at work; wait for it, close it if it is one of this "
+            "process, or choose another directory"
+        )
+    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return UsageError(f"run_dir is {str(path)!r}, which cannot be used: {why}; choose a directory that may be written")
 
 
 def newest_of(path: pathlib.Path) -> Snapshot | None:
@@ -133,16 +157,21 @@ def newest_of(path: pathlib.Path) -> Snapshot | None:
 
 
 def places(path: pathlib.Path) -> list[pathlib.Path]:
-    """Folders of a run's snapshots, newest first."""
-    found = [place for place in (path / SNAPSHOTS).iterdir() if NAME.fullmatch(place.name)]
+    """Folders of a run's snapshots, newest first.
+
+    Raises
+    ------
+    SnapshotError
+        They cannot be listed, or lie behind a link.
+    """
+    folder = path / SNAPSHOTS
+    if folder.is_symlink():
+        raise SnapshotError(f"{str(folder)!r} is a symbolic link, which is not followed; give the run that it leads to")
+    try:
+        found = [place for place in folder.iterdir() if NAME.fullmatch(place.name)]
+    except OSError as error:
+        raise SnapshotError(f"{str(folder)!r} cannot be read: {error.strerror}") from error
     return sorted(found, key=lambda place: place.name, reverse=True)
-
-
-def _remove(place: pathlib.Path) -> None:
-    if place.is_symlink() or not place.is_dir():
-        place.unlink()
-    else:
-        shutil.rmtree(place)
 
 
 def _odd(value: Any) -> bool:

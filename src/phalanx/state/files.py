@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 TEMPORARY = ".tmp-"
 MODE, FOLDER_MODE = 0o600, 0o700
-NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+NOFOLLOW, NONBLOCK = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)
 
 
 def make_folder(path: pathlib.Path) -> None:
@@ -59,7 +59,7 @@ def read(path: pathlib.Path, most: int) -> bytes:
         It cannot be read.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | NOFOLLOW | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
+        fd = os.open(path, os.O_RDONLY | NOFOLLOW | getattr(os, "O_CLOEXEC", 0) | NONBLOCK)
     except OSError as error:
         if path.is_symlink():
             raise ValueError("it is a symbolic link") from error
@@ -83,6 +83,21 @@ def sync_folder(path: pathlib.Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def remove(place: pathlib.Path) -> None:
+    """Remove a file, a link or a folder, never what a link leads to; a folder is at once gone, or all there."""
+    if is_folder(place):
+        gone = place.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
+        os.rename(place, gone)
+        shutil.rmtree(gone)
+    else:
+        place.unlink()
+
+
+def is_folder(path: pathlib.Path) -> bool:
+    """Whether it is there and a folder itself, not a link to one."""
+    return path.is_dir() and not path.is_symlink()
 
 
 def clear_away(folder: pathlib.Path) -> None:

@@ -82,6 +82,12 @@ def write(snapshot: Snapshot, target: pathlib.Path) -> None:
         files.write(place / MANIFEST, lambda file: file.write(seal))
 
 
+def is_one(folder: pathlib.Path) -> bool:
+    """Whether a folder, which may be damaged, is a snapshot's."""
+    manifest = folder / MANIFEST
+    return files.is_folder(folder) and manifest.is_file() and not manifest.is_symlink()
+
+
 def read(folder: pathlib.Path) -> Snapshot:
     """The snapshot in ``folder``, with every byte checked.
 
@@ -92,7 +98,7 @@ def read(folder: pathlib.Path) -> Snapshot:
     """
     place = folder
     try:
-        if folder.is_symlink() or not folder.is_dir():
+        if not files.is_folder(folder):
             raise ValueError("it is no folder" if folder.exists() else "there is no such folder")
         place = folder / MANIFEST
         seal = _object(files.read(place, MOST_JSON), {"schema": object, FACTS: str})
@@ -115,7 +121,7 @@ def read(folder: pathlib.Path) -> Snapshot:
 
 
 def _object(text: bytes, fields: dict[str, Any]) -> dict[str, Any]:
-    found = json.loads(text)
+    found = json.loads(text, parse_constant=_refused)
     if not isinstance(found, dict):
         raise ValueError("it holds no object")
     unknown, missing = set(found) - set(fields), set(fields) - set(found)
@@ -125,3 +131,7 @@ def _object(text: bytes, fields: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(found[name], kind) or isinstance(found[name], bool):
             raise ValueError(f"its field {name!r} is of the wrong kind")
     return found
+
+
+def _refused(name: str) -> Any:
+    raise ValueError(f"it has the number {name}, which no snapshot has")

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 LENGTH = struct.Struct("<Q")
 HEADER_BYTES = 100_000_000
 ALIGNMENT = 8
+MOST_DIMENSIONS, MOST_BYTES = 64, 1 << 63  # of a tensor, in torch and numpy
 METADATA = "__metadata__"
 CODES = {
     "bool": ("BOOL", 1), "uint8": ("U8", 1), "int8": ("I8", 1), "uint16": ("U16", 2), "int16": ("I16", 2),
@@ -73,9 +74,8 @@ def read(data: memoryview, hashes: Mapping[str, str]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     expected = 0
     for name, entry in header.items():
-        dtype, size = NAMES[entry["dtype"]]
-        shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
-        if start != expected or end - start != size * math.prod(shape) or end > len(body):
+        dtype, shape, start, end = _described(name, entry)
+        if start != expected or end > len(body):
             raise ValueError(f"tensor {name!r} is not where it should be, or cut off")
         if _hash(entry["dtype"], shape, body[start:end]) != hashes[name]:
             raise ValueError(f"tensor {name!r} is damaged: its checksum differs")
@@ -84,6 +84,35 @@ def read(data: memoryview, hashes: Mapping[str, str]) -> dict[str, Tensor]:
     if expected != len(body):
         raise ValueError("there is something behind its tensors")
     return found
+
+
+def _described(name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+    """Dtype, shape, start and end of a tensor, if a tensor can be so.
+
+    Raises
+    ------
+    ValueError
+        It cannot; names the tensor.
+    """
+    fields = ("dtype", "shape", "data_offsets")
+    if not isinstance(entry, dict) or set(entry) != set(fields):
+        raise ValueError(f"tensor {name!r} is not described by {', '.join(fields)}")
+    code, shape, offsets = (entry[field] for field in fields)
+    if not isinstance(code, str) or code not in NAMES:
+        raise ValueError(f"tensor {name!r} has the unknown dtype {code!r:.80}")
+    if not _sizes(shape) or not _sizes(offsets) or len(shape) > MOST_DIMENSIONS or len(offsets) != 2:
+        raise ValueError(f"tensor {name!r} has the shape {shape!r:.80} at {offsets!r:.80}, which no tensor can have")
+    dtype, size = NAMES[code]
+    if size * math.prod(length or 1 for length in shape) >= MOST_BYTES:  # also where another length is 0
+        raise ValueError(f"tensor {name!r} has the shape {shape!r:.80}, which no tensor can have")
+    start, end = offsets
+    if end - start != size * math.prod(shape):
+        raise ValueError(f"tensor {name!r} has the shape {shape!r:.80} and {end - start} bytes, which do not fit")
+    return dtype, tuple(shape), start, end
+
+
+def _sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
 def _hash(code: str, shape: tuple[int, ...], content: memoryview) -> str:

@@ -44,5 +44,5 @@ def unpacked(data: bytes) -> tuple[Captured, dict[str, Any]]:
             for part, hashes in zip((view[:second], view[second:]), found["hashes"], strict=True)
         )
         return Captured(weights, training, found["facts"]), found["more"]
-    except (ValueError, KeyError, TypeError, struct.error) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise SnapshotError(f"the state that rank 0 sent cannot be used: {error}") from error

@@ -176,6 +176,8 @@ def _found(names: Sequence[str]) -> list[Any]:
             raise UsageError(
                 f"devices names {name!r}, which jax cannot use here ({error}); use ['cpu'], or leave it out"
             ) from error
+    if len(set(devices)) < len(devices):  # "cuda" and "cuda:0"
+        raise UsageError(f"devices is {list(names)}, which names a device more than once; name each once")
     kinds = sorted({device.device_kind for device in devices})
     if len(kinds) > 1:
         raise UsageError(f"devices is {list(names)}, which are of several kinds, whose bits differ: {', '.join(kinds)}")

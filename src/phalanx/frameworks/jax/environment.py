@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import optax
 
 from phalanx import generators
 
+NAME = re.compile(r"([a-zA-Z_]+)(?::([0-9]+))?")
 SETTINGS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -51,5 +53,7 @@ def named_device(name: str) -> Any:
     ValueError, RuntimeError, IndexError
         There is none.
     """
-    platform, _, number = name.partition(":")
-    return jax.devices(platform)[int(number or 0)]
+    parts = NAME.fullmatch(name)
+    if parts is None:
+        raise ValueError("names are as 'cpu' or 'cuda:0'")
+    return jax.devices(parts[1])[int(parts[2] or 0)]

@@ -39,7 +39,8 @@ class Snapshots:
         """See ``contracts.Snapshots.adopt``."""
         if state.facts.get(FRAMEWORK) != "jax":
             raise SnapshotError("the snapshot is not of a jax recipe")
-        now, then = recorded(self.device), dict(state.facts.get(ENVIRONMENT, {}))
+        given = state.facts.get(ENVIRONMENT)
+        now, then = recorded(self.device), given if isinstance(given, dict) else {}
         differing = [name for name in {**now, **then} if now.get(name) != then.get(name)]
         if differing:
             told = "; ".join(f"{name} is {now.get(name)}, was {then.get(name)}" for name in differing)

@@ -148,7 +148,8 @@ def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor in C order, as a flat uint8 tensor."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    own = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return own.as_strided((own.numel(),), (1,)).view(torch.uint8)  # one element may be contiguous at any stride
 
 
 def _spell(tensor: torch.Tensor | None) -> str:

@@ -62,12 +62,19 @@ def named_device(name: str | None) -> torch.device | None:
     if name is None:
         return None
     try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        found, asked = torch.empty(0, device=name).device, torch.device(name)
+    except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise UsageError(
-            f"devices names {name!r}, which torch cannot use here ({reason}); use ['cpu'], or leave it out"
-        ) from error
+        raise _unusable(name, reason) from error
+    if found.type == "meta":
+        raise _unusable(name, "it has no values")
+    if asked.index is not None and asked.index != (found.index or 0):  # torch takes any number for the CPU
+        raise _unusable(name, f"there is one {found.type}")
+    return found
+
+
+def _unusable(name: str, reason: str) -> UsageError:
+    return UsageError(f"devices names {name!r}, which torch cannot use here ({reason}); use ['cpu'], or leave it out")
 
 
 def _copied(model: torch.nn.Module) -> torch.nn.Module:

@@ -87,7 +87,7 @@ def adopt(model: torch.nn.Module, updates: Update, state: Captured) -> None:
                 optimizer.state[parameters[name]] = value
             optimizer.state.update(decoded(beside, find))
         updates.take_options(decoded(state.facts["options"], find))
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise SnapshotError(f"the optimizers' state in the snapshot does not fit this recipe's: {error}") from error
 
 

@@ -1,0 +1,85 @@
+"""The devices of a torch run: one, that is there; all else is refused, in every engine."""
+
+import re
+
+import pytest
+import torch
+
+from phalanx import Recipe, UsageError
+from phalanx.errors import PhalanxError
+from phalanx.frameworks.torch.model import named_device
+
+ENGINES = {
+    "inline": {"engine": "inline"},
+    "auto": {},
+    "auto, one worker": {"workers": 1},
+    "auto, two workers": {"workers": 2},
+    "processes": {"engine": "processes"},
+    "distributed": {"engine": "distributed"},
+}
+HERE = ("inline", "auto", "auto, one worker")  # where devices other than the CPU are allowed
+WRONG = {
+    "two GPUs": ["cuda:0", "cuda:1"],
+    "two of the CPU": ["cpu", "cpu:1"],
+    "a CPU and a GPU": ("cpu", "cuda"),
+    "a device twice": ["cpu", "cpu"],
+    "a device under two names": ["cpu:0", "cpu"],
+    "a GPU three times": ["cuda:0", "cuda:1", "cuda:0"],
+    "none": [],
+    "an empty name": "",
+    "capitals": "CPU",
+    "a space": ["cpu "],
+    "a number that there is not": "cpu:1",
+    "a negative number": "cpu:-1",
+    "no number": "cpu:",
+    "without values": "meta",
+    "a backend that is not installed": "hpu",
+    "another": "xla:0",
+    "a list in text": "cpu,cpu",
+    "a device": [torch.device("cpu")],
+    "nothing": None,
+    "a set": {"cpu"},
+}
+
+
+def recipe():
+    data = torch.arange(12.0).reshape(6, 2), torch.arange(6) % 2
+    return Recipe(
+        lambda: torch.nn.Linear(2, 2), data, torch.nn.functional.cross_entropy, replicas=2, batch_size=4, steps=2
+    )
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_devices_are_refused(case, engine):
+    """One sentence names the argument, the value, and what to do."""
+    devices = WRONG[case]
+    with pytest.raises(UsageError, match=r"^devices (is|names) .*; (\w+ )+") as caught:
+        recipe().train(devices=devices, **ENGINES[engine])
+    names = [devices] if isinstance(devices, str) else devices
+    assert any(repr(name) in str(caught.value) for name in names or ()) or repr(devices) in str(caught.value)
+
+
+@pytest.mark.parametrize("engine", HERE)
+@pytest.mark.parametrize("devices", [["cpu", "cuda:1"], ["cuda:0", "cuda:1"]])
+def test_several_devices_are_refused_as_such(engine, devices):
+    """All are named, and that one is allowed: nothing is trained on the first alone, also where that is there."""
+    with pytest.raises(UsageError, match=re.escape(f"{devices}, but a torch model is trained on one device")):
+        recipe().train(devices=devices, **ENGINES[engine])
+
+
+@pytest.mark.parametrize("engine", [*HERE, "auto, two workers"])
+@pytest.mark.parametrize("devices", ["cpu", ["cpu"], "cpu:0", ("cpu:0",), "auto"])
+def test_the_cpu_by_any_name(engine, devices):
+    """One device is one device: the digest of a run that names none."""
+    assert recipe().train(devices=devices, **ENGINES[engine]).digest == recipe().train(engine="inline").digest
+
+
+@pytest.mark.filterwarnings("ignore:'mkldnn' is no longer:UserWarning")
+@pytest.mark.parametrize("name", ["cuda", "mps", "xpu", "mtia", "mkldnn", "hip", "ipu", "lazy", "privateuseone"])
+def test_every_kind_of_device_is_there_or_refused(name):
+    """Whatever torch raises for a kind of device that it cannot use here, it is the same sentence."""
+    try:
+        assert named_device(name).type == name
+    except PhalanxError as error:
+        assert str(error).startswith(f"devices names {name!r}, which torch cannot use here (")
