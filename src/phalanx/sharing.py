@@ -101,6 +101,7 @@ class Shard(Protocol):
         """What of the state is not weights or buffers, as far as this worker owns it; can be pickled."""
         ...
 
+    @property
     def scheduled(self) -> Any:
         """Options after the schedulers' last step, if that cannot be done again from a loss; else None."""
         ...

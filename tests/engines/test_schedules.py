@@ -1,4 +1,4 @@
-"""Schedulers that look at parameters change no bit, whoever steps them, after deaths and resumes; writing is refused."""
+"""Schedulers that look at parameters change no bit, whoever steps them, after deaths too; writing is refused."""
 
 import functools
 import sys
@@ -245,7 +245,7 @@ class Renewing(Plain):
 )
 @pytest.mark.parametrize("options", [{"engine": "inline"}, {"engine": "processes", "workers": 2}], ids=["inline", "2"])
 def test_writing_is_refused(scheduler, told, options):
-    """A scheduler that writes weights, or looks at the optimizer's state, is refused in every engine; a way out is told."""
+    """A scheduler that writes weights or looks at optimizer state is refused in every engine, with a way out."""
     with pytest.raises(phalanx.UsageError, match=rf"(?s){told}.*register_step_post_hook"):
         give(scheduler).train(**options)
 

@@ -220,7 +220,7 @@ class Worker:
 
     def _tell_scheduled(self, step: int) -> None:
         """Tell what schedulers came to before ``step`` if nobody could find it out again, before weights change."""
-        options = self._shard.scheduled() if self._number == 0 else None
+        options = self._shard.scheduled if self._number == 0 else None
         if options is not None:
             self._caller.tell("scheduled", step, options)
 

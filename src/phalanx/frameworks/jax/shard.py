@@ -76,6 +76,7 @@ class Shard:
         """See ``sharing.Shard.state``: all of it lies in the arena."""
         return {"optimizers": None, "options": None}
 
+    @property
     def scheduled(self) -> None:
         """Schedules are the optimizer's own."""
 

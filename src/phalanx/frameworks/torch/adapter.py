@@ -58,7 +58,7 @@ class Torch:
 
     def __init__(self, definition: Definition, devices: Sequence[str], model: Any) -> None:
         self.arithmetic = arithmetic
-        self.environment = Reentrant(Environment(definition.threads))
+        self.environment = Reentrant(Environment(definition.threads, definition.generators))
         named = named_device(devices[0] if devices else None)
         with self.environment:
             self._build(definition, named, checked(model))
@@ -76,6 +76,8 @@ class Torch:
         self._shared = definition.replicas > 1
         written = self._shared or math.isfinite(definition.max_norm)
         self._collector = Collector(self._named, written=written)
+        self._owned = definition.generators
+        self._models = generators.find({"model": self._model})
         self._collate = definition.collate_fn or default_collate
         self._describable = False
 
@@ -179,7 +181,8 @@ class Torch:
 
     def _batch(self, key: int, share: Share) -> Any:
         samples = share.read(share.samples)
-        generators.seed(key)
+        generators.seed(key, self._owned)
+        generators.reseed(self._models, key)
         return self._forward.to_device(samples if share.collated else self._collate(samples))
 
 

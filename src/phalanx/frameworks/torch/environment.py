@@ -6,8 +6,8 @@ Inside, they are the run's; outside, the caller's, exactly as they were found.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 
@@ -23,15 +23,18 @@ class Environment(contextlib.AbstractContextManager[None]):
     ----------
     threads : int
         Intra-op threads of every replica; they are part of the answer, because they change bits.
+    owned : mapping, optional
+        Random generators of user code, to be restored as the global ones are.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, owned: Mapping[str, Any] | None = None) -> None:
         self._threads = threads
+        self._owned = owned
         self._exits = contextlib.ExitStack()
 
     def __enter__(self) -> None:
         with contextlib.ExitStack() as exits:
-            exits.enter_context(generators.kept())
+            exits.enter_context(generators.kept(self._owned))
             exits.enter_context(intra_op_threads(self._threads))
             exits.enter_context(no_autocast())
             exits.enter_context(plain_autograd())

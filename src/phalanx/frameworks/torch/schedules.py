@@ -10,21 +10,20 @@ refused in every engine.
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.buffers import bytes_of
+from phalanx.frameworks.torch.watched import WAY_OUT, Watched, Withheld, refuse_state
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 Groups = list[list[list[torch.nn.Parameter]]]  # by optimizer and group
 EXAMPLE = "optimizer=functools.partial(torch.optim.AdamW, lr=1e-3)"
 PARAMETER = "phalanx.parameter"  # what stands for one in the state of a scheduler
-WAY_OUT = "do it after the update, in optimizer.register_step_post_hook(lambda optimizer, *_: ...)"
 
 
 class Schedules:
@@ -53,7 +52,7 @@ class Schedules:
         self._numbers = {id(parameter): number for number, (_, parameter) in enumerate(named)}
         self._labels = {id(parameter): name for name, parameter in named}
         self._mine: set[int] | None = None
-        self._withheld = _Withheld()
+        self._withheld = Withheld()
         self._stepping = False
         self._before: list[tuple[int, int, torch.Tensor]] | None = None
         self._take_groups()
@@ -161,7 +160,7 @@ class Schedules:
     def _deal(self) -> None:
         """Make the lists that are shown and those that are kept, and leave the groups the latter."""
         mine = self._mine
-        self._shown = [[_Watched(whole, self._touch) for whole in groups] for groups in self._groups]
+        self._shown = [[Watched(whole, self._touch) for whole in groups] for groups in self._groups]
         self._kept: Groups = [
             [[item for item in whole if mine is None or id(item) in mine] for whole in groups]
             for groups in self._groups
@@ -194,7 +193,7 @@ class Schedules:
     def _check(self, versions: list[int]) -> None:
         """Refuse schedulers that wrote weights, gave a parameter other memory, or replaced the optimizer's state."""
         if any(optimizer.state is not self._withheld for optimizer in self._optimizers):
-            _refuse_state()
+            refuse_state()
         if self._before is None and self._versions() == versions:
             return
         for number, (name, parameter) in enumerate(self._named):
@@ -241,44 +240,6 @@ class Schedules:
         if isinstance(value, dict) and set(value) == {PARAMETER}:
             return self._named[value[PARAMETER]][1]
         return _mapped(self._inward, value)
-
-
-class _Watched(list[Any]):
-    """Parameters of a group that call ``told`` when somebody looks at them."""
-
-    def __init__(self, parameters: Sequence[Any], told: Callable[[], None]) -> None:
-        super().__init__(parameters)
-        self.told = told
-
-
-class _Withheld(defaultdict[Any, Any]):
-    """What a scheduler finds in place of the optimizer's state."""
-
-
-def _noting(name: str) -> Callable[..., Any]:
-    plain = getattr(list, name)
-
-    def noted(self: _Watched, *arguments: Any) -> Any:
-        self.told()
-        return plain(self, *arguments)
-
-    return noted
-
-
-def _refuse_state(*_: Any) -> NoReturn:
-    raise UsageError(
-        "scheduler looks at the optimizer's state, of which each worker has a part; let the optimizer do what depends "
-        f"on it: {WAY_OUT}"
-    )
-
-
-for _name in ("__iter__", "__len__", "__getitem__", "__setitem__", "__delitem__", "__contains__", "__reversed__",
-              "__add__", "__iadd__", "append", "extend", "insert", "remove", "pop", "clear", "copy", "index", "sort",
-              "reverse", "count"):  # fmt: skip
-    setattr(_Watched, _name, _noting(_name))
-for _name in ("__getitem__", "__setitem__", "__delitem__", "__contains__", "__iter__", "__len__", "get", "items",
-              "keys", "values", "clear", "pop", "popitem", "update", "setdefault", "copy"):  # fmt: skip
-    setattr(_Withheld, _name, _refuse_state)
 
 
 def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
