@@ -24,6 +24,7 @@ from phalanx.evaluation import measured
 from phalanx.frameworks.torch import arithmetic, state
 from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.buffers import Buffers, Left
+from phalanx.frameworks.torch.compiler import StaticShapes, check_sizes, compiled, explain
 from phalanx.frameworks.torch.environment import Environment
 from phalanx.frameworks.torch.forward import Forward
 from phalanx.frameworks.torch.gradient import Collector, drop
@@ -58,7 +59,8 @@ class Torch:
 
     def __init__(self, definition: Definition, devices: Sequence[str], model: Any) -> None:
         self.arithmetic = arithmetic
-        self.environment = Reentrant(Environment(definition.threads, definition.generators))
+        self._shapes = StaticShapes()
+        self.environment = Reentrant(Environment(definition.threads, definition.generators), self._shapes)
         named = named_device(devices[0] if devices else None)
         with self.environment:
             self._build(definition, named, checked(model))
@@ -78,6 +80,9 @@ class Torch:
         self._collector = Collector(self._named, written=written)
         self._owned = definition.generators
         self._models = generators.find({"model": self._model})
+        found = compiled({"make_model": self._model, **definition.holders})
+        check_sizes(found, definition)
+        self._shapes.known = bool(found)
         self._collate = definition.collate_fn or default_collate
         self._describable = False
 
@@ -109,6 +114,9 @@ class Torch:
             loss, weight = self._forward.loss(batch, share.origin)
         except ValueError as error:
             _explain(error, len(share.samples))
+            raise
+        except Exception as error:
+            explain(error)
             raise
         self._ambiguous.warn(weight, batch)
         taken = None if weight == 0 else self._collector.backward(loss)
@@ -180,6 +188,7 @@ class Torch:
                 )
 
     def _batch(self, key: int, share: Share) -> Any:
+        self._shapes.settle()
         samples = share.read(share.samples)
         generators.seed(key, self._owned)
         generators.reseed(self._models, key)
