@@ -95,7 +95,7 @@ class Samples:
 def alike(one: Any, other: Any) -> bool:
     """Whether two samples are equal, bytes for bytes, as far as they can be looked into."""
     if is_array(one) or hasattr(one, "__array_interface__"):
-        return _content(one) == _content(other)
+        return content(one) == content(other)
     if isinstance(one, Mapping):
         return list(one) == list(other) and all(alike(value, other[key]) for key, value in one.items())
     if isinstance(one, (tuple, list)):
@@ -104,11 +104,12 @@ def alike(one: Any, other: Any) -> bool:
     return not plain or repr(one) == repr(other)
 
 
-def _content(array: Any) -> Any:
+def content(array: Any) -> tuple[str, tuple[int, ...], bytes]:
+    """Dtype, shape and bytes of an array or tensor."""
     try:
         found = np.asarray(array)
     except (TypeError, RuntimeError, ValueError):  # what numpy has no dtype for, or does not read
-        return str(getattr(array, "dtype", None)), repr(array.tolist())
+        return str(array.dtype), tuple(array.shape), repr(array.tolist()).encode()
     return str(found.dtype), found.shape, found.tobytes()
 
 

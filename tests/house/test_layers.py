@@ -15,7 +15,7 @@ pytestmark = pytest.mark.house
 LAYERS = (
     ("errors", "events", "digest", "interrupts", "reachable", "surroundings", "plan", "recovery"),
     ("checks", "data", "generators", "sharing", "state"),
-    ("definition", "contracts", "evaluation", "collectives"),
+    ("definition", "contracts", "evaluation", "collectives", "unchanged"),
     ("frameworks.torch", "frameworks.jax", "deal", "replica", "fingerprint"),
     ("step", "frameworks.opening", "manual", "hosts"),
     ("engines",),

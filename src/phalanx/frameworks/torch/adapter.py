@@ -29,7 +29,7 @@ from phalanx.frameworks.torch.environment import Environment
 from phalanx.frameworks.torch.forward import Forward
 from phalanx.frameworks.torch.gradient import Collector, drop
 from phalanx.frameworks.torch.losses import AmbiguousMean
-from phalanx.frameworks.torch.model import checked, named_device
+from phalanx.frameworks.torch.model import checked, named_device, warn_of_eval_mode
 from phalanx.frameworks.torch.optimizer import Update
 from phalanx.frameworks.torch.shard import Sharing
 from phalanx.frameworks.torch.snapshot import Snapshots
@@ -85,6 +85,7 @@ class Torch:
         self._shapes.known = bool(found)
         self._collate = definition.collate_fn or default_collate
         self._describable = False
+        self._unseen = True
 
     @property
     def lr(self) -> float:
@@ -119,6 +120,9 @@ class Torch:
             explain(error)
             raise
         self._ambiguous.warn(weight, batch)
+        if self._unseen:
+            self._unseen = False
+            warn_of_eval_mode(self._model)
         taken = None if weight == 0 else self._collector.backward(loss)
         if self._shared:
             self._check_unwritten(versions, "in forward, loss_fn or a hook")

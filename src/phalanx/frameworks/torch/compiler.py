@@ -87,8 +87,8 @@ def check_sizes(found: Mapping[str, Any], definition: Definition) -> None:
         )
         raise UsageError(
             f"{dynamic.partition('.')[0]} was compiled with dynamic=True, and {why}: kernels would depend on which "
-            "size of share a process meets first; leave dynamic out, or make all shares alike with drop_last=True and a "
-            "batch_size that replicas divides"
+            "size of share a process meets first; leave dynamic out, or make all shares alike with drop_last=True and "
+            "a batch_size that replicas divides"
         )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.modules import module
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from phalanx import generators
@@ -18,6 +19,7 @@ from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.schedules import EXAMPLE, Named, Schedules
 from phalanx.plan import update_key
 
+MODULE_HOOKS = tuple(name for name in vars(module) if name.startswith("_global_") and name.endswith("_hooks"))
 OLD_STYLE = "optimizer=lambda named: MyOptimizer([parameter for _, parameter in named])"
 
 
@@ -113,7 +115,12 @@ class Update:
 
 
 def check_no_global_hooks() -> None:
-    """Hooks for all optimizers were registered in the caller's process; workers would not have them."""
+    """Hooks for all modules or optimizers were registered in the caller's process; workers would not have them."""
+    if any(getattr(module, name) for name in MODULE_HOOKS):
+        raise UsageError(
+            "hooks for all modules are registered in this process (torch.nn.modules.module.register_module_...), which "
+            "workers do not have; register them on the modules that make_model makes, or use engine='inline'"
+        )
     if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         raise UsageError(
             "hooks for all optimizers are registered in this process (register_optimizer_step_pre_hook or _post_hook), "
