@@ -92,6 +92,27 @@ class Samples:
             raise
 
 
+def alike(one: Any, other: Any) -> bool:
+    """Whether two samples are equal, bytes for bytes, as far as they can be looked into."""
+    if is_array(one) or hasattr(one, "__array_interface__"):
+        return content(one) == content(other)
+    if isinstance(one, Mapping):
+        return list(one) == list(other) and all(alike(value, other[key]) for key, value in one.items())
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(alike, one, other))
+    plain = one is None or isinstance(one, (bool, int, float, complex, str, bytes))
+    return not plain or repr(one) == repr(other)
+
+
+def content(array: Any) -> tuple[str, tuple[int, ...], bytes]:
+    """Dtype, shape and bytes of an array or tensor."""
+    try:
+        found = np.asarray(array)
+    except (TypeError, RuntimeError, ValueError):  # what numpy has no dtype for, or does not read
+        return str(array.dtype), tuple(array.shape), repr(array.tolist()).encode()
+    return str(found.dtype), found.shape, found.tobytes()
+
+
 def open_data(data: Any, argument: str = "data") -> Columns | Samples:
     """Recognise what the user passed as ``data``.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +12,7 @@ import numpy as np
 
 from phalanx import generators
 from phalanx.contracts import Framework, Source
-from phalanx.data import Columns, SeedSample, Share, open_batch, open_data
+from phalanx.data import Columns, Samples, SeedSample, Share, alike, open_batch, open_data
 from phalanx.definition import Definition
 from phalanx.errors import UsageError
 from phalanx.plan import Indices, evaluation_sample_key
@@ -33,12 +35,16 @@ class Dealer:
         self._definition = definition
         self._framework = framework
         self._source = None if definition.source is None else framework.opened(definition.source)
+        self._first = _First("data", definition.generators, lambda: generators.find(definition.holders))
 
     def planned(self, step: int) -> list[Share]:
         """The shares of a planned step; each sample's generator seeds follow from (seed, epoch, index)."""
         plan, source = self._definition.plan, self._source
         assert source is not None
-        read, collated = self._reader(source, lambda index: generators.seed(plan.sample_key(step, index)))
+        owned = self._definition.generators
+        read, collated = self._reader(
+            source, lambda index: generators.seed(plan.sample_key(step, index), owned), self._first
+        )
         return [Share(indices, read, collated, "data") for indices in plan.shares(step)]
 
     def brought(self, batch: Any) -> list[Share]:
@@ -59,17 +65,77 @@ class Dealer:
         """Evaluation data in order, each sample once; one by one if the recipe hands over samples as they are."""
         source = self._framework.opened(open_data(data, EVALUATION))
         size = 1 if self._definition.batch_size is None else batch_size
-        seed = self._definition.seed
-        read, collated = self._reader(source, lambda index: generators.seed(evaluation_sample_key(seed, index)))
+        seed, roots = self._definition.seed, {EVALUATION: data} if isinstance(source, Samples) and source.random else {}
+        own = generators.find(roots)
+        owned = {**self._definition.generators, **own}
+        first = _First(EVALUATION, owned, functools.partial(generators.find, roots))
+        read, collated = self._reader(
+            source, lambda index: generators.seed(evaluation_sample_key(seed, index), owned), first
+        )
+        if own:  # what the run's environment does not restore
+            read = functools.partial(_restoring, read, own)
         return Chunks(len(source), size, read, collated)
 
-    def _reader(self, source: Source, seed: SeedSample) -> tuple[Callable[[Indices], Any], bool]:
+    def _reader(
+        self, source: Source, seed: SeedSample, first: _First | None = None
+    ) -> tuple[Callable[[Indices], Any], bool]:
         """How a share of ``source`` is read, and whether that gives a batch or a list still to be collated."""
-        if self._definition.batch_size is None:
-            return lambda indices: source.sample(int(indices[0]), seed), True
-        if isinstance(source, Columns) and self._definition.collate_fn is None:
+        one = self._definition.batch_size is None
+        if not one and isinstance(source, Columns) and self._definition.collate_fn is None:
             return source.batch, True
-        return lambda indices: [source.sample(int(index), seed) for index in indices], False
+
+        def read(indices: Indices) -> list[Any]:
+            return [source.sample(int(index), seed) for index in indices]
+
+        checked = read
+        if first is not None and isinstance(source, Samples) and source.random:
+            checked = functools.partial(first.read, read)
+        return (lambda indices: checked(indices[:1])[0]) if one else checked, one
+
+
+def _restoring(read: Callable[[Indices], Any], owned: generators.Owned, indices: Indices) -> Any:
+    with generators.kept(owned):
+        return read(indices)
+
+
+class _First:
+    """Looks at the first share of samples that is read here: whether reading is repeated alike under the same seed.
+
+    Parameters
+    ----------
+    origin : str
+        What the data is called in a warning.
+    owned : dict
+        The generators that are seeded before each sample; those that the dataset made when it was first used are added.
+    find : callable
+        Finds all that there are.
+    """
+
+    def __init__(self, origin: str, owned: generators.Owned, find: Callable[[], generators.Owned]) -> None:
+        self._origin = origin
+        self._owned = owned
+        self._find = find
+        self._due = True
+
+    def read(self, read: Callable[[Indices], list[Any]], indices: Indices) -> list[Any]:
+        """What ``read(indices)`` gives, with all generators seeded that can be found."""
+        samples = read(indices)
+        if not self._due:
+            return samples
+        self._due = False
+        found = self._find()
+        if found.keys() - self._owned.keys():
+            self._owned.update(found)
+            samples = read(indices)
+        if not alike(samples[0], read(indices[:1])[0]):
+            warnings.warn(
+                f"sample {indices[0]} of {self._origin} was another when it was read again with the same seeds, so the "
+                "answer depends on who reads it: let the dataset draw from random, numpy.random or torch, or keep its "
+                "generator in an attribute, where phalanx finds and seeds it",
+                UserWarning,
+                stacklevel=2,
+            )
+        return samples
 
 
 @dataclass(frozen=True)

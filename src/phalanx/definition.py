@@ -74,8 +74,20 @@ class Definition:
             seed=self.seed,
             shuffle=self.shuffle,
             drop_last=self.drop_last,
-            seeder=generators.seeded,
+            seeder=functools.partial(generators.seeded, owned=self.generators),
         )
+
+    @functools.cached_property
+    def generators(self) -> generators.Owned:
+        """Random generators that the data and the functions own, as far as they are found; more may be found later."""
+        return generators.find(self.holders)
+
+    @property
+    def holders(self) -> dict[str, Any]:
+        """User code that runs in a replica-step, by name: the dataset, if reading it runs some, and functions."""
+        random = isinstance(self.source, Samples) and self.source.random
+        functions = {name: getattr(self, name) for name in ("collate_fn", "forward_fn", "target_fn", "loss_fn")}
+        return {"data": self.data, **functions} if random else functions
 
     @property
     def global_batch(self) -> int:

@@ -230,6 +230,5 @@ def breaks() -> int:
     return _PROCESS.breaks
 
 
-
 def _here() -> bool:
     return threading.get_ident() == threading.main_thread().ident

@@ -18,6 +18,7 @@ from phalanx.frameworks.opening import recorded_environment
 from phalanx.result import Result, result_of
 from phalanx.saver import Saver, write_apart
 from phalanx.surroundings import ALONE, Turns, verb
+from phalanx.unchanged import Unchanged
 from phalanx.watch.progress import Progress
 
 Callback = Callable[[StepReport], Any]
@@ -51,10 +52,10 @@ class Run:
         self._progress = progress
         self._called = called
         self._saver = saver
-        self._terminated = False
+        self._data = Unchanged(definition.source)
+        self._terminated = self._closed = False
         self._opened = time.perf_counter()
         self._watched = True
-        self._closed = False
         self.turn = Turns()
         self.metric_history: list[Evaluated] = []
 
@@ -162,8 +163,8 @@ class Run:
         check_evaluation(metric_fn, data, batch_size)
         with self._handing_over():
             value = self._engine.evaluate(metric_fn, data, batch_size)
-        name = getattr(metric_fn, "__name__", "metric")
-        self.metric_history.append(Evaluated(self.steps, value, "metric" if name == "<lambda>" else name))
+        name = getattr(metric_fn, "__name__", "metric").replace("<lambda>", "metric")
+        self.metric_history.append(Evaluated(self.steps, value, name))
         return value
 
     @verb
@@ -223,13 +224,13 @@ class Run:
         self._check_open()
         interrupts.check()
         with self._handing_over():
+            self._data.check(contents=False)
             try:
                 report = self._engine.advance(batch, self._horizon(batch))
             except LeftError as error:
                 raise self._preempted() if self._terminated else error from None
         try:
-            if self._evaluation is not None and self._due(report):
-                due = self._evaluation
+            if (due := self._evaluation) is not None and self._due(report):
                 report = report._replace(metric=self.evaluate(due.metric_fn, due.data, due.batch_size))
         finally:  # observers see each step, also one whose evaluation failed
             self._progress.show(report, self.metric_history)
@@ -237,6 +238,7 @@ class Run:
                 with interrupts.opened():
                     callback(report)
         with self._handing_over():
+            self._data.check(contents=self._due(report))
             if self._saver is not None:
                 self._saver.note(report, self._engine.course.incidents)
                 if self._saver.due(self.steps):
@@ -264,10 +266,8 @@ class Run:
         return min(limits)
 
     def _due(self, report: StepReport) -> bool:
-        if report.epoch is None:
-            return False
-        plan = self._definition.plan
-        return self.steps % plan.steps_per_epoch == 0 or self.steps == plan.steps
+        plan = None if report.epoch is None else self._definition.plan
+        return plan is not None and (self.steps % plan.steps_per_epoch == 0 or self.steps == plan.steps)
 
     def _check_open(self) -> None:
         if self._closed:

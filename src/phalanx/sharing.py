@@ -101,6 +101,11 @@ class Shard(Protocol):
         """What of the state is not weights or buffers, as far as this worker owns it; can be pickled."""
         ...
 
+    @property
+    def scheduled(self) -> Any:
+        """Options after the schedulers' last step, if that cannot be done again from a loss; else None."""
+        ...
+
     def take(self, optimizers: Sequence[Any], options: Any) -> None:
         """Continue from what was described, earlier descriptions first, and from options."""
         ...

@@ -206,7 +206,7 @@ def test_milestones_stay_numbers(tmp_path):
     give = functools.partial(FAMILIES["mlp"].recipe, 3, scheduler=SCHEDULERS["multi_step"])
     give(steps=2).train(run_dir=tmp_path, engine="inline")
     with give(steps=5).start(run_dir=tmp_path, engine="inline") as run:
-        milestones = run._engine._framework._updates._schedulers[0].milestones
+        milestones = run._engine._framework._updates._schedules._schedulers[0].milestones
         assert milestones == collections.Counter([1, 3, 4])
         assert type(milestones) is collections.Counter
         assert all(type(key) is int for key in milestones)

@@ -44,6 +44,8 @@ class Crew:
         What the workers told, in the order in which it was read.
     housed : list of (step, description)
         Where optimizer state lies from a step on, as its owners told.
+    scheduled : list of (step, options)
+        What schedulers had come to before a step, where that cannot be done again; since the last snapshot.
     deaths : dict
         Worker to what ended it, of those that are to be replaced.
     started : int
@@ -55,6 +57,7 @@ class Crew:
     def __init__(self, memories: Sequence[Memory], control: Control, deadline: Deadline) -> None:
         self.told: list[Told] = []
         self.housed: list[tuple[int, Any]] = []
+        self.scheduled: list[tuple[int, Any]] = []
         self.deaths: dict[int, str] = {}
         self.started = 0
         self.interrupted = False
@@ -76,6 +79,10 @@ class Crew:
     def alive(self) -> list[int]:
         """The workers that can be waited for."""
         return [number for number, hand in self._hands.items() if not hand.ended]
+
+    def options_at(self, step: int, begun: tuple[int, Any]) -> tuple[int, Any]:
+        """The newest (step, options) up to ``step``; ``begun`` was known before workers told any."""
+        return max([begun, *(item for item in self.scheduled if item[0] <= step)], key=lambda item: item[0])
 
     def start(self, numbers: Iterable[int], zygote: Zygote) -> None:
         """Start workers, in place of those that ended; returns when all are ready, or told why not, or ended."""
@@ -209,6 +216,10 @@ class Crew:
             self.started += 1
         elif kind == "housed":
             self.housed.append(facts)
+        elif kind == "scheduled":
+            step, kept = facts[0], self.control.words[words_of.KEPT]
+            since = kept if kept >= 0 else step - 1
+            self.scheduled = [item for item in self.scheduled if since <= item[0] != step] + [facts]
         elif kind == "warning":
             self._output.warn(*facts)
         else:

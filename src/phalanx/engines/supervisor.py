@@ -132,7 +132,7 @@ class Supervisor:
                     f"before: {again[0].content!r}"
                 )
             else:
-                self._do_again(self._boundary)
+                self._do_again(judge(self._control.places()).step)
         self._control.words[words_of.TROUBLE] = 0
 
     def halt(self) -> None:
@@ -180,13 +180,9 @@ class Supervisor:
     def _done(self) -> int:
         return self._control.words[words_of.DONE]
 
-    @property
-    def _boundary(self) -> int:
-        return judge(self._control.places()).step
-
     def _whole(self) -> bool:
         whole = not self._crew.deaths and self._control.all_idle() and self._unfinished is None
-        return whole and self._boundary >= self._done
+        return whole and judge(self._control.places()).step >= self._done
 
     def _errors(self) -> list[Told]:
         return [told for told in self._crew.told if told.kind != "result"]
@@ -283,11 +279,12 @@ class Supervisor:
 
     def _described(self, step: int) -> dict[str, Any]:
         """What a worker has to know of the state before ``step``, apart from what lies in the arena."""
+        begun, options = self._crew.options_at(step, (self._begun, self._options))
         return {
             "step": step,
             "optimizers": [description for since, description in self._crew.housed if since <= step],
-            "options": self._options,
-            "losses": [self._loss(earlier) for earlier in range(self._begun, step)],
+            "options": options,
+            "losses": [self._loss(earlier) for earlier in range(begun, step)],
             "restore": False,
         }
 

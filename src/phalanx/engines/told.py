@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.engines.parcel import picklable
 from phalanx.errors import PhalanxError, RunError, UsageError
 
 BROKEN_OFF = "stayed in user code after Ctrl-C and was ended"  # a death that the caller caused
@@ -34,6 +36,13 @@ class Told:
     def spelled(self, kind: str) -> str:
         """What went wrong, in which step, where."""
         return f"{type(self.content).__name__} ({self.content}) at step {self.step} in {WHERE[kind]}"
+
+
+def as_told(error: BaseException) -> tuple[Any, Any, str]:
+    """An error as it travels: itself, its cause, and where it was raised."""
+    text = "".join(traceback.format_exception(error))
+    cause = error.__cause__
+    return picklable(error), None if cause is None else picklable(cause), text
 
 
 def first_error(told: Sequence[Told]) -> BaseException:

@@ -12,7 +12,6 @@ import pickle
 import signal
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Sequence
 from types import FrameType
@@ -32,8 +31,8 @@ from phalanx.engines.host_link import HostLink
 from phalanx.engines.keeper import Keeper
 from phalanx.engines.link import ArenaLink
 from phalanx.engines.memory import Memory
-from phalanx.engines.parcel import picklable, unpack
-from phalanx.engines.told import LostError
+from phalanx.engines.parcel import unpack
+from phalanx.engines.told import LostError, as_told
 from phalanx.errors import UsageError
 from phalanx.frameworks.jax.outside import threads
 from phalanx.frameworks.opening import open_framework
@@ -57,7 +56,7 @@ def live(channel: int, memories: Sequence[int], number: int) -> None:
         orders = unpack(orders)
         worker.take(orders)
     except Exception as error:
-        caller.tell("failed", *_spelled(error))
+        caller.tell("failed", *as_told(error))
         return
     caller.tell("ready")
     with worker.environment:
@@ -120,6 +119,7 @@ class Worker:
             )
         for loss in orders["losses"]:  # schedules are not kept, but done again
             self._framework.schedule(loss)
+        self._tell_scheduled(orders["step"])
         self._come_to(orders["step"])
 
     def resume(self, step: int, loss: float) -> None:
@@ -127,6 +127,7 @@ class Worker:
         self._framework.rewind()
         if self._step < step:
             self._framework.schedule(loss)
+            self._tell_scheduled(step)
         self._come_to(step)
 
     def serve(self, grant: int, *, joining: bool) -> None:
@@ -147,7 +148,7 @@ class Worker:
                 words[words_of.TROUBLE] = 1
             except BaseException as error:  # sys.exit() in user code, too
                 words[words_of.TROUBLE] = 1
-                self._caller.tell("error", *_spelled(error), self._step)
+                self._caller.tell("error", *as_told(error), self._step)
             sys.stdout.flush()
             order()
 
@@ -180,15 +181,16 @@ class Worker:
             commit(self._framework, self._link, t, proposal)
         except BaseException as error:
             if not isinstance(error, Trouble):
-                self._caller.tell("torn", *_spelled(error), t)
+                self._caller.tell("torn", *as_told(error), t)
             raise Trouble from error
         self._come_to(t + 1)
         failed = None
         try:
             self._framework.schedule(proposal.loss)
+            self._tell_scheduled(t + 1)
         except Exception as error:
             words[words_of.TROUBLE] = 1
-            self._caller.tell("unscheduled", *_spelled(error), t)
+            self._caller.tell("unscheduled", *as_told(error), t)
             failed = error
         if self._number == 0:
             ended = time.perf_counter()
@@ -200,6 +202,12 @@ class Worker:
         if not self._settled:
             self._settled = True
             give_back()  # optimizer state as the first update made it
+
+    def _tell_scheduled(self, step: int) -> None:
+        """Tell what schedulers came to before ``step`` if nobody could find it out again, before weights change."""
+        options = self._shard.scheduled if self._number == 0 else None
+        if options is not None:
+            self._caller.tell("scheduled", step, options)
 
     def _announce(self, t: int, loss: float, norm: float, lr: float, samples: int, started: float) -> None:
         """What the first worker writes before a step is finished: nobody else could, should it end after that."""
@@ -275,10 +283,3 @@ def _left_to_the_caller(number: int, frame: FrameType | None) -> None:
 
     A handler, as programs that user code starts would inherit that a signal is ignored.
     """
-
-
-def _spelled(error: BaseException) -> tuple[Any, Any, str]:
-    """An error as it travels: itself, its cause, and where it was raised."""
-    text = "".join(traceback.format_exception(error))
-    cause = error.__cause__
-    return picklable(error), None if cause is None else picklable(cause), text

@@ -57,7 +57,7 @@ class Jax:
     def __init__(self, definition: Definition, devices: Sequence[str], params: Any) -> None:
         _check(definition)
         self.arithmetic = arithmetic
-        self.environment = Reentrant(Environment())
+        self.environment = Reentrant(Environment(definition.generators))
         with self.environment:
             found = _found(devices)
             params = placed(params, found[0] if found else None)
@@ -70,6 +70,7 @@ class Jax:
             self._forward = Forward(definition)
             self._updates = Update(definition)
             self._state = State(params, jax.device_put(self._updates.begin(params), self._device))
+        self._owned = definition.generators
         self._collate = definition.collate_fn or batch.collate
 
     @property
@@ -144,7 +145,7 @@ class Jax:
 
     def _batch(self, key: int, share: Share) -> Any:
         samples = share.read(share.samples)
-        generators.seed(key)
+        generators.seed(key, self._owned)
         whole = samples if share.collated else self._collate(samples)
         return batch.checked(whole, share.origin, double=self._double)
 

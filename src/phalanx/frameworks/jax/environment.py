@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -23,14 +24,18 @@ SETTINGS = (
 
 
 class Environment(contextlib.AbstractContextManager[None]):
-    """A context, entered once at a time: inside, generators may be seeded, and functions are compiled."""
+    """A context, entered once at a time: inside, generators may be seeded, and functions are compiled.
 
-    def __init__(self) -> None:
+    ``owned``: generators of user code, to be restored as the global ones are.
+    """
+
+    def __init__(self, owned: Mapping[str, Any] | None = None) -> None:
+        self._owned = owned
         self._exits = contextlib.ExitStack()
 
     def __enter__(self) -> None:
         with contextlib.ExitStack() as exits:
-            exits.enter_context(generators.kept())
+            exits.enter_context(generators.kept(self._owned))
             exits.enter_context(jax.disable_jit(False))
             self._exits = exits.pop_all()
 

@@ -59,7 +59,7 @@ class Forward:
 
     def _output(self, params: Any, batch: Any, data: Any) -> Any:
         """Runs when it is compiled: what is drawn from global generators then is the same, whoever compiles."""
-        generators.seed(self._definition.seed)
+        generators.seed(self._definition.seed, self._definition.generators)
         forward_fn: Any = self._definition.forward_fn
         x = batch[0] if _is_pair(batch) and self._definition.loss_fn is not None else batch
         if not self._keyed:

@@ -76,6 +76,10 @@ class Shard:
         """See ``sharing.Shard.state``: all of it lies in the arena."""
         return {"optimizers": None, "options": None}
 
+    @property
+    def scheduled(self) -> None:
+        """Schedules are the optimizer's own."""
+
     def take(self, optimizers: Sequence[Any], options: Any) -> None:
         """See ``sharing.Shard.take``: it is there already."""
 

@@ -23,11 +23,12 @@ from phalanx.evaluation import measured
 from phalanx.frameworks.torch import arithmetic, state
 from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.buffers import Buffers, Left
+from phalanx.frameworks.torch.compiler import StaticShapes, check_sizes, compiled, explain
 from phalanx.frameworks.torch.environment import Environment
 from phalanx.frameworks.torch.forward import Forward
 from phalanx.frameworks.torch.gradient import Collector, drop
 from phalanx.frameworks.torch.losses import AmbiguousMean
-from phalanx.frameworks.torch.model import checked, named_device
+from phalanx.frameworks.torch.model import checked, named_device, warn_of_eval_mode
 from phalanx.frameworks.torch.optimizer import Update
 from phalanx.frameworks.torch.shard import Sharing
 from phalanx.frameworks.torch.snapshot import Snapshots
@@ -55,7 +56,8 @@ class Torch:
 
     def __init__(self, definition: Definition, devices: Sequence[str], model: Any) -> None:
         self.arithmetic = arithmetic
-        self.environment = Reentrant(Environment(definition.threads))
+        self._shapes = StaticShapes()
+        self.environment = Reentrant(Environment(definition.threads, definition.generators), self._shapes)
         named = named_device(devices[0] if devices else None)
         with self.environment, interrupts.breakable(at_once=True):
             self._build(definition, named, checked(model))
@@ -73,8 +75,14 @@ class Torch:
         self._shared = definition.replicas > 1
         written = self._shared or math.isfinite(definition.max_norm)
         self._collector = Collector(self._named, written=written)
+        self._owned = definition.generators
+        self._models = generators.find({"model": self._model})
+        found = compiled({"make_model": self._model, **definition.holders})
+        check_sizes(found, definition)
+        self._shapes.known = bool(found)
         self._collate = definition.collate_fn or default_collate
         self._describable = False
+        self._unseen = True
 
     @property
     def lr(self) -> float:
@@ -105,7 +113,13 @@ class Torch:
         except ValueError as error:
             _explain(error, len(share.samples))
             raise
+        except Exception as error:
+            explain(error)
+            raise
         self._ambiguous.warn(weight, batch)
+        if self._unseen:
+            self._unseen = False
+            warn_of_eval_mode(self._model)
         taken = None if weight == 0 else self._collector.backward(loss)
         if self._shared:
             self._check_unwritten(versions, "in forward, loss_fn or a hook")
@@ -176,8 +190,10 @@ class Torch:
                 )
 
     def _batch(self, key: int, share: Share) -> Any:
+        self._shapes.settle()
         samples = share.read(share.samples)
-        generators.seed(key)
+        generators.seed(key, self._owned)
+        generators.reseed(self._models, key)
         return self._forward.to_device(samples if share.collated else self._collate(samples))
 
 

@@ -6,13 +6,17 @@ Inside, they are the run's; outside, the caller's, exactly as they were found.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import torch
+from torch import overrides
+from torch.utils import _python_dispatch
+from torch.utils._device import DeviceContext
 
 from phalanx import generators
 
+AUTOGRAD: Any = torch._C._autograd  # type: ignore[attr-defined]
 AUTOCAST_DTYPES: Final = {"cpu": torch.bfloat16, "cuda": torch.float16}
 
 
@@ -23,18 +27,22 @@ class Environment(contextlib.AbstractContextManager[None]):
     ----------
     threads : int
         Intra-op threads of every replica; they are part of the answer, because they change bits.
+    owned : mapping, optional
+        Random generators of user code, to be restored as the global ones are.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, owned: Mapping[str, Any] | None = None) -> None:
         self._threads = threads
+        self._owned = owned
         self._exits = contextlib.ExitStack()
 
     def __enter__(self) -> None:
         with contextlib.ExitStack() as exits:
-            exits.enter_context(generators.kept())
+            exits.enter_context(generators.kept(self._owned))
             exits.enter_context(intra_op_threads(self._threads))
             exits.enter_context(no_autocast())
             exits.enter_context(plain_autograd())
+            exits.enter_context(no_modes())
             self._exits = exits.pop_all()
 
     def __exit__(self, *_: object) -> None:
@@ -55,8 +63,60 @@ def intra_op_threads(count: int) -> Iterator[None]:
 @contextlib.contextmanager
 def plain_autograd() -> Iterator[None]:
     """Gradients on and inference mode off, whatever the caller's modes are."""
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad(), torch.autograd.set_multithreading_enabled(True):
         yield
+
+
+@contextlib.contextmanager
+def no_modes() -> Iterator[None]:
+    """None of the caller's torch modes (dispatch, function) and hooks on saved tensors, which workers do not have.
+
+    A default device is a mode, too; it stays, as workers have that.
+    """
+    refused = None if AUTOGRAD._saved_tensors_hooks_is_enabled() else _why_refused()
+    hooks, dispatch, function = _saved_hooks(), _dispatch_modes(), _function_modes()
+    for mode in function:
+        if isinstance(mode, DeviceContext):
+            overrides._push_mode(mode)
+    try:
+        yield
+    finally:
+        if function:
+            _function_modes()
+        for mode in function:
+            overrides._push_mode(mode)
+        for mode in dispatch:
+            _python_dispatch._push_mode(mode)
+        for pair in hooks:
+            AUTOGRAD._push_saved_tensors_default_hooks(*pair)
+        if refused is not None:
+            AUTOGRAD._saved_tensors_hooks_disable(refused)
+
+
+def _why_refused() -> str:
+    """Allow hooks on saved tensors, which checkpoints need; returns what the caller had said of them."""
+    told = AUTOGRAD._saved_tensors_hooks_get_disabled_error_message()
+    AUTOGRAD._saved_tensors_hooks_enable()
+    return told
+
+
+def _saved_hooks() -> list[Any]:
+    """Take off all hooks on saved tensors; returns them, outermost first."""
+    found: list[Any] = []
+    while (pair := AUTOGRAD._top_saved_tensors_default_hooks(True)) is not None:
+        AUTOGRAD._pop_saved_tensors_default_hooks()
+        found.insert(0, pair)
+    return found
+
+
+def _dispatch_modes() -> list[Any]:
+    """Take off all dispatch modes; returns them, outermost first."""
+    return [_python_dispatch._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())][::-1]
+
+
+def _function_modes() -> list[Any]:
+    """Take off all function modes; returns them, outermost first."""
+    return [overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())][::-1]
 
 
 @contextlib.contextmanager

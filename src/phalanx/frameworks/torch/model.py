@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
 from typing import Any, Final
 
@@ -49,6 +50,18 @@ def checked(model: Any) -> torch.nn.Module:
     for parameter in model.parameters():
         parameter.grad = None
     return model
+
+
+def warn_of_eval_mode(model: torch.nn.Module) -> None:
+    """Modes are the user's; but a whole model in eval mode is mostly one that was loaded or evaluated before."""
+    if not model.training:
+        warnings.warn(
+            f"the model ({type(model).__name__}) is in eval mode, and is trained so: without dropout, and with the "
+            "statistics of BatchNorm as they are. If that is not meant, call model.train() in make_model before "
+            "returning it",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def named_device(name: str | None) -> torch.device | None:

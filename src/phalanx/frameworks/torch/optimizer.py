@@ -5,22 +5,21 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.nn.modules import module
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from phalanx import generators
 from phalanx.definition import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.arithmetic import Gradient
+from phalanx.frameworks.torch.schedules import EXAMPLE, Named, Schedules
 from phalanx.plan import update_key
 
-Named = Sequence[tuple[str, torch.nn.Parameter]]
-EXAMPLE = "optimizer=functools.partial(torch.optim.AdamW, lr=1e-3)"
+MODULE_HOOKS = tuple(name for name in vars(module) if name.startswith("_global_") and name.endswith("_hooks"))
 OLD_STYLE = "optimizer=lambda named: MyOptimizer([parameter for _, parameter in named])"
 
 
@@ -38,8 +37,7 @@ class Update:
         self._idle = False
         self._stepped = False
         self._seed = definition.seed
-        make = definition.scheduler
-        self._schedulers = [] if make is None else [_build_scheduler(make, optimizer) for optimizer in self.optimizers]
+        self._schedules = Schedules(definition.scheduler, self.optimizers, named)
 
     @property
     def lr(self) -> float:
@@ -60,33 +58,26 @@ class Update:
             else torch.linalg.vector_norm(self._parameters[0].detach().reshape(-1)[:0]).dtype
         )
 
+    @property
+    def touched(self) -> bool:
+        """Whether a scheduler looked at parameters, so that it cannot be stepped again later."""
+        return self._schedules.touched
+
     def options(self) -> list[Any]:
         """Options of parameter groups and the state of schedules, for a process that continues."""
-        groups = [
-            [{key: value for key, value in group.items() if key not in ("params", "param_names")} for group in item]
-            for item in (optimizer.param_groups for optimizer in self.optimizers)
-        ]
-        return [groups, [scheduler.state_dict() for scheduler in self._schedulers], self._stepped]
+        groups, states, *structure = self._schedules.options()
+        return [groups, states, self._stepped, *structure]
 
     def take_options(self, options: list[Any]) -> None:
         """Continue with the options and schedules of another process."""
-        groups, schedules, self._stepped = options
-        for optimizer, theirs in zip(self.optimizers, groups, strict=True):
-            for group, values in zip(optimizer.param_groups, theirs, strict=True):
-                group.update(values)
-        for scheduler, state in zip(self._schedulers, schedules, strict=True):
-            scheduler.load_state_dict(state)
+        groups, states, self._stepped, *structure = options
+        self._schedules.take_options(groups, states, *structure)
 
     def restrict(self, owned: Sequence[int]) -> None:
         """Update only these parameters; groups keep their options and the schedule."""
         mine = {id(self._parameters[index]) for index in owned}
         self._idle = self.whole and not mine  # an optimizer from elsewhere may not expect empty groups
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                kept = [position for position, parameter in enumerate(group["params"]) if id(parameter) in mine]
-                for key in ("params", "param_names"):
-                    if key in group:
-                        group[key] = [group[key][position] for position in kept]
+        self._schedules.restrict(mine)
 
     def norm(self, gradient: Gradient) -> float:
         """Global 2-norm with the bits of ``clip_grad_norm_``: norms of whole tensors, stacked in order, their norm.
@@ -120,23 +111,16 @@ class Update:
 
     def schedule(self, loss: float) -> None:
         """Step the schedulers once; ReduceLROnPlateau gets the step's mean loss."""
-        if self._stepped or not self._schedulers:
-            self._schedule(loss)
-            return
-        with warnings.catch_warnings():  # the first step was skipped, which torch would take for a wrong order
-            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-            self._schedule(loss)
-
-    def _schedule(self, loss: float) -> None:
-        for scheduler in self._schedulers:
-            if isinstance(scheduler, ReduceLROnPlateau):
-                scheduler.step(loss)
-            else:
-                scheduler.step()
+        self._schedules.step(loss, expected=self._stepped)
 
 
 def check_no_global_hooks() -> None:
-    """Hooks for all optimizers were registered in the caller's process; workers would not have them."""
+    """Hooks for all modules or optimizers were registered in the caller's process; workers would not have them."""
+    if any(getattr(module, name) for name in MODULE_HOOKS):
+        raise UsageError(
+            "hooks for all modules are registered in this process (torch.nn.modules.module.register_module_...), which "
+            "workers do not have; register them on the modules that make_model makes, or use engine='inline'"
+        )
     if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         raise UsageError(
             "hooks for all optimizers are registered in this process (register_optimizer_step_pre_hook or _post_hook), "
@@ -196,8 +180,6 @@ def build_optimizers(definition: Definition, named: Named) -> list[torch.optim.O
     optimizers: list[torch.optim.Optimizer] = list(made) if isinstance(made, (list, tuple)) else [made]
     if not optimizers:
         raise UsageError(f"optimizer returned an empty {type(made).__name__}; as in {EXAMPLE}")
-    names = {id(parameter): name for name, parameter in named}
-    owners: dict[str, str] = {}
     for optimizer in optimizers:
         _check_kind(optimizer)
         for group in optimizer.param_groups:
@@ -207,8 +189,6 @@ def build_optimizers(definition: Definition, named: Named) -> list[torch.optim.O
                 )
             if isinstance(group.get("lr"), torch.Tensor):
                 group["lr"] = group["lr"].clone()  # schedulers write into it, and the recipe's own is for every run
-            for parameter in group["params"]:
-                _claim(names.get(id(parameter)), optimizer, owners)
     return optimizers
 
 
@@ -226,35 +206,3 @@ def _check_kind(optimizer: Any) -> None:
             f"optimizer is {kind}, which evaluates the loss several times a step and couples all parameters; "
             "a step here has one gradient: use a first-order optimizer such as AdamW"
         )
-
-
-def _claim(name: str | None, optimizer: torch.optim.Optimizer, owners: dict[str, str]) -> None:
-    kind = type(optimizer).__name__
-    if name is None:
-        raise UsageError(
-            f"optimizer made a {kind} over other parameters than the model's: it must use the named parameters that it "
-            f"is called with, as in {EXAMPLE}"
-        )
-    if name in owners:
-        raise UsageError(f"optimizer put parameter {name!r} into {owners[name]} and into {kind}; give each to one")
-    owners[name] = kind
-
-
-def _build_scheduler(make: Callable[..., Any], optimizer: torch.optim.Optimizer) -> LRScheduler | ReduceLROnPlateau:
-    try:
-        scheduler = make(optimizer)
-    except Exception as error:
-        raise UsageError(
-            f"scheduler raised {type(error).__name__}: {error}; it is called with the optimizer, as in "
-            "scheduler=lambda opt: torch.optim.lr_scheduler.StepLR(opt, 30)"
-        ) from error
-    if not isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)):
-        raise UsageError(
-            f"scheduler returned a {type(scheduler).__name__}; it must return a torch.optim.lr_scheduler.LRScheduler"
-        )
-    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
-        raise UsageError(
-            f"scheduler returned a {type(scheduler).__name__} of another optimizer, so it would do nothing; make it "
-            "with the optimizer that it is called with"
-        )
-    return scheduler

@@ -127,6 +127,11 @@ class Shard:
         """What of the state is not weights or buffers: optimizer state that this worker owns, options, schedules."""
         return {"optimizers": self.described(), "options": self._updates.options()}
 
+    @property
+    def scheduled(self) -> list[Any] | None:
+        """Options and schedules now, if a scheduler looked at parameters: later they are others."""
+        return self._updates.options() if self._updates.touched else None
+
     def take(self, optimizers: Sequence[list[Any]], options: list[Any]) -> None:
         """Continue from described optimizer state, earlier descriptions first, and options."""
         self._rooms.reset()
