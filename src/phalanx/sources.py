@@ -20,6 +20,7 @@ from phalanx.errors import UsageError
 
 STANDARD = os.path.dirname(os.__file__) + os.sep
 INSTALLED = ("site-packages", "dist-packages")
+OURS = os.path.dirname(__file__) + os.sep  # imported by workers before they could be given anything
 
 
 class Source(NamedTuple):
@@ -38,6 +39,7 @@ class Sources:
         self._owner = 0
         self._noted: dict[str, Source] = {}
         self._given: dict[str, Source] = {}
+        self._seen: set[str] = set()  # that were looked at, and are not the user's or were noted
         self._unproven: set[str] = set()  # noted after they were imported: the file may have changed before that
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
@@ -89,13 +91,13 @@ class Sources:
 
     def _look(self) -> None:
         """Note what is loaded and was not seen."""
-        for name, module in list(sys.modules.items()):
-            spec = getattr(module, "__spec__", None)
-            if name not in self._noted and getattr(spec, "name", None) == name:
-                source = _source(spec)
-                if source is not None:
-                    self._noted[name] = source
-                    self._unproven.add(name)
+        for name in sys.modules.keys() - self._seen - self._noted.keys():
+            spec = getattr(sys.modules.get(name), "__spec__", None)
+            source = _source(spec) if getattr(spec, "name", None) == name else None
+            if source is not None:
+                self._noted[name] = source
+                self._unproven.add(name)
+            self._seen.add(name)
 
 
 class Kept(SourceFileLoader):
@@ -119,7 +121,7 @@ def finders() -> Iterator[Any]:
 
 
 def _installed(place: str) -> bool:
-    return place.startswith(STANDARD) or any(part in INSTALLED for part in place.split(os.sep))
+    return place.startswith((STANDARD, OURS)) or any(part in INSTALLED for part in place.split(os.sep))
 
 
 def _source(spec: ModuleSpec | None) -> Source | None:
