@@ -25,7 +25,6 @@ from phalanx.engines import interpreter
 from phalanx.errors import RunError, UsageError
 
 MESSAGE_BYTES = 4096
-RECEIVING = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # programs that this process starts do not inherit descriptors
 FAREWELL_SECONDS = 3.0
 
 
@@ -113,7 +112,7 @@ class Zygote:
                 raise
 
     def _receive(self) -> tuple[dict[str, Any], list[int]]:
-        message, handles, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES, 1, RECEIVING)
+        message, handles, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES, 1)
         if not message:
             raise OSError("it closed its socket")
         return json.loads(message), handles
