@@ -8,11 +8,13 @@ standard library are left to Python.
 
 from __future__ import annotations
 
+import functools
+import linecache
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from importlib.util import spec_from_file_location
+from importlib.util import decode_source, spec_from_file_location
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -108,7 +110,9 @@ class Kept(SourceFileLoader):
         self._text = source.text
 
     def get_code(self, fullname: str) -> CodeType:
-        """The code of what was noted."""
+        """The code of what was noted, which tracebacks and ``inspect`` show, too."""
+        lines = decode_source(self._text).splitlines(keepends=True)
+        linecache.cache[self.path] = len(self._text), None, lines, self.path
         return self.source_to_code(self._text, self.path)
 
 
@@ -121,7 +125,19 @@ def finders() -> Iterator[Any]:
 
 
 def _installed(place: str) -> bool:
-    return place.startswith((STANDARD, OURS)) or any(part in INSTALLED for part in place.split(os.sep))
+    if place.startswith((STANDARD, OURS)) or any(part in INSTALLED for part in place.split(os.sep)):
+        return True
+    folders = [entry for entry in sys.path if isinstance(entry, str) and entry]
+    return any(place.startswith(os.path.join(folder, "")) and _has_packages(folder) for folder in folders)
+
+
+@functools.cache
+def _has_packages(folder: str) -> bool:
+    """Whether an installer puts packages there."""
+    try:
+        return any(name.endswith(".dist-info") for name in os.listdir(folder))
+    except OSError:
+        return False
 
 
 def _source(spec: ModuleSpec | None) -> Source | None:

@@ -169,10 +169,30 @@ def test_a_file_that_is_as_it_was_is_loaded_as_ever(folder):
     assert [name for name, _ in heard] == ["loss_of_a_test"]
 
 
-def test_installed_packages_are_left_to_python():
-    """Neither the standard library nor installed packages are noted."""
+def test_installed_packages_are_left_to_python(folder):
+    """Neither the standard library is noted nor what an installer put anywhere, unlike a module beside it."""
+    for place in ("installed", "own"):
+        write(folder / place / f"{place}_of_a_test.py", LOSS, factor=1.0, power=2)
+        sys.path.insert(0, str(folder / place))
+    (folder / "installed" / "something-1.0.dist-info").mkdir()
+    importlib.import_module("installed_of_a_test")
+    importlib.import_module("own_of_a_test")
     noted = phalanx.sources.SOURCES.noted()
-    assert not {"json", "torch", "numpy", "pytest", "__main__"} & set(noted)
+    assert not {"json", "torch", "numpy", "pytest", "__main__", "installed_of_a_test"} & set(noted)
+    assert "own_of_a_test" in noted
+
+
+def test_tracebacks_and_inspect_show_the_code_that_runs(folder):
+    """What a worker loads instead of a file that was edited is what a traceback from there shows."""
+    text = "def fail():\n    raise LookupError('one')  # as it was\n"
+    (folder / "loss_of_a_test.py").write_text(text)
+    module = importlib.import_module("loss_of_a_test")
+    (folder / "loss_of_a_test.py").write_text("# a line more\n" + text.replace("as it was", "as it is"))
+    with pytest.raises(phalanx.WorkerError) as caught:
+        recipe(lambda output, target: module.fail()).train(engine="processes", workers=2)
+    told = "".join(getattr(caught.value, "__notes__", []) + getattr(caught.value.__cause__, "__notes__", []))
+    assert "# as it was" in told
+    assert "# as it is" not in told
 
 
 EARLY = """

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-import importlib
+import importlib.util
 import os
 import signal
 import subprocess
@@ -405,3 +405,15 @@ def test_modules_come_from_where_the_caller_has_them(tmp_path, monkeypatch):
         assert not {"torch", "phalanx", "json"} & set(dict(interpreter._homes(path)))
     finally:
         del sys.modules["twice_of_a_test"]
+
+
+def test_what_is_used_of_torch_is_imported(monkeypatch):
+    """Where ``import torch`` alone does not import ``torch.backends.opt_einsum`` (torch 2.6), its settings are read."""
+    holder = getattr(torch.backends, "m", torch.backends)
+    monkeypatch.delitem(sys.modules, "torch.backends.opt_einsum")
+    monkeypatch.delattr(holder, "opt_einsum")
+    assert not hasattr(torch.backends, "opt_einsum")
+    spec = importlib.util.spec_from_file_location("process_of_a_test", process.__file__)
+    anew = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(anew)
+    assert anew.numeric_environment() == process.numeric_environment()
