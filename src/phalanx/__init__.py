@@ -22,7 +22,9 @@ from phalanx.plan import Plan
 from phalanx.recipe import Recipe, close, load, train
 from phalanx.result import Result
 from phalanx.run import Run
+from phalanx.sources import SOURCES
 
+SOURCES.install()
 __version__ = "0.1.0"
 
 __all__ = [

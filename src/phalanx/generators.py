@@ -82,7 +82,7 @@ def _kept(owned: Mapping[str, Any] | None) -> Iterator[None]:
 
 
 class seeded(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a function
-    """Seed all generators with ``key`` inside the block, owned ones too; restore them after it, whenever Ctrl-C comes."""
+    """Seed all generators with ``key`` inside the block, owned ones too; restore them after it, also after Ctrl-C."""
 
     def __init__(self, key: int, owned: Mapping[str, Any] | None = None) -> None:
         self._key = key

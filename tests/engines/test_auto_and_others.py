@@ -99,14 +99,15 @@ def test_an_optimizer_from_elsewhere_does_not_move(eager):
 
 
 def test_a_recipe_that_cannot_travel_stays(eager):
-    """A generator in the loss's closure cannot be sent: the run goes on here, without a word."""
+    """A generator in the loss's closure cannot be sent: the run goes on here, and says why."""
     stream = (number for number in range(100))
 
     def loss(output, target):
         next(stream)
         return F.cross_entropy(output, target)
 
-    counts, _ = moves(FAMILIES["mlp"].recipe(3, steps=8, loss_fn=loss))
+    with pytest.warns(UserWarning, match="cannot move to workers: loss_fn .its variable stream. .* cannot be sent"):
+        counts, _ = moves(FAMILIES["mlp"].recipe(3, steps=8, loss_fn=loss))
     assert set(counts) == {1}
 
 

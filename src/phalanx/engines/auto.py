@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -114,8 +115,8 @@ class Auto:
             try:
                 WARM.zygote()
                 self._consider = self._think_of_moving
-            except Exception:  # no process can be started here
-                self._consider = None
+            except Exception as error:  # no process can be started here
+                self._stay(error)
 
     def _think_of_moving(self) -> None:
         """Hand over once workers can start at once; stay where that is refused or no longer pays."""
@@ -129,8 +130,15 @@ class Auto:
             placement = place(self._definition.replicas, self._most)
             self._processes = Processes(self._definition, self._framework, placement, self.course, self._deadline)
             self._engine, self._consider = self._processes, self._judge
-        except Exception:  # the recipe cannot travel, the arena does not fit, or descriptors are short
-            self._consider = None
+        except Exception as error:  # the recipe cannot travel, the arena does not fit, or descriptors are short
+            self._stay(error)
+
+    def _stay(self, error: Exception) -> None:
+        """Go on in this process, and say why."""
+        self._consider = None
+        warnings.warn(
+            f"training goes on in this process (same answer), as it cannot move to workers: {error}", stacklevel=3
+        )
 
     def _judge(self) -> None:
         """Move back if the workers are slower."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -15,16 +16,20 @@ class Caller:
 
     def __init__(self, fd: int) -> None:
         self._connection = Connection(fd)
+        self._sending = threading.RLock()  # user code may have threads that warn or import
         self._poller = select.poll()
         self._poller.register(fd, select.POLLIN)
 
     def tell(self, kind: str, *facts: Any) -> None:
         """Send a message."""
-        self._connection.send_bytes(cloudpickle.dumps((kind, *facts)))
+        message = cloudpickle.dumps((kind, *facts))
+        with self._sending:
+            self._connection.send_bytes(message)
 
     def wake(self) -> None:
         """Send an empty message."""
-        self._connection.send_bytes(b"")
+        with self._sending:
+            self._connection.send_bytes(b"")
 
     def sleep(self, milliseconds: int) -> None:
         """Wait until woken; SystemExit if the caller is gone or wants this worker to end."""

@@ -18,6 +18,7 @@ from phalanx import interrupts
 from phalanx.engines import control as words_of
 from phalanx.engines.control import Control, fence, order
 from phalanx.engines.deadline import Deadline, Watch
+from phalanx.engines.habitat import Imported
 from phalanx.engines.launch import Hand, Zygote
 from phalanx.engines.memory import Memory
 from phalanx.engines.output import Output
@@ -68,6 +69,7 @@ class Crew:
         self._starting: set[int] = set()
         self._output = Output()
         self._poller = select.poll()
+        self._imported = Imported(memories[0])
         self._abandoned = weakref.finalize(self, _abandon, self._hands, memories)
 
     @property
@@ -86,6 +88,8 @@ class Crew:
 
     def start(self, numbers: Iterable[int], zygote: Zygote) -> None:
         """Start workers, in place of those that ended; returns when all are ready, or told why not, or ended."""
+        if not self._starting:
+            self._imported.publish()
         for number in numbers:
             hand = Hand(zygote, number, [memory.fd for memory in self._memories])
             self.deaths.pop(number, None)
@@ -222,6 +226,8 @@ class Crew:
             self.scheduled = [item for item in self.scheduled if since <= item[0] != step] + [facts]
         elif kind == "warning":
             self._output.warn(*facts)
+        elif kind == "imported":
+            self._imported.add(*facts)
         else:
             self.told.append(Told(hand.number, kind, *(facts[1:] if kind == "result" else facts)))
             if kind == "failed":

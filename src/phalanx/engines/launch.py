@@ -21,19 +21,11 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from phalanx.engines import interpreter
 from phalanx.errors import RunError, UsageError
 
-START = """
-import ctypes, sys
-sys.path[:] = {path!r}
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: until everything is imported
-from phalanx.engines.zygote import main
-main({fd}, {parent}, {cache!r})
-"""
 MESSAGE_BYTES = 4096
 FAREWELL_SECONDS = 3.0
-TUNED = "glibc.malloc.hugetlb=1"  # big blocks in huge pages; user code sees its own environment
 
 
 class Zygote:
@@ -56,16 +48,13 @@ class Zygote:
         self._socket, theirs = socket.socketpair()
         self._lock = threading.Lock()
         self.owner = os.getpid()
-        path = [entry for entry in sys.path if isinstance(entry, str)]
         self._cache = tempfile.mkdtemp(prefix="phalanx-") if jax else None
-        code = START.format(path=path, fd=theirs.fileno(), parent=self.owner, cache=self._cache)
-        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         self._process = subprocess.Popen(
-            [sys.executable, *flags, "-c", code],
+            interpreter.command(theirs.fileno(), self.owner, self._cache),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            env={**os.environ, "GLIBC_TUNABLES": ":".join(filter(None, [os.environ.get("GLIBC_TUNABLES"), TUNED]))},
+            env=interpreter.environment(),
         )
         theirs.close()
         self._awake = False

@@ -13,7 +13,7 @@ import pickle
 import struct
 import sys
 from collections.abc import Callable, Iterator
-from importlib.machinery import EXTENSION_SUFFIXES, PathFinder
+from importlib.machinery import EXTENSION_SUFFIXES
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -23,6 +23,7 @@ import numpy as np
 from phalanx import checks
 from phalanx.engines.memory import ALIGNMENT, Memory, available_bytes
 from phalanx.errors import UsageError
+from phalanx.sources import finders
 
 Reducer = Callable[[Any], Any]
 NUMBER = struct.Struct("<q")
@@ -170,9 +171,7 @@ def _importable(module: ModuleType) -> bool:
         return True
     parent = sys.modules.get(name.rpartition(".")[0])
     path = getattr(parent, "__path__", None)
-    finders = [PathFinder, *(item for item in sys.meta_path if type(item).__module__.startswith("__editable__"))]
-    finders += [item for item in sys.meta_path if getattr(item, "__module__", "").startswith("__editable__")]
-    return any(finder.find_spec(name, path) is not None for finder in finders)
+    return any(finder.find_spec(name, path) is not None for finder in finders())
 
 
 def _native(module: ModuleType) -> bool:

@@ -50,7 +50,7 @@ def live(channel: int, memories: Sequence[int], number: int) -> None:
     habitat, parcel, arena, mailbox, orders = (Memory(0, fd) for fd in memories)
     try:
         place = unpack(habitat)
-        inhabit(place)
+        inhabit(place, functools.partial(caller.tell, "imported"))
         with threads(place["threads"]):  # what is unpacked may hold jax arrays
             worker = Worker(caller, unpack(parcel), arena, mailbox, number)
         orders = unpack(orders)

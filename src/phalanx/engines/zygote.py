@@ -2,8 +2,9 @@
 
 It never runs user code, touches no GPU and holds no run's memory. It serves one parent over an inherited socket, one
 request at a time, and ends with it: at the end of the socket, or when the parent's pidfd says so. Its workers end with
-it (``PR_SET_PDEATHSIG``, bound to its only thread). Each worker leads a process group of its own, and whatever user
-code started there ends with the worker.
+it (``PR_SET_PDEATHSIG``, bound to its only thread). Whatever user code started in a worker ends with the worker: it is
+in the worker's process group, or, if it left that, it comes to the zygote as an orphan (on Linux). A worker adopts its
+own orphans while it lives, so those of the zygote are what workers left that have ended.
 """
 
 from __future__ import annotations
@@ -21,18 +22,20 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from phalanx.engines import worker
+from phalanx.engines import orphans, worker
 from phalanx.engines.heap import keep_freed
 from phalanx.frameworks.opening import prepare_process
 
 PR_SET_PDEATHSIG, PR_SET_TIMERSLACK = 1, 29
 MESSAGE_BYTES = 4096
+RECEIVING = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 DESCRIPTORS = 8  # channel, output, errors, habitat, parcel, arena, mailbox, orders
 
 
 def main(fd: int, parent: int, cache: str | None) -> None:
     """Serve ``parent`` over ``fd`` until it ends; never returns. ``cache``: where jax keeps programs; None: no jax."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.set_inheritable(fd, False)
     watched = [fd, *_pidfd(parent)]
     if os.getppid() == parent:
         prepare_process(cache)
@@ -41,6 +44,7 @@ def main(fd: int, parent: int, cache: str | None) -> None:
         if sys.platform == "linux":
             # The signal is bound to a thread that may end, so from here on we watch; if we are stopped it wakes us.
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
+            orphans.adopt()
         with socket.socket(fileno=fd) as server:
             Nursery(server, watched).serve()
     if cache is not None:  # the parent may have had no time to
@@ -82,7 +86,9 @@ class Nursery:
             if ready & set(self._watched[1:]):
                 break
             if self._server.fileno() in ready:
-                message, fds, _, _ = socket.recv_fds(self._server, MESSAGE_BYTES, DESCRIPTORS)
+                message, fds, _, _ = socket.recv_fds(self._server, MESSAGE_BYTES, DESCRIPTORS, RECEIVING)
+                for received in fds:  # programs that user code starts do not inherit them
+                    os.set_inheritable(received, False)
                 if not message:
                     break
                 self._answer(json.loads(message), fds)
@@ -121,6 +127,7 @@ class Nursery:
                 os.killpg(pid, signal.SIGKILL)
             self._statuses[pid] = os.waitpid(pid, 0)[1]
             handle = self._alive.pop(pid)
+            orphans.end(self._alive)
             if handle >= 0:
                 self._poller.unregister(handle)
                 os.close(handle)
@@ -141,6 +148,7 @@ def _become_worker(zygote: int, number: int, fds: Sequence[int], inherited: Sequ
     try:
         os.setpgid(0, 0)
         _die_with_parent(zygote)
+        orphans.adopt()
         keep_freed()
         for fd in inherited:
             os.close(fd)
