@@ -75,7 +75,7 @@ class Nursery:
             self._end(pid)
 
     def _answer_all(self) -> None:
-        self._server.send(b"{}")
+        self._say(0)
         while True:
             ready = {fd for fd, _ in self._poller.poll()}
             self._clear_away()
@@ -90,7 +90,7 @@ class Nursery:
     def _answer(self, request: dict[str, int], fds: Sequence[int]) -> None:
         if "end" in request:
             self._end(request["end"])
-            self._server.send(json.dumps({"status": self._statuses.pop(request["end"], 0)}).encode())
+            self._say(request["number"], status=self._statuses.pop(request["end"], None))
             return
         zygote = os.getpid()
         pid = os.fork()
@@ -106,7 +106,12 @@ class Nursery:
             self._poller.register(handle, select.POLLIN)
         self._statuses.pop(pid, None)  # of an earlier process that had this number
         self._alive[pid] = handles[0] if handles else -1
-        socket.send_fds(self._server, [json.dumps({"pid": pid}).encode()], handles)
+        self._say(request["number"], handles, pid=pid)
+
+    def _say(self, number: int, handles: Sequence[int] = (), **facts: int | None) -> None:
+        """Answer request ``number``; 0 says that there may be some."""
+        line = json.dumps({"number": number, "handles": len(handles), **facts}) + "\n"
+        socket.send_fds(self._server, [line.encode()], handles)
 
     def _clear_away(self) -> None:
         """Take in workers that have ended by themselves."""
