@@ -40,7 +40,11 @@ class World:
     occasions: int = 0
     deaths: int = 0
     lived: float = 0.0
-    place: dict = field(default_factory=dict)  # worker to (what it does, until when, since when it is at that kind)
+    place: dict = field(default_factory=dict)  # worker to (what it does, until when)
+    at_end: dict = field(default_factory=dict)  # worker to what it did when it last ended
+    since: dict = field(default_factory=dict)
+    fatal: dict = field(default_factory=dict)
+    strike: float = math.inf
 
     def lasts(self, seconds):
         """How long something takes on a busy machine."""
@@ -60,10 +64,9 @@ class World:
 
     def train(self, steps, most=100_000):
         """The verdict, or None when all steps are done (or so many workers were ended that this goes on for ever)."""
-        tally, dead, self.since, self.fatal = Tally(), {}, {}, {}
-        self.strike = self.now + self.rng.expovariate(1 / self.every) if self.every < math.inf else math.inf
+        tally, dead = Tally(), {}
+        self.strike = self.now + self.every * self.rng.expovariate(1)
         for worker in range(self.workers):
-            self.since[worker] = self.now
             self.go_on(worker, Spot(-1, "start", worker))
         while self.step < steps and self.deaths < most:
             self.pass_time(dead)
@@ -94,15 +97,13 @@ class World:
         self.now += seconds
         self.lived += seconds * len(self.place)
         if self.strike < self.now:  # it hit nobody
-            self.strike = self.now + self.rng.expovariate(1 / self.every)
+            self.strike = self.now + self.every * self.rng.expovariate(1)
 
     def came_through(self, worker):
         spot = self.place.get(worker, (None, 0))[0] if worker in self.place else self.at_end[worker]
         if spot is None or spot.doing == "update":
             return set(self.block(worker))
         return set(range(self.block(worker)[0], spot.which)) if spot.doing == "replica" else set()
-
-    at_end: dict = field(default_factory=dict)
 
     def pass_time(self, dead):
         """To the next thing that happens."""
@@ -111,7 +112,7 @@ class World:
         self.lived += (then - self.now) * len(self.place)
         self.now = then
         if self.now == self.strike:
-            self.strike = self.now + self.rng.expovariate(1 / self.every)
+            self.strike = self.now + self.every * self.rng.expovariate(1)
             alive = list(self.place)
             everybody = self.rng.random() < self.together
             for worker in alive if everybody else alive and [self.rng.choice(alive)]:

@@ -134,9 +134,8 @@ class Zygote:
             interrupts.check()
         try:
             self._number += 1
-            socket.send_fds(
-                self._socket, [json.dumps({**request, "number": self._number}).encode()], list(fds), socket.MSG_DONTWAIT
-            )
+            line = json.dumps({**request, "number": self._number, "fds": len(fds)}) + "\n"
+            socket.send_fds(self._socket, [line.encode()], list(fds), socket.MSG_DONTWAIT)
             while True:
                 answer, handles = self._receive()
                 self._awake = True

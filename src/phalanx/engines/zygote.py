@@ -63,6 +63,7 @@ class Nursery:
         self._watched = watched
         self._alive: dict[int, int] = {}  # pid of each worker: its pidfd, or -1
         self._statuses: dict[int, int] = {}  # of workers that ended and were not asked for yet
+        self._read, self._fds = b"", list[int]()  # of requests that have not come as a whole
         self._poller = select.poll()
         for fd in watched:
             self._poller.register(fd, select.POLLIN)
@@ -85,14 +86,18 @@ class Nursery:
                 message, fds, _, _ = socket.recv_fds(self._server, MESSAGE_BYTES, DESCRIPTORS)
                 if not message:
                     break
-                self._answer(json.loads(message), fds)
+                self._fds += fds
+                *lines, self._read = (self._read + message).split(b"\n")
+                for line in lines:  # several, if the parent did not wait for some of their answers
+                    self._answer(json.loads(line))
 
-    def _answer(self, request: dict[str, int], fds: Sequence[int]) -> None:
+    def _answer(self, request: dict[str, int]) -> None:
         if "end" in request:
             self._end(request["end"])
             self._say(request["number"], status=self._statuses.pop(request["end"], None))
             return
-        zygote = os.getpid()
+        zygote, fds = os.getpid(), self._fds[: request["fds"]]
+        self._fds = self._fds[request["fds"] :]
         pid = os.fork()
         if pid == 0:
             inherited = [*self._watched, *(fd for fd in self._alive.values() if fd >= 0)]

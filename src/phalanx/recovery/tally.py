@@ -16,7 +16,8 @@ from enum import Enum
 from typing import NamedTuple
 
 OWN = 3  # deaths of a worker's own making, at one spot, that end a run
-CHANCE = 1e-6  # that a storm is taken for a poison, at one spot
+CHANCE = 1e-7  # that a storm is taken for a poison, at one spot
+ALIKE = 0.3  # times that differ by less than this share are the same: more would be made of a coincidence
 FUTILE = 300  # occasions in a row, with no replica computed and no worker started, that end a run
 PATIENT, LONGEST_PAUSE = 8, 0.25  # futile occasions before the next start waits a little; seconds
 
@@ -95,7 +96,8 @@ class Suspicion:
         later = self.seconds[1:]
         share = min(1.0, sum(later) / max(lived - self.lived, 1e-9))
         trials = max(kills - self.kills, hits)
-        return at_least(hits, trials, share) * (1 - min(later) / max(1e-9, *later)) ** (hits - 1)
+        spread = max(ALIKE, 1 - min(later) / max(1e-9, *later))
+        return at_least(hits, trials, share) * spread ** (hits - 1)
 
 
 @dataclass
