@@ -107,18 +107,16 @@ def sprung(folder):
 
 
 @contextlib.contextmanager
-def hunted(run, pause):
-    """Inside, workers are ended one after another, as ``pause()`` returns; yields the list of those that were."""
+def hunted(run, pause, most=40):
+    """Inside, up to ``most`` workers are ended, as ``pause()`` returns; yields the list of those that were."""
     import threading
 
     ended, stop = [], threading.Event()
 
     def hunt():
-        done = -1
-        while not stop.wait(pause()):
-            pids, control = run.worker_pids, run._engine.control
-            if pids and control.finished() > done:  # three deaths with nothing done between them would be poison
-                done = control.finished()
+        while len(ended) < most and not stop.wait(pause()):
+            pids = run.worker_pids
+            if pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pids[len(ended) % len(pids)], signal.SIGKILL)
                     ended.append(pids)

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 import phalanx
 from phalanx.engines import supervisor
 from phalanx.engines.control import EAGER
-from phalanx.engines.launch import WARM
 from phalanx.engines.supervisor import Supervisor
 from tests.engines.deaths import HALVES, PLACES, Trapped, hunted, once, sprung, strike
 from tests.families import ADAMW, FAMILIES, FEATURES, SGD, Elsewhere, conv_norm, mlp
@@ -262,18 +261,6 @@ def test_deaths_while_nothing_is_done():
     assert_same(result, recipe.train(engine="inline"))
 
 
-def test_the_process_that_starts_workers_may_end():
-    """With the zygote all workers end; another is started, and the run goes on."""
-    recipe = FAMILIES["mlp"].recipe(4, steps=6, optimizer=ADAMW)
-    with recipe.start(workers=2, engine="processes") as run:
-        for report in run:
-            if report.step == 2:
-                WARM.zygote()._process.kill()
-                WARM.zygote()._process.wait()
-        result = run.result()
-    assert_same(result, recipe.train(engine="inline"))
-
-
 @pytest.mark.campaign
 def test_one_death_in_every_step():
     """200 steps, in each of which a worker is ended, at any time in it: the run ends, in the same digest."""
@@ -324,7 +311,7 @@ class Poisonous:
 
 
 def test_what_ends_every_worker_ends_the_run():
-    """A poisonous sample: after three deaths an error names step, replica, samples and signals, and has the state."""
+    """A poisonous sample: after some deaths an error names step, replica, samples and signals, and has the state."""
     x, y = FEATURES[0][:12], torch.arange(12)
     give = functools.partial(phalanx.Recipe, mlp, (x, y), replicas=4, batch_size=4, shuffle=False, optimizer=SGD)
     recipe = give(loss_fn=Poisonous(os.getpid(), 6), steps=3)
@@ -335,18 +322,38 @@ def test_what_ends_every_worker_ends_the_run():
     assert_same(error.result, give(loss_fn=Poisonous(os.getpid(), 6), steps=1).train(engine="inline"))
 
 
-def suicidal(parent):
+def suicidal(parent, how):
     """A model that cannot be made in a worker."""
     if os.getpid() != parent:
-        strike(signal.SIGKILL)
+        strike(how)
     return mlp()
 
 
 def test_workers_that_cannot_start_end_the_run():
-    """They end before they have done anything, again and again: three times are enough."""
-    recipe = FAMILIES["mlp"].recipe(2, make_model=functools.partial(suicidal, os.getpid()))
-    with pytest.raises(phalanx.RunError, match=r"3 times in a row without anything done.*SIGKILL"):
-        recipe.train(workers=2, engine="processes")
+    """They exit before they have done anything, again and again: three times are enough, of SIGKILL some more."""
+    for how, told in (("exit", r"3 times .*status 0"), (signal.SIGKILL, r"\d\d? times .*SIGKILL, .* and \d+ more")):
+        recipe = FAMILIES["mlp"].recipe(2, make_model=functools.partial(suicidal, os.getpid(), how))
+        with pytest.raises(phalanx.RunError, match=told + ".*look at what they printed"):
+            recipe.train(workers=2, engine="processes")
+
+
+def test_workers_that_are_ended_while_they_start_do_not_end_the_run(tmp_path, wanted):
+    """Five SIGKILLs in a row, with nothing done between them, may be anybody's: the run goes on."""
+    assert_same(norm_recipe(Struck(conv_norm, tmp_path, 5)).train(workers=1, engine="processes"), wanted)
+    assert sprung(tmp_path) == 5
+
+
+class Struck:
+    """Makes the model, but in the first workers that do."""
+
+    def __init__(self, make_model, folder, times):
+        self.make_model, self.folder, self.times, self.parent = make_model, folder, times, os.getpid()
+
+    def __call__(self):
+        for count in range(self.times if os.getpid() != self.parent else 0):
+            if once(self.folder, str(count)):
+                strike(signal.SIGKILL)
+        return self.make_model()
 
 
 def test_state_that_only_one_worker_knows(tmp_path):

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from phalanx.recovery.lifecycle import ROW, Place, Point, Tally, joinable, judge, newest_whole
+from phalanx.recovery.lifecycle import Place, Point, joinable, judge, newest_whole
 
 STEPS = 5
 INTERVAL = 2
@@ -191,32 +191,3 @@ judge_of_the_library = judge
 def test_the_table(places, step, torn):
     """By hand: from where everyone stood to how the run goes on."""
     assert judge([Place(step, Point(point)) for step, point in places]) == (step, torn)
-
-
-def test_three_deaths_at_one_replica_end_the_run():
-    """Only the same replica of the same step counts, and the causes are told."""
-    tally = Tally()
-    assert tally.count({0: "a"}, {0: (5, 2)}, 1, 1) is None
-    assert tally.count({1: "b"}, {1: (5, 3)}, 2, 2) is None
-    assert tally.count({1: "c"}, {1: (5, 2)}, 3, 3) is None
-    assert tally.count({0: "d"}, {0: (6, 2)}, 4, 4) is None
-    assert tally.count({2: "e"}, {2: (5, 2)}, 5, 5) == (5, 2, ("a", "c", "e"))
-
-
-def test_three_deaths_in_a_row_with_nothing_done_end_the_run():
-    """Anything that was done between starts the count anew, and the causes are told."""
-    tally = Tally()
-    for done in range(10):
-        assert tally.count({0: "a", 1: "a", 2: "a", 3: "a"}, {}, done, done) is None
-    for number in range(ROW - 2):
-        assert tally.count({0: "b"}, {}, 9, 10 + number) is None
-    assert tally.count({0: "c"}, {}, 9, 20) == (-1, None, ("a", "b", "c"))
-
-
-def test_deaths_that_are_noticed_one_by_one_are_one_occasion():
-    """Eight workers that end together, before anybody was replaced: that is no row of deaths."""
-    tally = Tally()
-    for worker in range(8):
-        assert tally.count({worker: "a"}, {}, 5, 1) is None
-    assert tally.count({0: "b"}, {}, 5, 2) is None
-    assert tally.count({0: "c"}, {}, 5, 3) == (-1, None, ("a", "b", "c"))

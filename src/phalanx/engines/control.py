@@ -46,8 +46,8 @@ def word_count(workers: int) -> int:
 
 
 def float_count(workers: int, replicas: int) -> int:
-    """Floats that rows, reports and times take."""
-    return ROW * replicas + REPORT * RING + len(PHASES) * workers
+    """Floats that rows, reports, times and beginnings take."""
+    return ROW * replicas + REPORT * RING + len(PHASES) * workers + workers
 
 
 class Trouble(Exception):  # noqa: N818  not an error: how a step is left
@@ -69,7 +69,8 @@ class Control:
         self.workers = workers
         self.rows = floats[: ROW * replicas]
         self.reports = Reports(words, floats[ROW * replicas : ROW * replicas + REPORT * RING])
-        self.times = floats[ROW * replicas + REPORT * RING :]
+        self.times = floats[ROW * replicas + REPORT * RING : -workers]
+        self.began = floats[-workers:]  # when each worker came to what it does now, on the clock of time.monotonic
 
     def place(self, worker: int, field: int) -> int:
         """Index of a worker's own word."""
@@ -177,7 +178,12 @@ class Meeting:
 
     def at(self, point: Point) -> None:
         """Be so far in the step."""
+        self.begin_part()
         self._words[self._place] = self._step * POINTS + point
+
+    def begin_part(self) -> None:
+        """Whatever this worker does now, it begins now."""
+        self.control.began[self.worker] = time.monotonic()
 
     def meet(self, before: int, after: int) -> None:
         """Wait until all workers are here. ``before`` and ``after`` name the phases that it divides.

@@ -8,21 +8,22 @@ from __future__ import annotations
 import os
 import pickle
 import select
-import signal
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from phalanx import interrupts
+from phalanx import forks, interrupts
 from phalanx.engines import control as words_of
 from phalanx.engines.control import Control, fence, order
 from phalanx.engines.deadline import Deadline, Watch
 from phalanx.engines.habitat import Imported
-from phalanx.engines.launch import Hand, Zygote
+from phalanx.engines.hand import Hand
+from phalanx.engines.launch import Warm
 from phalanx.engines.memory import Memory
 from phalanx.engines.output import Output
-from phalanx.engines.told import BROKEN_OFF, Told
+from phalanx.engines.told import BROKEN_OFF, End, LostError, Told, ended
+from phalanx.recovery.tally import Cause
 
 POLL_MILLISECONDS = 50
 FAREWELL_SECONDS = 1.0
@@ -48,7 +49,7 @@ class Crew:
     scheduled : list of (step, options)
         What schedulers had come to before a step, where that cannot be done again; since the last snapshot.
     deaths : dict
-        Worker to what ended it, of those that are to be replaced.
+        Worker to its end, of those that are to be replaced.
     started : int
         How many were ready so far.
     interrupted : bool
@@ -59,7 +60,7 @@ class Crew:
         self.told: list[Told] = []
         self.housed: list[tuple[int, Any]] = []
         self.scheduled: list[tuple[int, Any]] = []
-        self.deaths: dict[int, str] = {}
+        self.deaths: dict[int, End] = {}
         self.started = 0
         self.interrupted = False
         self._memories = memories
@@ -67,10 +68,14 @@ class Crew:
         self._deadline = deadline
         self._hands: dict[int, Hand] = {}
         self._starting: set[int] = set()
+        self._owner = os.getpid()
+        self._lives = 0
+        self._lived = 0.0  # seconds, of those that have ended
         self._output = Output()
         self._poller = select.poll()
         self._imported = Imported(memories[0])
         self._abandoned = weakref.finalize(self, _abandon, self._hands, memories)
+        forks.own(self)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -86,12 +91,18 @@ class Crew:
         """The newest (step, options) up to ``step``; ``begun`` was known before workers told any."""
         return max([begun, *(item for item in self.scheduled if item[0] <= step)], key=lambda item: item[0])
 
-    def start(self, numbers: Iterable[int], zygote: Zygote) -> None:
+    @property
+    def lived(self) -> float:
+        """Seconds that all workers together have lived so far."""
+        now = time.monotonic()
+        return self._lived + sum(now - hand.born for hand in self._living())
+
+    def start(self, numbers: Iterable[int], warm: Warm) -> None:
         """Start workers, in place of those that ended; returns when all are ready, or told why not, or ended."""
         if not self._starting:
             self._imported.publish()
         for number in numbers:
-            hand = Hand(zygote, number, [memory.fd for memory in self._memories])
+            hand = warm.hand(number, [memory.fd for memory in self._memories])
             self.deaths.pop(number, None)
             self._hands[number] = hand
             self._starting.add(number)
@@ -108,6 +119,7 @@ class Crew:
         words[words_of.GRANT] += 1
         fence()
         for hand in self._living():
+            hand.since = time.monotonic()
             if words[self.control.place(hand.number, words_of.SLEEPING)]:
                 hand.wake()
 
@@ -132,8 +144,8 @@ class Crew:
             self.wait(lambda: idle() or late(), LONG)
             for hand in self._living() if not idle() else ():
                 if self.control.in_user_code(hand.number):
-                    self.deaths[hand.number] = BROKEN_OFF
-                    hand.shoot()
+                    self.deaths[hand.number] = self._end_of(hand, BROKEN_OFF, Cause.CALLER)
+                    self._died(hand)
             self.wait(idle, LONG)  # those that waited for them, and those that were updating
         self.interrupted = False
 
@@ -167,8 +179,9 @@ class Crew:
         late = self._starting or self.control.hindmost(self.alive)
         for hand in self._living():
             if hand.number in late:
-                self.deaths[hand.number] = f"hung for {self._deadline.seconds:.0f} s and was killed"
-                hand.shoot()
+                why = f"hung for {self._deadline.seconds:.0f} s and was killed"
+                self.deaths[hand.number] = self._end_of(hand, why, Cause.ITSELF)
+                self._died(hand)
 
     def _living(self) -> list[Hand]:
         return [hand for hand in self._hands.values() if not hand.ended]
@@ -216,6 +229,7 @@ class Crew:
         if kind == "result" and facts[0] != self.control.words[words_of.GRANT]:
             return  # of a task that was broken off
         if kind == "ready":
+            hand.ready, hand.since = True, time.monotonic()
             self._starting.discard(hand.number)
             self.started += 1
         elif kind == "housed":
@@ -242,8 +256,33 @@ class Crew:
                 continue
         self._output.forget(hand.pipes)
         self._starting.discard(hand.number)
-        why = _spelled(hand.end())
-        self.deaths.setdefault(hand.number, why)
+        self._lived += time.monotonic() - hand.born
+        with interrupts.shielded():
+            status = hand.end()
+        why, cause = ended(None if status is None else os.waitstatus_to_exitcode(status))
+        self.deaths.setdefault(hand.number, self._end_of(hand, why, cause))
+
+    def _end_of(self, hand: Hand, why: str, cause: Cause) -> End:
+        self._lives += 1
+        return End(why, cause, hand.ready, hand.since, time.monotonic(), self._lives)
+
+    def leave(self) -> None:
+        """See ``forks.Owned``."""
+        self._abandoned.detach()
+
+    def check_owner(self) -> None:
+        """Refuse to touch the workers of another process.
+
+        Raises
+        ------
+        LostError
+            This process was forked from the one that they belong to.
+        """
+        if self._owner != os.getpid():
+            raise LostError(
+                f"it belongs to process {self._owner}, from which this one ({os.getpid()}) was forked; its workers go "
+                "on there. Start a run of your own here"
+            )
 
 
 def _abandon(hands: Mapping[int, Hand], memories: Sequence[Memory]) -> None:
@@ -252,11 +291,3 @@ def _abandon(hands: Mapping[int, Hand], memories: Sequence[Memory]) -> None:
         hand.kill()
     for memory in memories:
         memory.close()
-
-
-def _spelled(status: int | None) -> str:
-    """How a process ended, out of its wait status."""
-    if status is None:
-        return "ended"
-    code = os.waitstatus_to_exitcode(status)
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"

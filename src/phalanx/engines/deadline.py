@@ -63,6 +63,45 @@ class Watch:
         return expired
 
 
+class Stillness:
+    """Notices that another process does nothing, however slow the machine is.
+
+    Attributes
+    ----------
+    stopped : bool
+        Whether it was stopped (SIGSTOP) when it was last looked at.
+    total : float
+        Seconds that this has been watched.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._used = -1
+        self._began = self._since = self._seen = time.monotonic()
+        self.stopped = False
+        self.total = 0.0
+
+    def seconds(self) -> float:
+        """How long it has used no processor time, though it could have had some, as far as this one was awake."""
+        now = time.monotonic()
+        asleep, self._seen = now - self._seen > AWAKE_SECONDS, now
+        state, used = _processor_time(self._pid)
+        self.stopped = state == "T"
+        if used != self._used or state in ("R", "D") or asleep:  # it waits for a processor or a disk
+            self._used, self._since = used, now
+        self.total = now - self._began
+        return now - self._since
+
+
+def _processor_time(pid: int) -> tuple[str, int]:
+    """The state of a process, and the processor time that it has used, in ticks; ("", 0) if that cannot be seen."""
+    try:
+        fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "", 0
+    return fields[0], int(fields[11]) + int(fields[12])
+
+
 def _traced() -> bool:
     """Whether a debugger is attached to this process."""
     try:

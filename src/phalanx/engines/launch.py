@@ -1,4 +1,4 @@
-"""Starting worker processes: the caller's side of the zygote, and of each worker.
+"""Starting worker processes: the caller's side of the zygote.
 
 The caller's process is never forked. Zygotes are kept warm between runs; ``close`` ends it.
 """
@@ -18,14 +18,23 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from typing import Any
 
+from phalanx import forks, interrupts
 from phalanx.engines import interpreter
-from phalanx.errors import RunError, UsageError
+from phalanx.engines.deadline import Stillness
+from phalanx.engines.hand import Hand, StartError
+from phalanx.engines.told import ended
+from phalanx.errors import UsageError
+from phalanx.recovery.tally import Cause
 
 MESSAGE_BYTES = 4096
-FAREWELL_SECONDS = 3.0
+CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # programs that the caller starts do not inherit what was received
+FAREWELL_SECONDS, KILLED_SECONDS = 3.0, 5.0
+SLICE_SECONDS = 0.05  # between two looks at Ctrl-C
+STOPPED_SECONDS = 2.0  # that a zygote may be stopped; it is woken before
+SILENT_SECONDS, MOST_SECONDS = 60.0, 600.0  # that it may take: without processor time, and in all
+ATTEMPTS, OWN_ENDS = 20, 2  # zygotes to start a worker with, and how many of them may end by themselves
 
 
 class Zygote:
@@ -57,7 +66,10 @@ class Zygote:
             env=interpreter.environment(),
         )
         theirs.close()
-        self._awake = False
+        self._awake = self._stopped = False
+        self._number = 0  # of the latest request
+        self._read, self._handles = b"", list[int]()  # answers, and descriptors that came with them
+        forks.own(self)
 
     @property
     def usable(self) -> bool:
@@ -67,142 +79,120 @@ class Zygote:
     @property
     def awake(self) -> bool:
         """Whether it has imported what it needs, so that workers start at once."""
-        poller = select.poll()
-        poller.register(self._socket, select.POLLIN)
-        return self._awake or bool(poller.poll(0))
+        return self._awake or _readable(self._socket, 0)
 
     def spawn(self, number: int, fds: Sequence[int]) -> tuple[int, int | None]:
-        """Start a worker with these descriptors; returns its pid and, where there are any, a pidfd."""
+        """See ``hand.Starter``."""
         answer, handles = self._ask({"worker": number}, fds)
         return answer["pid"], handles[0] if handles else None
 
-    def end(self, pid: int) -> int:
-        """Kill a worker, with what it started, unless it has ended; returns the wait status of its end."""
+    def end(self, pid: int) -> int | None:
+        """See ``hand.Starter``."""
         return self._ask({"end": pid})[0]["status"]
 
     def close(self) -> None:
-        """End it, and with it every worker that is left."""
-        awake = self.owner == os.getpid() and self.awake
+        """End it, and with it every worker that is left; takes some seconds at most, whatever it does."""
+        if self.owner != os.getpid():
+            self.leave()
+            return
+        awake = self.awake
         self._socket.close()
-        if self.owner == os.getpid():
-            try:
-                self._process.wait(FAREWELL_SECONDS if awake else 0)  # it ends its workers, and what they started
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        try:
+            self._process.send_signal(signal.SIGCONT)  # a stopped one would not see the end of its socket
+            self._process.wait(FAREWELL_SECONDS if awake else 0)  # it ends its workers, and what they started
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            self._kill()
             if self._cache is not None:
                 shutil.rmtree(self._cache, ignore_errors=True)
 
+    def leave(self) -> None:
+        """See ``forks.Owned``."""
+        self._socket.close()
+        self._process.returncode = 0  # not a child of this process, so nobody may wait for it
+
+    def _kill(self) -> None:
+        self._process.kill()  # nothing, if it has ended
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILLED_SECONDS)
+
     def _ask(self, request: dict[str, int], fds: Sequence[int] = ()) -> tuple[dict[str, Any], list[int]]:
-        with self._lock:
-            try:
-                if not self._awake:
-                    self._receive()
-                    self._awake = True
-                socket.send_fds(self._socket, [json.dumps(request).encode()], list(fds))
-                return self._receive()
-            except (OSError, ValueError) as error:
-                status = self._process.poll()
-                raise RunError(
-                    f"the process that starts workers has ended (status {status}): {error}; what it wrote to stderr "
-                    "says why. Run again, or use engine='inline'"
-                ) from error
-            except BaseException:  # Ctrl-C between a request and its answer: the two would never match again
-                self._process.kill()
-                raise
+        """Send a request, and wait for its answer. Ctrl-C may come between: the answer is then dropped by the next."""
+        while not self._lock.acquire(timeout=SLICE_SECONDS):
+            interrupts.check()
+        try:
+            self._number += 1
+            line = json.dumps({**request, "number": self._number, "fds": len(fds)}) + "\n"
+            socket.send_fds(self._socket, [line.encode()], list(fds), socket.MSG_DONTWAIT)
+            while True:
+                answer, handles = self._receive()
+                self._awake = True
+                if answer["number"] == self._number:
+                    return answer, handles
+                for handle in handles:  # of a worker that nobody waits for any more
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
+                    os.close(handle)
+        except (OSError, ValueError) as error:
+            raise self._lost(error) from error
+        finally:
+            self._lock.release()
 
     def _receive(self) -> tuple[dict[str, Any], list[int]]:
-        message, handles, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES, 1)
-        if not message:
-            raise OSError("it closed its socket")
-        return json.loads(message), handles
+        """The next answer. Each is a line; a descriptor comes with the bytes of its answer or of one before it."""
+        while b"\n" not in self._read:
+            self._await()
+            message, handles, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES, 1, CLOEXEC)
+            self._handles += handles
+            if not message:
+                raise ConnectionResetError("it closed its socket")
+            self._read += message
+        line, _, self._read = self._read.partition(b"\n")
+        answer = json.loads(line)
+        count = answer.get("handles", 0)
+        handles, self._handles = self._handles[:count], self._handles[count:]
+        return answer, handles
+
+    def _await(self) -> None:
+        """Wait until there is something to read, as long as it does anything at all."""
+        stillness = Stillness(self._process.pid)
+        while not _readable(self._socket, SLICE_SECONDS):
+            interrupts.check()
+            seconds = stillness.seconds()
+            if stillness.stopped and seconds > STOPPED_SECONDS / 2:
+                self._process.send_signal(signal.SIGCONT)
+            if seconds > (STOPPED_SECONDS if stillness.stopped else SILENT_SECONDS) or stillness.total > MOST_SECONDS:
+                self._stopped = stillness.stopped
+                raise TimeoutError(f"did nothing for {seconds:.0f} s and was killed")
+
+    def _lost(self, error: Exception) -> StartError:
+        """The error to raise when it is of no use any more; it has ended then."""
+        self._kill()
+        silent = isinstance(error, TimeoutError)
+        why, cause = ended(self._process.returncode)
+        outside = self._stopped if silent else cause is Cause.ANYBODY
+        return StartError(
+            f"the process that starts workers {error if silent else f'{why} ({error})'}; what it wrote to stderr says why. Run again, or use "
+            "engine='inline'",
+            outside=outside,
+        )
 
 
-class Hand:
-    """The caller's side of one worker: its channel, its output, its life.
-
-    Attributes
-    ----------
-    pid : int
-    pidfd : int or None
-        Readable once the worker has ended.
-    channel : Connection
-    pipes : list of int
-        Its standard output and standard error.
-    """
-
-    def __init__(self, zygote: Zygote, number: int, memories: Sequence[int]) -> None:
-        self.number = number
-        self.ended = False
-        self._owner = os.getpid()
-        self._zygote = zygote
-        mine, theirs = socket.socketpair()
-        output, errors = os.pipe(), os.pipe()
-        self.channel = Connection(mine.detach())
-        self.pipes = [output[0], errors[0]]
-        self.pidfd: int | None = None
-        try:
-            self.pid, self.pidfd = zygote.spawn(number, [theirs.fileno(), output[1], errors[1], *memories])
-        except BaseException:
-            self._close()
-            raise
-        finally:
-            theirs.close()
-            os.close(output[1])
-            os.close(errors[1])
-
-    @property
-    def watched(self) -> list[int]:
-        """What is readable when there is something to do for it."""
-        return [fd for fd in (self.channel.fileno(), *self.pipes, self.pidfd) if fd is not None]
-
-    def wake(self) -> None:
-        """Tell it that something has been granted."""
-        with contextlib.suppress(OSError):  # it has ended, which shows elsewhere
-            os.write(self.channel.fileno(), b".")
-
-    def shoot(self) -> None:
-        """End it at once, even if it is stopped; its death shows as any other does."""
-        with contextlib.suppress(OSError):
-            if self.pidfd is not None:
-                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-
-    def dismiss(self) -> None:
-        """Let it end by itself: it sees the end of its channel."""
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.channel.fileno())) as end:
-            end.shutdown(socket.SHUT_WR)
-
-    def kill(self) -> None:
-        """End it at once, without asking anybody; the zygote clears away what is left of it."""
-        if not self.ended:
-            self.ended = True
-            with contextlib.suppress(OSError):
-                if self.pidfd is not None and self._owner == os.getpid():
-                    signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-            self._close()
-
-    def end(self) -> int | None:
-        """Make sure that it has ended, and give back what it took; returns its wait status if that is known."""
-        status = None
-        if not self.ended:
-            self.ended = True
-            with contextlib.suppress(RunError):
-                status = self._zygote.end(self.pid)
-            self._close()
-        return status
-
-    def _close(self) -> None:
-        self.channel.close()
-        for fd in self.pipes:
-            os.close(fd)
-        if self.pidfd is not None:
-            os.close(self.pidfd)
+def _readable(end: socket.socket, seconds: float) -> bool:
+    poller = select.poll()
+    poller.register(end, select.POLLIN)
+    return bool(poller.poll(1000 * seconds))
 
 
 class Warm:
     """What is kept for the next run: a zygote, and one more if jax was imported when there was one without."""
 
     def __init__(self) -> None:
+        self.leave()
+        forks.own(self)
+
+    def leave(self) -> None:
+        """See ``forks.Owned``."""
         self._lock = threading.Lock()
         self._zygotes: dict[bool, Zygote] = {}
 
@@ -216,6 +206,24 @@ class Warm:
                 atexit.unregister(self.close)
                 atexit.register(self.close)
             return self._zygotes[jax]
+
+    def hand(self, number: int, memories: Sequence[int]) -> Hand:
+        """A new worker; its zygote is started again if it has ended, at whatever moment.
+
+        Raises
+        ------
+        StartError
+            No zygote lives long enough.
+        """
+        lost: list[StartError] = []
+        while True:
+            try:
+                return Hand(self.zygote(), number, memories)
+            except StartError as error:
+                lost.append(error)
+                if len(lost) == ATTEMPTS or sum(not each.outside for each in lost) == OWN_ENDS:
+                    break
+        raise StartError(f"{len(lost)} times in a row, the last time: {lost[-1]}", outside=False) from lost[-1]
 
     @property
     def awake(self) -> bool:

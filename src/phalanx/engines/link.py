@@ -162,6 +162,7 @@ class ArenaLink:
     def _count(self, done: int) -> None:
         """Say how many replicas of this step are done."""
         words = self._control.words
+        self._meeting.begin_part()
         words[self._control.place(self._worker, COUNT)] = self._done = done
         if done:
             words[self._control.place(self._worker, TOTAL)] += 1

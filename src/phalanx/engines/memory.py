@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 
+from phalanx import forks
 from phalanx.errors import UsageError
 
 ALIGNMENT = 64
@@ -36,6 +37,7 @@ class Memory:
         else:
             self.fd, self.size = fd, os.fstat(fd).st_size
         self.grow(size)
+        forks.own(self)
 
     def grow(self, size: int) -> None:
         """Make it at least ``size`` bytes; never smaller. Maps made before see the part that they had."""
@@ -70,6 +72,10 @@ class Memory:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    def leave(self) -> None:
+        """See ``forks.Owned``."""
+        self.close()
 
 
 class Carver:

@@ -269,6 +269,7 @@ class Processes:
     def _watching(self) -> Any:
         """What workers that ended leave behind is the supervisor's business; if it gives up, so does the run."""
         try:
+            self._crew.check_owner()
             yield
         except RunError as error:
             self._ended = str(error)

@@ -102,6 +102,7 @@ class Supervisor:
                 self.steady()
                 return False
             self._crew.wait(lambda: until() or bool(self._crew.deaths), steps)
+        self._ledger.came_through(self._control.words[words_of.KIND])
         return True
 
     def steady(self) -> None:
@@ -117,12 +118,14 @@ class Supervisor:
         while not self._whole():
             self._control.words[words_of.TROUBLE] = 1  # the others leave the step
             if not self._placement.whole and self._crew.deaths:
-                self._ledger.fell(self._crew.deaths, self._crew.started)  # raises: nobody waits for other hosts
+                self._ledger.fell(
+                    self._crew.deaths, self._crew.started, self._crew.lived
+                )  # raises: nobody waits for other hosts
             self._crew.wait(lambda: self._control.all_idle(self._crew.alive), LONG)
             if not self._placement.whole and self._errors():
                 raise self._errors()[0].content  # no step can be done again without the other hosts
             if self._crew.deaths:
-                self._ledger.fell(self._crew.deaths, self._crew.started)
+                self._ledger.fell(self._crew.deaths, self._crew.started, self._crew.lived)
                 self._mend()
             elif self._unfinished is not None:  # broken off by Ctrl-C
                 self._unfinished[0](self._unfinished[1], ())
@@ -197,7 +200,7 @@ class Supervisor:
         lost = 0 in fallen and not self._portable
         if not (running and due and joinable(places, fallen)) or lost or any(map(self._control.idle, fallen)):
             return False
-        self._ledger.fell(self._crew.deaths, self._crew.started)
+        self._ledger.fell(self._crew.deaths, self._crew.started, self._crew.lived)
         if 0 in fallen:  # it may have ended before it said that the step before is finished
             words[words_of.DONE] = max(words[words_of.DONE], step)
         self._replace(fallen, step, joining=True)
@@ -209,7 +212,7 @@ class Supervisor:
         step, torn = judge(self._control.places())
         if not self._portable and (torn or 0 in fallen):
             raise LostError(
-                f"worker {fallen[0]} {self._crew.deaths[fallen[0]]} in step {step}, and the optimizer is not one of "
+                f"worker {fallen[0]} {self._crew.deaths[fallen[0]].why} in step {step}, and the optimizer is not one of "
                 "torch's own, so its state is lost with it; run again"
             )
         if self._unfinished is not None and self._unfinished[0] == self._go_back:
@@ -297,10 +300,8 @@ class Supervisor:
         pack({**self._described(step), "grant": grant, "joining": joining}, self._orders, reduced)
         for worker in workers:
             self._control.words[self._control.place(worker, words_of.COUNT)] = 0
-        replacements = self._ledger.starting(workers)
-        self._crew.start(workers, WARM.zygote())
-        for worker in replacements:
-            if worker not in self._crew.deaths:
-                self._ledger.note("replaced", worker, step)
+        self._ledger.start()
+        self._crew.start(workers, WARM)
+        self._ledger.started(self._crew.deaths, step)
         if any(told.kind == "failed" for told in self._crew.told):
             raise unfit(first_error(self._crew.told))

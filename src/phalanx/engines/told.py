@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from phalanx.engines.parcel import picklable
 from phalanx.errors import PhalanxError, RunError, UsageError
+from phalanx.recovery.tally import Cause
 
 BROKEN_OFF = "stayed in user code after Ctrl-C and was ended"  # a death that the caller caused
 WHERE = {
@@ -16,6 +18,37 @@ WHERE = {
     "repaired": "the optimizer; the state is the one before that step",
     "unscheduled": "the scheduler; the step itself was done",
 }
+FAULTS = frozenset(  # signals that the kernel sends for what a process does itself
+    {
+        signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS, signal.SIGTRAP,
+        signal.SIGPIPE, signal.SIGXCPU, signal.SIGXFSZ,
+    }
+)  # fmt: skip
+
+
+class End(NamedTuple):
+    """How a worker ended.
+
+    Attributes
+    ----------
+    why : str
+    cause : Cause
+    ready : bool
+        Whether it had said that it can begin.
+    since : float
+        When it was started, or last given something to do.
+    when : float
+        When that was noticed, on the clock of ``time.monotonic``.
+    life : int
+        A number that no other worker of the run has.
+    """
+
+    why: str
+    cause: Cause
+    ready: bool
+    since: float
+    when: float
+    life: int
 
 
 class LostError(RunError):
@@ -55,11 +88,24 @@ def first_error(told: Sequence[Told]) -> BaseException:
     return error
 
 
-def irreplaceable(deaths: Mapping[int, str]) -> LostError:
+def ended(code: int | None) -> tuple[str, Cause]:
+    """How a process ended and who may have ended it, out of its exit code; None: with the zygote that started it."""
+    if code is None:
+        return "ended with the process that started it", Cause.STARTER
+    if code >= 0:
+        return f"exited with status {code}", Cause.ITSELF
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:  # a real-time signal
+        name = f"signal {-code}"
+    return f"was killed by {name}", Cause.ITSELF if -code in FAULTS else Cause.ANYBODY
+
+
+def irreplaceable(deaths: Mapping[int, End]) -> LostError:
     """Why a run over several hosts ends."""
-    worker, why = min(deaths.items())
+    worker, end = min(deaths.items())
     return LostError(
-        f"worker {worker} of this host {why}, and in a run over several hosts no worker is replaced; start all hosts "
+        f"worker {worker} of this host {end.why}, and in a run over several hosts no worker is replaced; start all hosts "
         "again: with a run_dir the run goes on from its newest snapshot, to the same digest"
     )
 

@@ -67,6 +67,7 @@ class Nursery:
         self._watched = watched
         self._alive: dict[int, int] = {}  # pid of each worker: its pidfd, or -1
         self._statuses: dict[int, int] = {}  # of workers that ended and were not asked for yet
+        self._read, self._fds = b"", list[int]()  # of requests that have not come as a whole
         self._poller = select.poll()
         for fd in watched:
             self._poller.register(fd, select.POLLIN)
@@ -79,7 +80,7 @@ class Nursery:
             self._end(pid)
 
     def _answer_all(self) -> None:
-        self._server.send(b"{}")
+        self._say(0)
         while True:
             ready = {fd for fd, _ in self._poller.poll()}
             self._clear_away()
@@ -91,14 +92,18 @@ class Nursery:
                     os.set_inheritable(received, False)
                 if not message:
                     break
-                self._answer(json.loads(message), fds)
+                self._fds += fds
+                *lines, self._read = (self._read + message).split(b"\n")
+                for line in lines:  # several, if the parent did not wait for some of their answers
+                    self._answer(json.loads(line))
 
-    def _answer(self, request: dict[str, int], fds: Sequence[int]) -> None:
+    def _answer(self, request: dict[str, int]) -> None:
         if "end" in request:
             self._end(request["end"])
-            self._server.send(json.dumps({"status": self._statuses.pop(request["end"], 0)}).encode())
+            self._say(request["number"], status=self._statuses.pop(request["end"], None))
             return
-        zygote = os.getpid()
+        zygote, fds = os.getpid(), self._fds[: request["fds"]]
+        self._fds = self._fds[request["fds"] :]
         pid = os.fork()
         if pid == 0:
             inherited = [*self._watched, *(fd for fd in self._alive.values() if fd >= 0)]
@@ -112,7 +117,12 @@ class Nursery:
             self._poller.register(handle, select.POLLIN)
         self._statuses.pop(pid, None)  # of an earlier process that had this number
         self._alive[pid] = handles[0] if handles else -1
-        socket.send_fds(self._server, [json.dumps({"pid": pid}).encode()], handles)
+        self._say(request["number"], handles, pid=pid)
+
+    def _say(self, number: int, handles: Sequence[int] = (), **facts: int | None) -> None:
+        """Answer request ``number``; 0 says that there may be some."""
+        line = json.dumps({"number": number, "handles": len(handles), **facts}) + "\n"
+        socket.send_fds(self._server, [line.encode()], handles)
 
     def _clear_away(self) -> None:
         """Take in workers that have ended by themselves."""

@@ -7,13 +7,9 @@ where each was last seen tells whether the state is that before a step, that aft
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
 from enum import IntEnum
 from typing import NamedTuple
-
-ROW = 3  # deaths in a row, at one replica or without anything done between, that end a run
-MANY = 10  # occasions of deaths at one step while nothing is computed, as in updates: chance may have brought some
 
 
 class Point(IntEnum):
@@ -75,50 +71,3 @@ def newest_whole(due: int, kept: int, torn: int) -> int:
     One that was due by then is whole, as all workers have met since they saved. One announced for later is not begun.
     """
     return due if kept < due <= torn else kept
-
-
-class Poison(NamedTuple):
-    """Why a run is given up: what ended workers at one place, or three times in a row without anything done."""
-
-    step: int
-    replica: int | None
-    causes: tuple[str, ...]
-
-
-@dataclass
-class Tally:
-    """Counts deaths, so that what kills every worker ends the run instead of going on for ever."""
-
-    _at: dict[tuple[int, int], list[str]] = field(default_factory=dict[tuple[int, int], list[str]])
-    _idle: list[str] = field(default_factory=list[str])
-    _done: int = -1
-    _attempts: int = -1
-
-    def count(
-        self, deaths: Mapping[int, str], computing: Mapping[int, tuple[int, int]], done: int, attempts: int
-    ) -> Poison | None:
-        """Count deaths; those between two attempts to replace workers are one occasion.
-
-        Parameters
-        ----------
-        deaths : mapping
-            Worker to cause.
-        computing : mapping
-            Worker to the (step, replica) that it was computing, or (step, negative number) for what else it did.
-        done : int
-            How many replicas were finished and workers started so far, anywhere.
-        attempts : int
-            How often workers were about to be started so far.
-        """
-        if done != self._done:
-            self._done, self._idle = done, []
-        if attempts != self._attempts:
-            self._attempts = attempts
-            self._idle.append(min(deaths.values()))
-        for place, worker in {place: worker for worker, place in computing.items()}.items():
-            causes = self._at.setdefault(place, [])
-            causes.append(deaths[worker])
-            if len(causes) >= (ROW if place[1] >= 0 else MANY):
-                return Poison(*place, tuple(causes))
-        step = max((step for step, _ in computing.values()), default=-1)
-        return Poison(step, None, tuple(self._idle)) if len(self._idle) >= ROW else None

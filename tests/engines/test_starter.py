@@ -1,0 +1,200 @@
+"""The process that starts workers may be killed, stopped or interrupted at any moment: another takes its place."""
+
+import os
+import pathlib
+import signal
+import threading
+import time
+
+import pytest
+
+import phalanx
+from phalanx import interrupts
+from phalanx.engines import launch
+from phalanx.engines.launch import WARM
+from tests.engines.deaths import hunted
+from tests.families import ADAMW, FAMILIES
+
+WHYS = {"was killed by SIGKILL", "ended with the process that started it"}
+
+
+def recipe(**changes):
+    return FAMILIES["mlp"].recipe(4, **{"steps": 6, "optimizer": ADAMW, **changes})
+
+
+def assert_same(one, other):
+    assert (one.digest, one.loss_history) == (other.digest, other.loss_history)
+
+
+def zygote():
+    """The process that starts workers, and has started."""
+    WARM.zygote()._ask({"end": 0})
+    return WARM.zygote()._process
+
+
+def strike(run, whom):
+    """SIGKILL of the zygote and, before or after it, of workers."""
+    pids = {"zygote": [zygote().pid], "worker": list(run.worker_pids[:1]), "workers": list(run.worker_pids)}
+    for name in whom:
+        for pid in pids[name]:
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("whom", [["zygote"], ["worker", "zygote"], ["zygote", "workers"]])
+def test_it_may_be_killed_together_with_workers(whom):
+    """As a cgroup's OOM killer does: the run goes on; each worker died once, of what it died of, and was replaced."""
+    with recipe().start(workers=2, engine="processes") as run:
+        for report in run:
+            if report.step == 2:
+                strike(run, whom)
+        result = run.result()
+    assert_same(result, recipe().train(engine="inline"))
+    assert [(one.kind, one.worker) for one in sorted(run.incidents, key=lambda one: (one.kind, one.worker))] == [
+        ("death", 0),
+        ("death", 1),
+        ("replaced", 0),
+        ("replaced", 1),
+    ]
+    assert {one.why for one in run.incidents if one.kind == "death"} <= WHYS
+
+
+class Mortal(launch.Zygote):
+    """Zygotes of which the first few are killed as soon as they are started."""
+
+    left = 0
+
+    def __init__(self, *, jax):
+        super().__init__(jax=jax)
+        if Mortal.left:
+            Mortal.left -= 1
+            os.kill(self._process.pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def mortal(monkeypatch):
+    """None is there, and the next two are killed while they import."""
+    phalanx.close()
+    monkeypatch.setattr(launch, "Zygote", Mortal)
+    monkeypatch.setattr(Mortal, "left", 2)
+    yield
+    phalanx.close()
+
+
+def test_it_may_be_killed_while_it_starts(mortal):
+    """Those that are killed before they have said anything are replaced; no death of a worker is told, as none died."""
+    with recipe().start(workers=2, engine="processes") as run:
+        run.finish()
+        assert run.incidents == ()
+        assert Mortal.left == 0
+        result = run.result()
+    assert_same(result, recipe().train(engine="inline"))
+
+
+def test_it_may_be_killed_again_while_it_starts_again(mortal, monkeypatch):
+    """It dies in the middle of a run, and so do the next two."""
+    monkeypatch.setattr(Mortal, "left", 0)
+    with recipe().start(workers=2, engine="processes") as run:
+        for report in run:
+            if report.step == 2:
+                Mortal.left = 2
+                strike(run, ["worker", "zygote"])
+        result = run.result()
+    assert Mortal.left == 0
+    assert_same(result, recipe().train(engine="inline"))
+    assert sum(one.kind == "death" for one in run.incidents) == 2
+
+
+def test_one_that_never_starts_ends_the_run_and_says_why(monkeypatch, capfd):
+    """It exits by itself: after two of them an error names the status and points to what it wrote."""
+    phalanx.close()
+    monkeypatch.setattr(launch, "START", "raise SystemExit('no such library')  # {path!r} {fd} {parent} {cache!r}")
+    with pytest.raises(phalanx.RunError, match=r"2 times in a row.*exited with status 1.*stderr says why"):
+        recipe().train(workers=2, engine="processes")
+    assert capfd.readouterr().err.count("no such library") == 2
+    phalanx.close()
+
+
+@pytest.mark.parametrize("moment", ["start", "death", "close"])
+def test_it_may_be_stopped(moment):
+    """SIGSTOP before it is asked for something: it is woken, and the run goes on, or ends, within seconds."""
+    process = zygote()
+    if moment == "start":
+        process.send_signal(signal.SIGSTOP)
+    with recipe().start(workers=2, engine="processes", deadline_seconds=5) as run:
+        for report in run:
+            if moment == "death" and report.step == 2:
+                process.send_signal(signal.SIGSTOP)
+                os.kill(run.worker_pids[0], signal.SIGKILL)
+        result = run.result()
+        if moment == "close":
+            process.send_signal(signal.SIGSTOP)
+    if moment == "close":
+        process.send_signal(signal.SIGSTOP)
+        phalanx.close()
+    assert_same(result, recipe().train(engine="inline"))
+
+
+def test_one_that_stays_stopped_is_replaced(monkeypatch):
+    """Whoever stopped it does not let it be woken: it is killed, and another does its work."""
+    process = zygote()
+    monkeypatch.setattr(launch, "STOPPED_SECONDS", 0.0)
+    os.kill(process.pid, signal.SIGSTOP)
+    assert_same(recipe().train(workers=2, engine="processes"), recipe().train(engine="inline"))
+    assert process.poll() == -signal.SIGKILL
+    assert zygote() is not process
+
+
+def test_ctrl_c_while_it_does_not_answer(monkeypatch):
+    """The wait ends at once; the answer that comes later is not taken for that of the next request."""
+    monkeypatch.setattr(launch, "STOPPED_SECONDS", 1000.0)
+    process = zygote()
+    os.kill(process.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt), interrupts.guarded():
+            timer = threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
+            timer.start()
+            WARM.zygote()._ask({"end": 0})
+        timer.join()
+    assert time.monotonic() - began < 100
+    os.kill(process.pid, signal.SIGCONT)
+    assert_same(recipe().train(workers=2, engine="processes"), recipe().train(engine="inline"))
+    assert zygote() is process
+
+
+def test_a_worker_whose_start_was_interrupted_is_ended(monkeypatch):
+    """Nobody waits for it any more: it is gone after the next request, and nothing of it is left."""
+    process = zygote()
+    before = set(os.listdir("/proc/self/fd"))
+    receive, torn = launch.Zygote._receive, []
+
+    def interrupted(self):
+        if not torn:
+            torn.append(True)
+            raise KeyboardInterrupt
+        return receive(self)
+
+    monkeypatch.setattr(launch.Zygote, "_receive", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        WARM.hand(0, [])
+    WARM.zygote()._ask({"end": 0})
+    children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    deadline = time.monotonic() + 60
+    while children.read_text().strip() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert children.read_text().strip() == ""
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_storm_over_everybody(monkeypatch):
+    """Workers are ended all the time, and twice the zygote as well: the same digest, and only deaths that happened."""
+    with recipe(steps=40).start(workers=2, engine="processes") as run:
+        with hunted(run, lambda: 0.03, most=15) as ended:
+            for report in run:
+                if report.step in (10, 25):
+                    zygote().kill()
+        result = run.result()
+    assert_same(result, recipe(steps=40).train(engine="inline"))
+    deaths = [one for one in run.incidents if one.kind == "death"]
+    assert {one.why for one in deaths} <= WHYS
+    assert len(deaths) <= len(ended) + 4
