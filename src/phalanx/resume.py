@@ -121,7 +121,6 @@ class Past:
                           stacklevel=2)  # fmt: skip
         return found
 
-
     def _compare(self, saving: Saving, found: Snapshot) -> None:
         """Refuse another recipe, or note how it differs; warn of what may differ."""
         try:
@@ -131,8 +130,8 @@ class Past:
         told = "; ".join(comparison.differs)
         if told and saving.resume != ANYWAY:
             raise UsageError(
-                f"run_dir has snapshots of another recipe: {told}. Use that recipe to go on, choose another run_dir, or "
-                f"go on with this one: resume={ANYWAY!r} (the log then says so)"
+                f"run_dir has snapshots of another recipe: {told}. Use that recipe, choose another run_dir, or "
+                f"go on all the same with resume={ANYWAY!r}, which is noted in the log"
             )
         if told:
             warnings.warn(f"going on with another recipe than that of the snapshot: {told}", stacklevel=2)

@@ -1,7 +1,6 @@
-"""Modules that differ in one thing, for tests of fingerprints: a recipe of many kinds of values, and what is changed."""
+"""Modules that differ in one thing, for tests of fingerprints: recipes of many kinds of values, and their changes."""
 
 import dataclasses
-import functools
 import importlib.util
 import itertools
 import json

@@ -51,9 +51,9 @@ def shared(definition: Definition) -> dict[str, str]:
     look = Look()
     found = {name: repr(getattr(definition, name)) for name in VALUES} | {"python": VERSION}
     for name, graph in _graphs(definition, look).items():
-        parts = {f"{name}: {path}" if path else name: told for path, told in graph.named(CODE).items()}
-        found |= {place: " ".join([told[0], *told[2:]]) for place, told in parts.items()}  # the nearest that differs
-        found |= {place: " ".join(told) for place, told in parts.items() if place not in parts or place == name}
+        for path, told in graph.named(CODE).items():  # the nearest to the root first, each without what it holds
+            found[f"{name}: {path}" if path else name] = " ".join([told[0], *told[2:]])
+        found[f"{name} as a whole"] = graph.hash(CODE)
     return found | {f"version of {name}": version for name, version in look.packages.versions().items()}
 
 

@@ -9,16 +9,18 @@ from typing import Any
 
 import numpy as np
 
-WHOLE_BYTES = 64 << 20  # of an array, or a list of samples; 40 ms where the processor has instructions for SHA-256
+WHOLE_BYTES = 64 << 20  # of an array; 40 ms where the processor has instructions for SHA-256
+LIST_BYTES = 256 << 20  # of a list of samples; about a second
 TOTAL_BYTES = 512 << 20  # of a recipe; what comes after that is sampled
 SAMPLED_BYTES, SAMPLED_ROWS = 4 << 20, 4096
-ITEM_BYTES = 256  # an item of a list costs as much time as hashing so many bytes
+ITEM_BYTES = 1024  # an item of a list costs as much time as hashing so many bytes
 DEEP = 20
+NESTED = (list, tuple, dict)
 SHOWN = 60  # characters
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
-class Foreign(Exception):
+class ForeignError(Exception):
     """There is something that is neither plain nor an array."""
 
 
@@ -28,8 +30,8 @@ class Contents:
     def __init__(self) -> None:
         self._spent = 0
 
-    def array(self, value: Any) -> str:
-        """Dtype, shape and a hash of an array or tensor; a single number is shown.
+    def array(self, value: Any) -> tuple[str, str]:
+        """Dtype and shape of an array or tensor, and a hash of what is in it; a single number is shown.
 
         Raises
         ------
@@ -37,37 +39,36 @@ class Contents:
             It cannot be read.
         """
         head = _headed(value)
-        if 1 == _count(value):
-            return f"{head} {value.tolist()!r}"
+        if _count(value) == 1:
+            return f"{head} {value.tolist()!r}", ""
         limit = WHOLE_BYTES if self._spent < TOTAL_BYTES else SAMPLED_BYTES
         size = _bytes(value)
         found = hashlib.sha256()
         for piece in [value] if size <= limit else _sample(value):
             found.update(_content(piece))
         self._spent += min(size, limit)
-        return f"{head} {found.hexdigest()[:16]}{' sampled' * (size > limit)}"
+        return head + " sampled" * (size > limit), found.hexdigest()[:16]
 
-    def container(self, value: Any) -> str:
-        """Length and a hash of a list, tuple or dict of plain values, arrays and more such containers.
+    def container(self, value: Any) -> tuple[str, str]:
+        """Length of a list, tuple or dict of plain values, arrays and more such containers, and a hash of its content.
 
         Raises
         ------
-        Foreign
+        ForeignError
             It holds something else.
         """
         found = hashlib.sha256()
         items: Any = list(value.items()) if isinstance(value, dict) else value
         if set(map(type, items)) <= {bool, int, float, str, type(None)}:
             found.update(repr(items).encode(errors="surrogatepass"))
-            return f"{type(value).__name__} of {len(items)} {found.hexdigest()[:16]}"
-        limit = WHOLE_BYTES if self._spent < TOTAL_BYTES else SAMPLED_BYTES
+            return f"{type(value).__name__} of {len(items)}", found.hexdigest()[:16]
+        limit = LIST_BYTES if self._spent < TOTAL_BYTES else SAMPLED_BYTES
         most = max(SAMPLED_ROWS, limit // max(1, _cost(items[0])))
         for number in rows(len(items), most):
             for piece in _pieces(items[number], DEEP):
                 found.update(piece)
                 self._spent += len(piece)
-        sampled = " sampled" * (len(items) > most)
-        return f"{type(value).__name__} of {len(items)} {found.hexdigest()[:16]}{sampled}"
+        return f"{type(value).__name__} of {len(items)}" + " sampled" * (len(items) > most), found.hexdigest()[:16]
 
 
 def plain(value: Any) -> str:
@@ -79,8 +80,9 @@ def plain(value: Any) -> str:
 
 
 def plain_set(value: Any) -> str:
-    """A set of plain values, which come in any order."""
-    return f"{type(value).__name__} of {len(value)} {short(repr(sorted(map(repr, value))))}"
+    """A set of plain values, which come in any order; hashed if it is long."""
+    told = f"{type(value).__name__}({', '.join(sorted(map(repr, value)))})"
+    return told if len(told) <= SHOWN else f"{type(value).__name__} of {len(value)} {short(told)}"
 
 
 def converted(value: Any) -> Any:
@@ -113,11 +115,11 @@ def is_array(value: Any) -> bool:
     return all(hasattr(type(value), name) for name in ("dtype", "shape", "__array__")) and not isinstance(value, type)
 
 
-def _pieces(value: Any, depth: int | None) -> Iterator[bytes]:
+def _pieces(value: Any, depth: int | None) -> Iterator[bytes | memoryview]:
     """Everything in a container. ``depth``: what may be nested; None: as deep as it goes, all else as its type."""
-    if isinstance(value, (list, tuple, dict)) and (depth is None or type(value) in (list, tuple, dict)):
+    if type(value) in NESTED or (depth is None and isinstance(value, NESTED)):
         if depth == 0:
-            raise Foreign("nested too deeply")
+            raise ForeignError("nested too deeply")
         items = list(value.items()) if isinstance(value, dict) else value
         yield f"{len(items)} in a {type(value).__name__}".encode()
         for item in items:
@@ -131,11 +133,11 @@ def _pieces(value: Any, depth: int | None) -> Iterator[bytes]:
     elif depth is None:
         yield type(value).__qualname__.encode()
     else:
-        raise Foreign(type(value).__name__)
+        raise ForeignError(type(value).__name__)
 
 
 def _headed(value: Any) -> str:
-    """Dtype and shape; the order of its axes in memory, where that is not the usual one; whether it takes a gradient."""
+    """Dtype and shape; the order of its axes in memory, if that is not the usual one; whether it takes a gradient."""
     head = f"{value.dtype}".removeprefix("torch.") + str(list(value.shape))
     strides = value.stride() if callable(getattr(value, "stride", None)) else getattr(value, "strides", None)
     axes = [axis for axis in range(len(value.shape)) if value.shape[axis] > 1]
@@ -149,14 +151,18 @@ def _content(array: Any) -> bytes | memoryview:
     """The bytes of an array or tensor, in the order of its axes."""
     if callable(getattr(array, "detach", None)):
         try:
+            return np.ascontiguousarray(array.numpy()).reshape(-1).view(np.uint8).data
+        except (TypeError, RuntimeError):  # with a gradient, conjugated, on a device, of a dtype that numpy has not
+            pass
+        try:
             tensor = array.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
             array = tensor.view(sys.modules[type(array.dtype).__module__].uint8).numpy()
         except (TypeError, RuntimeError, AttributeError):  # quantized, sparse
             return repr(array.tolist()).encode()
     found = np.asarray(array)
     if found.dtype.hasobject:
-        raise Foreign("an array of objects")
-    return memoryview(np.ascontiguousarray(found).reshape(-1).view(np.uint8))
+        raise ForeignError("an array of objects")
+    return np.ascontiguousarray(found).reshape(-1).view(np.uint8).data
 
 
 def _sample(array: Any) -> Iterator[Any]:

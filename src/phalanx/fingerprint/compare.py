@@ -74,7 +74,9 @@ def _compare_field(
     elif not same:
         found.differs += _told(name, one["parts"], other["parts"])
     else:
-        changed = [path for path in {**one["soft"], **other["soft"]} if one["soft"].get(path) != other["soft"].get(path)]
+        changed = [
+            path for path in {**one["soft"], **other["soft"]} if one["soft"].get(path) != other["soft"].get(path)
+        ]
         found.doubts += [f"{name}: {path} changed, which is written while it is used" for path in changed]
     found.doubts += [f"{_at(name, path)} is {why}" for path, why in one["unseen"].items()]
 

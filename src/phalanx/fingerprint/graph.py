@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 MOST_PARTS = 50_000  # of a field; what lies beyond is told as not compared
+TOO_MANY = f"beyond the first {MOST_PARTS} parts, which are all that is compared"
+DEEPEST = 24  # names in a path; what lies deeper goes by the same
 MOST_NAMED = 48  # parts of a field that are kept by their paths; deeper ones are in the hashes of those above
 
 
@@ -74,7 +76,7 @@ class Graph:
             if number < MOST_PARTS:
                 part = look(value)
             else:
-                part = Part("...", unseen=f"there are more than {MOST_PARTS} parts")
+                part = Part("...", unseen=TOO_MANY)
             self._parts.append(part)
             for edge in part.edges:
                 before = len(self._alive)
@@ -113,7 +115,7 @@ class Graph:
         return _digest(*lines)
 
     def named(self, mode: int) -> dict[str, list[str]]:
-        """The parts nearest to the root by their paths: what each is called, and hashes of it with and without the rest.
+        """The parts nearest to the root by their paths: the name of each, and its hashes with what it holds and alone.
 
         One that holds nothing has no hashes; its name says all.
         """
@@ -123,7 +125,9 @@ class Graph:
                 break
             if not is_soft:
                 part = self._parts[number]
-                told = [self.hash(mode, number), self._own(number, mode)] if part.edges or part.code else []
+                told = (
+                    [self.hash(mode, number), self._own(number, mode)] if part.edges or part.code or part.shown else []
+                )
                 found[path] = [part.shown or part.text, *told]
         return found
 
@@ -133,8 +137,12 @@ class Graph:
 
     def unseen(self) -> dict[str, str]:
         """Paths of what cannot be seen into, and why."""
-        told = [(path, number) for number, path, _ in self._walk(0, once=True) if self._parts[number].unseen]
-        return {path: self._parts[number].unseen for path, number in told[:MOST_NAMED]}
+        found: dict[str, str] = {}
+        for number, path, _ in self._walk(0, once=True):
+            why = self._parts[number].unseen
+            if why and len(found) < MOST_NAMED and not (why == TOO_MANY and why in found.values()):
+                found[path] = why
+        return found
 
     def _number(self, value: Any) -> int:
         number = self._numbers.setdefault(id(value), len(self._alive))
@@ -149,17 +157,18 @@ class Graph:
         ``once``: what equal parts hold comes once, else only what one leads back to is not followed again.
         """
         kinds, _ = self._kinds(mode)
-        waiting: deque[tuple[int, str, bool, frozenset[str]]] = deque([(0, "", False, frozenset())])
+        waiting: deque[tuple[int, tuple[str, ...], bool, frozenset[str]]] = deque([(0, (), False, frozenset())])
         entered: set[str] = set()
         while waiting:
             number, path, is_soft, above = waiting.popleft()
-            yield number, path, is_soft
-            if is_soft or kinds[number] in (entered if once else above):
+            yield number, ", ".join(path), is_soft
+            if is_soft or kinds[number] in (entered if once else above) or not (once or len(path) < DEEPEST):
                 continue
             entered.add(kinds[number])
             above = above if once else above | {kinds[number]}
             for edge, below in zip(self._parts[number].edges, self._below[number], strict=True):
-                waiting.append((below, f"{path}, {edge.name}" if path else edge.name, edge.soft, above))
+                longer = (*path, edge.name) if len(path) < DEEPEST else path
+                waiting.append((below, longer, edge.soft, above))
 
     def _kinds(self, mode: int) -> tuple[list[str], set[int]]:
         """A text per part, equal for equal parts of this graph, and for which it is a hash of all that they hold.
@@ -211,7 +220,9 @@ class Graph:
     def _held(self, number: int, kinds: list[str]) -> list[tuple[str, int]]:
         """What a part holds, but for what is soft; in the order of its kinds, if it has none of its own."""
         part = self._parts[number]
-        held = [(edge.name, below) for edge, below in zip(part.edges, self._below[number], strict=True) if not edge.soft]
+        held = [
+            (edge.name, below) for edge, below in zip(part.edges, self._below[number], strict=True) if not edge.soft
+        ]
         return sorted(held, key=lambda pair: kinds[pair[1]]) if part.unordered else held
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from phalanx.fingerprint import arrays
-from phalanx.fingerprint.arrays import Contents, Foreign
+from phalanx.fingerprint.arrays import Contents, ForeignError
 from phalanx.fingerprint.functions import Functions, Hidden
 from phalanx.fingerprint.graph import Edge, Part
 from phalanx.fingerprint.objects import Objects, Owner, held_by
@@ -60,11 +60,14 @@ class Look:
         )
 
     def __call__(self, value: Any) -> Part:
+        """What a value is, and what it holds; whatever cannot be looked into is told as unseen."""
         kind = type(value)
         try:
             return self._part(value, kind)
         except Exception as error:  # whatever the user's code raises
-            return Part(kind.__qualname__, unseen=f"a {kind.__qualname__}; looking into it raised {type(error).__name__}")
+            return Part(
+                kind.__qualname__, unseen=f"a {kind.__qualname__}; looking into it raised {type(error).__name__}"
+            )
 
     def _part(self, value: Any, kind: type) -> Part:
         for kinds, rule in self._rules:
@@ -76,7 +79,7 @@ class Look:
         if isinstance(value, CONTAINERS):
             return self._container(value, kind)
         if hasattr(kind, "__array_interface__"):  # pictures
-            return Part(f"{kind.__qualname__} {self._contents.array(arrays.converted(value))}")
+            return _hashed(f"a {kind.__qualname__}", *self._contents.array(arrays.converted(value)))
         wrapped = getattr(value, "__wrapped__", None) if callable(value) else None
         if wrapped is not None and self.packages.has(kind.__module__):  # a function that was compiled or cached
             attributes = {name: item for name, item in sorted(held_by(value).items()) if not name.startswith("_")}
@@ -93,8 +96,8 @@ class Look:
 
     def _array(self, value: Any) -> Part:
         try:
-            return Part(self._contents.array(value))
-        except Foreign:
+            return _hashed(*self._contents.array(value))
+        except ForeignError:
             return Part("array of objects", [Edge("items", value.tolist())])
         except Exception as error:
             head = f"{value.dtype}{list(value.shape)}"
@@ -110,8 +113,8 @@ class Look:
             return self._set(value, text)
         if len(value) > FEW:
             try:
-                return Part(self._contents.container(list(value) if kind is collections.deque else value))
-            except Foreign:
+                return _hashed(*self._contents.container(list(value) if kind is collections.deque else value))
+            except ForeignError:
                 text += " sampled" * (len(value) > MOST_ITEMS)
         return Part(text, self._items(value))
 
@@ -149,7 +152,9 @@ class Look:
         if issubclass(value, enum.Enum) and not self.packages.has(value.__module__):
             members = [Edge(f"`{name}`", member.value) for name, member in value.__members__.items()]
             functions = [
-                Edge(f"`{name}`", item) for name, item in sorted(vars(value).items()) if isinstance(item, types.FunctionType)
+                Edge(f"`{name}`", item)
+                for name, item in sorted(vars(value).items())
+                if isinstance(item, types.FunctionType)
             ]  # fmt: skip
             return Part("enum", members + functions, f"class {value.__name__}")
         return self._objects.class_part(value)
@@ -182,6 +187,11 @@ def _partial(value: functools.partial[Any]) -> Part:
 
 def _holding(value: Any, **parts: Any) -> Part:
     return Part(type(value).__qualname__, [Edge(name, part) for name, part in parts.items() if part is not None])
+
+
+def _hashed(*texts: str) -> Part:
+    """What is shown, and a hash that is not."""
+    return Part(" ".join(texts), shown=" ".join(texts[:-1]))
 
 
 def _described(value: Any) -> Part:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copyreg
 import functools
 import inspect
@@ -19,8 +20,8 @@ MODULE_PARTS = ("_parameters", "_buffers", "_modules")  # of a torch module, eac
 GENERATORS = ("getstate", "get_state", "bit_generator")  # generators of random numbers have one of these
 CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__", "__setstate__"})
 FORWARD = "forward"  # what a module's __call__ leads to
-HEAP = 1 << 9  # the flag of classes that were made in Python
-OPEN = (object, dict, list, tuple, set, frozenset, int, float, complex, str, bytes, BaseException)
+OPEN = (dict, list, tuple, set, frozenset, collections.deque, collections.OrderedDict, collections.defaultdict,
+        int, float, complex, str, bytes)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,9 @@ class Objects:
             return Part(name)
         soft = self._written(kind, "")
         edges = [Edge(f"base `{base.__name__}`", base) for base in kind.__bases__ if base is not object]
-        edges += [Edge(f"`{key}`", value, key in soft) for key, value in sorted(vars(kind).items()) if _counts(key, value)]
+        edges += [
+            Edge(f"`{key}`", value, key in soft) for key, value in sorted(vars(kind).items()) if _counts(key, value)
+        ]
         return Part("class", edges, f"class {kind.__name__}")
 
     def part(self, value: Any, contents: list[Edge], method: str = "") -> Part:
@@ -73,8 +76,7 @@ class Objects:
         own = kind.__getstate__ is not object.__getstate__  # type: ignore[attr-defined]  # since Python 3.11
         state = value.__getstate__() if own else held_by(value)
         held = self._attributes(value, state, method) if isinstance(state, dict) else [Edge("state", state)]
-        hidden = [base for base in kind.__mro__ if not base.__flags__ & HEAP and base not in OPEN and _has_state(base)]
-        if hidden and not contents:
+        if not contents and any(map(_is_opaque, kind.__mro__)):
             made.unseen = f"a {kind.__qualname__}, whose contents are not compared"
         return _with(made, held)
 
@@ -88,6 +90,8 @@ class Objects:
                 edges += [Edge(f"`{key}`", item) for key, item in held[name].items()]
             elif is_module and "_hooks" in name:  # by numbers that are drawn from one counter for all
                 edges += [Edge(f"`{name}`", list(held[name].values()))] if held[name] else []
+            elif is_module and name.startswith("_") and held[name] in (None, set()):  # every module has such
+                continue
             elif _counts(name, held[name]) and not isinstance(getattr(kind, name, None), functools.cached_property):
                 edges.append(Edge(f"attribute `{name}`", held[name], name in soft))
         return edges
@@ -153,8 +157,11 @@ def _counts(name: str, value: Any) -> bool:
     return not special or name == "__wrapped__" or isinstance(_function_of(value), types.FunctionType)
 
 
-def _has_state(kind: type) -> bool:
-    return kind.__basicsize__ > object.__basicsize__
+def _is_opaque(kind: type) -> bool:
+    """Whether a class adds memory to its objects that no attribute shows: it is in C, and no known container."""
+    if kind in OPEN or kind.__base__ is None or any(name in vars(kind) for name in ("__slots__", "__dict__")):
+        return False
+    return kind.__basicsize__ > kind.__base__.__basicsize__ and "__weakref__" not in vars(kind)
 
 
 def held_by(value: Any) -> dict[str, Any]:
@@ -162,7 +169,7 @@ def held_by(value: Any) -> dict[str, Any]:
     held = dict(getattr(value, "__dict__", {}))
     for base in type(value).__mro__:
         for name, slot in vars(base).items():
-            if inspect.ismemberdescriptor(slot) and base.__flags__ & HEAP and hasattr(value, name):
+            if inspect.ismemberdescriptor(slot) and "__slots__" in vars(base) and hasattr(value, name):
                 held[name] = getattr(value, name)
     return held
 
@@ -175,7 +182,8 @@ def _state(value: Any) -> Any:
 
 
 def _reduced(value: Any) -> list[tuple[str, Any]] | str | None:
-    """What an object says that it is made of, as copies of it would be; None where its class says nothing of its own."""
+    """What an object says that it is made of, as copies of it would be; None where its class does not say."""
+    told: Any
     kind = type(value)
     reduce = copyreg.dispatch_table.get(kind)
     if reduce is not None:

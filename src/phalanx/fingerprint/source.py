@@ -1,5 +1,7 @@
-"""The syntax tree of code that runs. A file may have changed since it was imported, so its text counts only if it
-compiles to the very code object that runs; otherwise there is no tree, and the code object itself is compared.
+"""The syntax tree of code that runs.
+
+A file may have changed since it was imported, so its text counts only if it compiles to the very code object that runs;
+otherwise there is no tree, and the code object itself is compared.
 """
 
 from __future__ import annotations
@@ -56,16 +58,15 @@ def writes(node: Node) -> set[str]:
     Those are names declared global or nonlocal, what is assigned to an item or an attribute, and what a method is
     called of as a statement of its own, whose value nobody takes: it is called for what it changes.
     """
-    outside = {
-        name for part in ast.walk(node) if isinstance(part, (ast.Global, ast.Nonlocal)) for name in part.names
-    }  # fmt: skip
-    found: set[str] = set(outside)
+    found: set[str] = set()
     for part in ast.walk(node):
-        if isinstance(part, (ast.Subscript, ast.Attribute)) and not isinstance(part.ctx, ast.Load):
+        if isinstance(part, (ast.Global, ast.Nonlocal)):
+            found |= set(part.names)
+        elif isinstance(part, (ast.Subscript, ast.Attribute)) and not isinstance(part.ctx, ast.Load):
             found |= _base(part if isinstance(part, ast.Attribute) else part.value)
         elif isinstance(part, ast.Expr) and isinstance(part.value, ast.Call):
-            if isinstance(part.value.func, ast.Attribute):
-                found |= _base(part.value.func.value)
+            called = part.value.func
+            found |= _base(called.value) if isinstance(called, ast.Attribute) else set()
     return found
 
 
@@ -165,7 +166,9 @@ def _text(node: Any, inside: bool) -> str:
         return repr(node)
     if isinstance(node, ast.AnnAssign):
         if inside:
-            return f"Assign(targets=[{_text(node.target, inside)}], value={_text(node.value, inside)})" * bool(node.value)
+            return f"Assign(targets=[{_text(node.target, inside)}], value={_text(node.value, inside)})" * bool(
+                node.value
+            )
         return f"Field({_text(node.target, inside)}, {_text(node.value, inside)})"
     inside = not isinstance(node, ast.ClassDef) and (inside or isinstance(node, Node))
     skipped = SKIPPED | {"annotation"}
