@@ -1,4 +1,4 @@
-"""The recipe of the snapshot in ``format1``, which was written before fingerprints saw values; neither is to be changed."""
+"""The recipe of the snapshot in ``format1``, of a time before fingerprints saw values; neither is to be changed."""
 
 import functools
 import math
