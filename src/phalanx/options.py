@@ -23,7 +23,7 @@ class Options(TypedDict, total=False):
     engine: str
     devices: str | Sequence[str]
     run_dir: Any
-    resume: bool
+    resume: bool | str
     snapshot_every: int | str
     keep_snapshots: int
     on_snapshot_error: str
@@ -42,12 +42,15 @@ NEEDS_RUN_DIR: Mapping[str, Any] = {
 }
 
 
+ANYWAY = "anyway"  # for resume: go on although the recipe differs
+
+
 @dataclass(frozen=True)
 class Saving:
     """Options about a run's directory after checking."""
 
     run_dir: pathlib.Path
-    resume: bool
+    resume: bool | str
     every: int | None
     keep: int
     stop: bool
@@ -136,7 +139,7 @@ def _checked_saving(options: Mapping[str, Any]) -> Saving | None:
     given = {**NEEDS_RUN_DIR, **options}
     every, keep = given["snapshot_every"], checks.integer("keep_snapshots", given["keep_snapshots"], least=1)
     count = None if every == "auto" else checks.integer("snapshot_every", every, least=1, hint="or 'auto'")
-    checks.choice("resume", given["resume"], (True, False))
+    checks.choice("resume", given["resume"], (True, False, ANYWAY))
     checks.choice("on_snapshot_error", given["on_snapshot_error"], ("continue", "stop"))
     run_dir = _path("run_dir", options.get("run_dir"))
     if run_dir is None:

@@ -112,8 +112,9 @@ class Recipe(Definition):
         run_dir : path-like, optional
             Where snapshots and a log of events are kept. The same call again goes on from the newest good snapshot, to
             the same digest, with any number of workers. SIGTERM then saves and raises ``Preempted``.
-        resume : bool
-            False: refuse a ``run_dir`` that has snapshots already.
+        resume : bool or "anyway"
+            False: refuse a ``run_dir`` that has snapshots already. "anyway": go on though its recipe was another; a
+            warning and the log say what differs.
         snapshot_every : int or "auto"
             Steps from one to the next. "auto": at least 30 s, and as seldom as costs 1 % of the time. The beginning and
             the end are always saved.

@@ -19,7 +19,7 @@ from phalanx.errors import SnapshotError, UsageError
 from phalanx.events import Evaluated
 from phalanx.fingerprint import compare, fingerprint
 from phalanx.frameworks.opening import recorded_environment, tensor_of
-from phalanx.options import Saving
+from phalanx.options import ANYWAY, Saving
 from phalanx.run import Run
 from phalanx.saver import LOSSES, Saver
 from phalanx.state import snapshot
@@ -48,7 +48,9 @@ class Past:
     def __init__(self, definition: Definition, saving: Saving | None, warm_start: pathlib.Path | None) -> None:
         self._saving = saving
         self._steps = None if definition.data is None else definition.plan.steps
+        self._definition = definition
         self._recipe = fingerprint(definition) if saving is not None else {}
+        self._differs: list[str] = []
         self._directory: RunDirectory | None = None
         self._found: Snapshot | None = None
         self._weights: Snapshot | None = None
@@ -86,7 +88,9 @@ class Past:
             self._directory, self._saving.every, stop=self._saving.stop, recipe=self._recipe,
             environment=recorded_environment(),
         )  # fmt: skip
-        facts = {"workers": engine.workers, "pid": os.getpid()}
+        facts: dict[str, Any] = {"workers": engine.workers, "pid": os.getpid()}
+        if self._differs:
+            facts["differs"] = self._differs
         made.begin(engine.course, engine, None if self._found is None else self._found.step, facts)
         return made
 
@@ -103,14 +107,12 @@ class Past:
                 f"run_dir is {str(saving.run_dir)!r}, which has a run of {found.step} steps, and resume is False; "
                 "choose another directory, or go on from there with resume=True"
             )
-        changed = compare(self._recipe, found.recipe)
+        self._compare(saving, found)
         if self._steps is not None and self._steps < found.step:
             raise UsageError(
                 f"run_dir is {str(saving.run_dir)!r}, which has a run of {found.step} steps, and the recipe has "
                 f"{self._steps}; raise steps or epochs, or choose another directory"
             )
-        if changed:
-            warnings.warn(f"since the snapshot was written, the {', '.join(changed)} changed", stacklevel=2)
         now = recorded_environment()
         differing = [name for name in {**now, **found.environment} if now.get(name) != found.environment.get(name)]
         if differing:
@@ -118,6 +120,25 @@ class Past:
             warnings.warn(f"bits may differ from an uninterrupted run's, as the numbers' environment does: {told}",
                           stacklevel=2)  # fmt: skip
         return found
+
+    def _compare(self, saving: Saving, found: Snapshot) -> None:
+        """Refuse another recipe, or note how it differs; warn of what may differ."""
+        try:
+            comparison = compare(self._definition, self._recipe, found.recipe)
+        except ValueError as error:
+            raise SnapshotError(f"the snapshot of step {found.step} cannot be used: {error}") from error
+        told = "; ".join(comparison.differs)
+        if told and saving.resume != ANYWAY:
+            raise UsageError(
+                f"run_dir has snapshots of another recipe: {told}. Use that recipe, choose another run_dir, or "
+                f"go on all the same with resume={ANYWAY!r}, which is noted in the log"
+            )
+        if told:
+            warnings.warn(f"going on with another recipe than that of the snapshot: {told}", stacklevel=2)
+        self._differs = comparison.differs
+        if comparison.doubts:
+            told = "; ".join(comparison.doubts)
+            warnings.warn(f"the recipe may not be that of the snapshot: {told}", stacklevel=2)
 
 
 @dataclass(frozen=True)

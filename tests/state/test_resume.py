@@ -8,7 +8,9 @@ import itertools
 import json
 import linecache
 import os
+import pathlib
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import phalanx
+from phalanx.frameworks.opening import recorded_environment
 from phalanx.frameworks.torch.buffers import Buffers
 from phalanx.frameworks.torch.optimizer import Update
 from phalanx.state import snapshot
@@ -40,6 +43,7 @@ from tests.families import (
     muon_and_adamw,
     token_count,
 )
+from tests.state import stored
 from tests.state.runs import (
     assert_same,
     contents,
@@ -47,6 +51,7 @@ from tests.state.runs import (
     engine_of,
     folder_of,
     norm_recipe,
+    sealed,
     steps_in,
 )
 
@@ -381,7 +386,7 @@ def test_another_recipe_is_refused(tmp_path, field):
     """The error names the field; what is there stays as it is, and its own recipe goes on."""
     base = {"replicas": 3, "steps": 4}
     FAMILIES["mlp"].recipe(**base).train(run_dir=tmp_path, engine="inline")
-    with pytest.raises(phalanx.UsageError, match=rf"another recipe: {field} is "):
+    with pytest.raises(phalanx.UsageError, match=rf"another recipe: {field}(: [^;]*)? is "):
         FAMILIES["mlp"].recipe(**(base | OTHERS[field])).train(run_dir=tmp_path, engine="inline")
     FAMILIES["mlp"].recipe(**base).train(run_dir=tmp_path, engine="inline")
 
@@ -416,11 +421,15 @@ def wide_model():
 
 
 def test_a_changed_model_is_refused(tmp_path, monkeypatch):
-    """The same function makes another shape: an error names the parameter and both shapes."""
+    """A global makes another shape: an error names it; if told to go on, one names the parameter and both shapes."""
     FAMILIES["mlp"].recipe(3, make_model=wide_model).train(run_dir=tmp_path, engine="inline")
     monkeypatch.setitem(WIDTH, "hidden", 17)
-    with pytest.raises(phalanx.PhalanxError, match=r"0\.weight is float32\[16, 5\] .*float32\[17, 5\] here"):
-        FAMILIES["mlp"].recipe(3, make_model=wide_model).train(run_dir=tmp_path, engine="inline")
+    recipe = FAMILIES["mlp"].recipe(3, make_model=wide_model)
+    with pytest.raises(phalanx.UsageError, match=r"make_model: global `WIDTH\['hidden'\]` is 17 here, and 16 there"):
+        recipe.train(run_dir=tmp_path, engine="inline")
+    shapes = r"0\.weight is float32\[16, 5\] .*float32\[17, 5\] here"
+    with pytest.warns(UserWarning, match="WIDTH"), pytest.raises(phalanx.PhalanxError, match=shapes):
+        recipe.train(run_dir=tmp_path, engine="inline", resume="anyway")
 
 
 def written_module(path, text):
@@ -433,8 +442,8 @@ def written_module(path, text):
     return module
 
 
-def test_changed_source_is_told(tmp_path):
-    """A function of the same name with other text: a warning names it, and the run goes on."""
+def test_changed_source_is_refused(tmp_path):
+    """A function of the same name with other code is another recipe; with another comment it goes on without a word."""
     text = (
         "from torch.nn import functional as F\ndef loss(output, target):\n    return F.cross_entropy(output, target)\n"
     )
@@ -442,9 +451,120 @@ def test_changed_source_is_told(tmp_path):
     before = written_module(tmp_path / "one.py", text).loss
     give(loss_fn=before, steps=2).train(run_dir=tmp_path / "run", engine="inline")
     after = written_module(tmp_path / "two.py", text.replace("return", "return 1 *")).loss
-    with pytest.warns(UserWarning, match="source of loss_fn changed"):
-        result = give(loss_fn=after, steps=5).train(run_dir=tmp_path / "run", engine="inline")
+    with pytest.raises(phalanx.UsageError, match="another recipe: loss_fn is another function loss here than there"):
+        give(loss_fn=after, steps=5).train(run_dir=tmp_path / "run", engine="inline")
+    told = written_module(tmp_path / "three.py", "\n" + text.replace("return", "# the mean\n    return")).loss
+    result = give(loss_fn=told, steps=5).train(run_dir=tmp_path / "run", engine="inline")
     assert_same(result, give(steps=5).train(engine="inline"))
+
+
+def test_another_recipe_goes_on_anyway(tmp_path):
+    """resume="anyway" goes on with another recipe: a warning and the log say what differs, and then it is its own."""
+    give = functools.partial(FAMILIES["mlp"].recipe, 3, steps=4)
+    options = {"run_dir": tmp_path, "engine": "inline"}
+    give(steps=2, loss_fn=scaled(1.0)).train(**options)
+    with pytest.warns(
+        UserWarning, match="going on with another recipe .*loss_fn: closure variable `factor` is 2.0 here"
+    ):
+        result = give(loss_fn=scaled(2.0)).train(resume="anyway", **options)
+    assert result.resumed_from == 2
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    [resumed] = [event for event in events if event["event"] == "resume"]
+    assert resumed["differs"] == ["loss_fn: closure variable `factor` is 2.0 here, and 1.0 there"]
+    assert result.digest not in {give(loss_fn=scaled(factor)).train(engine="inline").digest for factor in (1.0, 2.0)}
+    give(steps=5, loss_fn=scaled(2.0)).train(**options)
+    with pytest.raises(phalanx.UsageError, match="another recipe: loss_fn"):
+        give(steps=5, loss_fn=scaled(1.0)).train(**options)
+
+
+def scaled(factor):
+    def loss(output, target):
+        return F.cross_entropy(output, target) * factor
+
+    return loss
+
+
+def test_anyway_where_nothing_differs(tmp_path):
+    """resume="anyway" is resume=True where the recipe is the same: no warning, nothing in the log, the same digest."""
+    norm_recipe(2).train(run_dir=tmp_path, engine="inline", resume="anyway")
+    result = norm_recipe(4).train(run_dir=tmp_path, engine="inline", resume="anyway")
+    assert_same(result, norm_recipe(4).train(engine="inline"))
+    assert "differs" not in (tmp_path / "events.jsonl").read_text()
+    for wrong in ("always", 1, None):
+        with pytest.raises(phalanx.UsageError, match=r"resume is .*'anyway'"):
+            norm_recipe(4).train(run_dir=tmp_path, engine="inline", resume=wrong)
+
+
+def test_what_changes_in_use_is_told_when_it_goes_on(tmp_path):
+    """A dataset that counted and a lock in it go on with a warning that names both; a run that begins tells nothing."""
+    data = Counting()
+    give = functools.partial(FAMILIES["mlp"].recipe, 3, data=data)
+    give(steps=2).train(run_dir=tmp_path, engine="inline")
+    assert data.reads
+    with pytest.warns(UserWarning, match="data: attribute `reads` changed.*`lock` is a lock, whose contents are not"):
+        result = give(steps=4).train(run_dir=tmp_path, engine="inline")
+    assert_same(result, give(steps=4).train(engine="inline"))
+
+
+class Counting(torch.utils.data.Dataset):
+    """Counts what is read of it."""
+
+    def __init__(self):
+        self.reads = 0
+        self.lock = threading.Lock()
+
+    def __len__(self):
+        return len(FEATURES[0])
+
+    def __getitem__(self, i):
+        self.reads += 1
+        return FEATURES[0][i], FEATURES[1][i]
+
+
+def format1(tmp_path):
+    """A copy of a directory with a snapshot that an earlier phalanx wrote."""
+    return shutil.copytree(pathlib.Path(__file__).parent / "format1", tmp_path / "run")
+
+
+@pytest.mark.filterwarnings("ignore:bits may differ", "ignore:the recipe may not be")  # with another torch
+def test_a_snapshot_of_an_earlier_format_goes_on(tmp_path):
+    """It is compared as it was then: the same recipe goes on, to the same digest in the same environment."""
+    run_dir = format1(tmp_path)
+    found = snapshot.read(folder_of(run_dir, 2))
+    assert "format" not in found.recipe
+    result = stored.recipe(steps=4).train(run_dir=run_dir, engine="inline")
+    assert (result.resumed_from, result.steps) == (2, 4)
+    if found.environment == recorded_environment():
+        assert_same(result, stored.recipe(steps=4).train(engine="inline"))
+    assert snapshot.read(folder_of(run_dir, 4)).recipe["format"] == 2
+
+
+@pytest.mark.filterwarnings("ignore:bits may differ")
+def test_another_recipe_than_that_of_an_earlier_format(tmp_path):
+    """What differs is refused by its field; source that changed only warns, as then."""
+    run_dir = format1(tmp_path)
+    for field, value in {
+        "seed": 1,
+        "loss_fn": functools.partial(stored.scaled_loss, 3.0),
+        "scheduler": halving,
+    }.items():
+        with pytest.raises(phalanx.UsageError, match=f"another recipe: {field} is "):
+            stored.recipe(steps=4, **{field: value}).train(run_dir=run_dir, engine="inline")
+    sealed(folder_of(run_dir, 2), lambda state: state["recipe"].update({"source of loss_fn": "0" * 64}))
+    with pytest.warns(UserWarning, match="source of loss_fn changed"):
+        stored.recipe(steps=4).train(run_dir=run_dir, engine="inline")
+
+
+@pytest.mark.parametrize(
+    "recipe", [{"format": 3}, {"format": 2}, {"format": 2, "values": 1, "fields": [], "packages": {}}]
+)
+def test_a_fingerprint_that_is_none(tmp_path, recipe):
+    """A fingerprint of a later format, or one that is none, is refused and changes nothing."""
+    norm_recipe(2).train(run_dir=tmp_path, engine="inline", keep_snapshots=1)
+    sealed(folder_of(tmp_path, 2), lambda state: state | {"recipe": recipe})
+    with pytest.raises(phalanx.SnapshotError, match="its recipe"):
+        norm_recipe(4).train(run_dir=tmp_path, engine="inline")
+    assert steps_in(tmp_path) == [2]
 
 
 def test_another_environment_is_told(tmp_path, monkeypatch):

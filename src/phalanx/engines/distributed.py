@@ -17,7 +17,7 @@ from phalanx.engines.deadline import Deadline
 from phalanx.engines.processes import Processes
 from phalanx.errors import UsageError
 from phalanx.events import Evaluated, StepReport
-from phalanx.fingerprint import fingerprint, hashed
+from phalanx.fingerprint import hashed, shared
 from phalanx.frameworks.opening import open_framework, recorded_environment
 from phalanx.hosts.gloo import SeveredError
 from phalanx.hosts.world import CLOSED, World
@@ -148,7 +148,7 @@ def _facts(definition: Definition, framework: Framework, workers: int | None) ->
     with framework.environment:
         own = framework.snapshots.capture(copy=False).facts.get("environment", {})
     return {
-        "recipe": fingerprint(definition),
+        "recipe": shared(definition),
         "steps": None if definition.data is None else definition.plan.steps,
         "workers": workers,
         "data": hashed(tuple(arrays)).hex() if whole else None,

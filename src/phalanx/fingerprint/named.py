@@ -1,4 +1,4 @@
-"""What defines the answer, as values that can be written down and compared. Never a hash of pickles."""
+"""Fingerprints of format 1, of names and sampled values: snapshots that have one are compared in its own terms."""
 
 from __future__ import annotations
 
@@ -13,44 +13,22 @@ import numpy as np
 
 from phalanx.data import Columns, Samples
 from phalanx.definition import Definition
-from phalanx.errors import UsageError
 from phalanx.state.plain import encoded
 
-VALUES = ("replicas", "batch_size", "lr", "max_norm", "shuffle", "drop_last", "seed", "precision", "threads",
-          "on_nonfinite")  # fmt: skip
-FUNCTIONS = ("make_model", "loss_fn", "forward_fn", "target_fn", "optimizer", "scheduler", "collate_fn")
 SAMPLED = 16  # rows of each column
 DEEP = 12  # functions that enclose functions
 SOURCE = "source of "
 
 
-def fingerprint(definition: Definition) -> dict[str, Any]:
-    """Fields of a recipe by name; steps and epochs are left out, so that a finished run can be extended."""
-    found = {name: encoded(getattr(definition, name), lambda leaf, path: None, name) for name in VALUES}
-    for name in FUNCTIONS:
+def fingerprint(definition: Definition, values: tuple[str, ...], functions: tuple[str, ...]) -> dict[str, Any]:
+    """Fields of a recipe by name. Source counts only as text of which a change is told."""
+    found = {name: encoded(getattr(definition, name), lambda leaf, path: None, name) for name in values}
+    for name in functions:
         value = getattr(definition, name)
         found[name] = None if value is None else _spelled(value)
         found[SOURCE + name] = None if value is None else _source(value)
     found["data"] = _data(definition.source)
     return found
-
-
-def compare(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """Fields whose change is allowed but worth a warning.
-
-    Raises
-    ------
-    UsageError
-        Other fields differ: the snapshot is of another recipe.
-    """
-    names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
-    hard = [name for name in names if not name.startswith(SOURCE)]
-    if hard:
-        told = "; ".join(f"{name} is {mine.get(name)!r} here, and {theirs.get(name)!r} there" for name in hard)
-        raise UsageError(
-            f"run_dir has snapshots of another recipe: {told}. Use that recipe to go on, or choose another run_dir"
-        )
-    return names
 
 
 def _spelled(value: Any) -> str:
@@ -115,27 +93,6 @@ def _data(source: Columns | Samples | None) -> Any:
         hashed.update(part)
     shapes = ", ".join(f"{str(array.dtype).removeprefix('torch.')}{list(array.shape)}" for array in source.arrays)
     return f"{shapes}, sampled {hashed.hexdigest()[:16]}"
-
-
-def hashed(batch: Any) -> bytes:
-    """32 bytes that are equal for equal batches: containers, arrays and tensors, and what else they hold as text."""
-    found = hashlib.sha256()
-    for piece in _pieces(batch):
-        found.update(piece)
-    return found.digest()
-
-
-def _pieces(value: Any) -> Iterator[bytes]:
-    if isinstance(value, (list, tuple, dict)):
-        items = list(value.items()) if isinstance(value, dict) else value
-        yield f"{len(items)} in a {type(value).__name__}".encode()
-        for item in items:
-            yield from _pieces(item)
-    elif hasattr(value, "dtype") and hasattr(value, "shape"):
-        yield f"{value.dtype}{list(value.shape)}".encode()
-        yield _content(value)
-    else:
-        yield (repr(value) if _is_plain(value) else type(value).__qualname__).encode()
 
 
 def _content(array: Any) -> bytes:

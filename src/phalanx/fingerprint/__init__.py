@@ -1,0 +1,79 @@
+"""What defines the answer, as values that can be written down and compared. Never a hash of pickles.
+
+``look`` says what a value is made of (``functions``, ``objects``, ``arrays`` say it of their kinds; ``source`` and
+``bytecode`` read code, ``packages`` tells the user's from what is installed), ``graph`` makes hashes and paths of that,
+and ``compare`` says what differs. ``named`` is how it was done before, for snapshots of that time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from phalanx.definition import Definition
+from phalanx.fingerprint import named
+from phalanx.fingerprint.arrays import hashed
+from phalanx.fingerprint.compare import Comparison, compared, first_format
+from phalanx.fingerprint.functions import VERSION
+from phalanx.fingerprint.graph import Graph
+from phalanx.fingerprint.look import Look
+
+__all__ = ["Comparison", "compare", "fingerprint", "hashed", "shared"]
+
+FORMAT = 2
+VALUES = ("replicas", "batch_size", "lr", "max_norm", "shuffle", "drop_last", "seed", "precision", "threads",
+          "on_nonfinite")  # fmt: skip
+FUNCTIONS = ("make_model", "loss_fn", "forward_fn", "target_fn", "optimizer", "scheduler", "collate_fn")
+TREE, CODE = 0, 1
+
+
+def fingerprint(definition: Definition) -> dict[str, Any]:
+    """Fields of a recipe by name; steps and epochs are left out, so that a finished run can be extended."""
+    look = Look()
+    fields = {}
+    for name, graph in _graphs(definition, look).items():
+        tree, code = graph.hash(TREE), graph.hash(CODE)
+        fields[name] = {
+            "tree": tree, "code": code, "sourceless": graph.sourceless, "parts": graph.named(TREE),
+            "soft": graph.soft(TREE), "unseen": graph.unseen(),
+        }  # fmt: skip
+    values = {name: repr(getattr(definition, name)) for name in VALUES}
+    return {
+        "format": FORMAT, "python": VERSION, "packages": look.packages.versions(), "values": values, "fields": fields
+    }  # fmt: skip
+
+
+def shared(definition: Definition) -> dict[str, str]:
+    """What processes that do one run must have in common: one text per name, of which none changes in use.
+
+    Code is compared as it runs, for one may have the source and another not.
+    """
+    look = Look()
+    found = {name: repr(getattr(definition, name)) for name in VALUES} | {"python": VERSION}
+    for name, graph in _graphs(definition, look).items():
+        for path, told in graph.named(CODE).items():  # the nearest to the root first, each without what it holds
+            found[f"{name}: {path}" if path else name] = " ".join([told[0], *told[2:]])
+        found[f"{name} as a whole"] = graph.hash(CODE)
+    return found | {f"version of {name}": version for name, version in look.packages.versions().items()}
+
+
+def compare(definition: Definition, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Comparison:
+    """How a recipe, with its fingerprint, compares with another fingerprint.
+
+    Raises
+    ------
+    ValueError
+        That is no fingerprint.
+    """
+    if "format" not in theirs:
+        return first_format(named.fingerprint(definition, VALUES, FUNCTIONS), theirs, named.SOURCE)
+    if theirs["format"] != FORMAT:
+        raise ValueError(f"its recipe is of format {theirs['format']!r}, and this phalanx reads formats 1 and {FORMAT}")
+    try:
+        return compared(mine, theirs)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError("its recipe has no form that is known") from error
+
+
+def _graphs(definition: Definition, look: Look) -> dict[str, Graph]:
+    return {name: Graph(getattr(definition, name), look) for name in (*FUNCTIONS, "data")}

@@ -1,0 +1,199 @@
+"""Contents of arrays, tensors and containers of them, as hashes: whole up to a size, sampled beyond."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+WHOLE_BYTES = 64 << 20  # of an array; 40 ms where the processor has instructions for SHA-256
+LIST_BYTES = 256 << 20  # of a list of samples; about a second
+TOTAL_BYTES = 512 << 20  # of a recipe; what comes after that is sampled
+SAMPLED_BYTES, SAMPLED_ROWS = 4 << 20, 4096
+ITEM_BYTES = 1024  # an item of a list costs as much time as hashing so many bytes
+DEEP = 20
+NESTED = (list, tuple, dict)
+SHOWN = 60  # characters
+PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+
+class ForeignError(Exception):
+    """There is something that is neither plain nor an array."""
+
+
+class Contents:
+    """Texts that are equal for equal contents. Counts what it has read, and samples when that is much."""
+
+    def __init__(self) -> None:
+        self._spent = 0
+
+    def array(self, value: Any) -> tuple[str, str]:
+        """Dtype and shape of an array or tensor, and a hash of what is in it; a single number is shown.
+
+        Raises
+        ------
+        Exception
+            It cannot be read.
+        """
+        head = _headed(value)
+        if _count(value) == 1:
+            return f"{head} {value.tolist()!r}", ""
+        limit = WHOLE_BYTES if self._spent < TOTAL_BYTES else SAMPLED_BYTES
+        size = _bytes(value)
+        found = hashlib.sha256()
+        for piece in [value] if size <= limit else _sample(value):
+            found.update(_content(piece))
+        self._spent += min(size, limit)
+        return head + " sampled" * (size > limit), found.hexdigest()[:16]
+
+    def container(self, value: Any) -> tuple[str, str]:
+        """Length of a list, tuple or dict of plain values, arrays and more such containers, and a hash of its content.
+
+        Raises
+        ------
+        ForeignError
+            It holds something else.
+        """
+        found = hashlib.sha256()
+        items: Any = list(value.items()) if isinstance(value, dict) else value
+        if set(map(type, items)) <= {bool, int, float, str, type(None)}:
+            found.update(repr(items).encode(errors="surrogatepass"))
+            return f"{type(value).__name__} of {len(items)}", found.hexdigest()[:16]
+        limit = LIST_BYTES if self._spent < TOTAL_BYTES else SAMPLED_BYTES
+        most = max(SAMPLED_ROWS, limit // max(1, _cost(items[0])))
+        for number in rows(len(items), most):
+            for piece in _pieces(items[number], DEEP):
+                found.update(piece)
+                self._spent += len(piece)
+        return f"{type(value).__name__} of {len(items)}" + " sampled" * (len(items) > most), found.hexdigest()[:16]
+
+
+def plain(value: Any) -> str:
+    """A plain value as text; hashed if it is long."""
+    told = repr(value)
+    if len(told) <= SHOWN:
+        return told
+    return f"{type(value).__name__} of {len(value)} {short(told)}" if hasattr(value, "__len__") else told
+
+
+def plain_set(value: Any) -> str:
+    """A set of plain values, which come in any order; hashed if it is long."""
+    told = f"{type(value).__name__}({', '.join(sorted(map(repr, value)))})"
+    return told if len(told) <= SHOWN else f"{type(value).__name__} of {len(value)} {short(told)}"
+
+
+def converted(value: Any) -> Any:
+    """Something that numpy can read, such as a picture, as an array."""
+    return np.asarray(value)
+
+
+def short(text: str) -> str:
+    """Sixteen digits of a hash."""
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
+
+
+def rows(length: int, most: int) -> list[int]:
+    """At most so many indices, evenly spaced, with the first and the last."""
+    if length <= most:
+        return list(range(length))
+    return sorted({number * (length - 1) // (most - 1) for number in range(most)})
+
+
+def hashed(batch: Any) -> bytes:
+    """32 bytes that are equal for equal batches: containers, arrays and tensors, and what else they hold as text."""
+    found = hashlib.sha256()
+    for piece in _pieces(batch, None):
+        found.update(piece)
+    return found.digest()
+
+
+def is_array(value: Any) -> bool:
+    """Whether it has a dtype, a shape and a way to numpy; nothing of its own is executed to find out."""
+    return all(hasattr(type(value), name) for name in ("dtype", "shape", "__array__")) and not isinstance(value, type)
+
+
+def _pieces(value: Any, depth: int | None) -> Iterator[bytes | memoryview]:
+    """Everything in a container. ``depth``: what may be nested; None: as deep as it goes, all else as its type."""
+    if type(value) in NESTED or (depth is None and isinstance(value, NESTED)):
+        if depth == 0:
+            raise ForeignError("nested too deeply")
+        items = list(value.items()) if isinstance(value, dict) else value
+        yield f"{len(items)} in a {type(value).__name__}".encode()
+        for item in items:
+            yield from _pieces(item, None if depth is None else depth - 1)
+    elif is_array(value):
+        yield f"{value.dtype}".removeprefix("torch.").encode() + f"{list(value.shape)}".encode()
+        yield _content(value)
+    elif type(value) in PLAIN or (depth is None and isinstance(value, PLAIN)):
+        told = repr(value)
+        yield f"{len(told)}:{told}".encode(errors="surrogatepass")
+    elif depth is None:
+        yield type(value).__qualname__.encode()
+    else:
+        raise ForeignError(type(value).__name__)
+
+
+def _headed(value: Any) -> str:
+    """Dtype and shape; the order of its axes in memory, if that is not the usual one; whether it takes a gradient."""
+    head = f"{value.dtype}".removeprefix("torch.") + str(list(value.shape))
+    strides = value.stride() if callable(getattr(value, "stride", None)) else getattr(value, "strides", None)
+    axes = [axis for axis in range(len(value.shape)) if value.shape[axis] > 1]
+    if strides:
+        order = sorted(axes, key=lambda axis: -abs(strides[axis]))
+        head += f" in the order {order}" * (order != axes)
+    return head + " with a gradient" * bool(getattr(value, "requires_grad", False))
+
+
+def _content(array: Any) -> bytes | memoryview:
+    """The bytes of an array or tensor, in the order of its axes."""
+    if callable(getattr(array, "detach", None)):
+        try:
+            return np.ascontiguousarray(array.numpy()).reshape(-1).view(np.uint8).data
+        except (TypeError, RuntimeError):  # with a gradient, conjugated, on a device, of a dtype that numpy has not
+            pass
+        try:
+            tensor = array.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+            array = tensor.view(sys.modules[type(array.dtype).__module__].uint8).numpy()
+        except (TypeError, RuntimeError, AttributeError):  # quantized, sparse
+            return repr(array.tolist()).encode()
+    found = np.asarray(array)
+    if found.dtype.hasobject:
+        raise ForeignError("an array of objects")
+    return np.ascontiguousarray(found).reshape(-1).view(np.uint8).data
+
+
+def _sample(array: Any) -> Iterator[Any]:
+    """Rows of a large array, evenly spaced."""
+    length = int(array.shape[0])
+    row = max(1, _bytes(array) // length)
+    if row > SAMPLED_BYTES // 4:
+        for number in rows(length, 4):
+            yield from _sample(array[number])
+    else:
+        yield array[np.array(rows(length, min(SAMPLED_ROWS, SAMPLED_BYTES // row)))]
+
+
+def _count(array: Any) -> int:
+    count = 1
+    for size in array.shape:
+        count *= int(size)
+    return count
+
+
+def _bytes(array: Any) -> int:
+    size = getattr(array, "itemsize", None) or getattr(array.dtype, "itemsize", 8)
+    return _count(array) * int(size)
+
+
+def _cost(item: Any) -> int:
+    """What reading an item costs, as bytes."""
+    if is_array(item):
+        return _bytes(item) + ITEM_BYTES
+    if isinstance(item, (list, tuple)):
+        return ITEM_BYTES + sum(map(_cost, item))
+    if isinstance(item, dict):
+        return ITEM_BYTES + sum(map(_cost, item.values()))
+    return ITEM_BYTES + (len(item) if isinstance(item, (str, bytes)) else 0)

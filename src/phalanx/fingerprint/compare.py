@@ -1,0 +1,123 @@
+"""Two fingerprints side by side: what differs, and what only may."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+MOST = 5  # differences of a field that are told
+
+
+@dataclass
+class Comparison:
+    """What two recipes have not in common.
+
+    Attributes
+    ----------
+    differs : list of str
+        What makes them two recipes.
+    doubts : list of str
+        What may change bits, or hide a change.
+    """
+
+    differs: list[str] = field(default_factory=list[str])
+    doubts: list[str] = field(default_factory=list[str])
+
+
+def compared(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Comparison:
+    """Compare two fingerprints of this format.
+
+    Raises
+    ------
+    KeyError, TypeError, AttributeError
+        One is none.
+    """
+    found = Comparison()
+    for name in {**mine["values"], **theirs["values"]}:
+        one, other = mine["values"].get(name), theirs["values"].get(name)
+        if one != other:
+            found.differs.append(_between(name, one, other))
+    for name in {**mine["fields"], **theirs["fields"]}:
+        _compare_field(name, mine["fields"].get(name), theirs["fields"].get(name), mine, theirs, found)
+    for name in sorted({**mine["packages"], **theirs["packages"]}):
+        one, other = mine["packages"].get(name), theirs["packages"].get(name)
+        if one is not None and other is not None and one != other:
+            found.doubts.append(f"{name} is {one} here, and {other} there")
+    return found
+
+
+def first_format(mine: Mapping[str, Any], theirs: Mapping[str, Any], source: str) -> Comparison:
+    """Compare two fingerprints of format 1, which knows source only as text."""
+    found = Comparison()
+    for name in {**mine, **theirs}:
+        if mine.get(name) != theirs.get(name):
+            if name.startswith(source):
+                found.doubts.append(f"the {name} changed, in which the snapshot does not tell comments from code")
+            else:
+                found.differs.append(_between(name, repr(mine.get(name)), repr(theirs.get(name))))
+    return found
+
+
+def _compare_field(
+    name: str, one: Any, other: Any, mine: Mapping[str, Any], theirs: Mapping[str, Any], found: Comparison
+) -> None:
+    if one is None or other is None:
+        found.differs.append(f"{name} is known only {'there' if one is None else 'here'}")
+        return
+    same = one["tree"] == other["tree"] or one["code"] == other["code"]
+    if not same and _incomparable(one, other, mine, theirs):
+        found.doubts.append(
+            f"{name} cannot be compared: its code has no source, and is of Python {mine['python']} here, and of "
+            f"{theirs['python']} there"
+        )
+    elif not same:
+        found.differs += _told(name, one["parts"], other["parts"])
+    else:
+        changed = [
+            path for path in {**one["soft"], **other["soft"]} if one["soft"].get(path) != other["soft"].get(path)
+        ]
+        found.doubts += [f"{name}: {path} changed, which is written while it is used" for path in changed]
+    found.doubts += [f"{_at(name, path)} is {why}" for path, why in one["unseen"].items()]
+
+
+def _incomparable(one: Any, other: Any, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    """Whether code that has no source is all that could differ, between two versions of Python."""
+    if mine["python"] == theirs["python"] or not (one["sourceless"] or other["sourceless"]):
+        return False
+    names = [{path: told[0] for path, told in field["parts"].items()} for field in (one, other)]
+    return names[0] == names[1]
+
+
+def _told(name: str, one: Mapping[str, list[str]], other: Mapping[str, list[str]]) -> list[str]:
+    """The parts that are something else themselves; below the last that are noted, those whose contents are."""
+    paths = [path for path in {**one, **other} if _own(one.get(path)) != _own(other.get(path))]
+    found = [path for path in paths if not any(_is_below(path, above) for above in paths)]
+    if not found:
+        paths = [path for path in one if one[path] != other.get(path)]
+        found = [path for path in paths if not any(_is_below(deeper, path) for deeper in paths)]
+    told = [_between(_at(name, path), _shown(one, path), _shown(other, path)) for path in found]
+    return told[:MOST] + [f"{name} differs in {len(told) - MOST} more places"] * (len(told) > MOST)
+
+
+def _own(told: list[str] | None) -> list[str] | None:
+    """What is noted of a part without what it holds."""
+    return None if told is None else [told[0], *told[2:]]
+
+
+def _between(place: str, one: Any, other: Any) -> str:
+    if one == other:
+        return f"{place} is another {one} here than there"
+    return f"{place} is {one} here, and {other} there"
+
+
+def _shown(parts: Mapping[str, list[str]], path: str) -> str:
+    return parts[path][0] if path in parts else "absent"
+
+
+def _is_below(path: str, above: str) -> bool:
+    return path != above and (not above or path.startswith(f"{above}, "))
+
+
+def _at(name: str, path: str) -> str:
+    return f"{name}: {path}" if path else name
