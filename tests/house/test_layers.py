@@ -13,8 +13,8 @@ pytestmark = pytest.mark.house
 # From bottom to top. A part may import the layers below it and itself, never its neighbours in the same layer.
 # A name stands for a module or for all of a package; "" is the front of phalanx, its __init__.
 LAYERS = (
-    ("errors", "events", "digest", "interrupts", "surroundings", "sources", "plan", "recovery"),
-    ("checks", "data", "generators", "sharing", "state"),
+    ("errors", "events", "digest", "interrupts", "surroundings", "plan", "recovery"),
+    ("checks", "data", "generators", "sharing", "sources", "state"),
     ("definition", "contracts", "evaluation", "collectives"),
     ("frameworks.torch", "frameworks.jax", "deal", "replica", "fingerprint"),
     ("step", "frameworks.opening", "manual", "hosts"),
