@@ -56,8 +56,7 @@ class Run:
         self._terminated = self._closed = False
         self._opened = time.perf_counter()
         self._watched = True
-        self.turn = Turns()
-        self.metric_history: list[Evaluated] = []
+        self.turn, self.metric_history = Turns(), list[Evaluated]()
 
     def __enter__(self) -> Run:
         return self

@@ -18,7 +18,7 @@ from torch import nn
 
 import phalanx
 from phalanx import interrupts
-from phalanx.engines import auto, supervisor
+from phalanx.engines import auto, crew
 
 X = torch.randn(48, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.randn(48, 1, generator=torch.Generator().manual_seed(1))
@@ -290,7 +290,7 @@ def test_ctrl_c_twice_with_workers_carries_the_state(waits, tmp_path):
 
 def test_a_worker_that_ctrl_c_ends_is_told_of_and_not_counted(tmp_path, monkeypatch):
     """Incidents say why a worker was replaced, and any number of such ends does not end a run."""
-    monkeypatch.setattr(supervisor, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(crew, "PATIENCE_SECONDS", 0.1)
     with recipe(functools.partial(sleeping_often, tmp_path)).start(engine="processes", workers=2) as run:
         for number in range(5):
             (tmp_path / "due").write_text(str(number))

@@ -80,11 +80,6 @@ class Control:
         """Whether a worker is done with the latest grant."""
         return self.words[self.place(worker, IDLE)] == self.words[GRANT]
 
-    def in_user_code(self, worker: int) -> bool:
-        """Whether a worker may be in the user's code: it computes, and waits for nobody."""
-        point = Point(self.words[self.place(worker, PLACE)] % POINTS)
-        return not self.idle(worker) and (self.words[KIND] == TASK or point <= Point.COMPUTING)
-
     def all_idle(self, workers: Iterable[int] | None = None) -> bool:
         """Whether these workers (by default all) are done with the latest grant."""
         idle = all(map(self.idle, range(self.workers) if workers is None else workers))

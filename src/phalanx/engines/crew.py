@@ -5,6 +5,7 @@ Whatever waits here carries the workers' output, notices their deaths and ends t
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import select
@@ -23,10 +24,12 @@ from phalanx.engines.launch import Warm
 from phalanx.engines.memory import Memory
 from phalanx.engines.output import Output
 from phalanx.engines.told import BROKEN_OFF, End, LostError, Told, ended
+from phalanx.recovery.lifecycle import Point
 from phalanx.recovery.tally import Cause
 
 POLL_MILLISECONDS = 50
 FAREWELL_SECONDS = 1.0
+PATIENCE_SECONDS = 1.0  # that workers have to leave user code after Ctrl-C
 LONG = 1 << 62
 
 
@@ -123,13 +126,14 @@ class Crew:
             if words[self.control.place(hand.number, words_of.SLEEPING)]:
                 hand.wake()
 
-    def halt(self, seconds: float, presses: int) -> None:
+    def halt(self, *, replaceable: bool) -> None:
         """Have all workers stop where nothing is held: between two replicas, chunks of an evaluation, or steps.
 
-        Those that stay in user code for ``seconds`` are ended, and count as dead; so they are if Ctrl-C is pressed
-        ``presses`` times more. Ctrl-C is not delivered meanwhile.
+        Those that stay in user code for a second are ended, and count as dead; so they are if Ctrl-C is pressed again.
+        If nobody can take their places, the state would be lost with them, so only two more Ctrl-C end them. Ctrl-C is
+        not delivered meanwhile.
         """
-        words, end = self.control.words, time.monotonic() + seconds
+        words, end = self.control.words, time.monotonic() + (PATIENCE_SECONDS if replaceable else math.inf)
         words[words_of.PAUSE] = words_of.LEAVE
 
         def idle() -> bool:
@@ -138,12 +142,12 @@ class Crew:
             return self.control.all_idle(self.alive)
 
         def late() -> bool:
-            return time.monotonic() > end or interrupts.pressed() >= presses
+            return time.monotonic() > end or interrupts.pressed() >= (1 if replaceable else 2)
 
         with interrupts.shielded():
             self.wait(lambda: idle() or late(), LONG)
             for hand in self._living() if not idle() else ():
-                if self.control.in_user_code(hand.number):
+                if self._in_user_code(hand.number):
                     self.deaths[hand.number] = self._end_of(hand, BROKEN_OFF, Cause.CALLER)
                     self._died(hand)
             self.wait(idle, LONG)  # those that waited for them, and those that were updating
@@ -164,6 +168,12 @@ class Crew:
             self._handle({fd for fd, _ in found})
             if watch.expired(self.control.progress(), starting=bool(self._starting)):
                 self._kill_hung()
+
+    def _in_user_code(self, number: int) -> bool:
+        """Whether a worker may be in the user's code: it computes, and waits for nobody."""
+        task = self.control.words[words_of.KIND] == words_of.TASK
+        computing = self.control.places()[number].point <= Point.COMPUTING
+        return (task or computing) and not self.control.idle(number)
 
     def _check_interrupted(self) -> None:
         """Deliver Ctrl-C; the workers stop as soon as they can, whether or not the run goes on."""

@@ -101,6 +101,11 @@ class Ledger:
         if poison is not None:
             raise self._error(poison, step)
 
+    @property
+    def replaceable(self) -> bool:
+        """Whether another worker can take the place of any."""
+        return self.portable and self._placement.whole
+
     def start(self) -> None:
         """Workers are about to be started, and may fall again; waits a little if that was futile often."""
         self._attempts += 1

@@ -236,7 +236,7 @@ class Processes:
     def _halt(self) -> None:
         """Stop at a step boundary, and count what was done on the way there."""
         if self._crew.interrupted or not self.control.all_idle():
-            self.wall.halt()
+            self._crew.halt(replaceable=self._ledger.replaceable)
             self._settle()
         self.wall.steady()
         while self.control.words[words_of.DONE] > self._steps:

@@ -7,7 +7,6 @@ it, and schedules are done again with the losses that were reported.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,6 @@ from phalanx.sharing import Mirror
 
 MOST_BATCHES = 1 << 28  # bytes of batches that are kept from one snapshot to the next
 EAGER_STEPS = 10  # after a state was taken back, each of as many steps is followed by a snapshot
-PATIENCE_SECONDS = 1.0  # that workers have to leave user code after Ctrl-C
 LONG = 1 << 62
 NEVER = -1
 
@@ -137,13 +135,6 @@ class Supervisor:
             else:
                 self._do_again(judge(self._control.places()).step)
         self._control.words[words_of.TROUBLE] = 0
-
-    def halt(self) -> None:
-        """Ctrl-C: have all workers stop soon. One that cannot be replaced gets more time to leave user code."""
-        if self._portable and self._placement.whole:
-            self._crew.halt(PATIENCE_SECONDS, presses=1)
-        else:
-            self._crew.halt(math.inf, presses=2)
 
     def repaired(self) -> bool:
         """An optimizer raised, and tore the state: take it back to the last finished step; False if that cannot be."""
