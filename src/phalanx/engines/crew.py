@@ -281,13 +281,7 @@ class Crew:
         self._abandoned.detach()
 
     def check_owner(self) -> None:
-        """Refuse to touch the workers of another process.
-
-        Raises
-        ------
-        LostError
-            This process was forked from the one that they belong to.
-        """
+        """Refuse, by a LostError, to touch the workers of the process that this one was forked from."""
         if self._owner != os.getpid():
             raise LostError(
                 f"it belongs to process {self._owner}, from which this one ({os.getpid()}) was forked; its workers go "
