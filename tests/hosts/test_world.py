@@ -184,7 +184,10 @@ def test_a_store_that_torchrun_keeps():
 
 
 def test_what_differs_is_named():
-    """Other steps, workers, or one number in the data of one process are refused in all, and devices that cannot be."""
+    """Other steps, workers, data, closures or code in one process are refused in all, and devices that cannot be.
+
+    A global that differs is told: it may be the process's rank.
+    """
     found = world("""
 tried(lambda: family.recipe(4, steps=3 + rank).train())
 tried(lambda: family.recipe(4).train(workers=2 + 2 * rank))
@@ -193,12 +196,29 @@ x, y = family.data
 x = x.clone()
 x[4, 0] += rank
 tried(lambda: family.recipe(4, data=(x, y)).train())
+def scaled(factor):
+    def loss(output, target):
+        return family.loss_fn(output, target) * factor
+    return loss
+tried(lambda: family.recipe(4, loss_fn=scaled(rank)).train())
+other = (lambda output, target: family.loss_fn(output, target)) if rank else family.loss_fn
+tried(lambda: family.recipe(4, loss_fn=other).train())
+def ranked(output, target):
+    return family.loss_fn(output, target) * (1 if rank else 1)
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    tried(lambda: family.recipe(4, loss_fn=ranked, steps=1).train(deadline_seconds=20).steps)
+told[-1] = [told[-1], [str(one.message).partition(", ")[0] for one in caught]]
 """)
-    for told in found:
+    for rank, told in enumerate(found):
         assert told[0].startswith("UsageError: steps is ")
         assert told[1].startswith("UsageError: workers is ")
         assert told[2].startswith("UsageError: devices names 'cuda:0'")
-        assert told[3].startswith("UsageError: data is ")
+        assert told[3].startswith("UsageError: recipe.data: item 0 is ")
+        assert told[4].startswith("UsageError: recipe.loss_fn: closure variable `factor` is ")
+        assert told[5].startswith("UsageError: recipe.loss_fn is ")
+        assert told[6] == [1, [f"loss_fn: global `rank` is {rank} in process {rank}"]]
 
 
 @pytest.mark.parametrize("stopped", [pytest.param([0, 1], marks=pytest.mark.campaign), [1]])

@@ -127,7 +127,8 @@ def open_distributed(
                 f"there are {world.size} processes, but {definition.replicas} replicas to compute; start fewer"
             )
         framework = open_framework(definition, ["cpu"])
-        room = world.agree(_facts(definition, framework, workers), cores)
+        recipe, doubts = shared(definition)
+        room = world.agree({"recipe": recipe, **_facts(definition, framework, workers)}, cores, doubts)
         count = max(1, min(room if workers is None else workers // world.size, definition.replicas // world.size))
         course = _same_start(world, framework, begin)
         return Distributed(definition, framework, course, world, count)
@@ -142,13 +143,12 @@ def open_distributed(
 
 
 def _facts(definition: Definition, framework: Framework, workers: int | None) -> dict[str, Any]:
-    """What has to be the same in all processes. Columns are compared whole, if that does not take long."""
+    """What else has to be the same in all processes. Columns are compared whole, if that does not take long."""
     arrays = definition.source.arrays if isinstance(definition.source, Columns) else ()
     whole = sum(array.nbytes for array in arrays) <= COMPARED_BYTES
     with framework.environment:
         own = framework.snapshots.capture(copy=False).facts.get("environment", {})
     return {
-        "recipe": shared(definition),
         "steps": None if definition.data is None else definition.plan.steps,
         "workers": workers,
         "data": hashed(tuple(arrays)).hex() if whole else None,

@@ -15,7 +15,7 @@ from phalanx.fingerprint import named
 from phalanx.fingerprint.arrays import hashed
 from phalanx.fingerprint.compare import Comparison, compared, first_format
 from phalanx.fingerprint.functions import VERSION
-from phalanx.fingerprint.graph import Graph
+from phalanx.fingerprint.graph import CODE, SHARED, TREE, Graph
 from phalanx.fingerprint.look import Look
 
 __all__ = ["Comparison", "compare", "fingerprint", "hashed", "shared"]
@@ -24,7 +24,6 @@ FORMAT = 2
 VALUES = ("replicas", "batch_size", "lr", "max_norm", "shuffle", "drop_last", "seed", "precision", "threads",
           "on_nonfinite")  # fmt: skip
 FUNCTIONS = ("make_model", "loss_fn", "forward_fn", "target_fn", "optimizer", "scheduler", "collate_fn")
-TREE, CODE = 0, 1
 
 
 def fingerprint(definition: Definition) -> dict[str, Any]:
@@ -43,18 +42,25 @@ def fingerprint(definition: Definition) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def shared(definition: Definition) -> dict[str, str]:
-    """What processes that do one run must have in common: one text per name, of which none changes in use.
+def shared(definition: Definition) -> tuple[dict[str, str], dict[str, str]]:
+    """What processes that do one run have in common, one text per name: what must be equal, and what should be.
 
-    Code is compared as it runs, for one may have the source and another not.
+    Nothing of it changes in use. Code is compared as it runs, as one process may have the source and another not. What
+    should be equal are plain values that functions read of their modules: one may be the rank of the process.
     """
     look = Look()
-    found = {name: repr(getattr(definition, name)) for name in VALUES} | {"python": VERSION}
+    must = {name: repr(getattr(definition, name)) for name in VALUES} | {"python": VERSION}
+    should: dict[str, str] = {}
     for name, graph in _graphs(definition, look).items():
-        for path, told in graph.named(CODE).items():  # the nearest to the root first, each without what it holds
-            found[f"{name}: {path}" if path else name] = " ".join([told[0], *told[2:]])
-        found[f"{name} as a whole"] = graph.hash(CODE)
-    return found | {f"version of {name}": version for name, version in look.packages.versions().items()}
+        for path, told in graph.named(SHARED).items():  # the nearest to the root first, each without what it holds
+            must[_placed(name, path)] = " ".join([told[0], *told[2:]])
+        must[f"{name} as a whole"] = graph.hash(SHARED)
+        should |= {_placed(name, path): told for path, told in graph.ambient().items()}
+    return must | {f"version of {name}": version for name, version in look.packages.versions().items()}, should
+
+
+def _placed(name: str, path: str) -> str:
+    return f"{name}: {path}" if path else name
 
 
 def compare(definition: Definition, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Comparison:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.fingerprint import bytecode, source
-from phalanx.fingerprint.arrays import short
+from phalanx.fingerprint.arrays import PLAIN, short
 from phalanx.fingerprint.graph import Edge, Part
 from phalanx.fingerprint.packages import Packages
 from phalanx.fingerprint.source import Sources
@@ -86,7 +86,7 @@ class Functions:
             if value is ABSENT or value is getattr(builtins, name, ABSENT):
                 continue
             for told, below in self._followed(name, value, chains):
-                yield Edge(f"global `{told}`", below, _changes(told, written))
+                yield Edge(f"global `{told}`", below, _changes(told, written), type(below) in PLAIN)
 
     def _imports(self, found: bytecode.Reads, names: Mapping[str, Any]) -> Iterator[Edge]:
         """What import statements inside the function bring."""
@@ -101,7 +101,7 @@ class Functions:
             if module is not None:
                 chains = ways.get(key, set()) | found.aliases.get(key, set())
                 for told, below in self._followed(key[0], module, chains):
-                    yield Edge(f"import `{told}`", below)
+                    yield Edge(f"import `{told}`", below, ambient=type(below) in PLAIN)
 
     def _followed(self, name: str, value: Any, chains: set[bytecode.Chain]) -> list[tuple[str, Any]]:
         """What a function takes of a value that it names: attributes and items of modules, records and dicts."""

@@ -12,17 +12,22 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 MOST_PARTS = 50_000  # of a field; what lies beyond is told as not compared
+TREE, CODE, SHARED = 0, 1, 2
 TOO_MANY = f"beyond the first {MOST_PARTS} parts, which are all that is compared"
 DEEPEST = 24  # names in a path; what lies deeper goes by the same
 MOST_NAMED = 48  # parts of a field that are kept by their paths; deeper ones are in the hashes of those above
 
 
 class Edge(NamedTuple):
-    """What a value holds under a name. ``soft``: it changes while it is used, as caches and counters do."""
+    """What a value holds under a name.
+
+    ``soft``: it changes in use, as caches and counters do. ``ambient``: a plain value of a module, as the rank is.
+    """
 
     name: str
     value: Any
     soft: bool = False
+    ambient: bool = False
 
 
 @dataclass
@@ -91,8 +96,8 @@ class Graph:
     def hash(self, mode: int, number: int = 0) -> str:
         """A hash of a part (the root) with all that it holds, but for what is soft.
 
-        ``mode`` is the number of the hash of code to go by. What leads into a circle is written down as the graph of
-        its kinds, in the order in which they are reached.
+        ``mode`` is TREE or CODE, which says what code goes by, or SHARED: by CODE, and without what is ambient. What
+        leads into a circle is written down as the graph of its kinds, in the order in which they are reached.
         """
         kinds, final = self._kinds(mode)
         if number in final:
@@ -103,7 +108,7 @@ class Graph:
         while waiting:
             number = waiting.popleft()
             held: list[tuple[str, int | str]] = []
-            for name, below in self._held(number, kinds):
+            for name, below in self._held(number, kinds, mode):
                 if below in final:
                     held.append((name, kinds[below]))
                     continue
@@ -120,20 +125,22 @@ class Graph:
         One that holds nothing has no hashes; its name says all.
         """
         found: dict[str, list[str]] = {}
-        for number, path, is_soft in self._walk(mode, once=False):
+        for number, path, edge in self._walk(mode, once=False):
             if len(found) == MOST_NAMED:
                 break
-            if not is_soft:
+            if not edge.soft and not (edge.ambient and mode == SHARED):
                 part = self._parts[number]
-                told = (
-                    [self.hash(mode, number), self._own(number, mode)] if part.edges or part.code or part.shown else []
-                )
-                found[path] = [part.shown or part.text, *told]
+                hashes = [self.hash(mode, number), self._own(number, mode)]
+                found[path] = [part.shown or part.text, *(hashes if part.edges or part.code or part.shown else ())]
         return found
+
+    def ambient(self) -> dict[str, str]:
+        """Plain values of the process, by their paths."""
+        return {path: self._parts[number].text for number, path, edge in self._walk(CODE, once=True) if edge.ambient}
 
     def soft(self, mode: int) -> dict[str, str]:
         """Hashes of what changes in use, by their paths."""
-        return {path: self.hash(mode, number) for number, path, is_soft in self._walk(mode, once=True) if is_soft}
+        return {path: self.hash(mode, number) for number, path, edge in self._walk(mode, once=True) if edge.soft}
 
     def unseen(self) -> dict[str, str]:
         """Paths of what cannot be seen into, and why."""
@@ -151,24 +158,26 @@ class Graph:
             self._below.append([])
         return number
 
-    def _walk(self, mode: int, *, once: bool) -> Iterator[tuple[int, str, bool]]:
-        """Parts by their paths, the shortest first, and whether they are soft; what these hold is left out.
+    def _walk(self, mode: int, *, once: bool) -> Iterator[tuple[int, str, Edge]]:
+        """Parts by their paths, the shortest first, with the last edge to each; what soft ones hold is left out.
 
         ``once``: what equal parts hold comes once, else only what one leads back to is not followed again.
         """
         kinds, _ = self._kinds(mode)
-        waiting: deque[tuple[int, tuple[str, ...], bool, frozenset[str]]] = deque([(0, (), False, frozenset())])
+        waiting: deque[tuple[int, tuple[str, ...], Edge, frozenset[str]]] = deque(
+            [(0, (), Edge("", None), frozenset())]
+        )
         entered: set[str] = set()
         while waiting:
-            number, path, is_soft, above = waiting.popleft()
-            yield number, ", ".join(path), is_soft
-            if is_soft or kinds[number] in (entered if once else above) or not (once or len(path) < DEEPEST):
+            number, path, last, above = waiting.popleft()
+            yield number, ", ".join(path), last
+            if last.soft or kinds[number] in (entered if once else above) or not (once or len(path) < DEEPEST):
                 continue
             entered.add(kinds[number])
             above = above if once else above | {kinds[number]}
-            for edge, below in zip(self._parts[number].edges, self._below[number], strict=True):
+            for edge, below in self._edges(number, kinds):
                 longer = (*path, edge.name) if len(path) < DEEPEST else path
-                waiting.append((below, longer, edge.soft, above))
+                waiting.append((below, longer, edge, above))
 
     def _kinds(self, mode: int) -> tuple[list[str], set[int]]:
         """A text per part, equal for equal parts of this graph, and for which it is a hash of all that they hold.
@@ -180,12 +189,12 @@ class Graph:
         kinds = [self._own(number, mode) for number in range(len(self._parts))]
         final: set[int] = set()
         for number in self._upwards():
-            kinds[number] = self._joined(number, kinds)
+            kinds[number] = self._joined(number, kinds, mode)
             final.add(number)
         rest = [number for number in range(len(self._parts)) if number not in final]
         before, now = 0, len({kinds[number] for number in rest})
         while now > before:
-            refined = [self._joined(number, kinds) for number in rest]
+            refined = [self._joined(number, kinds, mode) for number in rest]
             for number, kind in zip(rest, refined, strict=True):
                 kinds[number] = kind
             before, now = now, len(set(refined))
@@ -212,17 +221,20 @@ class Graph:
 
     def _own(self, number: int, mode: int) -> str:
         part = self._parts[number]
-        return _digest(part.text, part.code[mode] if part.code else "")
+        return _digest(part.text, part.code[min(mode, CODE)] if part.code else "")
 
-    def _joined(self, number: int, kinds: list[str]) -> str:
-        return _digest(kinds[number], *(f"{name} {kinds[below]}" for name, below in self._held(number, kinds)))
+    def _joined(self, number: int, kinds: list[str], mode: int) -> str:
+        return _digest(kinds[number], *(f"{name} {kinds[below]}" for name, below in self._held(number, kinds, mode)))
 
-    def _held(self, number: int, kinds: list[str]) -> list[tuple[str, int]]:
-        """What a part holds, but for what is soft; in the order of its kinds, if it has none of its own."""
+    def _held(self, number: int, kinds: list[str], mode: int) -> list[tuple[str, int]]:
+        """What a part holds and a hash counts."""
+        edges = self._edges(number, kinds)
+        return [(edge.name, below) for edge, below in edges if not edge.soft and not (edge.ambient and mode == SHARED)]
+
+    def _edges(self, number: int, kinds: list[str]) -> list[tuple[Edge, int]]:
+        """What a part holds; what comes in any order, in the order of its kinds."""
         part = self._parts[number]
-        held = [
-            (edge.name, below) for edge, below in zip(part.edges, self._below[number], strict=True) if not edge.soft
-        ]
+        held = list(zip(part.edges, self._below[number], strict=True))
         return sorted(held, key=lambda pair: kinds[pair[1]]) if part.unordered else held
 
 

@@ -36,12 +36,12 @@ class Packages:
 
     def has(self, module: str | None, file: str | None = None) -> bool:
         """Whether code of this module is installed; its package is noted. ``file`` is where the code itself lies."""
-        if module == "__main__" and file is None:
+        if module is None or (module == "__main__" and file is None):
             return False
-        root = (module or PYTHON).partition(".")[0]
-        standard = root in sys.stdlib_module_names or root in (PYTHON, "builtins")
+        root = module.partition(".")[0]
+        standard = root in sys.stdlib_module_names
         if file is None or file.startswith("<"):
-            places = (getattr(sys.modules.get(name), "__file__", None) for name in (module or "", root))
+            places = (getattr(sys.modules.get(name), "__file__", None) for name in (module, root))
             file = next((place for place in places if place is not None), None)
         if not (standard or root == OWN or (file is not None and self._within(file))):
             return False

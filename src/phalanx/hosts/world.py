@@ -12,6 +12,7 @@ import pathlib
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -59,8 +60,10 @@ class World:
         self._gloo: Gloo | None = None
         self._told = False
 
-    def agree(self, facts: Mapping[str, Any], cores: Sequence[int]) -> int:
+    def agree(self, facts: Mapping[str, Any], cores: Sequence[int], doubts: Mapping[str, str] | None = None) -> int:
         """Make sure that all mean the same recipe in the same environment; returns how many workers each has room for.
+
+        ``facts`` must be equal; of ``doubts`` that are not, a warning tells.
 
         Raises
         ------
@@ -69,7 +72,8 @@ class World:
         RunError
             A process did not come, or has left again.
         """
-        told = json.loads(json.dumps({**facts, "host": _host(), "cores": list(cores)}, default=repr))
+        given = {**facts, "doubts": dict(doubts or {}), "host": _host(), "cores": list(cores)}
+        told = json.loads(json.dumps(given, default=repr))
         self._store.set(f"facts/{self.rank}", json.dumps(told))
         everybody = [json.loads(self._get(f"facts/{rank}", rank)) for rank in range(self.size)]
         self._names = [item["host"].split()[0] for item in everybody]
@@ -77,6 +81,10 @@ class World:
             for name in facts:
                 if theirs.get(name) != told[name]:
                     raise UsageError(_differing(rank, self.rank, name, theirs.get(name), told[name]))
+            for name, value in told["doubts"].items():
+                if theirs["doubts"].get(name, value) != value:
+                    why = f"{name} is {value} in process {self.rank}, and {theirs['doubts'][name]} in process {rank}"
+                    warnings.warn(f"{why}; if it decides the answer, that depends on who computes what", stacklevel=2)
         together = len({item["host"] for item in everybody}) == 1
         self._interface = interfaces.LOOPBACK if together else interfaces.towards(self._tcp[0])
         place = c10d.PrefixStore("callers", self._store)
