@@ -127,7 +127,7 @@ def test_a_replica_that_was_computed_is_no_poison():
 
 
 def test_deaths_with_the_process_that_started_them_blame_nobody():
-    """However often the zygote takes its workers along at one spot, that spot is not blamed; in the end it is futile."""
+    """However often a zygote takes its workers along at one spot, that is not blamed; in the end it is futile."""
     judge = Tally()
     for occasion in range(FUTILE - 1):
         assert judge.count({0: kill(X, cause=Cause.STARTER)}, (), 3, 0, occasion, occasion) is None
@@ -164,5 +164,3 @@ def test_the_tail_of_the_binomial_distribution(share):
             terms = [math.comb(trials, k) * share**k * (1 - share) ** (trials - k) for k in range(hits, trials + 1)]
             wanted = 1.0 if hits <= share * trials else math.fsum(terms)
             assert math.isclose(at_least(hits, trials, share), wanted, rel_tol=1e-9)
-
-

@@ -24,7 +24,7 @@ from phalanx import forks, interrupts
 from phalanx.engines.deadline import Stillness
 from phalanx.engines.hand import Hand, StartError
 from phalanx.engines.told import ended
-from phalanx.errors import RunError, UsageError
+from phalanx.errors import UsageError
 from phalanx.recovery.tally import Cause
 
 START = """
@@ -182,8 +182,9 @@ class Zygote:
         silent = isinstance(error, TimeoutError)
         why, cause = ended(self._process.returncode)
         outside = self._stopped if silent else cause is Cause.ANYBODY
+        why = str(error) if silent else f"{why} ({error})"
         return StartError(
-            f"the process that starts workers {error if silent else f'{why} ({error})'}; what it wrote to stderr says why. Run again, or use "
+            f"the process that starts workers {why}; what it wrote to stderr says why. Run again, or use "
             "engine='inline'",
             outside=outside,
         )

@@ -172,6 +172,8 @@ def at_least(hits: int, trials: int, share: float) -> float:
     odds, rest = math.log(share) if share > 0 else -math.inf, math.log1p(-share)
     ways = math.lgamma(trials + 1)
     return math.fsum(
-        math.exp(ways - math.lgamma(count + 1) - math.lgamma(trials - count + 1) + count * odds + (trials - count) * rest)
+        math.exp(
+            ways - math.lgamma(count + 1) - math.lgamma(trials - count + 1) + count * odds + (trials - count) * rest
+        )
         for count in range(hits, trials + 1)
     )
