@@ -1,4 +1,4 @@
-"""Random rounds against processes: zygotes and workers are killed, stopped or forked from; bits must not depend on it."""
+"""Random rounds against processes: zygotes and workers are killed, stopped forked from; bits must not depend on it."""
 
 import contextlib
 import gc

@@ -144,6 +144,12 @@ def test_one_that_stays_stopped_is_replaced(monkeypatch):
     assert zygote() is not process
 
 
+def interrupted_request(timer):
+    with interrupts.guarded():
+        timer.start()
+        WARM.zygote()._ask({"end": 0})
+
+
 def test_ctrl_c_while_it_does_not_answer(monkeypatch):
     """The wait ends at once; the answer that comes later is not taken for that of the next request."""
     monkeypatch.setattr(launch, "STOPPED_SECONDS", 1000.0)
@@ -151,10 +157,9 @@ def test_ctrl_c_while_it_does_not_answer(monkeypatch):
     os.kill(process.pid, signal.SIGSTOP)
     began = time.monotonic()
     for _ in range(2):
-        with pytest.raises(KeyboardInterrupt), interrupts.guarded():
-            timer = threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
-            timer.start()
-            WARM.zygote()._ask({"end": 0})
+        timer = threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
+        with pytest.raises(KeyboardInterrupt):
+            interrupted_request(timer)
         timer.join()
     assert time.monotonic() - began < 100
     os.kill(process.pid, signal.SIGCONT)

@@ -127,7 +127,7 @@ def test_a_replica_that_was_computed_is_no_poison():
 
 
 def test_deaths_with_the_process_that_started_them_blame_nobody():
-    """However often the zygote takes its workers along at one spot, that spot is not blamed; in the end it is futile."""
+    """However often a zygote takes its workers along at one spot, that is not blamed; in the end it is futile."""
     judge = Tally()
     for occasion in range(FUTILE - 1):
         assert judge.count({0: kill(X, cause=Cause.STARTER)}, (), 3, 0, occasion, occasion) is None

@@ -171,8 +171,9 @@ class Zygote:
         silent = isinstance(error, TimeoutError)
         why, cause = ended(self._process.returncode)
         outside = self._stopped if silent else cause is Cause.ANYBODY
+        why = str(error) if silent else f"{why} ({error})"
         return StartError(
-            f"the process that starts workers {error if silent else f'{why} ({error})'}; what it wrote to stderr says why. Run again, or use "
+            f"the process that starts workers {why}; what it wrote to stderr says why. Run again, or use "
             "engine='inline'",
             outside=outside,
         )

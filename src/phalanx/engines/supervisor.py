@@ -116,9 +116,7 @@ class Supervisor:
         while not self._whole():
             self._control.words[words_of.TROUBLE] = 1  # the others leave the step
             if not self._placement.whole and self._crew.deaths:
-                self._ledger.fell(
-                    self._crew.deaths, self._crew.started, self._crew.lived
-                )  # raises: nobody waits for other hosts
+                self._ledger.fell(self._crew.deaths, self._crew.started, self._crew.lived)  # raises
             self._crew.wait(lambda: self._control.all_idle(self._crew.alive), LONG)
             if not self._placement.whole and self._errors():
                 raise self._errors()[0].content  # no step can be done again without the other hosts
@@ -203,8 +201,8 @@ class Supervisor:
         step, torn = judge(self._control.places())
         if not self._portable and (torn or 0 in fallen):
             raise LostError(
-                f"worker {fallen[0]} {self._crew.deaths[fallen[0]].why} in step {step}, and the optimizer is not one of "
-                "torch's own, so its state is lost with it; run again"
+                f"worker {fallen[0]} {self._crew.deaths[fallen[0]].why} in step {step}, and the optimizer is not one "
+                "of torch's own, so its state is lost with it; run again"
             )
         if self._unfinished is not None and self._unfinished[0] == self._go_back:
             self._go_back(self._unfinished[1], fallen)

@@ -105,8 +105,8 @@ def irreplaceable(deaths: Mapping[int, End]) -> LostError:
     """Why a run over several hosts ends."""
     worker, end = min(deaths.items())
     return LostError(
-        f"worker {worker} of this host {end.why}, and in a run over several hosts no worker is replaced; start all hosts "
-        "again: with a run_dir the run goes on from its newest snapshot, to the same digest"
+        f"worker {worker} of this host {end.why}, and in a run over several hosts no worker is replaced; start all "
+        "hosts again: with a run_dir the run goes on from its newest snapshot, to the same digest"
     )
 
 
