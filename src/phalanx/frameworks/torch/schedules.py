@@ -9,6 +9,7 @@ refused in every engine.
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from phalanx.frameworks.torch.watched import WAY_OUT, Watched, Withheld, refuse_
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 Groups = list[list[list[torch.nn.Parameter]]]  # by optimizer and group
 EXAMPLE = "optimizer=functools.partial(torch.optim.AdamW, lr=1e-3)"
+VERSION = operator.attrgetter("_version")
 PARAMETER = "phalanx.parameter"  # what stands for one in the state of a scheduler
 
 
@@ -49,6 +51,7 @@ class Schedules:
         self.touched = False
         self._optimizers = optimizers
         self._named = named
+        self._parameters = [parameter for _, parameter in named]
         self._numbers = {id(parameter): number for number, (_, parameter) in enumerate(named)}
         self._labels = {id(parameter): name for name, parameter in named}
         self._mine: set[int] | None = None
@@ -138,15 +141,9 @@ class Schedules:
 
     def _settle(self) -> None:
         """Leave the groups what this process updates; parameters that were moved stay where they are now."""
-        found = [[group["params"] for group in optimizer.param_groups] for optimizer in self._optimizers]
-        same = list(map(len, found)) == list(map(len, self._shown)) and all(
-            item is shown
-            for items, lists in zip(found, self._shown, strict=True)
-            for item, shown in zip(items, lists, strict=True)
-        )
-        if not same:
+        found = [id(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups]
+        if self.touched or found != self._ids:
             self._touch()
-        if self.touched:
             self._take_groups()
             self._deal()
         else:
@@ -165,6 +162,7 @@ class Schedules:
             [[item for item in whole if mine is None or id(item) in mine] for whole in groups]
             for groups in self._groups
         ]
+        self._ids = [id(shown) for groups in self._shown for shown in groups]
         self._hide()
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -210,7 +208,7 @@ class Schedules:
                 )
 
     def _versions(self) -> list[int]:
-        return [parameter._version for _, parameter in self._named]
+        return list(map(VERSION, self._parameters))
 
     def _structure(self) -> dict[str, Any]:
         """Which parameters are in which group, by number, and which are trained."""
