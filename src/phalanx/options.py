@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 import pathlib
 import select
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -171,7 +171,8 @@ def losses_in(found: Snapshot) -> list[float]:
     if stored is None or stored.dtype != "float64" or stored.shape != (found.step,):
         told = "none" if stored is None else f"those of {stored.dtype}{list(stored.shape)}"
         raise SnapshotError(f"the snapshot is of step {found.step}, which has a loss for each, but has {told}")
-    return memoryview(stored.content).cast("B").cast("d").tolist()
+    history: list[Any] = memoryview(stored.content).cast("B").cast("d").tolist()
+    return history
 
 
 @contextlib.contextmanager

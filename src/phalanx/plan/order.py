@@ -40,9 +40,7 @@ class Orders:
         Outputs to compute at once.
     """
 
-    def __init__(
-        self, seed: int, samples: int, *, shuffle: bool, window: int = WINDOW, chunk: int = CHUNK
-    ) -> None:
+    def __init__(self, seed: int, samples: int, *, shuffle: bool, window: int = WINDOW, chunk: int = CHUNK) -> None:
         self._seed = seed
         self._samples = samples
         self._shuffle = shuffle
@@ -117,8 +115,6 @@ class Orders:
     def _numbers(self, outputs: Outputs) -> Indices:
         """Which window each output lies in."""
         return (outputs >> np.uint64(64 - self._bits)).view(np.int64)
-
-
 
 
 def epoch_orders(seed: int, epochs: range, samples: int, *, shuffle: bool) -> Indices:
