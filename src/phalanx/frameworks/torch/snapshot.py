@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,8 +87,25 @@ def adopt(model: torch.nn.Module, updates: Update, state: Captured) -> None:
                 optimizer.state[parameters[name]] = value
             optimizer.state.update(decoded(beside, find))
         updates.take_options(decoded(state.facts["options"], find))
+        for optimizer in updates.optimizers:
+            _check_fused(optimizer, parameters.values())
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise SnapshotError(f"the optimizers' state in the snapshot does not fit this recipe's: {error}") from error
+
+
+def _check_fused(optimizer: torch.optim.Optimizer, parameters: Collection[torch.Tensor]) -> None:
+    """Fused kernels take for granted that state lies as the parameter does, and write wherever that leads."""
+    known = set(map(id, parameters))
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in known:
+                raise ValueError("its options name other parameters")
+            like = torch.empty_like(parameter, device="meta")
+            for name, value in optimizer.state.get(parameter, {}).items() if group.get("fused") else ():
+                if isinstance(value, torch.Tensor) and (name != "step" or value.dim()):
+                    spec = [(part.dtype, part.shape, part.stride()) for part in (like, value)]
+                    if spec[0] != spec[1]:
+                        raise ValueError(f"{name} is {_spelled(value)}, which does not lie as its parameter does")
 
 
 def adopt_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
