@@ -1,14 +1,15 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+MINUTES ?= 10
 SOURCES := $(wildcard src tests benchmarks examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench chaos clean
+.PHONY: help demo test check bench chaos campaign clean
 .DELETE_ON_ERROR:
 
 help:  ## this text
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 demo: $(INSTALLED)  ## train a small model on handwritten digits and draw how it went
 	@$(BIN)/phalanx demo digits
@@ -36,6 +37,9 @@ chaos: $(INSTALLED)  ## kill workers at random for five minutes, then hosts, and
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m campaign
 	@OMP_NUM_THREADS=1 PHALANX_CAMPAIGN=1 $(BIN)/python -m pytest -q -n 2 tests/engines/test_same_bits.py tests/contract
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/hosts
+
+campaign: chaos  ## make chaos, then random attacks (Ctrl-C, threads, kills, forks, full disks), MINUTES=10 each: hours
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/attacks.py --minutes $(MINUTES)
 
 clean:  ## remove caches and build outputs; .venv stays
 	@rm -rf build dist .pytest_cache .ruff_cache .hypothesis

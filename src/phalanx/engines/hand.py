@@ -93,10 +93,6 @@ class Hand:
         with contextlib.suppress(OSError):  # it has ended, which shows elsewhere
             os.write(self.channel.fileno(), b".")
 
-    def interrupt(self) -> None:
-        """Ask it to leave the step that it computes."""
-        self._send(signal.SIGINT)
-
     def shoot(self) -> None:
         """End it at once, even if it is stopped; its death shows as any other does."""
         self._send(signal.SIGKILL)

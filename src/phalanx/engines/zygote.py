@@ -106,7 +106,7 @@ class Nursery:
         self._fds = self._fds[request["fds"] :]
         pid = os.fork()
         if pid == 0:
-            inherited = [*self._watched, *(fd for fd in self._alive.values() if fd >= 0)]
+            inherited = [*self._watched, *self._fds, *(fd for fd in self._alive.values() if fd >= 0)]
             _become_worker(zygote, request["worker"], fds, inherited)
         for fd in fds:
             os.close(fd)
