@@ -1,8 +1,10 @@
 """Of what fingerprints are made: code that runs, arrays, odd objects, bounds; and what processes of a run share."""
 
+import copy
 import functools
 import json
 import os
+import random
 import threading
 
 import numpy as np
@@ -294,3 +296,35 @@ def test_what_processes_share(make, monkeypatch):
     assert other != must
     given = functools.partial(F.cross_entropy, label_smoothing=0.1)
     assert shared(norm_recipe(2, loss_fn=given)) == shared(norm_recipe(5, loss_fn=given))
+
+
+def woven(rng, nodes=8):
+    """Lists that hold numbers and each other in all ways; the first leads to all that count."""
+    found = [[rng.randrange(3)] for _ in range(nodes)]
+    for one in found:
+        one.extend(rng.choice(found) for _ in range(rng.randrange(3)))
+    return found
+
+
+def reached(root):
+    known, waiting = {}, [root]
+    while waiting:
+        one = waiting.pop()
+        if id(one) not in known:
+            known[id(one)] = one
+            waiting.extend(one[1:])
+    return list(known.values())
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_woven_values(seed):
+    """Copies of values that hold each other in circles have equal hashes; one number changed anywhere shows."""
+    rng = random.Random(seed)
+    root = woven(rng)[0]
+    whole = hash_of(root)
+    assert hash_of(copy.deepcopy(root)) == whole
+    for number in range(len(reached(root))):
+        other = copy.deepcopy(root)
+        reached(other)[number][0] = 9
+        assert hash_of(other) != whole
+    assert hash_of([root, copy.deepcopy(root)]) == hash_of([root, root])

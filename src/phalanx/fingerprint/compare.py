@@ -96,7 +96,7 @@ def _told(name: str, one: Mapping[str, list[str]], other: Mapping[str, list[str]
     if not found:
         paths = [path for path in one if one[path] != other.get(path)]
         found = [path for path in paths if not any(_is_below(deeper, path) for deeper in paths)]
-    told = [_between(_at(name, path), _shown(one, path), _shown(other, path)) for path in found]
+    told = [_between(_at(name, path), _shown(one, path), _shown(other, path)) for path in found or [""]]
     return told[:MOST] + [f"{name} differs in {len(told) - MOST} more places"] * (len(told) > MOST)
 
 

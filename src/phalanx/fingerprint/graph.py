@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-MOST_PARTS = 50_000  # of a field; what lies beyond is told as not compared
+MOST_PARTS = 30_000  # of a field; what lies beyond is told as not compared
 TREE, CODE, SHARED = 0, 1, 2
 TOO_MANY = f"beyond the first {MOST_PARTS} parts, which are all that is compared"
 DEEPEST = 24  # names in a path; what lies deeper goes by the same
@@ -124,13 +124,15 @@ class Graph:
 
         One that holds nothing has no hashes; its name says all.
         """
+        kinds, _ = self._kinds(mode)
         found: dict[str, list[str]] = {}
         for number, path, edge in self._walk(mode, once=False):
             if len(found) == MOST_NAMED:
                 break
             if not edge.soft and not (edge.ambient and mode == SHARED):
                 part = self._parts[number]
-                hashes = [self.hash(mode, number), self._own(number, mode)]
+                whole = kinds[number] if number else self.hash(mode)  # in a circle, kinds do for a name
+                hashes = [whole, self._own(number, mode)]
                 found[path] = [part.shown or part.text, *(hashes if part.edges or part.code or part.shown else ())]
         return found
 
