@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 import phalanx
+from phalanx.deal import Dealer
+from phalanx.frameworks.opening import open_framework
 
 SAMPLES = 24
 X = np.random.default_rng(0).standard_normal((SAMPLES, 3)).astype(np.float32)
@@ -628,3 +630,29 @@ def test_arrays_changed_between_runs_are_seen():
     assert made.train().digest == reference()
     x *= 2
     assert made.train().digest == digest(data=(2 * X, Y))
+
+
+class Endless:
+    """More samples than fit into memory as numbers."""
+
+    def __len__(self):
+        return 10**15
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index % 7)]), torch.tensor([float(index % 3)])
+
+
+def test_a_dataset_that_is_longer_than_memory():
+    """Without shuffle nothing of the data's length is made: not for training, and not to cut an evaluation."""
+    recipe = phalanx.Recipe(
+        lambda: torch.nn.Linear(1, 1), Endless(), torch.nn.functional.mse_loss,
+        replicas=2, batch_size=4, steps=3, shuffle=False,
+    )  # fmt: skip
+    assert recipe.train(engine="inline").steps == 3
+    assert [recipe.plan.indices(step).tolist() for step in (0, 10**12)] == [
+        [0, 1, 2, 3], [4 * 10**12 + n for n in range(4)]
+    ]  # fmt: skip
+    chunks = Dealer(recipe, open_framework(recipe)).chunks(Endless(), 256)
+    assert len(chunks) == 10**15 // 256
+    assert chunks[len(chunks) - 1].samples.tolist() == list(range(10**15 - 256, 10**15))
+    assert chunks[1].samples.tolist() == list(range(256, 512))
