@@ -257,6 +257,7 @@ def test_recipes_of_jax():
     assert hash_of(loss(1.0)) == hash_of(loss(1.0)) != hash_of(loss(2.0))
     trees = [{"w": jax.numpy.full((2, 3), value, dtype)} for value in (1, 2) for dtype in ("float32", "bfloat16")]
     assert len(set(map(hash_of, trees))) == 4
+    assert len({hash_of(jax.random.key(seed)) for seed in (0, 0, 1)}) == 2
     assert hash_of(trees[0]) == hash_of({"w": np.ones((2, 3), np.float32)})
     assert "closure variable" in next(path for path in seen(made()).named(CODE) if "max_norm" in path)
 

@@ -16,6 +16,7 @@ SAMPLED_BYTES, SAMPLED_ROWS = 4 << 20, 4096
 ITEM_BYTES = 1024  # an item of a list costs as much time as hashing so many bytes
 DEEP = 20
 NESTED = (list, tuple, dict)
+KEYS = "key<"  # how the dtypes of jax's random keys begin
 SHOWN = 60  # characters
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
@@ -39,6 +40,8 @@ class Contents:
             It cannot be read.
         """
         head = _headed(value)
+        if head.startswith(KEYS):
+            value = sys.modules["jax"].random.key_data(value)
         if _count(value) == 1:
             return f"{head} {value.tolist()!r}", ""
         limit = WHOLE_BYTES if self._spent < TOTAL_BYTES else SAMPLED_BYTES
