@@ -1,10 +1,10 @@
-"""This checkout beside another one: seconds a step, interleaved, so that a change that slows steps down is seen.
+"""Times steps of two checkouts, this one and another, interleaved, so that a change that slows them down is seen.
 
     git worktree add /tmp/before HEAD~20
     python benchmarks/against.py /tmp/before --rounds 5
 
-Each round starts a fresh process per column and checkout in turn. The ratio is this checkout's time over the other's: the
-median over the rounds of the ratio within each. Below 1 is faster.
+Each round starts a fresh process per column and checkout in turn. The ratio is this checkout's time over the other's:
+the median over the rounds of the ratio within each. Below 1 is faster.
 """
 
 import argparse
