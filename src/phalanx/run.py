@@ -269,6 +269,7 @@ class Run:
         return plan is not None and (self.steps % plan.steps_per_epoch == 0 or self.steps == plan.steps)
 
     def _check_open(self) -> None:
+        self.turn.check()
         if self._closed:
             raise UsageError("this run is closed: its with block has ended; start another with recipe.start()")
 

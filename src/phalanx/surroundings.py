@@ -10,15 +10,20 @@ import contextlib
 import functools
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from phalanx import interrupts
+from phalanx.errors import UsageError
 
 P = ParamSpec("P")
 T = TypeVar("T")
 SLICE_SECONDS = 0.1  # between two looks at Ctrl-C while waiting
+
+
+_ALL: weakref.WeakSet[Turns] = weakref.WeakSet()
 
 
 class Turns(contextlib.AbstractContextManager["Turns"]):
@@ -28,10 +33,35 @@ class Turns(contextlib.AbstractContextManager["Turns"]):
     """
 
     def __init__(self) -> None:
+        self._owner = self._depth = 0
+        self._torn = False
+        self._begin()
+        _ALL.add(self)
+
+    def _begin(self) -> None:
         self._lock = threading.Lock()
         self._waiting: deque[_Turn] = deque()
-        self._owner = 0
-        self._depth = 0
+
+    def forked(self) -> None:
+        """In the child of a fork there is one thread: what others held or waited for is free."""
+        self._begin()
+        if self._owner != threading.get_ident():
+            self._torn = bool(self._owner)
+            self._owner = self._depth = 0
+
+    def check(self) -> None:
+        """Refuse what another thread was in the middle of when this process was forked.
+
+        Raises
+        ------
+        UsageError
+            It was.
+        """
+        if self._torn:
+            raise UsageError(
+                "another thread was using this run when this process was forked from its own, so that it is half done "
+                "here; start a run of your own"
+            )
 
     @property
     def wanted(self) -> bool:
@@ -86,12 +116,8 @@ ALONE = Turns()  # who is inside may change generators and modes of the process,
 
 
 def _forked() -> None:
-    """Threads that waited or computed are not in the child of a fork."""
-    mine = ALONE._owner == threading.get_ident()
-    depth = ALONE._depth
-    ALONE.__init__()
-    if mine:
-        ALONE._owner, ALONE._depth = threading.get_ident(), depth
+    for turns in list(_ALL):
+        turns.forked()
 
 
 if hasattr(os, "register_at_fork"):

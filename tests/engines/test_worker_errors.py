@@ -9,6 +9,7 @@ import ctypes
 import functools
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -570,7 +571,8 @@ def test_what_ends_every_worker_is_told_soon(way, place):
         assert time.monotonic() - began < SOON
         error = caught.value
         assert type(error) is phalanx.RunError
-        assert f"replica {error.replica} of step {FAILING} ended 3 workers" in str(error)
+        count = "3" if way in ("exit", "segfault", "abort") else r"\d+"  # others could have sent a signal
+        assert re.search(rf"replica {error.replica} of step {FAILING} ended {count} workers", str(error))
         assert ", ".join([DEATHS[way]] * 3) in str(error)
         assert error.step == FAILING
         assert error.result.digest == recipe(steps=FAILING).train(engine="inline").digest

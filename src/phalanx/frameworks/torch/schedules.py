@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -157,7 +158,8 @@ class Schedules:
     def _deal(self) -> None:
         """Make the lists that are shown and those that are kept, and leave the groups the latter."""
         mine = self._mine
-        self._shown = [[Watched(whole, self._touch) for whole in groups] for groups in self._groups]
+        touch = weakref.WeakMethod(self._touch)  # a circle would keep the parameters until it is collected
+        self._shown = [[Watched(whole, lambda: touch()()) for whole in groups] for groups in self._groups]  # type: ignore[misc]
         self._kept: Groups = [
             [[item for item in whole if mine is None or id(item) in mine] for whole in groups]
             for groups in self._groups
