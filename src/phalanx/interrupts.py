@@ -15,6 +15,7 @@ signals; in others all of this does nothing. A SIGINT without a Python handler (
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 import time
@@ -49,6 +50,7 @@ class _Process:
     def __init__(self) -> None:
         self.before: Any = None
         self.installed = False
+        self.thread = threading.get_ident()
         self.pressed = 0
         self.opened = self.breakable = self.at_once = False
         self.shields = 0
@@ -78,6 +80,13 @@ class _Process:
             alarm.daemon = True
             alarm.start()
 
+    def forked(self) -> None:
+        """In the child of a fork: if another thread forked it, nobody is there who would deliver what is kept."""
+        if self.installed and threading.get_ident() != self.thread:
+            self.installed = self.breakable = self.opened = False
+            self.shields = self.pressed = 0
+            signal.signal(signal.SIGINT, self.before)
+
     def deliver(self) -> None:
         """Give what was kept to the caller's handler, which usually raises."""
         self.drop()
@@ -104,6 +113,8 @@ class _Process:
 
 
 _PROCESS = _Process()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_PROCESS.forked)
 
 
 class guarded(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a function
@@ -132,6 +143,7 @@ class guarded(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a
             self._outer = _PROCESS.before, _PROCESS.installed
             _PROCESS.before = before
             signal.signal(signal.SIGINT, _PROCESS.received)
+            _PROCESS.thread = threading.get_ident()
             self._mine = _PROCESS.installed = True
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:

@@ -205,9 +205,13 @@ def preemptible(run: Run, run_dir: Any) -> Iterator[None]:
     if run_dir is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.getsignal(signal.SIGTERM)
+    before, owner = signal.getsignal(signal.SIGTERM), os.getpid()
 
     def received(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:  # a forked child ends as it would without us
+            signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
         run.terminate()
         if callable(before):
             before(number, frame)

@@ -234,7 +234,7 @@ class Run:
         finally:  # observers see each step, also one whose evaluation failed
             self._progress.show(report, self.metric_history)
             for callback in self._callbacks:
-                with interrupts.opened():
+                with self.turn.lent(), interrupts.opened():
                     callback(report)
         with self._handing_over():
             self._data.check(contents=self._due(report))
@@ -247,9 +247,8 @@ class Run:
         return report
 
     def _preempted(self) -> Preempted:
-        told = "nothing is saved here: there is no run_dir, or it is that of process 0"
-        if self._saver is not None:
-            told = self._saver.last_word(self._engine, self.metric_history, self.steps)
+        told, saver = "nothing is saved here: there is no run_dir, or it is that of process 0", self._saver
+        told = told if saver is None else saver.last_word(self._engine, self.metric_history, self.steps)
         return Preempted(f"SIGTERM came, and {told}", step=self.steps - 1)
 
     def _horizon(self, batch: Any) -> int:

@@ -12,7 +12,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from phalanx import interrupts
@@ -85,6 +85,19 @@ class Turns(contextlib.AbstractContextManager["Turns"]):
         if not self._depth:
             with self._lock:
                 self._pass_on()
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """Inside, others may have their turn, though this thread is in the middle of one."""
+        depth, self._depth = self._depth, 0
+        with self._lock:
+            self._pass_on()
+        try:
+            yield
+        finally:
+            with interrupts.shielded():
+                self.__enter__()
+            self._depth = depth
 
     def _wait(self, turn: _Turn) -> None:
         try:

@@ -228,3 +228,31 @@ def test_global_generators_are_nobodys():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         regression(data).train(engine="inline")
+
+
+class GlobalNoise(nn.Module):
+    """A model that draws from a global of this module, which travels by value."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.body(x + float(GLOBAL.normal())).squeeze(1)
+
+
+def test_an_evaluation_does_not_bring_other_globals():
+    """A class that an evaluation's parcel has again stays as it is in workers, with the globals that the run seeds."""
+
+    def ended(evaluates, **options):
+        data = Noisy(GLOBAL.normal)
+        made = phalanx.Recipe(GlobalNoise, data, F.mse_loss, replicas=2, batch_size=4, epochs=1)
+        with made.start(**options) as run:
+            for report in run:
+                if evaluates and report.step == 1:
+                    run.evaluate(F.mse_loss, made.data)
+            return run.result().digest
+
+    due = ended(False, engine="inline")
+    assert ended(True, engine="inline") == due
+    assert ended(True, engine="processes", workers=2) == due

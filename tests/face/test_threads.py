@@ -6,6 +6,8 @@ import functools
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -292,3 +294,77 @@ def test_a_fork_while_another_thread_uses_a_run():
         thread.join()
         run.finish()
         assert run.result().digest == digest_of(0)
+
+
+def test_callbacks_may_ask_each_others_runs():
+    """A callback holds no turn: two runs in threads may look at each other, and one may wait for another thread."""
+    runs, ready, digests = {}, threading.Barrier(2), {}
+
+    def go(number):
+        def callback(report):
+            assert runs[1 - number].result().steps <= 4
+            thread = threading.Thread(target=runs[number].evaluate, args=[metric, (X, Y)])
+            thread.start()
+            thread.join()
+
+        with recipe(number, 4).start(engine="inline", callbacks=[callback], progress=False) as run:
+            runs[number] = run
+            ready.wait()
+            run.finish()
+            digests[number] = run.result().digest
+            ready.wait()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(go, range(2)))
+    assert digests == {number: digest_of(number, 4) for number in range(2)}
+
+
+FORKED = """
+import multiprocessing, os, signal, sys, threading, time, warnings, torch, phalanx
+warnings.simplefilter("ignore")
+x, y = torch.randn(24, 3), torch.randn(24, 1)
+
+def slow(output, target):
+    inside.set()
+    time.sleep(0.01)
+    return torch.nn.functional.mse_loss(output, target)
+
+def ended(number):
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    child.start()
+    time.sleep(0.3)
+    os.kill(child.pid, number)
+    child.join(20)
+    alive = child.is_alive()
+    child.kill()
+    child.join()
+    return not alive
+
+inside = threading.Event()
+found = []
+made = phalanx.Recipe(lambda: torch.nn.Linear(3, 1), (x, y), slow, replicas=2, steps=4)
+made.train(engine="inline", run_dir=sys.argv[1], callbacks=[lambda report: found.append(ended(signal.SIGTERM))])
+
+def elsewhere():
+    inside.wait()
+    found.append(ended(signal.SIGINT))
+    over.append(1)
+
+over, thread = [], threading.Thread(target=elsewhere)
+inside.clear()
+thread.start()
+made = phalanx.Recipe(lambda: torch.nn.Linear(3, 1), (x, y), slow, replicas=2, steps=100_000)
+with made.start(engine="inline") as run:
+    while not over:
+        run.step()
+thread.join()
+print(found)
+"""
+
+
+def test_children_forked_while_training_end_by_signals(tmp_path):
+    """SIGTERM ends a child of a callback, Ctrl-C one of another thread: the run's handlers are not theirs."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED, str(tmp_path / "run")], capture_output=True, text=True, timeout=110
+    )
+    assert done.stdout.strip() == str([True] * 5), done.stderr

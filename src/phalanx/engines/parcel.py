@@ -12,6 +12,7 @@ import io
 import pickle
 import struct
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from importlib.machinery import EXTENSION_SUFFIXES
 from types import FunctionType, ModuleType
@@ -26,6 +27,7 @@ from phalanx.errors import UsageError
 from phalanx.sources import finders
 
 Reducer = Callable[[Any], Any]
+_DEFINED: weakref.WeakSet[type] = weakref.WeakSet()  # in a worker, classes that came by value
 NUMBER = struct.Struct("<q")
 CONTAINERS = (dict, list, tuple, set, frozenset)
 DEPTH = 6
@@ -61,7 +63,11 @@ class Packer(cloudpickle.Pickler):
         elif isinstance(obj, ModuleType):
             self._consider(obj.__name__)
         reduced = self._reducer(obj)
-        return super().reducer_override(obj) if reduced is NotImplemented else reduced
+        if reduced is NotImplemented:
+            reduced = super().reducer_override(obj)
+            if isinstance(obj, type) and isinstance(reduced, tuple) and len(reduced) == 6:  # by value, with a setter
+                reduced = (*reduced[:5], _define)
+        return reduced
 
     def _consider(self, name: str) -> None:
         """Send a module's code by value if a worker could not import it."""
@@ -159,6 +165,14 @@ def _pickled(thing: Any, reducer: Reducer, buffers: list[pickle.PickleBuffer]) -
             "in the worker, for instance at the first __getitem__ or forward, or use engine='inline' (same answer)"
         ) from error
     return file.getvalue()
+
+
+def _define(kind: type, state: Any) -> type:
+    """Fill a class that travels by value, once: a later parcel has it again, with other copies of its globals."""
+    if kind not in _DEFINED:
+        _DEFINED.add(kind)
+        cloudpickle.cloudpickle._class_setstate(kind, state)
+    return kind
 
 
 def _importable(module: ModuleType) -> bool:
