@@ -167,8 +167,9 @@ def test_ctrl_c_while_it_does_not_answer(monkeypatch):
     assert zygote() is process
 
 
-def test_a_worker_whose_start_was_interrupted_is_ended(monkeypatch):
-    """Nobody waits for it any more: it is gone after the next request, and nothing of it is left."""
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_worker_whose_start_was_interrupted_is_ended(ended, monkeypatch):
+    """Nobody waits for it any more: it is gone after the next request, and nothing is left; also if it ended before."""
     process = zygote()
     before = set(os.listdir("/proc/self/fd"))
     receive, torn = launch.Zygote._receive, []
@@ -182,9 +183,16 @@ def test_a_worker_whose_start_was_interrupted_is_ended(monkeypatch):
     monkeypatch.setattr(launch.Zygote, "_receive", interrupted)
     with pytest.raises(KeyboardInterrupt):
         WARM.hand(0, [])
-    WARM.zygote()._ask({"end": 0})
     children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
     deadline = time.monotonic() + 60
+    if ended:
+        while not (pids := children.read_text().split()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(int(pids[0]), signal.SIGKILL)
+        while children.read_text().strip() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    WARM.zygote()._ask({"end": 0})
+    assert WARM.zygote()._process is process
     while children.read_text().strip() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert children.read_text().strip() == ""

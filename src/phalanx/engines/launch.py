@@ -96,7 +96,7 @@ class Zygote:
             self.leave()
             return
         awake = self.awake
-        self._socket.close()
+        self._let_go()
         try:
             self._process.send_signal(signal.SIGCONT)  # a stopped one would not see the end of its socket
             self._process.wait(FAREWELL_SECONDS if awake else 0)  # it ends its workers, and what they started
@@ -109,8 +109,14 @@ class Zygote:
 
     def leave(self) -> None:
         """See ``forks.Owned``."""
-        self._socket.close()
+        self._let_go()
         self._process.returncode = 0  # not a child of this process, so nobody may wait for it
+
+    def _let_go(self) -> None:
+        self._socket.close()
+        for handle in self._handles:  # of an answer that did not come as a whole
+            os.close(handle)
+        self._handles.clear()
 
     def _kill(self) -> None:
         self._process.kill()  # nothing, if it has ended
@@ -131,7 +137,8 @@ class Zygote:
                 if answer["number"] == self._number:
                     return answer, handles
                 for handle in handles:  # of a worker that nobody waits for any more
-                    signal.pidfd_send_signal(handle, signal.SIGKILL)
+                    with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                        signal.pidfd_send_signal(handle, signal.SIGKILL)
                     os.close(handle)
         except (OSError, ValueError) as error:
             raise self._lost(error) from error
