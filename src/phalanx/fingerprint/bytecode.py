@@ -74,11 +74,16 @@ def nested(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _chain(items: list[dis.Instruction], number: int) -> Chain:
-    """The attributes and constant items that are taken of what an instruction loads."""
+    """The attributes and constant items that are taken of what an instruction loads, or the attribute that is set."""
     chain: list[tuple[str, Any]] = []
     while number + 1 < len(items):
         following = items[number + 1]
-        if following.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+        if following.opname in ("STORE_ATTR", "DELETE_ATTR"):
+            chain.append(("attribute", following.argval))
+            break
+        if following.opname == "COPY" and items[number + 2].opname == "LOAD_ATTR":  # to be stored again, as by +=
+            number += 1
+        elif following.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             chain.append(("attribute", following.argval))
             number += 1
         elif following.opname == "LOAD_CONST" and number + 2 < len(items) and _takes_item(items[number + 2]):

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.fingerprint import bytecode, source
-from phalanx.fingerprint.arrays import PLAIN, short
+from phalanx.fingerprint.arrays import PLAIN, is_array, short
 from phalanx.fingerprint.graph import Edge, Part
+from phalanx.fingerprint.objects import Owner, held_by
 from phalanx.fingerprint.packages import Packages
 from phalanx.fingerprint.source import Sources
 
@@ -75,8 +76,8 @@ class Functions:
                 value = cell.cell_contents
             except ValueError:  # not yet set
                 continue
-            for told, below in self._followed(name, value, names.get(name, {()})):
-                yield Edge(f"closure variable `{told}`", below, _changes(told, written))
+            for told, below, soft in self._followed(name, value, names.get(name, {()}), written):
+                yield Edge(f"closure variable `{told}`", below, soft)
 
     def _globals(self, function: types.FunctionType, found: bytecode.Reads, written: set[str]) -> Iterator[Edge]:
         for name, chains in sorted(found.names.items()):
@@ -85,8 +86,8 @@ class Functions:
             value = function.__globals__.get(name, ABSENT)
             if value is ABSENT or value is getattr(builtins, name, ABSENT):
                 continue
-            for told, below in self._followed(name, value, chains):
-                yield Edge(f"global `{told}`", below, _changes(told, written), type(below) in PLAIN)
+            for told, below, soft in self._followed(name, value, chains, written):
+                yield Edge(f"global `{told}`", below, soft, type(below) in PLAIN)
 
     def _imports(self, found: bytecode.Reads, names: Mapping[str, Any]) -> Iterator[Edge]:
         """What import statements inside the function bring."""
@@ -100,14 +101,27 @@ class Functions:
                 continue
             if module is not None:
                 chains = ways.get(key, set()) | found.aliases.get(key, set())
-                for told, below in self._followed(key[0], module, chains):
+                for told, below, _ in self._followed(key[0], module, chains, set()):
                     yield Edge(f"import `{told}`", below, ambient=type(below) in PLAIN)
 
-    def _followed(self, name: str, value: Any, chains: set[bytecode.Chain]) -> list[tuple[str, Any]]:
-        """What a function takes of a value that it names: attributes and items of modules, records and dicts."""
-        taken = {told: below for chain in chains for told, below in self._taken(name, value, chain)}
-        whole = [told for told in taken if any(told.startswith((f"{other}.", f"{other}[")) for other in taken)]
-        return sorted((told, below) for told, below in taken.items() if told not in whole)
+    def _followed(
+        self, name: str, value: Any, chains: set[bytecode.Chain], written: set[str]
+    ) -> list[tuple[str, Any, bool]]:
+        """What a function takes of a value that it names, and whether it writes that.
+
+        Of modules, records and dicts that is attributes and items. An attribute that it writes is told apart from the
+        rest of a record, whether it is there yet or not.
+        """
+        apart = _set_on(name, value, written)
+        rest = {chain for chain in chains if not any(chain[:1] == (("attribute", key),) for key in apart)}
+        taken = {told: below for chain in rest for told, below in self._taken(name, value, chain)}
+        if name in taken and apart:
+            taken[name] = Owner(value, written=apart)
+        held = vars(value) if isinstance(value, type) else held_by(value) if apart else {}
+        taken |= {f"{name}.{key}": held[key] for key in apart if key in held}
+        within = {told for told in taken if any(told.startswith((f"{other}.", f"{other}[")) for other in taken)}
+        changed = written | {name} if apart and isinstance(value, (dict, list)) else written
+        return [(told, taken[told], _changes(told, changed)) for told in sorted({*taken} - within)]
 
     def _taken(self, name: str, value: Any, chain: bytecode.Chain) -> list[tuple[str, Any]]:
         for kind, key in chain:
@@ -133,6 +147,13 @@ def _attribute(value: Any, name: str) -> Any:
     if type(held) is dict and name in held and not hasattr(getattr(type(value), name, None), "__get__"):
         return held[name]
     return ABSENT
+
+
+def _set_on(name: str, value: Any, written: set[str]) -> frozenset[str]:
+    """Attributes of a value that a function writes; not of modules, functions and arrays."""
+    if isinstance(value, (types.ModuleType, types.FunctionType)) or is_array(value):
+        return frozenset()
+    return frozenset(other.removeprefix(f"{name}.") for other in written if other.startswith(f"{name}."))
 
 
 def _defaults(function: types.FunctionType) -> Iterator[Edge]:

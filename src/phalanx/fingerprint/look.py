@@ -92,7 +92,9 @@ class Look:
         value = owner.value
         if arrays.is_array(value) or isinstance(value, CONTAINERS):
             return self._part(value, type(value))
-        return self._objects.part(value, [], owner.method)
+        if isinstance(value, type):
+            return self._objects.class_part(value, owner.written)
+        return self._objects.part(value, [], owner)
 
     def _array(self, value: Any) -> Part:
         try:

@@ -7,7 +7,7 @@ import copyreg
 import functools
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from phalanx.fingerprint.source import Sources
 MODULE_PARTS = ("_parameters", "_buffers", "_modules")  # of a torch module, each a dict by name
 GENERATORS = ("getstate", "get_state", "bit_generator")  # generators of random numbers have one of these
 CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__", "__setstate__"})
+PARAMETRIZED = "torch.nn.utils.parametrize"
 FORWARD = "forward"  # what a module's __call__ leads to
 OPEN = (dict, list, tuple, set, frozenset, collections.deque, collections.OrderedDict, collections.defaultdict,
         int, float, complex, str, bytes)  # fmt: skip
@@ -26,10 +27,11 @@ OPEN = (dict, list, tuple, set, frozenset, collections.deque, collections.Ordere
 
 @dataclass(frozen=True)
 class Owner:
-    """An object whose method is called: what that method writes changes while it is used."""
+    """An object whose method is called, or whose attributes are set: what is written so changes while it is used."""
 
     value: Any
-    method: str
+    method: str = ""
+    written: frozenset[str] = frozenset()
 
 
 class Objects:
@@ -46,55 +48,43 @@ class Objects:
         self._sources = sources
         self._known: dict[tuple[type, str], set[str]] = {}
 
-    def class_part(self, kind: type) -> Part:
+    def class_part(self, kind: type, written: frozenset[str] = frozenset()) -> Part:
         """A class: the user's by its methods, attributes and bases, an installed one by name."""
         name = f"{kind.__module__}.{kind.__qualname__}"
         if self._packages.has(kind.__module__):
             return Part(name)
-        soft = self._written(kind, "")
+        soft = self._written(kind, "") | written
         edges = [Edge(f"base `{base.__name__}`", base) for base in kind.__bases__ if base is not object]
         edges += [
             Edge(f"`{key}`", value, key in soft) for key, value in sorted(vars(kind).items()) if _counts(key, value)
         ]
         return Part("class", edges, f"class {kind.__name__}")
 
-    def part(self, value: Any, contents: list[Edge], method: str = "") -> Part:
+    def part(self, value: Any, contents: list[Edge], owner: Owner | None = None) -> Part:
         """An object: its class, what it contains, and its attributes, or what it says that it is made of."""
-        kind = type(value)
+        kind = _class_of(value)
+        owner = owner or Owner(value)
         installed = self._packages.has(kind.__module__)
         text = f"{kind.__module__}.{kind.__qualname__}" if installed else "object"
         edges = [*contents] if installed else [Edge("class", kind), *contents]
         made = Part(text, edges, f"a {kind.__qualname__}")
         if installed and any(hasattr(kind, name) for name in GENERATORS):
             return _with(made, [Edge("state", _state(value), soft=True)])
-        told = None if contents else _reduced(value)
+        told = None if contents else _reduced(value, kind)
         if isinstance(told, str):
             return Part(f"{text} {told}", edges, told)
         if told is not None:
-            moving = hasattr(kind, "__next__")
-            return _with(made, [Edge(name, item, moving) for name, item in told])
+            moving, changed = hasattr(kind, "__next__"), bool(owner.written)
+            return _with(made, [Edge(name, item, moving or (changed and name == "state")) for name, item in told])
         own = kind.__getstate__ is not object.__getstate__  # type: ignore[attr-defined]  # since Python 3.11
-        state = value.__getstate__() if own else held_by(value)
-        held = self._attributes(value, state, method) if isinstance(state, dict) else [Edge("state", state)]
+        state = kind.__getstate__(value) if own else held_by(value)  # type: ignore[attr-defined]
+        soft = self._written(kind, owner.method) | owner.written
+        held = (
+            _attributes(kind, state, soft) if isinstance(state, dict) else [Edge("state", state, bool(owner.written))]
+        )
         if not contents and any(map(_is_opaque, kind.__mro__)):
             made.unseen = f"a {kind.__qualname__}, whose contents are not compared"
         return _with(made, held)
-
-    def _attributes(self, value: Any, held: dict[str, Any], method: str) -> list[Edge]:
-        kind = type(value)
-        soft = self._written(kind, method)
-        edges: list[Edge] = []
-        is_module = all(isinstance(held.get(name), dict) for name in MODULE_PARTS)
-        for name in sorted(held, key=str):
-            if is_module and name in MODULE_PARTS:
-                edges += [Edge(f"`{key}`", item) for key, item in held[name].items()]
-            elif is_module and "_hooks" in name:  # by numbers that are drawn from one counter for all
-                edges += [Edge(f"`{name}`", list(held[name].values()))] if held[name] else []
-            elif is_module and name.startswith("_") and held[name] in (None, set()):  # every module has such
-                continue
-            elif _counts(name, held[name]) and not isinstance(getattr(kind, name, None), functools.cached_property):
-                edges.append(Edge(f"attribute `{name}`", held[name], name in soft))
-        return edges
 
     def _written(self, kind: type, method: str) -> set[str]:
         """Attributes that the methods of a user's class write while its objects are used.
@@ -136,6 +126,32 @@ class Objects:
                 node = self._sources.tree(function.__code__, function.__globals__)
                 if node is not None:
                     yield name, node
+
+
+def _class_of(value: Any) -> type:
+    """Its class; of a torch module with parametrizations the one that it had before.
+
+    Torch makes it a class of its own, which lies in torch whosever it is, and whose ``__getstate__`` raises. What is
+    parametrized is among the module's parts.
+    """
+    kind = type(value)
+    made = kind.__module__ == PARAMETRIZED and kind.__name__ == f"Parametrized{kind.__bases__[0].__name__}"
+    return kind.__bases__[0] if made else kind
+
+
+def _attributes(kind: type, held: dict[str, Any], soft: Set[str]) -> list[Edge]:
+    edges: list[Edge] = []
+    is_module = all(isinstance(held.get(name), dict) for name in MODULE_PARTS)
+    for name in sorted(held, key=str):
+        if is_module and name in MODULE_PARTS:
+            edges += [Edge(f"`{key}`", item) for key, item in held[name].items()]
+        elif is_module and "_hooks" in name:  # by numbers that are drawn from one counter for all
+            edges += [Edge(f"`{name}`", list(held[name].values()))] if held[name] else []
+        elif is_module and name.startswith("_") and held[name] in (None, set()):  # every module has such
+            continue
+        elif _counts(name, held[name]) and not isinstance(getattr(kind, name, None), functools.cached_property):
+            edges.append(Edge(f"attribute `{name}`", held[name], name in soft))
+    return edges
 
 
 def _function_of(value: Any) -> Any:
@@ -181,10 +197,9 @@ def _state(value: Any) -> Any:
     return value.bit_generator.state
 
 
-def _reduced(value: Any) -> list[tuple[str, Any]] | str | None:
+def _reduced(value: Any, kind: type) -> list[tuple[str, Any]] | str | None:
     """What an object says that it is made of, as copies of it would be; None where its class does not say."""
     told: Any
-    kind = type(value)
     reduce = copyreg.dispatch_table.get(kind)
     if reduce is not None:
         told = reduce(value)

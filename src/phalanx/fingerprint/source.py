@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import linecache
 import types
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -56,7 +57,8 @@ def writes(node: Node) -> set[str]:
     """What a function changes beyond its own names: ``name`` or ``name.attribute``.
 
     Those are names declared global or nonlocal, what is assigned to an item or an attribute, and what a method is
-    called of as a statement of its own, whose value nobody takes: it is called for what it changes.
+    called of as a statement of its own, whose value nobody takes: it is called for what it changes. ``a = b.c`` makes
+    what is done to ``a`` be done to ``b.c``, where nothing else is ever called ``a``.
     """
     found: set[str] = set()
     for part in ast.walk(node):
@@ -67,7 +69,38 @@ def writes(node: Node) -> set[str]:
         elif isinstance(part, ast.Expr) and isinstance(part.value, ast.Call):
             called = part.value.func
             found |= _base(called.value) if isinstance(called, ast.Attribute) else set()
+    others = _aliases(node)
+    for name in [*found]:
+        known: set[str] = set()
+        while (head := name.partition(".")[0]) in others and head not in known:
+            known.add(head)
+            name = ".".join([others[head], *name.split(".")[1:]])
+            found.add(".".join(name.split(".")[:2]))
     return found
+
+
+def _aliases(node: Node) -> dict[str, str]:
+    """Names that a function gives to another name or its attributes, and to nothing else."""
+    bound = Counter(
+        part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
+    )
+    bound.update(part.arg for part in ast.walk(node) if isinstance(part, ast.arg))
+    found: dict[str, str] = {}
+    for part in ast.walk(node):
+        if isinstance(part, (ast.Assign, ast.AnnAssign, ast.NamedExpr)) and part.value is not None:
+            for target in part.targets if isinstance(part, ast.Assign) else [part.target]:
+                if isinstance(target, ast.Name) and bound[target.id] == 1 and (name := _dotted(part.value)):
+                    found[target.id] = name
+    return found
+
+
+def _dotted(node: ast.expr) -> str:
+    """``a.b.c`` as text; "" for all else, as an item may be a copy."""
+    chain: list[str] = []
+    while isinstance(node, ast.Attribute):
+        chain.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(chain)]) if isinstance(node, ast.Name) else ""
 
 
 def calls_of(node: Node) -> set[str]:
