@@ -100,6 +100,16 @@ class Copying(Items):
         x[0] = 0.0
         return x, self.y[i]
 
+class Ops:
+    @staticmethod
+    def scale_(x):
+        x.mul_(2.0)
+
+def ops_loss(output, target):
+    output = output.clone()
+    Ops.scale_(output)
+    return F.mse_loss(output, target)
+
 class Halved(nn.Module):
     factor = 0.5
     def forward(self, x):
@@ -224,3 +234,10 @@ def test_a_parametrized_run_goes_on(tmp_path):
         for steps in (2, 4):
             recipe = phalanx.Recipe(model, data, loss, replicas=2, steps=steps)
             recipe.train(engine="inline", run_dir=tmp_path / "run")
+
+
+def test_code_that_is_called_for_its_effect_is_no_counter(make):
+    """A function of a class or a module, called as a statement, is compared as any other: what it does may decide."""
+    found = said(make, "loss_fn=ops_loss", old="x.mul_(2.0)", new="x.mul_(3.0)")
+    assert [text for text in found.differs if "Ops" in text]
+    assert not said(make, "loss_fn=ops_loss").differs

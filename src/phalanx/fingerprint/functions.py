@@ -112,6 +112,8 @@ class Functions:
         Of modules, records and dicts that is attributes and items. An attribute that it writes is told apart from the
         rest of a record, whether it is there yet or not.
         """
+        if isinstance(value, (types.ModuleType, types.FunctionType, type)):
+            written = written - {name}  # `module.function(x)` calls it, and changes no module
         apart = _set_on(name, value, written)
         rest = {chain for chain in chains if not any(chain[:1] == (("attribute", key),) for key in apart)}
         taken = {told: below for chain in rest for told, below in self._taken(name, value, chain)}
