@@ -17,6 +17,7 @@ import pathlib
 import pkgutil
 import platform
 import random
+import signal
 import sys
 import time
 
@@ -96,6 +97,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))
     parser.add_argument("--save", action="store_true", help="into benchmarks/results/attacks.md")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in what they start in the background
     results = {}
     for name, arm in arms().items():
         if not arguments.arm or any(part in name for part in arguments.arm):
