@@ -64,6 +64,11 @@ class Turns(contextlib.AbstractContextManager["Turns"]):
             )
 
     @property
+    def mine(self) -> bool:
+        """Whether this thread has its turn."""
+        return self._owner == threading.get_ident()
+
+    @property
     def wanted(self) -> bool:
         """Whether somebody waits for a turn."""
         return bool(self._waiting)
@@ -151,6 +156,8 @@ def verb(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], 
 
     @functools.wraps(method)
     def call(thing: S, *arguments: P.args, **options: P.kwargs) -> T:
+        if thing.turn.mine:  # called by another verb
+            return method(thing, *arguments, **options)
         with interrupts.guarded(), thing.turn:
             return method(thing, *arguments, **options)
 
