@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 
 import psutil
 import pytest
@@ -121,7 +122,9 @@ def test_a_forked_child_has_no_descriptor_of_what_its_parent_owns(owned):
     if not owned:
         forks._OWNED.discard(memory)
     number = memory.fd
-    pid = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # jax, where it is loaded, warns of forks
+        pid = os.fork()
     if pid == 0:
         os._exit(pathlib.Path(f"/proc/self/fd/{number}").exists())
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == (not owned)

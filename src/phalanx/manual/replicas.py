@@ -114,7 +114,7 @@ def _usable(devices: Any) -> list[torch.device]:
             "['cuda:0', 'cuda:1'] or ['cpu'] * 4"
         )
     for device in devices:
-        named_device(str(device))
+        named_device(str(device), trains=False)
     return [torch.device(device) for device in devices]
 
 

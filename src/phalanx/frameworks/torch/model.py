@@ -64,8 +64,10 @@ def warn_of_eval_mode(model: torch.nn.Module) -> None:
         )
 
 
-def named_device(name: str | None) -> torch.device | None:
+def named_device(name: str | None, *, trains: bool = True) -> torch.device | None:
     """The named device, in use from here on (its random generators can be saved); None for None.
+
+    ``trains``: whether tensors there must have values.
 
     Raises
     ------
@@ -79,7 +81,7 @@ def named_device(name: str | None) -> torch.device | None:
     except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
         raise _unusable(name, reason) from error
-    if found.type == "meta":
+    if trains and found.type == "meta":
         raise _unusable(name, "it has no values")
     if asked.index is not None and asked.index != (found.index or 0):  # torch takes any number for the CPU
         raise _unusable(name, f"there is one {found.type}")
