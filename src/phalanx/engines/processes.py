@@ -17,13 +17,13 @@ from phalanx.contracts import Course, Exported, Framework
 from phalanx.definition import Definition
 from phalanx.engines import control as words_of
 from phalanx.engines.arena import Plan
-from phalanx.engines.crew import Crew
+from phalanx.engines.crew import LONG, Crew
 from phalanx.engines.deadline import Deadline
 from phalanx.engines.habitat import described
 from phalanx.engines.ledger import Ledger
 from phalanx.engines.memory import Memory, check_room
 from phalanx.engines.parcel import pack
-from phalanx.engines.supervisor import LONG, Supervisor
+from phalanx.engines.supervisor import Supervisor
 from phalanx.engines.told import WHERE, LostError, Told, first_error
 from phalanx.errors import PhalanxError, RunError, WorkerError
 from phalanx.evaluation import averaged

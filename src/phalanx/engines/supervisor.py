@@ -12,7 +12,7 @@ from typing import Any
 
 from phalanx.contracts import Course
 from phalanx.engines import control as words_of
-from phalanx.engines.crew import Crew
+from phalanx.engines.crew import LONG, Crew
 from phalanx.engines.launch import WARM
 from phalanx.engines.ledger import Ledger
 from phalanx.engines.memory import Memory
@@ -25,7 +25,6 @@ from phalanx.sharing import Mirror
 
 MOST_BATCHES = 1 << 28  # bytes of batches that are kept from one snapshot to the next
 EAGER_STEPS = 10  # after a state was taken back, each of as many steps is followed by a snapshot
-LONG = 1 << 62
 NEVER = -1
 
 
