@@ -49,6 +49,8 @@ def main() -> None:
                 pair = [HERE, arguments.other.resolve()][:: 1 if number % 2 else -1]
                 found = {tree: seconds(tree, *case) for tree in pair}
                 times[case].append((found[HERE], found[arguments.other.resolve()]))
+                one, other = times[case][-1]
+                bar.write(f"{', '.join(case)}: {one * 1e3:.3g} ms here, {other * 1e3:.3g} there: {one / other:.3f}")
                 bar.update()
     print("| model | column | here, ms | there, ms | here / there | rounds |")
     print("| --- | --- | --- | --- | --- | --- |")
