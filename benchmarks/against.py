@@ -1,63 +1,129 @@
-"""Times steps of two checkouts, this one and another, interleaved, so that a change that slows them down is seen.
+"""Times steps of two checkouts, this one and another, side by side, so that a change that slows them down is seen.
 
     git worktree add /tmp/before HEAD~20
-    python benchmarks/against.py /tmp/before --rounds 5
+    python benchmarks/against.py /tmp/before
 
-Each round starts a fresh process per column and checkout in turn. The ratio is this checkout's time over the other's:
-the median over the rounds of the ratio within each. Below 1 is faster.
+For each model and number of workers one process of each checkout is started, and the two take turns: one does some
+steps, about a fifth of a second, while the other waits, then the other. So what else the machine does hits both alike.
+That is done with several pairs of processes, as a process may be lucky with its memory. The ratio is this checkout's
+time over the other's: the median over all turns, with the interval in which the true median lies with 95 % (binomial).
+Below 1 is faster.
 """
 
 import argparse
 import itertools
-import json
+import math
 import os
 import pathlib
 import statistics
 import subprocess
 import sys
+import time
 
 import tqdm
 
 HERE = pathlib.Path(__file__).parent.parent
 MODELS = ("tiny", "lenet", "mlp", "gpt")
-COLUMNS = ("R=1", "R=8", "W=2", "W=4")
+COLUMNS = {"R=1": (1, 1), "R=8": (8, 1), "W=2": (2, 2), "W=4": (4, 4)}  # replicas, workers
+TURN_SECONDS = 0.2
+WARM_STEPS = 5
 
 
-def seconds(tree: pathlib.Path, model: str, column: str) -> float:
-    """A step's time in one checkout, in a fresh process."""
-    command = [sys.executable, str(tree / "benchmarks" / "step.py"), "--model", model, "--column", column]
-    places = [str(tree / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
-    if done.returncode:
-        raise SystemExit(f"{tree}, {model}, {column} failed:\n{done.stdout}{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])["seconds"]
+class Checkout:
+    """A process that does steps of one recipe with the package of one checkout, when it is told to."""
+
+    def __init__(self, tree: pathlib.Path, model: str, column: str) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
+        command = [sys.executable, __file__, "--work", model, column]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, bufsize=1
+        )
+
+    def steps(self, count: int) -> float:
+        """Do so many steps; seconds that they took."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{count}\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise SystemExit(f"a checkout's process ended: {self.process.wait()}")
+        return float(answer)
+
+    def end(self) -> None:
+        """Let it end."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(30)
+
+
+def work(model: str, column: str) -> None:
+    """Do steps as standard input says: a number a line; answer each with the seconds that they took."""
+    import models
+
+    import phalanx
+
+    case = models.case(model)
+    replicas, workers = COLUMNS[column]
+    recipe = phalanx.Recipe(
+        case.make_model, (case.x, case.y), case.loss_fn, replicas=replicas, batch_size=case.batch_size,
+        steps=1_000_000, optimizer=models.OPTIMIZER,
+    )  # fmt: skip
+    engine = "inline" if workers == 1 else "processes"
+    with recipe.start(workers=workers, engine=engine, progress=False) as run:
+        for line in sys.stdin:
+            began = time.perf_counter()
+            for _ in itertools.islice(run, int(line)):
+                pass
+            print(time.perf_counter() - began, flush=True)
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Where the true median lies with 95 %: order statistics, by the binomial distribution."""
+    ordered, n = sorted(values), len(values)
+    below = max(0, math.floor(n / 2 - 0.98 * math.sqrt(n)) - 1)
+    return ordered[below], ordered[n - 1 - below]
+
+
+def compare(other: pathlib.Path, model: str, column: str, turns: int) -> tuple[list[float], list[float]]:
+    """Seconds a step of both checkouts, turn by turn."""
+    pair = [Checkout(HERE, model, column), Checkout(other, model, column)]
+    try:
+        warm = [checkout.steps(WARM_STEPS) and checkout.steps(WARM_STEPS) for checkout in pair]
+        count = max(1, round(TURN_SECONDS * WARM_STEPS / min(warm)))
+        times: tuple[list[float], list[float]] = [], []
+        for turn in range(turns):
+            for side in (0, 1) if turn % 2 else (1, 0):
+                times[side].append(pair[side].steps(count) / count)
+    finally:
+        for checkout in pair:
+            checkout.end()
+    return times
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("other", type=pathlib.Path, help="the root of another checkout")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("other", type=pathlib.Path, nargs="?", help="the root of another checkout")
+    parser.add_argument("--pairs", type=int, default=3, help="of processes")
+    parser.add_argument("--turns", type=int, default=24, help="of each pair")
     parser.add_argument("--model", action="append", choices=MODELS, help="only this one; may be given again")
+    parser.add_argument("--column", action="append", choices=COLUMNS, help="only this one; may be given again")
+    parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    cases = list(itertools.product(arguments.model or MODELS, COLUMNS))
-    times: dict = {case: [] for case in cases}
-    with tqdm.tqdm(total=arguments.rounds * len(cases)) as bar:
-        for number in range(arguments.rounds):
-            for case in cases:
-                bar.set_description(", ".join(case))
-                pair = [HERE, arguments.other.resolve()][:: 1 if number % 2 else -1]
-                found = {tree: seconds(tree, *case) for tree in pair}
-                times[case].append((found[HERE], found[arguments.other.resolve()]))
-                one, other = times[case][-1]
-                bar.write(f"{', '.join(case)}: {one * 1e3:.3g} ms here, {other * 1e3:.3g} there: {one / other:.3f}")
-                bar.update()
-    print("| model | column | here, ms | there, ms | here / there | rounds |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for (model, column), pairs in times.items():
-        here, there = (statistics.median(pair[side] for pair in pairs) * 1e3 for side in (0, 1))
-        ratio = statistics.median(one / other for one, other in pairs)
-        print(f"| {model} | {column} | {here:.3g} | {there:.3g} | {ratio:.3f} | {len(pairs)} |")
+    if arguments.work:
+        work(*arguments.work)
+        return
+    print("| model | column | here, ms | there, ms | here / there | 95 % | turns |", flush=True)
+    print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
+    cases = list(itertools.product(arguments.model or MODELS, arguments.column or COLUMNS))
+    for model, column in tqdm.tqdm(cases):
+        pairs = [compare(arguments.other.resolve(), model, column, arguments.turns) for _ in range(arguments.pairs)]
+        here, there = ([seconds for pair in pairs for seconds in pair[side]] for side in (0, 1))
+        ratios = [one / other for one, other in zip(here, there, strict=True)]
+        low, high = interval(ratios)
+        middle = [statistics.median(times) * 1e3 for times in (here, there)]
+        found = f"{middle[0]:.3g} | {middle[1]:.3g} | {statistics.median(ratios):.3f} | {low:.3f} to {high:.3f}"
+        tqdm.tqdm.write(f"| {model} | {column} | {found} | {len(ratios)} |")
 
 
 if __name__ == "__main__":

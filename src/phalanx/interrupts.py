@@ -24,6 +24,8 @@ from typing import Any
 
 PATIENCE_SECONDS = 10.0  # that user code has, after the first Ctrl-C, to come to a point where nothing is held
 AGAIN_SECONDS = 0.5  # from when on another Ctrl-C says that this takes too long
+SIGINT = int(signal.SIGINT)
+HANDLERS: Any = getattr(signal, "_signal", signal)  # without what turns numbers into enums and back: 15 us a step
 
 
 class _Process:
@@ -33,6 +35,8 @@ class _Process:
     ----------
     before : callable
         The caller's handler, which gets what was kept.
+    main : int
+        The main thread.
     installed : bool
         Whether SIGINT comes here.
     pressed : int
@@ -51,6 +55,7 @@ class _Process:
         self.before: Any = None
         self.installed = False
         self.thread = threading.get_ident()
+        self.main = threading.main_thread().ident
         self.pressed = 0
         self.opened = self.breakable = self.at_once = False
         self.shields = 0
@@ -82,6 +87,7 @@ class _Process:
 
     def forked(self) -> None:
         """In the child of a fork: if another thread forked it, nobody is there who would deliver what is kept."""
+        self.main = threading.get_ident()
         if self.installed and threading.get_ident() != self.thread:
             self.installed = self.breakable = self.opened = False
             self.shields = self.pressed = 0
@@ -135,14 +141,14 @@ class guarded(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a
         # Until the handler is set, or the opened block closed, Ctrl-C may raise here: nothing is held yet.
         if not _here() or (_PROCESS.installed and not _PROCESS.opened):
             return
-        before = signal.getsignal(signal.SIGINT)
+        before = HANDLERS.getsignal(SIGINT)
         if before == _PROCESS.received:
             self._within = _PROCESS.opened
             _PROCESS.opened = False
         elif callable(before):
             self._outer = _PROCESS.before, _PROCESS.installed
             _PROCESS.before = before
-            signal.signal(signal.SIGINT, _PROCESS.received)
+            HANDLERS.signal(SIGINT, _PROCESS.received)
             _PROCESS.thread = threading.get_ident()
             self._mine = _PROCESS.installed = True
 
@@ -156,7 +162,7 @@ class guarded(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a
             self._mine = False
             _PROCESS.before, _PROCESS.installed = self._outer
             if before is not None:  # None: user code set a handler that is not Python's, which cannot be set again
-                signal.signal(signal.SIGINT, before)
+                HANDLERS.signal(SIGINT, before)
         if due and callable(before):
             before(signal.SIGINT, None)
         if self._within:  # an exception leaves the opened block too, so that it stays closed then
@@ -243,4 +249,4 @@ def breaks() -> int:
 
 
 def _here() -> bool:
-    return threading.get_ident() == threading.main_thread().ident
+    return threading.get_ident() == _PROCESS.main

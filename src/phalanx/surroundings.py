@@ -76,12 +76,15 @@ class Turns(contextlib.AbstractContextManager["Turns"]):
     def __enter__(self) -> Turns:
         me = threading.get_ident()
         if self._owner != me:
-            turn = _Turn(me)
+            turn = None
             with self._lock:
-                self._waiting.append(turn)
-                if not self._owner:
-                    self._pass_on()
-            self._wait(turn)
+                if self._owner or self._waiting:
+                    turn = _Turn(me)
+                    self._waiting.append(turn)
+                else:
+                    self._owner = me
+            if turn is not None:
+                self._wait(turn)
         self._depth += 1
         return self
 
