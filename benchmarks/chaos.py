@@ -22,8 +22,8 @@ import step
 import torch
 import tqdm
 
-from phalanx import chaos
-from phalanx.watch.plots import plot_timeline
+from phalanx.proof import chaos
+from phalanx.run.plots import plot_timeline
 from tests.families import ADAMW, FAMILIES
 
 FAMILIES_HUNTED = ("mlp", "conv_norm", "transformer", "lstm", "tied", "two_groups", "embedding", "counting")

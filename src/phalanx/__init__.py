@@ -5,6 +5,7 @@ Start reading at ``recipe``: ``Recipe.train`` -> ``run`` -> ``engines.inline`` -
 
 from __future__ import annotations
 
+from phalanx.definition.evaluation import Evaluation
 from phalanx.errors import (
     NonFiniteError,
     PhalanxError,
@@ -14,15 +15,14 @@ from phalanx.errors import (
     UsageError,
     WorkerError,
 )
-from phalanx.evaluation import Evaluation
-from phalanx.events import Evaluated, StepReport
-from phalanx.frameworks.opening import digest
-from phalanx.frameworks.torch.losses import weighted
+from phalanx.frameworks.registry import digest
+from phalanx.frameworks.torch.forward import weighted
 from phalanx.plan import Plan
 from phalanx.recipe import Recipe, close, load, train
-from phalanx.result import Result
-from phalanx.run import Run
-from phalanx.sources import SOURCES
+from phalanx.run.result import Result
+from phalanx.run.run import Run
+from phalanx.seams.events import Evaluated, StepReport
+from phalanx.surroundings.sources import SOURCES
 
 SOURCES.install()
 __version__ = "0.1.0"

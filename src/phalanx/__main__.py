@@ -1,5 +1,5 @@
 """``python -m phalanx`` is the command ``phalanx``."""
 
-from phalanx.cli import main
+from phalanx.cli.app import main
 
 main()

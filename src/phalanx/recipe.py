@@ -9,15 +9,17 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, Unpack
 
-from phalanx import checks, interrupts
-from phalanx.definition import Definition
+from phalanx.checkpoint.resume import Loaded, Past, loaded
+from phalanx.definition import checks
+from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
-from phalanx.hosts.presence import rank
-from phalanx.options import Options, settle, unknown
-from phalanx.result import Result
-from phalanx.resume import Loaded, Past, loaded, preemptible
-from phalanx.run import Run
-from phalanx.watch.progress import Progress
+from phalanx.run.options import Options, settle, unknown
+from phalanx.run.progress import Progress
+from phalanx.run.result import Result
+from phalanx.run.run import Run
+from phalanx.surroundings import interrupts
+from phalanx.surroundings.preemption import on_sigterm
+from phalanx.surroundings.presence import rank
 
 RECIPE_FIELDS = frozenset(field.name for field in dataclasses.fields(Definition))
 
@@ -148,7 +150,7 @@ class Recipe(Definition):
         result = None
         try:
             with interrupts.guarded():
-                with self.start(**options) as run, preemptible(run, options.get("run_dir")):
+                with self.start(**options) as run, on_sigterm(run.terminate if options.get("run_dir") else None):
                     run.finish()
                 result = run.result()
         except KeyboardInterrupt as error:
@@ -258,6 +260,6 @@ def load(path: Any) -> Loaded:
 
 def close() -> None:
     """End what is kept warm for the next run: a process that starts workers. The next run starts another."""
-    launch = sys.modules.get("phalanx.engines.launch")
+    launch = sys.modules.get("phalanx.engines.processes.launch")
     if launch is not None:
         launch.WARM.close()

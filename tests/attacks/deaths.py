@@ -11,8 +11,8 @@ import threading
 import time
 
 import phalanx
-from phalanx import interrupts
-from phalanx.engines.launch import WARM
+from phalanx.engines.processes.launch import WARM
+from phalanx.surroundings import interrupts
 from tests.families import ADAMW, FAMILIES
 
 STEPS = 40

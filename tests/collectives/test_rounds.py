@@ -6,9 +6,9 @@ import pytest
 from matplotlib.text import Annotation
 
 from phalanx import UsageError
+from phalanx.cli.rounds import MOST_PARTICIPANTS, plot_rounds
 from phalanx.collectives import Transfer, schedule
 from phalanx.collectives.schedules import SCHEDULES, rounds_of
-from phalanx.watch.rounds import MOST_PARTICIPANTS, plot_rounds
 
 ALL_REDUCE = ("ordered", "ring", "naive")
 

@@ -10,7 +10,7 @@ import os
 import pathlib
 import signal
 
-from phalanx.recovery.lifecycle import Point
+from phalanx.plan.lifecycle import Point
 
 HALVES = ("half saved", "half updated")  # beside the points, which lie between two things
 PLACES = (*(point.name for point in Point), *HALVES)
@@ -60,7 +60,7 @@ class Trapped:
         return self.make_model()
 
     def set(self):
-        from phalanx.engines.control import LINE, PLACE, WORKERS, Meeting
+        from phalanx.shared.control import LINE, PLACE, WORKERS, Meeting
 
         trap, at = self, Meeting.at
 

@@ -1,8 +1,8 @@
 """An automatic engine that moves as soon as it can."""
 
 from phalanx.engines import auto
-from phalanx.engines.launch import WARM
-from phalanx.frameworks.opening import open_framework
+from phalanx.engines.processes.launch import WARM
+from phalanx.frameworks.registry import open_framework
 
 
 def hurry(monkeypatch, recipe):

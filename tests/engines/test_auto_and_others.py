@@ -11,8 +11,9 @@ from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import phalanx
-from phalanx.engines import auto, control
-from phalanx.engines.control import Control, Meeting
+from phalanx.engines import auto
+from phalanx.shared import control
+from phalanx.shared.control import Control, Meeting
 from tests.engines.moving import hurry, moves, turn_back
 from tests.families import ADAMW, FAMILIES, FEATURES, Elsewhere, mlp
 

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from phalanx import chaos
-from phalanx.events import Incident
-from phalanx.watch.plots import plot_timeline
+from phalanx.proof import chaos
+from phalanx.run.plots import plot_timeline
+from phalanx.seams.events import Incident
 from tests.families import ADAMW, FAMILIES
 
 FILE = """

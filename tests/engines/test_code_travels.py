@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import phalanx
-from phalanx.engines.habitat import Imported
-from phalanx.engines.memory import Memory
-from phalanx.sources import Kept, Source, Sources
+from phalanx.engines.processes.environment import Imported
+from phalanx.shared.memory import Memory
+from phalanx.surroundings.sources import Kept, Source, Sources
 
 LOSS = """
 FACTOR = {factor}
@@ -157,7 +157,7 @@ def test_a_file_that_is_as_it_was_is_loaded_as_ever(folder):
     write(folder / "loss_of_a_test.py", LOSS, factor=1.0, power=2)
     importlib.import_module("loss_of_a_test")
     sources, heard = Sources(), []
-    source = phalanx.sources.SOURCES.loaded("loss_of_a_test")
+    source = phalanx.surroundings.sources.SOURCES.loaded("loss_of_a_test")
     sources.give({"loss_of_a_test": source}, lambda *facts: heard.append(facts))
     assert type(sources.find_spec("loss_of_a_test").loader) is SourceFileLoader
     write(folder / "loss_of_a_test.py", LOSS, factor=3.0, power=2)
@@ -177,7 +177,7 @@ def test_installed_packages_are_left_to_python(folder):
     (folder / "installed" / "something-1.0.dist-info").mkdir()
     importlib.import_module("installed_of_a_test")
     importlib.import_module("own_of_a_test")
-    noted = phalanx.sources.SOURCES.noted()
+    noted = phalanx.surroundings.sources.SOURCES.noted()
     assert not {"json", "torch", "numpy", "pytest", "__main__", "installed_of_a_test"} & set(noted)
     assert "own_of_a_test" in noted
 

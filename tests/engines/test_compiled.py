@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import phalanx
-from phalanx.frameworks.torch import compiler
+from phalanx.frameworks.torch import environment
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -136,7 +136,7 @@ class Counting(nn.Module):
 
 def test_the_limit_of_recompilations_is_an_error(monkeypatch):
     """Code that is compiled without end ends the run, instead of going on uncompiled."""
-    monkeypatch.setattr(compiler, "LIMITS", {"recompile_limit": 1})
+    monkeypatch.setattr(environment, "LIMITS", {"recompile_limit": 1})
     torch._dynamo.reset()
     with pytest.raises(phalanx.UsageError, match="limit of recompilations"):
         recipe(Counting, steps=20, replicas=1).train(engine="inline")

@@ -15,9 +15,9 @@ import torch
 from torch.nn import functional as F
 
 import phalanx
-from phalanx.engines import supervisor
-from phalanx.engines.control import EAGER
-from phalanx.engines.supervisor import Supervisor
+from phalanx.engines.processes import supervisor
+from phalanx.engines.processes.supervisor import Supervisor
+from phalanx.shared.control import EAGER
 from tests.engines.deaths import HALVES, PLACES, Trapped, hunted, once, sprung, strike
 from tests.families import ADAMW, FAMILIES, FEATURES, SGD, Elsewhere, conv_norm, mlp
 
@@ -381,7 +381,7 @@ class Unscheduled(Trapped):
     """Beside the trap, a fault: replacements do not do their schedules again."""
 
     def set(self):
-        from phalanx.engines.worker import Worker
+        from phalanx.engines.processes.worker import Worker
 
         super().set()
         take = Worker.take

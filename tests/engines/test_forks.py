@@ -12,8 +12,8 @@ import warnings
 import psutil
 import pytest
 
-from phalanx import forks
-from phalanx.engines.memory import Memory
+from phalanx.shared.memory import Memory
+from phalanx.surroundings import forks
 
 JOB = """
 import contextlib, os, sys, time

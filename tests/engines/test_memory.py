@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import phalanx
-from phalanx.engines import memory, processes
-from phalanx.engines.arena import Plan
-from phalanx.engines.memory import ALIGNMENT, UNLIMITED, Carver, Memory, available_bytes
+from phalanx.engines.processes import driver as processes
 from phalanx.errors import UsageError
-from phalanx.frameworks.opening import open_framework
+from phalanx.frameworks.registry import open_framework
 from phalanx.plan.placement import place
+from phalanx.shared import memory
+from phalanx.shared.arena import Plan
+from phalanx.shared.memory import ALIGNMENT, UNLIMITED, Carver, Memory, available_bytes
 from tests.families import FAMILIES
 
 MLP = FAMILIES["mlp"]

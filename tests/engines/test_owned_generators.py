@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import phalanx
-from phalanx import generators
+from phalanx.definition import generators
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -17,18 +17,18 @@ import pytest
 import torch
 
 import phalanx
-from phalanx.engines.memory import ALIGNMENT, Memory
-from phalanx.engines.parcel import pack, picklable, unpack
+from phalanx.engines.processes.serialization import pack, picklable, unpack
 from phalanx.errors import UsageError
-from phalanx.frameworks.opening import reduced
+from phalanx.frameworks.registry import reduced
+from phalanx.shared.memory import ALIGNMENT, Memory
 from tests.families import FAMILIES
 
 MLP = FAMILIES["mlp"]
 READER = """
 import sys
 sys.path[:] = {path!r}
-from phalanx.engines.memory import Memory
-from phalanx.engines.parcel import unpack
+from phalanx.shared.memory import Memory
+from phalanx.engines.processes.serialization import unpack
 print(unpack(Memory(0, {fd}))())
 """
 

@@ -15,8 +15,8 @@ from torch.autograd import Variable
 from torch.nn import functional as F
 
 import phalanx
-from phalanx.engines.processes import Processes
-from phalanx.frameworks.opening import open_framework
+from phalanx.engines.processes.driver import Processes
+from phalanx.frameworks.registry import open_framework
 from phalanx.plan.placement import Placement
 from tests.families import DATA, FAMILIES, FEATURES, OPTIMIZERS, SAMPLES, SCHEDULERS, muon_and_adamw, normal, whole
 
@@ -646,7 +646,7 @@ def nothing():
 
 def arrival_order():
     """What is left is added from left to right, as it lies, instead of pairwise."""
-    from phalanx.engines import link
+    from phalanx.engines.processes import link
 
     def straight(replicas, nodes, present):
         first, *others = sorted(present)
@@ -674,7 +674,7 @@ def stale_gradients():
 
 def absent_as_zero():
     """What a worker did not publish is read all the same, as the zeros of fresh memory or what an earlier step left."""
-    from phalanx.engines.link import ArenaLink
+    from phalanx.engines.processes.link import ArenaLink
 
     publish = ArenaLink._publish
 
@@ -698,7 +698,7 @@ def norm_of_the_own():
 
 def seeded_by_worker():
     """Random numbers follow the place among a worker's replicas, not the replica."""
-    from phalanx.engines.link import ArenaLink
+    from phalanx.engines.processes.link import ArenaLink
 
     hosted = {}
     made = ArenaLink.__init__

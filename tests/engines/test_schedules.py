@@ -9,7 +9,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 import phalanx
-from phalanx.engines.worker import Worker
+from phalanx.engines.processes.worker import Worker
 from phalanx.frameworks.torch.optimizer import Update
 from tests.engines.deaths import Trapped, sprung
 from tests.families import ADAMW, FAMILIES, OPTIMIZERS, SCHEDULERS

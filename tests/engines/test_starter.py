@@ -9,9 +9,10 @@ import time
 import pytest
 
 import phalanx
-from phalanx import interrupts
-from phalanx.engines import interpreter, launch
-from phalanx.engines.launch import WARM
+from phalanx.engines.processes import environment
+from phalanx.engines.processes import launch
+from phalanx.engines.processes.launch import WARM
+from phalanx.surroundings import interrupts
 from tests.engines.deaths import hunted
 from tests.families import ADAMW, FAMILIES
 
@@ -107,7 +108,7 @@ def test_it_may_be_killed_again_while_it_starts_again(mortal, monkeypatch):
 def test_one_that_never_starts_ends_the_run_and_says_why(monkeypatch, capfd):
     """It exits by itself: after two of them an error names the status and points to what it wrote."""
     phalanx.close()
-    monkeypatch.setattr(interpreter, "START", "raise SystemExit('no such library')  # {path} {homes} {arguments}")
+    monkeypatch.setattr(environment, "START", "raise SystemExit('no such library')  # {path} {homes} {arguments}")
     with pytest.raises(phalanx.RunError, match=r"2 times in a row.*exited with status 1.*stderr says why"):
         recipe().train(workers=2, engine="processes")
     assert capfd.readouterr().err.count("no such library") == 2

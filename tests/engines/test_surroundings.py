@@ -389,7 +389,7 @@ def test_files_that_have_the_names_of_modules_are_not_run(tmp_path, entering):
 
 def test_modules_come_from_where_the_caller_has_them(tmp_path, monkeypatch):
     """What this process loaded from a folder that is first no more is found there, whatever else has its name."""
-    from phalanx.engines import interpreter
+    from phalanx.engines.processes import environment
 
     for folder in ("one", "other"):
         (tmp_path / folder).mkdir()
@@ -398,11 +398,11 @@ def test_modules_come_from_where_the_caller_has_them(tmp_path, monkeypatch):
     importlib.import_module("twice_of_a_test")
     sys.path.insert(0, str(tmp_path / "other"))
     try:
-        path = interpreter._path()
+        path = environment._path()
         assert not [entry for entry in path if not os.path.isabs(entry)]
         assert path[0] == os.path.dirname(os.__file__)
-        assert dict(interpreter._homes(path))["twice_of_a_test"] == str(tmp_path / "one")
-        assert not {"torch", "phalanx", "json"} & set(dict(interpreter._homes(path)))
+        assert dict(environment._homes(path))["twice_of_a_test"] == str(tmp_path / "one")
+        assert not {"torch", "phalanx", "json"} & set(dict(environment._homes(path)))
     finally:
         del sys.modules["twice_of_a_test"]
 

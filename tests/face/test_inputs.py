@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 import phalanx
-from phalanx.deal import Dealer
-from phalanx.frameworks.opening import open_framework
+from phalanx.definition.deal import Dealer
+from phalanx.frameworks.registry import open_framework
 
 SAMPLES = 24
 X = np.random.default_rng(0).standard_normal((SAMPLES, 3)).astype(np.float32)
@@ -652,7 +652,7 @@ def test_a_dataset_that_is_longer_than_memory():
     assert [recipe.plan.indices(step).tolist() for step in (0, 10**12)] == [
         [0, 1, 2, 3], [4 * 10**12 + n for n in range(4)]
     ]  # fmt: skip
-    chunks = Dealer(recipe, open_framework(recipe)).chunks(Endless(), 256)
+    chunks = Dealer(recipe, open_framework(recipe).opened).chunks(Endless(), 256)
     assert len(chunks) == 10**15 // 256
     assert chunks[len(chunks) - 1].samples.tolist() == list(range(10**15 - 256, 10**15))
     assert chunks[1].samples.tolist() == list(range(256, 512))

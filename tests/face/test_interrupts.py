@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import phalanx
-from phalanx import interrupts
-from phalanx.engines import auto, crew
+from phalanx.engines import auto
+from phalanx.engines.processes import pool as crew
+from phalanx.surroundings import interrupts
 
 X = torch.randn(48, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.randn(48, 1, generator=torch.Generator().manual_seed(1))

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import phalanx
-from phalanx import generators, manual
-from phalanx.surroundings import ALONE, Turns
+from phalanx import manual
+from phalanx.definition import generators
+from phalanx.surroundings.turns import ALONE, Turns
 
 X = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
 Y = torch.randn(64, 1, generator=torch.Generator().manual_seed(1))

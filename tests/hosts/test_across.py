@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from phalanx.contracts import Part
-from phalanx.hosts import slices
-from phalanx.hosts.across import Across, Meeting
-from phalanx.hosts.gloo import SeveredError
+from phalanx.engines.hosts import slices
+from phalanx.engines.hosts.gloo import SeveredError
+from phalanx.engines.hosts.rendezvous import Across, Meeting
 from phalanx.plan.fold import fold_values
 from phalanx.plan.placement import hosts
+from phalanx.seams import Part
 
 SHAPES = [(3, 4), (7,), (), (40,), (2, 3)]
 DTYPES = {3: torch.bfloat16}

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import phalanx
-from phalanx.hosts.slices import chunks, stretches
+from phalanx.checkpoint.wire import packed, unpacked
+from phalanx.engines.hosts.slices import chunks, stretches
 from phalanx.plan.placement import additions, hosts, remaining
-from phalanx.state.wire import packed, unpacked
 from tests.families import FAMILIES
 from tests.hosts.network import Network, descendants, gone, output, strike, until, why_not
 

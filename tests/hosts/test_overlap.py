@@ -11,7 +11,7 @@ from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
 import phalanx
-from phalanx.engines.host_link import HostLink
+from phalanx.engines.hosts.link import HostLink
 from tests.hosts.test_world import world
 
 WIDTH = 420  # a layer is more than what is sent at once

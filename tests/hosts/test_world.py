@@ -63,7 +63,7 @@ def test_run_after_run():
     User code never sees a process group.
     """
     found = world("""
-from phalanx.hosts.world import World
+from phalanx.engines.hosts.world import World
 World.tell = lambda world, why: told.append(why)
 def loss(output, target):
     assert not dist.is_initialized()

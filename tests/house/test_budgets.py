@@ -19,11 +19,11 @@ PUBLIC_METHODS = 8
 
 # Fields of records and keyword dictionaries count as parameters: somebody has to pass them.
 MANY_PARAMETERS = {
-    "phalanx.definition.Definition": "the face: what defines the answer, each argument by its name",
-    "phalanx.options.Options": "the face: what train() and start() accept",
-    "phalanx.options.Settled": "the same, checked",
-    "phalanx.state.snapshot.Snapshot": "what is on the disk",
-    "phalanx.result.Result": "the face: a run fills it in, users only read it",
+    "phalanx.definition.fields.Definition": "the face: what defines the answer, each argument by its name",
+    "phalanx.run.options.Options": "the face: what train() and start() accept",
+    "phalanx.run.options.Settled": "the same, checked",
+    "phalanx.checkpoint.snapshot.Snapshot": "what is on the disk",
+    "phalanx.run.result.Result": "the face: a run fills it in, users only read it",
     "phalanx.manual.step.data_parallel_step": "the face: a step by hand, with its hooks",
 }
 

@@ -10,49 +10,77 @@ import reading
 
 pytestmark = pytest.mark.house
 
-# From bottom to top. A part may import the layers below it and itself, never its neighbours in the same layer.
-# A name stands for a module or for all of a package; "" is the front of phalanx, its __init__.
-LAYERS = (
-    ("errors", "events", "digest", "forks", "interrupts", "reachable", "plan", "recovery"),
-    ("sources", "surroundings"),
-    ("checks", "data", "generators", "sharing", "state"),
-    ("definition", "contracts", "evaluation", "collectives", "unchanged"),
-    ("frameworks.torch", "frameworks.jax", "deal", "replica", "fingerprint"),
-    ("step", "frameworks.opening", "manual", "hosts"),
-    ("engines",),
-    ("watch", "backend"),
-    ("result", "saver"),
-    ("run", "options"),
-    ("resume",),
-    ("recipe",),
-    ("",),
-    ("demos", "chaos", "printed"),
-    ("cli",),
-    ("__main__",),
+# The rooms of the package, and what each may import besides itself; function-local imports count. "" is the front of
+# phalanx, its __init__. Every room may import ``errors``.
+ROOMS: dict[str, tuple[str, ...]] = {
+    "errors": (),
+    "plan": (),
+    "surroundings": (),
+    "definition": ("plan", "surroundings"),
+    "seams": ("plan", "definition"),
+    "frameworks": ("plan", "surroundings", "definition", "seams"),
+    "step": ("plan", "surroundings", "definition", "seams"),
+    "shared": ("plan", "surroundings", "seams"),
+    "checkpoint": ("definition", "seams", "surroundings", "frameworks"),
+    "collectives": ("plan", "surroundings", "definition"),
+    "manual": ("plan", "surroundings", "definition", "frameworks", "collectives"),
+    "backend": ("plan", "shared"),
+    "engines": ("plan", "surroundings", "definition", "seams", "frameworks", "step", "shared", "checkpoint"),
+    "run": ("surroundings", "definition", "seams", "checkpoint"),
+    "recipe": ("surroundings", "definition", "checkpoint", "engines", "run"),
+    "": ("plan", "surroundings", "definition", "seams", "frameworks", "run", "recipe"),
+    "proof": ("seams", "recipe", "run", "engines"),
+    "cli": ("", "definition", "collectives", "recipe", "run", "proof", "surroundings"),
+    "__main__": ("cli",),
+}
+# Within a room: the first may not import the second.
+APART = (
+    ("frameworks.torch", "frameworks.jax"),
+    ("frameworks.jax", "frameworks.torch"),
+    ("frameworks.torch", "frameworks.registry"),
+    ("frameworks.jax", "frameworks.registry"),
+    ("engines.inline", "engines.processes"),
+    ("engines.processes", "engines.inline"),
+    ("engines.processes", "engines.auto"),
 )
 
 # Who may import what is not everybody's, at the top of a file or inside; for types alone, everybody may.
 HOMES = {
-    "torch": ("frameworks.torch", "collectives", "manual", "backend", "hosts", "demos", "cli", "watch"),
+    "torch": (
+        "frameworks.torch",
+        "collectives",
+        "manual",
+        "backend",
+        "engines.hosts",
+        "surroundings.presence",
+        "cli",
+        "run.plots",
+    ),
     "torchvision": (),
-    "jax": ("frameworks.jax", "demos"),
+    "jax": ("frameworks.jax", "cli.demos"),
     "jaxlib": ("frameworks.jax",),
-    "optax": ("frameworks.jax", "demos"),
-    "matplotlib": ("watch", "demos"),
-    "tqdm": ("watch",),
-    "typer": ("cli", "printed"),
+    "optax": ("frameworks.jax", "cli.demos"),
+    "matplotlib": ("run.plots", "cli"),
+    "tqdm": ("run.progress",),
+    "typer": ("cli",),
     "rich": ("cli",),
-    "sklearn": ("demos",),
-    "importlib": ("cli", "engines.interpreter", "engines.parcel", "fingerprint.packages", "sources"),
+    "sklearn": ("cli.demos",),
+    "importlib": (
+        "cli",
+        "engines.processes.interpreter",
+        "engines.processes.serialization",
+        "definition.fingerprint.packages",
+        "surroundings.sources",
+    ),
     "runpy": ("cli",),
-    "pickle": ("engines", "frameworks.torch.process"),
+    "pickle": ("engines.processes", "frameworks.torch.process"),
     "cPickle": (),
     "_pickle": (),
     "marshal": (),
     "shelve": (),
     "dill": (),
     "joblib": (),
-    "cloudpickle": ("engines",),
+    "cloudpickle": ("engines.processes",),
 }
 
 PLAN_KNOWS_NOT = {
@@ -80,35 +108,34 @@ PLAN_KNOWS_NOT = {
 }
 EFFECTS = frozenset({"open", "input", "print", "breakpoint"})
 EXECUTES = frozenset({"eval", "exec", "compile", "__import__"})
-COMPILES = {"phalanx.fingerprint.source": "a file's text, to see whether it is still the code that runs; never run"}
+COMPILES = {
+    "phalanx.definition.fingerprint.source": "a file's text, to see whether it is still the code that runs; never run"
+}
 RUNS_CODE = frozenset({"FunctionType", "LambdaType", "eval", "exec", "replace"})  # ways from a code object to a call
 
 
-def part_of(module: str) -> str | None:
-    """The entry of LAYERS that a module of phalanx belongs to."""
-    inner = module.removeprefix(reading.PACKAGE).removeprefix(".")
-    entries = [entry for layer in LAYERS for entry in layer]
-    if not inner:
-        return ""
-    return next((entry for entry in entries if entry and reading.is_within(inner, entry)), None)
-
-
-def height(part: str) -> int:
-    """The layer of a part, counted from the bottom."""
-    return next(number for number, layer in enumerate(LAYERS) if part in layer)
+def room_of(module: str) -> str:
+    """The room of a module of phalanx: the entry at the top of the package that it is, or lies in."""
+    return module.removeprefix(reading.PACKAGE).removeprefix(".").split(".")[0]
 
 
 def wrong_imports(name: str, found: list[reading.Import]) -> Iterator[str]:
-    """The imports of phalanx in a module that do not point down."""
+    """The imports of phalanx in a module that the table does not allow."""
     for target, line, typing_only in found:
         if not reading.is_within(target, reading.PACKAGE):
             continue
-        mine, theirs = part_of(name), part_of(target)
+        mine, theirs = room_of(name), room_of(target)
         how = " under TYPE_CHECKING" if typing_only else ""
-        if mine is None or theirs is None:
-            yield f"{name}:{line} imports {target}{how}: {name if mine is None else target} has no layer; give it one"
-        elif mine != theirs and height(theirs) >= height(mine):
-            yield f"{name}:{line} imports {target}{how}: {theirs or '__init__'} is not below {mine or '__init__'}"
+        if mine not in ROOMS or theirs not in ROOMS:
+            yield f"{name}:{line} imports {target}{how}: {name if mine not in ROOMS else target} is in no known room"
+        elif mine != theirs and theirs not in (*ROOMS[mine], "errors"):
+            yield f"{name}:{line} imports {target}{how}: {mine or '__init__'} may not import {theirs or '__init__'}"
+        elif apart := next((pair for pair in APART if _divides(pair, name, target)), None):
+            yield f"{name}:{line} imports {target}{how}: {apart[0]} may not import {apart[1]}"
+
+
+def _divides(pair: tuple[str, str], name: str, target: str) -> bool:
+    return all(reading.is_within(module, f"phalanx.{part}") for module, part in zip((name, target), pair, strict=True))
 
 
 def away_from_home(name: str, found: list[reading.Import]) -> Iterator[str]:
@@ -177,17 +204,30 @@ def imports_of(source: str, name: str = "phalanx.step") -> list[reading.Import]:
     return list(reading.imports(name, ast.parse(source), frozenset({"phalanx.plan.fold", "phalanx.recipe"})))
 
 
-def test_imports_point_down():
-    """No module imports its own layer's neighbours or anything above it."""
+def test_imports_follow_the_table():
+    """Every room imports only what the table of rooms allows, so imports point down."""
     wrong = [text for name in reading.modules() for text in wrong_imports(name, reading.module_imports(name))]
     assert not wrong, "\n".join(wrong)
 
 
 def test_the_table_names_what_exists():
-    """Every part in the table of layers is in the package, once."""
-    parts = [part for layer in LAYERS for part in layer]
-    assert len(set(parts)) == len(parts)
-    assert set(parts) == {part_of(name) for name in reading.modules()} - {None}
+    """Every room of the package is in the table, every entry of the table is a room, and all that is allowed is."""
+    assert set(ROOMS) == {room_of(name) for name in reading.modules()}
+    assert {room for allowed in ROOMS.values() for room in allowed} <= set(ROOMS)
+
+
+def test_the_table_allows_nothing_that_nobody_needs():
+    """What a room may import, some module of it does import."""
+    needed = {(room_of(name), room_of(found.module)) for name in reading.modules() for found in _own_imports(name)}
+    unused = [
+        f"{room} -> {other}" for room, allowed in ROOMS.items() for other in allowed if (room, other) not in needed
+    ]
+    assert not unused, ", ".join(unused)
+
+
+def test_no_room_can_reach_itself():
+    """The table of rooms has no cycle."""
+    assert not cycle({room: set(allowed) for room, allowed in ROOMS.items()})
 
 
 def test_there_is_no_import_cycle():
@@ -278,6 +318,10 @@ def test_a_cycle_is_seen():
     """A cycle of three modules is found and spelled out; a diamond is not one."""
     assert cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
     assert cycle({"a": {"b", "c"}, "b": {"d"}, "c": {"d"}}) == []
+
+
+def _own_imports(name: str) -> list[reading.Import]:
+    return [found for found in reading.module_imports(name) if reading.is_within(found.module, reading.PACKAGE)]
 
 
 def _attribute(node: ast.AST) -> str:

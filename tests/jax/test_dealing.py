@@ -12,7 +12,7 @@ from phalanx.frameworks.jax.layout import held
 from phalanx.frameworks.jax.optimizer import Update
 from phalanx.frameworks.jax.shard import alias
 from phalanx.frameworks.jax.sharing import Sharing
-from phalanx.frameworks.jax.state import State
+from phalanx.frameworks.jax.snapshot import State
 from phalanx.frameworks.jax.tree import plain
 from phalanx.plan.placement import place
 from tests.jax.families import FAMILIES, OPTIMIZERS, normal

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
-from phalanx.recovery.tally import Cause, Death, Spot, Tally
+from phalanx.plan.tally import Cause, Death, Spot, Tally
 
 
 @dataclass

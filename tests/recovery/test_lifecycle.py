@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from phalanx.recovery.lifecycle import Place, Point, joinable, judge, newest_whole
+from phalanx.plan.lifecycle import Place, Point, joinable, judge, newest_whole
 
 STEPS = 5
 INTERVAL = 2

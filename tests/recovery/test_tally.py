@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from phalanx.recovery import tally
-from phalanx.recovery.tally import FUTILE, OWN, Cause, Death, Spot, Tally, at_least
+from phalanx.plan import tally
+from phalanx.plan.tally import FUTILE, OWN, Cause, Death, Spot, Tally, at_least
 from tests.recovery.storms import World
 
 X = Spot(3, "replica", 1)

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from phalanx.cli import main
+from phalanx.cli.app import main
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import phalanx
-from phalanx.demos import idx
+from phalanx.cli.demos import idx
 from tests.shell.test_command_line import phalanx_command
 
 JAX = pytest.mark.skipif(importlib.util.find_spec("optax") is None, reason="needs jax and optax")

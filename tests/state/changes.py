@@ -7,7 +7,7 @@ import json
 import sys
 
 import phalanx
-from phalanx.fingerprint import compare, fingerprint
+from phalanx.definition.fingerprint import compare, fingerprint
 
 HELPERS = """
 SCALE = 2.0

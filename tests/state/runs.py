@@ -11,9 +11,9 @@ import sys
 
 import torch
 
-from phalanx.state import snapshot
-from phalanx.state.directory import SNAPSHOTS, places
-from phalanx.state.plain import decoded
+from phalanx.checkpoint import snapshot
+from phalanx.checkpoint.directory import SNAPSHOTS, places
+from phalanx.definition.plain import decoded
 from tests.families import ADAMW, FAMILIES, conv_norm
 
 OLDER, NEWER = 2, 4  # steps of the snapshots in a directory that tests damage

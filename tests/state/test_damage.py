@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import phalanx
-from phalanx.state import snapshot, tensors
-from phalanx.state.directory import places
+from phalanx.checkpoint import snapshot, tensors
+from phalanx.checkpoint.directory import places
 from tests.state.runs import (
     NEWER,
     OLDER,

@@ -15,8 +15,8 @@ import sys
 import pytest
 
 import phalanx
-from phalanx.state import held, log
-from phalanx.state.directory import RunDirectory
+from phalanx.checkpoint import held, log
+from phalanx.checkpoint.directory import RunDirectory
 from tests.state.runs import NEWER, OLDER, assert_same, engine_of, folder_of, listed, norm_recipe, steps_in
 
 # Children only look at descriptors; where jax is loaded it warns of every fork.
@@ -33,7 +33,7 @@ def wanted():
 def elsewhere(run_dir):
     """Whether another process may work in the directory."""
     code = (
-        "import sys, phalanx.state.directory as d\n"
+        "import sys, phalanx.checkpoint.directory as d\n"
         "try: d.RunDirectory(sys.argv[1], 3)\n"
         "except d.UsageError as error: sys.exit(7 if 'at work' in str(error) else 8)\n"
     )

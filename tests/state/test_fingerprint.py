@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from phalanx.fingerprint import Comparison
+from phalanx.definition.fingerprint import Comparison
 from tests.state.changes import Change, Made, between, recipe_of, written
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils import parametrizations
 
 import phalanx
-from phalanx.fingerprint import Comparison
+from phalanx.definition.fingerprint import Comparison
 from tests.state.changes import RECIPE, Made, between, recipe_of, written
 from tests.state.runs import norm_recipe
 

@@ -23,10 +23,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import phalanx
-from phalanx.frameworks.opening import recorded_environment
+from phalanx.checkpoint import snapshot
+from phalanx.frameworks.registry import recorded_environment
 from phalanx.frameworks.torch.buffers import Buffers
 from phalanx.frameworks.torch.optimizer import Update
-from phalanx.state import snapshot
 from tests.engines.deaths import hunted
 from tests.families import (
     ADAMW,
@@ -300,8 +300,8 @@ def test_odd_metrics_are_kept(tmp_path):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_no_evaluation_is_lost_to_a_snapshot(tmp_path, monkeypatch, workers):
     """Workers may run ahead to the end of an epoch while a snapshot is taken: it is evaluated all the same."""
-    monkeypatch.setattr("phalanx.saver.SECONDS", 0.01)
-    monkeypatch.setattr("phalanx.saver.SHARE", 1e9)
+    monkeypatch.setattr("phalanx.checkpoint.saver.SECONDS", 0.01)
+    monkeypatch.setattr("phalanx.checkpoint.saver.SHARE", 1e9)
     give = functools.partial(FAMILIES["mlp"].recipe, 2, batch_size=2, epochs=60)  # epochs of ten steps
     evaluation = phalanx.Evaluation(accuracy, FEATURES)
     result = give().train(run_dir=tmp_path, evaluation=evaluation, **engine_of(workers))
@@ -312,8 +312,8 @@ def test_no_evaluation_is_lost_to_a_snapshot(tmp_path, monkeypatch, workers):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_no_step_is_missing_in_the_log(tmp_path, monkeypatch, workers):
     """Whenever snapshots are taken, the log has every step once, in order."""
-    monkeypatch.setattr("phalanx.saver.SECONDS", 0.01)
-    monkeypatch.setattr("phalanx.saver.SHARE", 1e9)
+    monkeypatch.setattr("phalanx.checkpoint.saver.SECONDS", 0.01)
+    monkeypatch.setattr("phalanx.checkpoint.saver.SHARE", 1e9)
     FAMILIES["mlp"].recipe(2, steps=600).train(run_dir=tmp_path, **engine_of(workers))
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["event"] == "step"] == list(range(600))
@@ -569,7 +569,7 @@ def test_a_fingerprint_that_is_none(tmp_path, recipe):
 
 def test_another_environment_is_told(tmp_path, monkeypatch):
     """With another version of torch, a warning says that bits may differ, and in what."""
-    from phalanx import resume
+    from phalanx.checkpoint import resume
 
     norm_recipe(2).train(run_dir=tmp_path, engine="inline")
     found = resume.recorded_environment()
@@ -596,7 +596,7 @@ def test_two_runs_at_once(tmp_path):
         with pytest.raises(phalanx.UsageError, match="another run is at work"):
             norm_recipe(4).train(run_dir=tmp_path, engine="inline")
         code = (
-            "import sys, phalanx.state.directory as d\n"
+            "import sys, phalanx.checkpoint.directory as d\n"
             "try: d.RunDirectory(sys.argv[1], 3)\n"
             "except d.UsageError as error: sys.exit(7 if 'at work' in str(error) else 8)\n"
         )

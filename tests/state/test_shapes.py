@@ -12,8 +12,8 @@ import warnings
 import pytest
 
 import phalanx
-from phalanx.state import snapshot, tensors, wire
-from phalanx.state.captured import Captured
+from phalanx.checkpoint import snapshot, tensors, wire
+from phalanx.seams.snapshots import Captured
 from tests.state.runs import NEWER, contents, folder_of, norm_recipe, reheaded, sealed
 
 NAME = "0.weight"  # float32[8, 3, 3, 3]: 216 elements

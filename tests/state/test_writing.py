@@ -14,8 +14,8 @@ import warnings
 import pytest
 
 import phalanx
-from phalanx.state import files, snapshot
-from phalanx.state.directory import RunDirectory, newest_of
+from phalanx.checkpoint import files, snapshot
+from phalanx.checkpoint.directory import RunDirectory, newest_of
 from tests.state.runs import NEWER, OLDER, assert_same, contents, folder_of, listed, norm_recipe, steps_in
 
 # Children only write files; where jax is loaded it warns of every fork.

@@ -14,8 +14,8 @@ import torch
 
 from phalanx.backend.progress import Steps
 from phalanx.backend.room import LINE, PIPE, Room
-from phalanx.engines.control import order
 from phalanx.errors import UsageError
+from phalanx.shared.control import order
 
 HEADER = struct.Struct("=qq")  # tag, bytes
 

@@ -18,8 +18,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.engines.memory import Memory
 from phalanx.errors import RunError, UsageError
+from phalanx.shared.memory import Memory
 
 LINE = 8  # words in a cache line: writers do not share one
 ARRIVED, TAGS = 0, 1  # words of a rank's line: rounds that it has come to, and what it does in the latest two

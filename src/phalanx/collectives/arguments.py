@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from phalanx import checks
+from phalanx.definition import checks
 from phalanx.errors import UsageError
 
 OPS = ("sum", "mean", "max", "min")

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from phalanx import checks, interrupts
 from phalanx.collectives import arguments
 from phalanx.collectives.schedules import ALGORITHMS, Transfer, schedule
+from phalanx.definition import checks
 from phalanx.errors import UsageError
 from phalanx.plan.shares import share_bounds
+from phalanx.surroundings import interrupts
 
 Bounds = Sequence[tuple[int, int]]
 

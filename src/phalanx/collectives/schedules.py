@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from phalanx import checks
+from phalanx.definition import checks
 
 REDUCING = frozenset({"scatter-reduce", "reduce"})
 TEXT_WIDTH = 100

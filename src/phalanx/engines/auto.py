@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from phalanx.contracts import Course, Engine, Exported, Framework
-from phalanx.definition import Definition
-from phalanx.engines.deadline import Deadline
+from phalanx.definition.fields import Definition
 from phalanx.engines.inline import Inline
-from phalanx.engines.launch import WARM
-from phalanx.engines.processes import Processes
-from phalanx.events import StepReport
+from phalanx.engines.processes.deadline import Deadline
+from phalanx.engines.processes.driver import Processes
+from phalanx.engines.processes.launch import WARM
 from phalanx.plan.placement import place
-from phalanx.state.captured import Captured
+from phalanx.seams import Course, Engine, Exported, Framework
+from phalanx.seams.events import StepReport
+from phalanx.seams.snapshots import Captured
 
 START_SECONDS = 2.0  # of importing the framework in a new process, with room
 WARM_UP = 3  # steps after a move that say nothing
@@ -32,7 +32,7 @@ TRIAL = 7  # steps that decide
 
 
 class Auto:
-    """Implements ``contracts.Engine`` by one of two others.
+    """Implements ``seams.Engine`` by one of two others.
 
     Parameters
     ----------
@@ -66,21 +66,21 @@ class Auto:
 
     @property
     def workers(self) -> int:
-        """See ``contracts.Engine.workers``."""
+        """See ``seams.Engine.workers``."""
         return self._engine.workers
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
-        """See ``contracts.Engine.worker_pids``."""
+        """See ``seams.Engine.worker_pids``."""
         return self._engine.worker_pids
 
     @property
     def environment(self) -> AbstractContextManager[Any]:
-        """See ``contracts.Engine.environment``."""
+        """See ``seams.Engine.environment``."""
         return self._inline.environment
 
     def advance(self, batch: Any, horizon: int) -> StepReport:
-        """See ``contracts.Engine.advance``."""
+        """See ``seams.Engine.advance``."""
         if self._consider is not None:
             self._consider()
         report = self._engine.advance(batch, horizon)
@@ -90,23 +90,23 @@ class Auto:
         return report
 
     def pause(self) -> bool:
-        """See ``contracts.Engine.pause``."""
+        """See ``seams.Engine.pause``."""
         return self._engine.pause()
 
     def evaluate(self, metric_fn: Callable[..., Any], data: Any, batch_size: int) -> float:
-        """See ``contracts.Engine.evaluate``."""
+        """See ``seams.Engine.evaluate``."""
         return self._engine.evaluate(metric_fn, data, batch_size)
 
     def export(self, *, copy: bool) -> Exported:
-        """See ``contracts.Engine.export``."""
+        """See ``seams.Engine.export``."""
         return self._engine.export(copy=copy)
 
     def capture(self) -> Captured:
-        """See ``contracts.Engine.capture``."""
+        """See ``seams.Engine.capture``."""
         return self._engine.capture()
 
     def close(self) -> None:
-        """See ``contracts.Engine.close``."""
+        """See ``seams.Engine.close``."""
         self._engine.close()
 
     def _think_of_starting(self) -> None:

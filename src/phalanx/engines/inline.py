@@ -7,18 +7,17 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from phalanx import interrupts
-from phalanx.contracts import Course, Exported, Framework
-from phalanx.deal import Dealer
-from phalanx.definition import Definition
-from phalanx.engines.alone import Alone
+from phalanx.definition.deal import Dealer
+from phalanx.definition.evaluation import averaged
+from phalanx.definition.fields import Definition
+from phalanx.engines.local_link import Alone
 from phalanx.errors import PhalanxError, RunError, WorkerError
-from phalanx.evaluation import averaged
-from phalanx.events import StepReport
 from phalanx.plan import evaluation_key
-from phalanx.replica import measure
-from phalanx.state.captured import Captured
-from phalanx.step import Proposal, commit, propose
+from phalanx.seams import Course, Exported, Framework
+from phalanx.seams.events import StepReport
+from phalanx.seams.snapshots import Captured
+from phalanx.step import Proposal, commit, measure, propose
+from phalanx.surroundings import interrupts
 
 
 class Inline:
@@ -47,7 +46,7 @@ class Inline:
         self._definition = definition
         self._framework = framework
         self._link = Alone(framework, definition.replicas)
-        self._dealer = Dealer(definition, framework)
+        self._dealer = Dealer(definition, framework.opened)
         self._torn = False
         self._ended = ""
         self.environment = framework.environment
@@ -72,7 +71,7 @@ class Inline:
         return StepReport(t, epoch, proposal.loss, proposal.norm, lr, samples, ended - started)
 
     def pause(self) -> bool:
-        """See ``contracts.Engine.pause``: nothing runs ahead here."""
+        """See ``seams.Engine.pause``: nothing runs ahead here."""
         return True
 
     def evaluate(self, metric_fn: Callable[..., Any], data: Any, batch_size: int) -> float:
@@ -94,7 +93,7 @@ class Inline:
             return self._framework.export(len(self.course.loss_history), copy=copy)
 
     def capture(self) -> Captured:
-        """See ``contracts.Engine.capture``."""
+        """See ``seams.Engine.capture``."""
         if self._torn:
             self._check_able()
         with self.environment:

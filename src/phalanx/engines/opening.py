@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import select
 from collections.abc import Callable, Sequence
 
-from phalanx.contracts import Course, Engine, Framework
-from phalanx.definition import Definition
+from phalanx.definition.fields import Definition
 from phalanx.engines.auto import Auto
-from phalanx.engines.deadline import Deadline
 from phalanx.engines.inline import Inline
-from phalanx.engines.launch import WARM
-from phalanx.engines.processes import Processes
-from phalanx.frameworks.opening import open_framework
-from phalanx.hosts.presence import several
+from phalanx.engines.processes.deadline import Deadline
+from phalanx.engines.processes.driver import Processes
+from phalanx.engines.processes.launch import WARM
+from phalanx.frameworks.registry import open_framework
 from phalanx.plan.placement import place
+from phalanx.seams import Course, Engine, Framework
+from phalanx.surroundings.presence import processors, several, usable_cores
 
 CAPABLE = hasattr(select, "poll")
 
@@ -33,7 +32,7 @@ def open_engine(
     ``begin(framework)`` may give the framework the state of an earlier run, and tells what that had done.
     """
     if distributes(engine):
-        from phalanx.engines.distributed import open_distributed  # loads what speaks to networks
+        from phalanx.engines.hosts.driver import open_distributed  # loads what speaks to networks
 
         return open_distributed(definition, workers, processors(), deadline_seconds, begin)
     deadline = Deadline(deadline_seconds)
@@ -53,13 +52,3 @@ def open_engine(
 def distributes(engine: str) -> bool:
     """Whether this engine means all processes of a torch.distributed world."""
     return engine == "distributed" or (engine == "auto" and several())
-
-
-def processors() -> list[int]:
-    """Those that this process may run on."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-
-
-def usable_cores() -> int:
-    """How many they are."""
-    return len(processors())

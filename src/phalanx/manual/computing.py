@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from phalanx.definition import Definition
+from phalanx.definition.fields import Definition
 from phalanx.errors import NonFiniteError, PhalanxError, WorkerError, spell_samples
 from phalanx.frameworks.torch import arithmetic
 from phalanx.frameworks.torch.buffers import Buffers, Left

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import torch
 
-from phalanx import checks
 from phalanx.collectives import all_reduce
+from phalanx.definition import checks
 from phalanx.errors import UsageError
 from phalanx.manual.replicas import Named, Replica, check_trained, tensors_of
 from phalanx.plan.fold import fold_values

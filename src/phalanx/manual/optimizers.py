@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from phalanx import checks
+from phalanx.definition import checks
 from phalanx.errors import UsageError
 
 WAY_OUT = "as in [torch.optim.AdamW(replica.parameters(), lr=1e-3) for replica in replicas]"

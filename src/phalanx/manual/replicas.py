@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.parameter import is_lazy
 
-from phalanx import checks
 from phalanx.collectives import broadcast
+from phalanx.definition import checks
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.model import named_device
 

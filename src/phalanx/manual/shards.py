@@ -8,8 +8,8 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 
-from phalanx import checks
-from phalanx.data import is_array
+from phalanx.definition import checks
+from phalanx.definition.data import is_array
 from phalanx.errors import UsageError
 from phalanx.plan.shares import share_bounds
 

@@ -8,18 +8,19 @@ from typing import Any
 
 import torch
 
-from phalanx import checks, interrupts
-from phalanx.definition import Definition
+from phalanx.definition import checks
+from phalanx.definition.fields import Definition
 from phalanx.errors import RunError, UsageError
 from phalanx.frameworks.torch.buffers import Buffers, Left
-from phalanx.frameworks.torch.losses import AmbiguousMean, check_stateless
+from phalanx.frameworks.torch.forward import AmbiguousMean, check_stateless
 from phalanx.manual.computing import Work, compute
 from phalanx.manual.gradients import ALGORITHMS, ORDERED, average, total
 from phalanx.manual.optimizers import check_optimizers
 from phalanx.manual.replicas import check_trained, tensors_of
 from phalanx.manual.shards import samples_in, shard_batch, tensors_in
 from phalanx.plan.shares import share_bounds, share_weights
-from phalanx.surroundings import alone
+from phalanx.surroundings import interrupts
+from phalanx.surroundings.turns import alone
 
 
 @alone

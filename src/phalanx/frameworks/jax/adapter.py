@@ -12,27 +12,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx import generators, interrupts
-from phalanx.contracts import Computed, Exported, Source
-from phalanx.data import Columns, Samples, Share
-from phalanx.definition import Definition
-from phalanx.digest import digest_of
+from phalanx.definition import generators
+from phalanx.definition.data import Columns, Samples, Share, Source
+from phalanx.definition.digest import digest_of
+from phalanx.definition.evaluation import measured
+from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
-from phalanx.evaluation import measured
-from phalanx.frameworks.jax import arithmetic, batch, outside
+from phalanx.frameworks.jax import arithmetic, outside
+from phalanx.frameworks.jax import forward as batch
 from phalanx.frameworks.jax.arithmetic import Gradient
 from phalanx.frameworks.jax.environment import Environment, named_device
 from phalanx.frameworks.jax.forward import Forward
 from phalanx.frameworks.jax.optimizer import Update
 from phalanx.frameworks.jax.sharing import Sharing
-from phalanx.frameworks.jax.snapshot import Snapshots
-from phalanx.frameworks.jax.state import State, entries
+from phalanx.frameworks.jax.snapshot import Snapshots, State, entries
 from phalanx.frameworks.jax.tree import named, placed
-from phalanx.surroundings import Reentrant
+from phalanx.seams import Computed, Exported
+from phalanx.surroundings import interrupts
+from phalanx.surroundings.turns import Reentrant
 
 
 class Jax:
-    """Implements ``contracts.Framework`` for jax.
+    """Implements ``seams.Framework`` for jax.
 
     Nothing is written in place: a state is replaced by the next, so what went before needs no undoing. (In a worker
     process it lies in memory that is written between steps, see ``shard``.)
@@ -89,7 +90,7 @@ class Jax:
         return Sharing(self._state, self._updates, self._device)
 
     def gradients(self, todo: Sequence[tuple[int, Share]]) -> Iterator[Computed]:
-        """See ``contracts.Steppable.gradients``: while one is waited for, the other devices compute the next."""
+        """See ``seams.Steppable.gradients``: while one is waited for, the other devices compute the next."""
         params = itertools.cycle([self._state.params, *(jax.device_put(self._state.params, to) for to in self._others)])
         begun: deque[Callable[[], Computed]] = deque()
         for key, share in todo:
@@ -104,7 +105,7 @@ class Jax:
         return arithmetic.root(arithmetic.squares(gradient))
 
     def update(self, step: int, gradient: Gradient, buffers: Sequence[tuple[int, list[Any]]] | None) -> None:
-        """See ``contracts.Steppable.update``; there are no buffers."""
+        """See ``seams.Steppable.update``; there are no buffers."""
         if self._others:
             gradient = jax.device_put(gradient, self._device)
         self._updates.step(self._state, gradient)
@@ -116,20 +117,20 @@ class Jax:
         """Computing gradients leaves nothing behind."""
 
     def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> tuple[float, float]:
-        """See ``contracts.Framework.measure``."""
+        """See ``seams.Framework.measure``."""
         with interrupts.breakable():
             samples = jax.device_put(self._batch(key, share), self._device)
             output = self._forward.output(self._state.params, samples)
             return measured(metric_fn(output, self._forward.target(samples)), len(share.samples))
 
     def opened(self, source: Source) -> Source:
-        """See ``contracts.Framework.opened``: shares are taken from numpy arrays, over the same memory."""
+        """See ``seams.Framework.opened``: shares are taken from numpy arrays, over the same memory."""
         if isinstance(source, Samples):
             return source
         return Columns(tuple(map(batch.column, source.arrays)), source.rebuild)
 
     def export(self, steps: int, *, copy: bool) -> Exported:
-        """See ``contracts.Framework.export``; containers are the caller's own, arrays cannot be written."""
+        """See ``seams.Framework.export``; containers are the caller's own, arrays cannot be written."""
         params = jax.tree.map(lambda leaf: leaf, self._state.params)
         return Exported(params, named(params), digest_of(entries(params, self._state.optimizer), steps))
 

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from phalanx.definition import Definition
+from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks.jax import coupling
 from phalanx.frameworks.jax.arithmetic import Gradient
-from phalanx.frameworks.jax.state import State
+from phalanx.frameworks.jax.snapshot import State
 from phalanx.frameworks.jax.tree import is_key, plain, strong
 
 SMALL = 2  # the length of each dimension of what others own: a program for arrays of one element may be another

@@ -19,13 +19,13 @@ from phalanx.frameworks.jax import arithmetic
 from phalanx.frameworks.jax.arithmetic import Gradient
 from phalanx.frameworks.jax.layout import Layout, Spec, held, view
 from phalanx.frameworks.jax.optimizer import Update
-from phalanx.frameworks.jax.state import State
+from phalanx.frameworks.jax.snapshot import State
 from phalanx.frameworks.jax.tree import is_key
-from phalanx.sharing import Order
+from phalanx.seams.sharing import Order
 
 
 class Shard:
-    """Implements ``sharing.Shard`` for jax. Made in a worker; its state lies in the arena from then on.
+    """Implements ``seams.sharing.Shard`` for jax. Made in a worker; its state lies in the arena from then on.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ class Shard:
         """What lies in the arena needs no description."""
 
     def state(self) -> dict[str, Any]:
-        """See ``sharing.Shard.state``: all of it lies in the arena."""
+        """See ``seams.sharing.Shard.state``: all of it lies in the arena."""
         return {"optimizers": None, "options": None}
 
     @property
@@ -81,7 +81,7 @@ class Shard:
         """Schedules are the optimizer's own."""
 
     def take(self, optimizers: Sequence[Any], options: Any) -> None:
-        """See ``sharing.Shard.take``: it is there already."""
+        """See ``seams.sharing.Shard.take``: it is there already."""
 
     def save(self) -> int:
         """Copy what this worker owns into the snapshot; returns the checksum of that."""
@@ -107,7 +107,7 @@ class Shard:
 
 
 class Slots:
-    """Implements ``sharing.Slots`` for jax.
+    """Implements ``seams.sharing.Slots`` for jax.
 
     Parameters
     ----------

@@ -14,14 +14,14 @@ from phalanx.errors import UsageError
 from phalanx.frameworks.jax.layout import Layout, Spec, held, lay_out, owners_of, view
 from phalanx.frameworks.jax.optimizer import Update
 from phalanx.frameworks.jax.shard import Shard
-from phalanx.frameworks.jax.state import State
+from phalanx.frameworks.jax.snapshot import State
 from phalanx.frameworks.jax.tree import like, plain
 from phalanx.plan.placement import Placement
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """Implements ``sharing.Sharing`` for jax."""
+    """Implements ``seams.sharing.Sharing`` for jax."""
 
     state: State
     updates: Update

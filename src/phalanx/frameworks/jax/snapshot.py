@@ -1,9 +1,9 @@
-"""A jax state as snapshots hold it: arrays by name. They are never written, so nothing is copied."""
+"""A jax state by name, for snapshots and digests. Arrays are never written, so nothing is copied."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from phalanx.definition.digest import Entry
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.jax.environment import recorded
-from phalanx.frameworks.jax.state import State
-from phalanx.frameworks.jax.tree import is_key, named, plain
-from phalanx.state.captured import Captured
-from phalanx.state.tensors import CODES, Tensor
+from phalanx.frameworks.jax.tree import is_key, named, plain, strong
+from phalanx.seams.snapshots import CODES, Captured, Tensor
 
 OPTIMIZER = "optimizer."
 FRAMEWORK, ENVIRONMENT = "framework", "environment"
@@ -24,19 +23,19 @@ FRAMEWORK, ENVIRONMENT = "framework", "environment"
 
 @dataclass(frozen=True)
 class Snapshots:
-    """Implements ``contracts.Snapshots`` for jax."""
+    """Implements ``seams.Snapshots`` for jax."""
 
     state: State
     device: Any
 
     def capture(self, *, copy: bool) -> Captured:
-        """See ``contracts.Snapshots.capture``."""
+        """See ``seams.Snapshots.capture``."""
         weights = {name: _taken(name, leaf) for name, leaf in named(self.state.params).items()}
         training = {OPTIMIZER + name: _taken(name, leaf) for name, leaf in named(self.state.optimizer).items()}
         return Captured(weights, training, {FRAMEWORK: "jax", ENVIRONMENT: recorded(self.device)})
 
     def adopt(self, state: Captured) -> None:
-        """See ``contracts.Snapshots.adopt``."""
+        """See ``seams.Snapshots.adopt``."""
         if state.facts.get(FRAMEWORK) != "jax":
             raise SnapshotError("the snapshot is not of a jax recipe")
         given = state.facts.get(ENVIRONMENT)
@@ -51,7 +50,7 @@ class Snapshots:
         self.state.optimizer = optimizer
 
     def adopt_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """See ``contracts.Snapshots.adopt_weights``."""
+        """See ``seams.Snapshots.adopt_weights``."""
         self.state.params = self._fitted(self.state.params, weights, "")
 
     def _fitted(self, tree: Any, stored: Mapping[str, Tensor], prefix: str) -> Any:
@@ -88,3 +87,20 @@ def _spelled(part: jax.Array | Tensor) -> str:
         return f"{part.dtype}{list(part.shape)}"
     numbers = plain(part)
     return f"{numbers.dtype}{list(numbers.shape)}"
+
+
+@dataclass
+class State:
+    """What changes from step to step: two trees of arrays that are replaced, never written."""
+
+    params: Any
+    optimizer: Any
+
+
+def entries(params: Any, optimizer: Any) -> Iterator[Entry]:
+    """Parameters, then the optimizer's state, by name."""
+    for kind, tree in (("parameter", params), ("optimizer", optimizer)):
+        for name, leaf in named(tree).items():
+            numbers = plain(strong(leaf))
+            content = numbers.reshape(-1).view(np.uint8)
+            yield Entry(kind, name, str(numbers.dtype), numbers.shape, content)

@@ -11,6 +11,7 @@ import numpy as np
 from jax import tree_util
 
 from phalanx.errors import UsageError
+from phalanx.plan.keys import MASK32
 
 ALONE = "params"  # the name of a tree that is one array
 
@@ -79,3 +80,13 @@ def _part(entry: Any) -> Hashable:
             return name
         case _:
             return str(entry)
+
+
+def words(key: int) -> np.ndarray:
+    """A 64-bit key as the two words that ``jax.random`` makes keys of."""
+    return np.array([key >> 32, key & MASK32], dtype=np.uint32)
+
+
+def prng_key(data: Any) -> jax.Array:
+    """``words(key)`` as a typed key, of the same kind whatever jax's default is."""
+    return jax.random.wrap_key_data(data, impl="threefry2x32")

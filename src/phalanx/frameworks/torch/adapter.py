@@ -14,29 +14,28 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from phalanx import generators, interrupts
-from phalanx.contracts import Computed, Exported, Source
-from phalanx.data import Columns, Samples, Share
-from phalanx.definition import Definition
+from phalanx.definition import generators
+from phalanx.definition.data import Columns, Samples, Share, Source
+from phalanx.definition.evaluation import measured
+from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
-from phalanx.evaluation import measured
-from phalanx.frameworks.torch import arithmetic, state
+from phalanx.frameworks.torch import arithmetic
 from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.buffers import Buffers, Left
-from phalanx.frameworks.torch.compiler import StaticShapes, check_sizes, compiled, explain
-from phalanx.frameworks.torch.environment import Environment
-from phalanx.frameworks.torch.forward import Forward
+from phalanx.frameworks.torch.environment import Environment, StaticShapes, check_sizes, compiled, explain
+from phalanx.frameworks.torch.forward import AmbiguousMean, Forward
 from phalanx.frameworks.torch.gradient import Collector, drop
-from phalanx.frameworks.torch.losses import AmbiguousMean
 from phalanx.frameworks.torch.model import checked, named_device, warn_of_eval_mode
 from phalanx.frameworks.torch.optimizer import Update
 from phalanx.frameworks.torch.shard import Sharing
-from phalanx.frameworks.torch.snapshot import Snapshots
-from phalanx.surroundings import Reentrant
+from phalanx.frameworks.torch.snapshot import Snapshots, digest, entries
+from phalanx.seams import Computed, Exported
+from phalanx.surroundings import interrupts
+from phalanx.surroundings.turns import Reentrant
 
 
 class Torch:
-    """Implements ``contracts.Framework`` for PyTorch.
+    """Implements ``seams.Framework`` for PyTorch.
 
     Parameters
     ----------
@@ -101,7 +100,7 @@ class Torch:
         return Sharing(self._parameters, self._buffers, self._updates, self._collector)
 
     def gradients(self, todo: Sequence[tuple[int, Share]]) -> Iterator[Computed]:
-        """See ``contracts.Steppable.gradients``."""
+        """See ``seams.Steppable.gradients``."""
         return itertools.starmap(self._gradient, todo)
 
     def _gradient(self, key: int, share: Share) -> Computed:
@@ -126,32 +125,32 @@ class Torch:
         return Computed(loss.item(), weight, taken, self._buffers.left())
 
     def norm(self, gradient: Gradient) -> float:
-        """See ``contracts.Steppable.norm``."""
+        """See ``seams.Steppable.norm``."""
         return self._updates.norm(gradient)
 
     def update(self, step: int, gradient: Gradient, buffers: Sequence[tuple[int, Left]] | None) -> None:
-        """See ``contracts.Steppable.update``."""
+        """See ``seams.Steppable.update``."""
         self._updates.apply(step, gradient)
         if buffers is None:
             self._buffers.expect()
         else:
             self._buffers.settle(buffers)
         if not self._describable:  # better refused after the first step than when the run is over
-            for _ in state.entries(self._model, self._updates.optimizers):
+            for _ in entries(self._model, self._updates.optimizers):
                 pass
             self._describable = True
 
     def schedule(self, loss: float) -> None:
-        """See ``contracts.Framework.schedule``."""
+        """See ``seams.Framework.schedule``."""
         self._updates.schedule(loss)
 
     def rewind(self) -> None:
-        """See ``contracts.Steppable.rewind``."""
+        """See ``seams.Steppable.rewind``."""
         drop(self._parameters)
         self._buffers.restore()
 
     def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> tuple[float, float]:
-        """See ``contracts.Framework.measure``."""
+        """See ``seams.Framework.measure``."""
         versions = self._versions()
         with evaluating(self._model), torch.no_grad():
             self._buffers.begin()
@@ -164,18 +163,18 @@ class Torch:
         return measured(value, len(share.samples))
 
     def opened(self, source: Source) -> Source:
-        """See ``contracts.Framework.opened``."""
+        """See ``seams.Framework.opened``."""
         if isinstance(source, Samples):
             return source
         return Columns(tuple(map(_column, source.arrays)), source.rebuild, torch.from_numpy)
 
     def export(self, steps: int, *, copy: bool) -> Exported:
-        """See ``contracts.Framework.export``."""
+        """See ``seams.Framework.export``."""
         self.rewind()
         self._collector.forget()
         model = copied(self._model) if copy else self._model
         params = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        return Exported(model, params, state.digest(self._model, self._updates.optimizers, steps))
+        return Exported(model, params, digest(self._model, self._updates.optimizers, steps))
 
     def _versions(self) -> list[int]:
         return [parameter._version for parameter in self._parameters]

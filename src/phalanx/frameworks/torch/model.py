@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from phalanx import generators
+from phalanx.definition import generators
 from phalanx.errors import UsageError
 
 TRAINED: Final[weakref.WeakSet[torch.nn.Module]] = weakref.WeakSet()  # what factories returned, while it lives

@@ -12,8 +12,8 @@ import torch
 from torch.nn.modules import module
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from phalanx import generators
-from phalanx.definition import Definition
+from phalanx.definition import generators
+from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.schedules import EXAMPLE, Named, Schedules

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from phalanx.data import map_tree
+from phalanx.definition.data import map_tree
 from phalanx.frameworks.torch.layout import Spec, bytes_in
 
 ALIGNMENT = 64

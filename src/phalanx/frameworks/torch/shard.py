@@ -26,7 +26,7 @@ from phalanx.plan.placement import Placement
 
 @dataclass(frozen=True)
 class Sharing:
-    """Implements ``sharing.Sharing`` for PyTorch: the parts of a framework that processes share."""
+    """Implements ``seams.sharing.Sharing`` for PyTorch: the parts of a framework that processes share."""
 
     parameters: list[torch.nn.Parameter]
     buffers: Buffers
@@ -65,7 +65,7 @@ class Sharing:
 
 
 class Shard:
-    """Implements ``sharing.Shard`` for PyTorch. Made in a worker; binds its model to the arena.
+    """Implements ``seams.sharing.Shard`` for PyTorch. Made in a worker; binds its model to the arena.
 
     Parameters
     ----------

@@ -13,11 +13,11 @@ from phalanx.frameworks.torch.gradient import Collector
 from phalanx.frameworks.torch.layout import OWNED, Layout
 from phalanx.frameworks.torch.optimizer import Update
 from phalanx.frameworks.torch.rooms import view
-from phalanx.sharing import Order
+from phalanx.seams.sharing import Order
 
 
 class Slots:
-    """Implements ``sharing.Slots`` for PyTorch.
+    """Implements ``seams.sharing.Slots`` for PyTorch.
 
     Parameters
     ----------

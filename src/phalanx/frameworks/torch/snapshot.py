@@ -1,38 +1,39 @@
-"""A torch state as snapshots hold it: tensors by name, and all else as plain values."""
+"""A torch state by name: tensors and plain values as snapshots hold them, and entries for digests."""
 
 from __future__ import annotations
 
 import functools
 import math
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from phalanx.definition import checks
+from phalanx.definition.digest import Entry, digest_of
+from phalanx.definition.plain import decoded, encoded
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.torch.buffers import Buffers, bytes_of
 from phalanx.frameworks.torch.optimizer import Update
-from phalanx.state.captured import Captured
-from phalanx.state.plain import decoded, encoded
-from phalanx.state.tensors import CODES, Tensor
+from phalanx.seams.snapshots import CODES, Captured, Tensor
 
 
 @dataclass(frozen=True)
 class Snapshots:
-    """Implements ``contracts.Snapshots`` for PyTorch."""
+    """Implements ``seams.Snapshots`` for PyTorch."""
 
     model: torch.nn.Module
     updates: Update
     buffers: Buffers
 
     def capture(self, *, copy: bool) -> Captured:
-        """See ``contracts.Snapshots.capture``."""
+        """See ``seams.Snapshots.capture``."""
         return captured(self.model, self.updates, copy=copy)
 
     def adopt(self, state: Captured) -> None:
-        """See ``contracts.Snapshots.adopt``."""
+        """See ``seams.Snapshots.adopt``."""
         if self.updates.foreign:
             warnings.warn(
                 "the optimizer is not one of torch's own: what it keeps outside optimizer.state is not in snapshots, "
@@ -43,7 +44,7 @@ class Snapshots:
         self.buffers.renew()
 
     def adopt_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """See ``contracts.Snapshots.adopt_weights``."""
+        """See ``seams.Snapshots.adopt_weights``."""
         adopt_weights(self.model, weights)
         self.buffers.renew()
 
@@ -161,3 +162,74 @@ def _name(dtype: torch.dtype) -> str:
 def _spelled(tensor: torch.Tensor | Tensor) -> str:
     dtype = _name(tensor.dtype) if isinstance(tensor, torch.Tensor) else tensor.dtype
     return f"{dtype}{list(tensor.shape)}"
+
+
+def digest(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    step: int | None = None,
+) -> str:
+    """The digest of a state: equal digests mean equal bits.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    optimizer : torch.optim.Optimizer, sequence of them, or None
+        Its per-parameter state is included, tensors and scalars.
+    step : int or None
+        How many optimizer steps led here.
+
+    Returns
+    -------
+    str
+        64 hexadecimal digits; equals ``result.digest`` of a run that ended in the same state.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(f"model is a {type(model).__name__}; digest takes a torch.nn.Module")
+    listed: list[Any] = (
+        list(optimizer) if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
+    )
+    for item in listed:
+        if not isinstance(item, torch.optim.Optimizer):
+            raise UsageError(
+                f"optimizer is {checks.shown(item)} ({type(item).__name__}); digest takes a torch.optim.Optimizer or a "
+                "list of them"
+            )
+    return digest_of(entries(model, listed), step)
+
+
+def entries(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Entry]:
+    """Parameters, buffers, optimizer state by parameter name, what optimizers keep beside it; tied ones once."""
+    named = list(model.named_parameters())
+    for name, parameter in named:
+        yield _tensor_entry("parameter", name, parameter)
+    for name, buffer in model.named_buffers():
+        yield _tensor_entry("buffer", name, buffer)
+    for name, parameter in named:
+        for optimizer in optimizers:
+            yield from _state_entries(name, optimizer.state.get(parameter, {}))
+    for optimizer in optimizers:
+        shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+        yield from _state_entries("", shared)
+
+
+def _state_entries(name: str, value: Any) -> Iterator[Entry]:
+    if isinstance(value, torch.Tensor):
+        yield _tensor_entry("optimizer", name, value)
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            yield from _state_entries(f"{name}.{key}", value[key])
+    elif isinstance(value, (list, tuple)):
+        for position, item in enumerate(value):
+            yield from _state_entries(f"{name}.{position}", item)
+    elif isinstance(value, (bool, int, float, complex, str)):
+        yield Entry("optimizer", name, type(value).__name__, (), repr(value).encode())
+    elif value is not None:
+        raise UsageError(
+            f"optimizer keeps a {type(value).__name__} as {name!r}, which has no digest; use tensors or numbers"
+        )
+
+
+def _tensor_entry(kind: str, name: str, tensor: torch.Tensor) -> Entry:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Entry(kind, name, dtype, tuple(tensor.shape), bytes_of(tensor.cpu()).numpy())

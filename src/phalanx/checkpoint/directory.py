@@ -1,0 +1,178 @@
+"""A run's directory: snapshots of which the newest good one is the truth, a log of events, and a lock."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+import re
+import time
+import warnings
+from typing import Any
+
+from phalanx.checkpoint import files, held, log, snapshot
+from phalanx.checkpoint.snapshot import Snapshot
+from phalanx.errors import SnapshotError, UsageError
+
+SNAPSHOTS, LOG, LOCK = "snapshots", "events.jsonl", "lock"
+NAME = re.compile(r"step-(\d{12})")
+
+
+class RunDirectory:
+    """A directory that one run at a time works in.
+
+    Parameters
+    ----------
+    path : path-like
+    keep : int
+        How many snapshots stay.
+
+    Raises
+    ------
+    UsageError
+        It cannot be made or written, or another run works in it.
+    """
+
+    def __init__(self, path: Any, keep: int) -> None:
+        self.path = pathlib.Path(path)
+        self._keep = keep
+        self._held = held.Held()
+        try:
+            self._root = _made(self.path)  # where it leads now, whatever becomes of links on the way
+            self._held.add(held.locked(self._root / LOCK))
+            self._log = log.Log(self._held.add(log.opened(self._root / LOG)))
+            files.clear_away(self._root / SNAPSHOTS)
+        except BaseException as error:
+            self._held.let_go()
+            if isinstance(error, (OSError, ValueError)):
+                raise _refusal(self.path, error) from error
+            raise
+
+    @property
+    def held(self) -> bool:
+        """Whether this process works in it: not any more once it was closed, and not in a forked child."""
+        return self._held.mine
+
+    def newest(self) -> Snapshot | None:
+        """The newest snapshot that is whole; None if there is none at all. See ``newest_of``."""
+        return newest_of(self._root)
+
+    def write(self, state: Snapshot) -> None:
+        """Write a snapshot, then remove those that are too old; what is good is removed only after that.
+
+        Raises
+        ------
+        OSError
+            It could not be written; those that were there still are.
+        """
+        folder = self._root / SNAPSHOTS
+        if not self.held:
+            raise OSError("this process does not hold the directory")
+        if not files.is_folder(folder):
+            raise OSError(f"{str(folder)!r} is no folder any more")
+        target = folder / f"step-{state.step:012d}"
+        if os.path.lexists(target):  # of an earlier run, and damaged, or it would not be written again
+            files.remove(target)
+        snapshot.write(state, target)
+        older = [place for place in places(self._root) if place.name <= target.name]  # newer ones could not be read
+        for place in older[self._keep :]:
+            with contextlib.suppress(OSError):
+                if snapshot.is_one(place):  # what is no snapshot was put there by somebody else
+                    files.remove(place)
+
+    def note(self, kind: str, **facts: Any) -> None:
+        """Add a line to the log. A log that cannot be written stops nothing."""
+        plain = {key: repr(value) if _odd(value) else value for key, value in facts.items()}
+        line = json.dumps({"time": round(time.time(), 3), "event": kind, **plain}) + "\n"
+        if self.held:
+            self._log.add(line.encode())
+
+    def close(self) -> None:
+        """Let others work here."""
+        self._held.let_go()
+
+
+def _made(path: pathlib.Path) -> pathlib.Path:
+    """The folder of a run, made if it is not there, with one for its snapshots; without links on the way.
+
+    Raises
+    ------
+    UsageError
+        It is something else, or would have snapshots written elsewhere.
+    OSError
+        It cannot be made.
+    """
+    if (path / snapshot.MANIFEST).exists():
+        raise UsageError(
+            f"run_dir is {str(path)!r}, which is a snapshot, not a run's directory; choose another, or begin from it "
+            "with warm_start"
+        )
+    files.make_folder(path)
+    root = path.resolve(strict=True)
+    if (root / SNAPSHOTS).is_symlink():
+        raise UsageError(
+            f"run_dir is {str(path)!r}, where {SNAPSHOTS!r} is a symbolic link, maybe to those of another run; make it "
+            "a folder, or choose another directory (run_dir itself may be a link)"
+        )
+    files.make_folder(root / SNAPSHOTS)
+    return root
+
+
+def _refusal(path: pathlib.Path, error: Exception) -> UsageError:
+    if isinstance(error, BlockingIOError):
+        return UsageError(
+            f"run_dir is {str(path)!r}, in which another run is at work; wait for it, close it if it is one of this "
+            "process, or choose another directory"
+        )
+    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return UsageError(f"run_dir is {str(path)!r}, which cannot be used: {why}; choose a directory that may be written")
+
+
+def newest_of(path: pathlib.Path) -> Snapshot | None:
+    """The newest snapshot of a run that is whole; None if there is none. Damaged ones are told of and passed over.
+
+    Raises
+    ------
+    SnapshotError
+        There are some, and all are damaged.
+    """
+    refused: list[str] = []
+    for place in places(path):
+        try:
+            found = snapshot.read(place)
+        except SnapshotError as error:
+            refused.append(str(error))
+            continue
+        if refused:
+            warnings.warn(f"{'; '.join(refused)}; going on from step {found.step} instead", stacklevel=2)
+        return found
+    if refused:
+        raise SnapshotError(
+            f"no snapshot in {str(path)!r} can be used: {'; '.join(refused)}; mend them, or choose another run_dir to "
+            "begin anew"
+        )
+    return None
+
+
+def places(path: pathlib.Path) -> list[pathlib.Path]:
+    """Folders of a run's snapshots, newest first.
+
+    Raises
+    ------
+    SnapshotError
+        They cannot be listed, or lie behind a link.
+    """
+    folder = path / SNAPSHOTS
+    if folder.is_symlink():
+        raise SnapshotError(f"{str(folder)!r} is a symbolic link, which is not followed; give the run that it leads to")
+    try:
+        found = [place for place in folder.iterdir() if NAME.fullmatch(place.name)]
+    except OSError as error:
+        raise SnapshotError(f"{str(folder)!r} cannot be read: {error.strerror}") from error
+    return sorted(found, key=lambda place: place.name, reverse=True)
+
+
+def _odd(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)

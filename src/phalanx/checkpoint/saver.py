@@ -1,0 +1,235 @@
+"""When a run is saved, and that this costs it little: the state is copied at a step boundary and written beside it."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import pathlib
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from phalanx.checkpoint import snapshot
+from phalanx.checkpoint.directory import RunDirectory
+from phalanx.checkpoint.snapshot import Snapshot
+from phalanx.definition.fields import Definition
+from phalanx.definition.fingerprint import fingerprint
+from phalanx.errors import PhalanxError, RunError, SnapshotError
+from phalanx.frameworks.registry import recorded_environment
+from phalanx.seams import Course, Engine
+from phalanx.seams.events import Evaluated, Incident, StepReport
+from phalanx.seams.snapshots import Captured, Tensor
+from phalanx.surroundings import interrupts
+from phalanx.surroundings.turns import SLICE_SECONDS
+
+SECONDS = 30.0  # between snapshots, at least, with "auto"
+SHARE = 0.01  # of the time, at most, with "auto"
+LOSSES = "loss_history"
+
+
+class Saver:
+    """Writes snapshots of a run into its directory, one at a time, in a thread of its own.
+
+    Parameters
+    ----------
+    directory : RunDirectory
+    every : int or None
+        Steps from one snapshot to the next; None: as seldom as costs next to nothing.
+    stop : bool
+        Whether a snapshot that cannot be written ends the run.
+    recipe, environment : dict
+        Go into each snapshot.
+    """
+
+    def __init__(
+        self, directory: RunDirectory, every: int | None, *, stop: bool, recipe: dict[str, Any], environment: Any
+    ) -> None:
+        self._directory = directory
+        self._every = every
+        self._stop = stop
+        self._recipe = recipe
+        self._environment = environment
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._saved = -1  # the step of the newest snapshot
+        self._next = 0  # the step at which workers stop, to see whether it is time
+        self._since = time.monotonic()
+        self._told = 0  # incidents in the log
+        self._pace = 0.0  # seconds of the latest step
+        self._cost = 0.0  # seconds that the latest snapshot took, from beginning to end
+
+    def begin(self, course: Course, engine: Engine, resumed: int | None, facts: dict[str, Any]) -> None:
+        """Say in the log how the run begins; save at once if nothing was, as a full disk is better found now."""
+        self._directory.note("start" if resumed is None else "resume", step=len(course.loss_history), **facts)
+        if resumed is None:
+            self.save(engine, [])
+            self.settle()
+        else:
+            self._saved = resumed
+
+    def horizon(self, steps: int) -> int:
+        """How many steps may be done before this wants to be asked again; workers run no further ahead."""
+        if self._next <= steps:
+            if self._every is not None:
+                self._next = (steps // self._every + 1) * self._every
+            else:
+                left = self._pause() - (time.monotonic() - self._since)
+                self._next = steps + (max(1, int(left / self._pace)) if self._pace else 1)
+        return self._next
+
+    def note(self, report: StepReport, incidents: Sequence[Incident]) -> None:
+        """A step was done, and these things happened to workers so far."""
+        self._pace = report.seconds
+        for one in incidents[self._told :]:
+            self._directory.note(one.kind, step=one.step, worker=one.worker, why=one.why)
+        self._told = len(incidents)
+        facts = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": report.lr, "seconds": report.seconds}
+        if report.metric is not None:
+            facts["metric"] = report.metric
+        self._directory.note("step", step=report.step, epoch=report.epoch, samples=report.samples, **facts)
+
+    def due(self, steps: int) -> bool:
+        """Whether a snapshot should be written after so many steps."""
+        if steps <= self._saved or steps < self._next:
+            return False
+        if self._every is not None:
+            return steps % self._every == 0
+        busy = self._thread is not None and self._thread.is_alive()
+        return not busy and time.monotonic() - self._since >= self._pause()
+
+    def save(self, engine: Engine, metrics: Sequence[Evaluated]) -> None:
+        """Copy the state, and begin to write it; waits only for the snapshot before."""
+        self.settle()
+        began = time.monotonic()
+        captured = engine.capture()
+        try:
+            state = snapshot_of(engine.course, captured, metrics, self._recipe, self._environment)
+            thread = threading.Thread(target=self._write, args=(state, captured, began), name="phalanx-snapshot")
+            thread.start()
+        except BaseException:
+            captured.release()
+            raise
+        self._thread, self._saved = thread, state.step
+
+    def settle(self) -> bool:
+        """Wait until the latest snapshot is written, or could not be; returns which.
+
+        Raises
+        ------
+        SnapshotError
+            It could not be, and that ends the run.
+        """
+        if self._thread is not None:
+            self._wait(self._thread)
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            why = f"the snapshot of step {self._saved} could not be written to {self._directory.path}: {error}"
+            self._saved = -1
+            if self._stop:
+                raise SnapshotError(why) from error
+            warnings.warn(f"{why}; the run goes on, and those before are whole", stacklevel=2)
+        return error is None
+
+    def last_word(self, engine: Engine, metrics: Sequence[Evaluated], steps: int) -> str:
+        """Save the state, if it is there, and say whether that was done."""
+        self.settle()
+        if steps > self._saved:
+            try:
+                self.save(engine, metrics)
+            except RunError:  # the state is lost
+                return "the state was not saved"
+        saved = f"the state after {steps} steps was saved; the same call again goes on there"
+        return saved if self.settle() else "the state was not saved"
+
+    def close(self, engine: Engine, metrics: Sequence[Evaluated], steps: int) -> None:
+        """Save what was not saved, if the state is there, and let go of the directory. A forked child does neither."""
+        if not self._directory.held:
+            return
+        try:
+            failed = self._failure()
+            if steps > self._saved:
+                with contextlib.suppress(PhalanxError):  # the state may be lost
+                    self.save(engine, metrics)
+            failed = self._failure() or failed
+            if failed is not None:
+                raise failed
+        finally:
+            if self._thread is not None:  # Ctrl-C while it was waited for: nobody writes into a directory let go of
+                self._wait(self._thread)
+            self._directory.note("end", step=steps)
+            self._directory.close()
+
+    @staticmethod
+    def _wait(thread: threading.Thread) -> None:
+        while thread.is_alive():
+            interrupts.check()
+            thread.join(SLICE_SECONDS)
+
+    def _failure(self) -> SnapshotError | None:
+        try:
+            self.settle()
+        except SnapshotError as error:
+            return error
+        return None
+
+    def _pause(self) -> float:
+        return max(SECONDS, self._cost / SHARE)
+
+    def _write(self, state: Snapshot, captured: Captured, began: float) -> None:
+        try:
+            self._directory.write(state)
+            self._directory.note("snapshot", step=state.step, seconds=time.monotonic() - began)
+        except Exception as error:  # whatever it is: nobody else would see it
+            self._error = error
+            self._directory.note("failed", step=state.step, why=str(error))
+        finally:
+            captured.release()
+            self._since = time.monotonic()
+            self._cost = self._since - began
+
+
+def snapshot_of(
+    course: Course,
+    captured: Captured,
+    metrics: Sequence[Evaluated],
+    recipe: dict[str, Any],
+    environment: dict[str, Any],
+    digest: str | None = None,
+) -> Snapshot:
+    """What is written of a state."""
+    history = array.array("d", course.loss_history)
+    return Snapshot(
+        step=len(course.loss_history),
+        digest=digest,
+        weights=captured.weights,
+        training={**captured.training, LOSSES: Tensor("float64", (len(history),), history)},
+        facts=captured.facts,
+        samples=course.samples,
+        metrics=[[evaluated.steps, repr(evaluated.value), evaluated.name] for evaluated in metrics],
+        recipe=recipe,
+        environment=environment,
+    )
+
+
+def write_apart(
+    target: pathlib.Path, definition: Definition, engine: Engine, metrics: Sequence[Evaluated], digest: str
+) -> None:
+    """Write the state now as a folder of its own.
+
+    Raises
+    ------
+    SnapshotError
+        It could not be written.
+    """
+    recipe, environment = fingerprint(definition), recorded_environment()
+    captured = engine.capture()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        snapshot.write(snapshot_of(engine.course, captured, metrics, recipe, environment, digest), target)
+    except OSError as error:
+        raise SnapshotError(f"the snapshot could not be written to {str(target)!r}: {error}") from error
+    finally:
+        captured.release()

@@ -1,0 +1,137 @@
+"""A snapshot: all state at a step boundary, as a folder of safetensors and JSON that says whether it is whole."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import pathlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.checkpoint import files, tensors
+from phalanx.errors import SnapshotError
+from phalanx.seams.snapshots import Tensor
+
+SCHEMA = 1
+WEIGHTS, TRAINING, FACTS, MANIFEST = "weights.safetensors", "training.safetensors", "state.json", "manifest.json"
+MOST_JSON, MOST_TENSORS = 1 << 30, 1 << 44
+FIELDS: dict[str, Any] = {
+    "step": int, "samples": int, "digest": (str, type(None)), "recipe": dict, "environment": dict, "facts": dict,
+    "metrics": list, "hashes": dict,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All state at a step boundary.
+
+    Attributes
+    ----------
+    step : int
+        How many steps were done.
+    digest : str or None
+        That of ``Result``, where somebody asked for it.
+    weights : mapping of str to Tensor
+        Parameters and buffers, by name.
+    training : mapping of str to Tensor
+        Optimizer state and the loss of every step.
+    facts : dict
+        Everything else that the framework needs, as JSON values.
+    samples : int
+        Samples seen.
+    metrics : list
+        Evaluations so far: (steps, value, name).
+    recipe, environment : dict
+        What defined the answer, and what else decides bits.
+    """
+
+    step: int
+    digest: str | None
+    weights: Mapping[str, Tensor] = field(repr=False)
+    training: Mapping[str, Tensor] = field(repr=False)
+    facts: dict[str, Any] = field(repr=False)
+    samples: int = 0
+    metrics: list[Any] = field(default_factory=list[Any], repr=False)
+    recipe: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
+    environment: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
+
+
+def write(snapshot: Snapshot, target: pathlib.Path) -> None:
+    """Write ``snapshot`` as the folder ``target``: durable and whole when this returns, else not there.
+
+    Raises
+    ------
+    OSError
+        The disk is full, or may not be written.
+    """
+    with files.whole_folder(target) as place:
+        parts = {WEIGHTS: snapshot.weights, TRAINING: snapshot.training}
+        hashes = {
+            name: files.write(place / name, functools.partial(tensors.write, tensors=part))
+            for name, part in parts.items()
+        }
+        text = json.dumps({
+            "step": snapshot.step, "samples": snapshot.samples, "digest": snapshot.digest, "recipe": snapshot.recipe,
+            "environment": snapshot.environment, "facts": snapshot.facts, "metrics": snapshot.metrics,
+            "hashes": hashes,
+        }, allow_nan=False).encode()  # fmt: skip
+        files.write(place / FACTS, lambda file: file.write(text))
+        seal = json.dumps({"schema": SCHEMA, FACTS: hashlib.sha256(text).hexdigest()}).encode()
+        files.write(place / MANIFEST, lambda file: file.write(seal))
+
+
+def is_one(folder: pathlib.Path) -> bool:
+    """Whether a folder, which may be damaged, is a snapshot's."""
+    manifest = folder / MANIFEST
+    return files.is_folder(folder) and manifest.is_file() and not manifest.is_symlink()
+
+
+def read(folder: pathlib.Path) -> Snapshot:
+    """The snapshot in ``folder``, with every byte checked.
+
+    Raises
+    ------
+    SnapshotError
+        It is not whole, damaged, or of another version; says what of it.
+    """
+    place = folder
+    try:
+        if not files.is_folder(folder):
+            raise ValueError("it is no folder" if folder.exists() else "there is no such folder")
+        place = folder / MANIFEST
+        seal = _object(files.read(place, MOST_JSON), {"schema": object, FACTS: str})
+        if seal["schema"] != SCHEMA:
+            raise ValueError(f"it is of version {seal['schema']!r}, and this phalanx reads version {SCHEMA}")
+        place = folder / FACTS
+        text = files.read(place, MOST_JSON)
+        if hashlib.sha256(text).hexdigest() != seal[FACTS]:
+            raise ValueError("it is damaged: its checksum differs")
+        facts = _object(text, FIELDS)
+        found: dict[str, dict[str, Tensor]] = {}
+        for name in (WEIGHTS, TRAINING):
+            place = folder / name
+            found[name] = tensors.read(memoryview(files.read(place, MOST_TENSORS)), facts["hashes"][name])
+        del facts["hashes"]
+        return Snapshot(weights=found[WEIGHTS], training=found[TRAINING], **facts)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise SnapshotError(f"{place} cannot be used: {why}") from error
+
+
+def _object(text: bytes, fields: dict[str, Any]) -> dict[str, Any]:
+    found = json.loads(text, parse_constant=_refused)
+    if not isinstance(found, dict):
+        raise ValueError("it holds no object")
+    unknown, missing = set(found) - set(fields), set(fields) - set(found)
+    if unknown or missing:
+        raise ValueError(f"it has unknown fields {sorted(unknown)}, and lacks {sorted(missing)}")
+    for name, kind in fields.items():
+        if not isinstance(found[name], kind) or isinstance(found[name], bool):
+            raise ValueError(f"its field {name!r} is of the wrong kind")
+    return found
+
+
+def _refused(name: str) -> Any:
+    raise ValueError(f"it has the number {name}, which no snapshot has")

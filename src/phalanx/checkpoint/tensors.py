@@ -1,0 +1,108 @@
+"""Tensors in a file, in the safetensors format: a length, a JSON header, bytes. Written in one go, read with limits."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any, BinaryIO
+
+from phalanx.seams.snapshots import CODES, Tensor
+
+LENGTH = struct.Struct("<Q")
+HEADER_BYTES = 100_000_000
+ALIGNMENT = 8
+MOST_DIMENSIONS, MOST_BYTES = 64, 1 << 63  # of a tensor, in torch and numpy
+METADATA = "__metadata__"
+NAMES = {code: (name, size) for name, (code, size) in CODES.items()}
+
+
+def write(file: BinaryIO, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Write ``tensors``; returns the SHA-256 of each."""
+    header: dict[str, Any] = {METADATA: {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        code, size = CODES[tensor.dtype]
+        end = offset + size * math.prod(tensor.shape)
+        header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    file.write(LENGTH.pack(len(text)) + text)
+    hashes: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        content = memoryview(tensor.content).cast("B")
+        hashes[name] = _hash(CODES[tensor.dtype][0], tensor.shape, content)
+        file.write(content)
+    return hashes
+
+
+def read(data: memoryview, hashes: Mapping[str, str]) -> dict[str, Tensor]:
+    """The tensors in ``data``, which is a whole file.
+
+    Raises
+    ------
+    ValueError
+        It is no such file, or a tensor is not the one that was written; names it.
+    """
+    if len(data) < LENGTH.size:
+        raise ValueError("it is cut off")
+    (length,) = LENGTH.unpack_from(data)
+    if length > min(HEADER_BYTES, len(data) - LENGTH.size):
+        raise ValueError("its header is cut off or too long")
+    header = json.loads(bytes(data[LENGTH.size : LENGTH.size + length]))
+    body = data[LENGTH.size + length :]
+    if not isinstance(header, dict) or set(header) - {METADATA} != set(hashes):
+        raise ValueError("its tensors are not those that were written")
+    header.pop(METADATA, None)
+    found: dict[str, Tensor] = {}
+    expected = 0
+    for name, entry in header.items():
+        dtype, shape, start, end = _described(name, entry)
+        if start != expected or end > len(body):
+            raise ValueError(f"tensor {name!r} is not where it should be, or cut off")
+        if _hash(entry["dtype"], shape, body[start:end]) != hashes[name]:
+            raise ValueError(f"tensor {name!r} is damaged: its checksum differs")
+        found[name] = Tensor(dtype, shape, body[start:end])
+        expected = end
+    if expected != len(body):
+        raise ValueError("there is something behind its tensors")
+    return found
+
+
+def _described(name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+    """Dtype, shape, start and end of a tensor, if a tensor can be so.
+
+    Raises
+    ------
+    ValueError
+        It cannot; names the tensor.
+    """
+    fields = ("dtype", "shape", "data_offsets")
+    if not isinstance(entry, dict) or set(entry) != set(fields):
+        raise ValueError(f"tensor {name!r} is not described by {', '.join(fields)}")
+    code, shape, offsets = (entry[field] for field in fields)
+    if not isinstance(code, str) or code not in NAMES:
+        raise ValueError(f"tensor {name!r} has the unknown dtype {code!r:.80}")
+    if not _sizes(shape) or not _sizes(offsets) or len(shape) > MOST_DIMENSIONS or len(offsets) != 2:
+        raise ValueError(f"tensor {name!r} has the shape {shape!r:.80} at {offsets!r:.80}, which no tensor can have")
+    dtype, size = NAMES[code]
+    if size * math.prod(length or 1 for length in shape) >= MOST_BYTES:  # also where another length is 0
+        raise ValueError(f"tensor {name!r} has the shape {shape!r:.80}, which no tensor can have")
+    start, end = offsets
+    if end - start != size * math.prod(shape):
+        raise ValueError(f"tensor {name!r} has the shape {shape!r:.80} and {end - start} bytes, which do not fit")
+    return dtype, tuple(shape), start, end
+
+
+def _sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+
+
+def _hash(code: str, shape: tuple[int, ...], content: memoryview) -> str:
+    """SHA-256 over what a tensor is and its bytes."""
+    hashed = hashlib.sha256(json.dumps([code, list(shape)]).encode())
+    hashed.update(content)
+    return hashed.hexdigest()

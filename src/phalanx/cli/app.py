@@ -1,0 +1,260 @@
+"""The command line: ``phalanx train FILE``, ``phalanx demo NAME``, ``phalanx chaos FILE``, ``phalanx explain NAME``.
+
+Exit codes: 0 done; 1 the run went wrong (its error says how); 2 the call is wrong; 75 SIGTERM came and the state was
+saved, run the same again; 130 stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pathlib
+import sys
+import traceback
+from typing import Annotated, Any
+
+import typer
+
+from phalanx import __version__
+from phalanx.cli.printed import pace, picture, report
+from phalanx.definition.evaluation import Evaluation
+from phalanx.errors import PhalanxError, Preempted, UsageError
+from phalanx.proof.chaos import Trial, campaign
+from phalanx.recipe import Recipe
+from phalanx.run.plots import plot_timeline
+from phalanx.run.result import Result
+from phalanx.surroundings.presence import rank, usable_cores
+
+EXIT_RUN, EXIT_USAGE, EXIT_PREEMPTED, EXIT_INTERRUPTED = 1, 2, 75, 130
+PICTURES = (".png", ".pdf", ".svg")
+EXIT_CODES = (
+    "Exit codes: 0 done, 1 the run went wrong, 2 the call is wrong, 75 saved at SIGTERM: run me again, 130 stopped by "
+    "Ctrl-C."
+)
+
+app = typer.Typer(
+    help=f"Synchronous data-parallel training with an exact answer.\n\n{EXIT_CODES}",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar.")]
+Plot = Annotated[str, typer.Option("--plot", metavar="PATH", help="Where to write the picture of loss and metric.")]
+RunDir = Annotated[str, typer.Option("--run-dir", metavar="DIR", help="Keep snapshots there, and go on from them.")]
+SnapshotEvery = Annotated[str, typer.Option("--snapshot-every", help="Steps from one snapshot to the next, or auto.")]
+Workers = Annotated[str, typer.Option("--workers", help="How many workers, or auto. Never changes the answer.")]
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    """Options before the command."""
+    if version:
+        typer.echo(f"phalanx {__version__}")
+
+
+@app.command()
+def train(
+    file: Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="A Python file that defines `recipe`, or NAME.")],
+    workers: Workers = "auto",
+    run_dir: RunDir = "",
+    snapshot_every: SnapshotEvery = "auto",
+    plot: Plot = "",
+    json_: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train the recipe in a Python file.
+
+    The file defines `recipe = phalanx.Recipe(...)`; an `evaluation = phalanx.Evaluation(...)` beside it is used too.
+    """
+    _check_picture(plot)
+    recipe, evaluation = load_recipe(file)
+    saving = {"run_dir": run_dir or None, "snapshot_every": _count(snapshot_every)}
+    result = _trained(recipe, evaluation, workers, quiet=quiet, **saving)
+    if rank() > 0:  # one of several processes: the first reports
+        return
+    drawn = picture(result, plot) if plot else None
+    report(pathlib.Path(file.split(":")[0]).name, result, drawn, json_=json_)
+
+
+@app.command()
+def demo(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="digits, iris or fashion-mnist.")],
+    workers: Workers = "auto",
+    framework: Annotated[str, typer.Option("--framework", help="torch or jax; for fashion-mnist.")] = "torch",
+    digits: Annotated[
+        bool, typer.Option("--digits", help="fashion-mnist's job on bundled digits: no network.")
+    ] = False,
+    data: Annotated[str, typer.Option("--data", metavar="DIR", help="Where the IDX files are.")] = "data/fashion-mnist",
+    plot: Plot = "out/demo-{name}.png",
+    json_: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train on real data and draw a picture; fashion-mnist with one worker, and then with all."""
+    from phalanx.cli.demos.catalog import CHAPTER
+    from phalanx.cli.demos.catalog import demo as chosen
+
+    _check_picture(plot)
+    shown = chosen(name, framework, data, digits_instead=digits)
+    if not json_:
+        typer.echo(f"phalanx: {shown.title}")
+    if name == CHAPTER:
+        alone = _trained(shown.recipe, shown.evaluation, "1", quiet=quiet)
+        result = _trained(shown.recipe, shown.evaluation, _all(workers), quiet=quiet)
+        if not json_:
+            typer.echo(f"{pace(alone)}\n{pace(result)}")
+        assert alone.digest == result.digest
+    else:
+        result = _trained(shown.recipe, shown.evaluation, workers, quiet=quiet)
+    report(name, result, picture(result, plot.format(name=name)), json_=json_)
+
+
+@app.command()
+def chaos(
+    file: Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="A Python file that defines `recipe`, or NAME.")],
+    kills: Annotated[int, typer.Option("--kills", min=1, help="How many workers to kill.")] = 50,
+    seed: Annotated[int, typer.Option("--seed", help="When and whom; give the same to see the same.")] = 0,
+    workers: Annotated[int, typer.Option("--workers", min=1, help="How many workers there are.")] = 3,
+    plot: Plot = "out/chaos.png",
+    json_: Json = False,
+) -> None:
+    """Kill workers at random while a recipe trains, and see whether the digest is what it would have been.
+
+    Exit code 1 if a digest differs or anything is left behind.
+    """
+    _check_picture(plot)
+    recipe, _ = load_recipe(file)
+    if workers > recipe.replicas:
+        raise UsageError(f"--workers is {workers}, but the recipe has {recipe.replicas} replicas; use at most those")
+    if not json_:
+        typer.echo(f"phalanx: killing {kills} workers of {file}, seed {seed}")
+    trials = campaign(recipe, kills, seed, workers, lambda one: None if json_ else typer.echo(_line(one)))
+    shown = max(trials, key=lambda one: one.kills)
+    verdict = "same digest" if shown.right else "WRONG"
+    title = f"{shown.kills} kills in {shown.steps} steps, seed {shown.seed}: {verdict}"
+    target = pathlib.Path(plot)
+    if plot:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        plot_timeline(shown.incidents, shown.seconds, workers, title).savefig(target)
+    pauses = sorted(pause for one in trials for pause in one.pauses)
+    facts = {
+        "kills": sum(one.kills for one in trials),
+        "runs": len(trials),
+        "wrong": sum(not one.right for one in trials),
+        "problems": [one.problem for one in trials if one.problem],
+        "median_pause_ms": round(pauses[len(pauses) // 2] * 1e3, 1) if pauses else None,
+        "seed": seed,
+        "picture": str(target) if plot else None,
+    }
+    typer.echo(json.dumps(facts) if json_ else "\n".join(f"{key:15}  {value}" for key, value in facts.items()))
+    if facts["wrong"] or facts["problems"]:
+        raise typer.Exit(EXIT_RUN)
+
+
+@app.command()
+def explain(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="ring, ordered or naive (all-reduce); broadcast, reduce_scatter, all_gather."
+        ),
+    ],
+    participants: Annotated[int, typer.Option("--participants", help="How many take part.")] = 4,
+    plot: Annotated[
+        str, typer.Option("--plot", metavar="PATH", help="Where to draw it, for up to 16; '' for no picture.")
+    ] = "out/{name}.png",
+) -> None:
+    """Show a collective algorithm round by round, in words and as a picture."""
+    from phalanx.cli.rounds import MOST_PARTICIPANTS, plot_rounds
+    from phalanx.collectives import schedule, spell_rounds
+    from phalanx.collectives.schedules import ALGORITHMS
+
+    _check_picture(plot)
+    transfers = schedule(name, participants)
+    for line in spell_rounds(transfers):
+        typer.echo(line)
+    if participants > MOST_PARTICIPANTS:
+        typer.echo(f"no picture: {MOST_PARTICIPANTS} participants fit in one")
+    elif plot:
+        target = pathlib.Path(plot.format(name=name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        kind = " all-reduce" if name in ALGORITHMS else ""
+        plot_rounds(transfers, participants, f"{name}{kind}, {participants} participants").savefig(target)
+        typer.echo(f"picture  {target}")
+
+
+def _line(one: Trial) -> str:
+    verdict = "same digest" if one.right else "WRONG DIGEST"
+    return f"seed {one.seed}: {one.kills} kills, {one.steps} steps, {verdict} {one.problem}".rstrip()
+
+
+def load_recipe(file: str) -> tuple[Recipe, Evaluation | None]:
+    """The recipe, and the evaluation if there is one, of ``PATH`` or ``PATH:NAME``.
+
+    Raises
+    ------
+    UsageError
+        There is no such file, or it defines no recipe of that name. What the file itself raises comes through.
+    """
+    path, _, name = file.partition(":")
+    name = name or "recipe"
+    source = pathlib.Path(path).resolve()
+    spec = importlib.util.spec_from_file_location(f"phalanx_file_{source.stem}", source)
+    if not source.is_file():
+        raise UsageError(f"FILE is {path!r}, which does not exist or is no file; give FILE or FILE:NAME")
+    if spec is None or spec.loader is None:
+        raise UsageError(
+            f"FILE is {path!r}, which is not a Python file; give one that defines `{name} = phalanx.Recipe(...)`"
+        )
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(source.parent))
+    spec.loader.exec_module(module)
+    recipe = getattr(module, name, None)
+    if not isinstance(recipe, Recipe):
+        raise UsageError(
+            f"{path} defines no recipe named {name!r}; add `{name} = phalanx.Recipe(...)`, or give FILE:NAME"
+        )
+    evaluation = getattr(module, "evaluation", None)
+    return recipe, evaluation if isinstance(evaluation, Evaluation) else None
+
+
+def main() -> None:
+    """Run the command line; errors become one sentence and an exit code."""
+    try:
+        app()
+    except UsageError as error:
+        typer.echo(f"phalanx: {error}", err=True)
+        sys.exit(EXIT_USAGE)
+    except Preempted as error:
+        typer.echo(f"phalanx: {error}", err=True)
+        sys.exit(EXIT_PREEMPTED)
+    except PhalanxError as error:
+        if error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
+        typer.echo(f"phalanx: {error}", err=True)
+        sys.exit(EXIT_RUN)
+
+
+def _count(text: str) -> int | str:
+    return int(text) if text.lstrip("-").isdigit() else text
+
+
+def _trained(recipe: Recipe, evaluation: Evaluation | None, workers: str, *, quiet: bool, **saving: Any) -> Result:
+    try:
+        return recipe.train(workers=_count(workers), evaluation=evaluation, progress=not quiet, **saving)
+    except KeyboardInterrupt as interrupt:
+        result = getattr(interrupt, "result", None)
+        after = f" after {result.steps} steps, digest {result.digest}" if result is not None else ""
+        typer.echo(f"\nphalanx: stopped{after}", err=True)
+        raise typer.Exit(EXIT_INTERRUPTED) from interrupt
+
+
+def _check_picture(path: str) -> None:
+    suffix = pathlib.Path(path).suffix
+    if path and suffix not in PICTURES:
+        raise UsageError(f"--plot is {path!r}; its ending must be one of {', '.join(PICTURES)}")
+
+
+def _all(workers: str) -> str:
+    return str(min(usable_cores(), 8)) if workers == "auto" else workers

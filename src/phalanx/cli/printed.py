@@ -1,0 +1,66 @@
+"""What the command line prints of a result: text for people, JSON for machines, and a picture."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+from typing import Any
+
+import typer
+
+from phalanx.run.result import Result
+
+
+def picture(result: Result, path: str) -> pathlib.Path:
+    """Draw loss and metrics; returns where."""
+    target = pathlib.Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure: Any = result.plot().figure
+    figure.savefig(target)
+    return target
+
+
+def pace(result: Result) -> str:
+    """As d2l prints it."""
+    workers = ", ".join(f"worker {number}" for number in range(result.workers))
+    seconds = result.seconds / result.steps * (result.steps_per_epoch or 1)
+    return f"test acc {result.metric_history[-1].value:.3f}, {seconds:.2f} sec/epoch on [{workers}]"
+
+
+def report(name: str, result: Result, drawn: pathlib.Path | None, *, json_: bool) -> None:
+    """Print what came out, the digest last."""
+    per_epoch = None
+    done = result.steps - (result.resumed_from or 0)
+    if result.steps_per_epoch and done:
+        per_epoch = result.seconds / done * result.steps_per_epoch
+    metrics = {evaluated.name: evaluated.value for evaluated in result.metric_history}
+    facts: dict[str, Any] = {
+        "name": name,
+        "loss": _plain(result.loss),
+        "metrics": {name: _plain(value) for name, value in metrics.items()},
+        "seconds per epoch": per_epoch,
+        "steps": result.steps,
+        "resumed from step": result.resumed_from,
+        "samples": result.samples,
+        "replicas": result.replicas,
+        "workers": result.workers,
+        "digest": result.digest,
+        "picture": None if drawn is None else str(drawn),
+    }
+    if json_:
+        typer.echo(json.dumps({key.replace(" ", "_"): value for key, value in facts.items()}))
+        return
+    shown = {f"test {name}": value for name, value in facts.pop("metrics").items()} | facts
+    if result.resumed_from == result.steps:
+        typer.echo("phalanx: all steps were done before; nothing was left to do")
+    lines = {key: value for key, value in shown.items() if value is not None and key not in ("name", "digest")}
+    width = max(map(len, lines))
+    for key, value in lines.items():
+        typer.echo(f"{key:{width}}  {value:.4f}" if isinstance(value, float) else f"{key:{width}}  {value}")
+    typer.echo(f"digest {result.digest}")
+
+
+def _plain(value: float | None) -> float | str | None:
+    """JSON has no NaN and no infinity: those become text."""
+    return value if value is None or math.isfinite(value) else str(value)

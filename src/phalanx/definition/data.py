@@ -1,0 +1,247 @@
+"""Where samples come from: columns, a map-style dataset, a list of samples, or batches that the caller brings.
+
+Knows arrays only by ``shape`` and ``__getitem__``, so it serves every framework. Knows nothing of steps or replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from phalanx.errors import UsageError
+from phalanx.plan import Indices
+
+SeedSample = Callable[[int], None]
+FORMS = "pass a tuple or dict of arrays, a list of samples or a map-style dataset"
+BRINGING = ", or None and bring batches yourself: Recipe(make_model, None, loss_fn).start(), then run.step(batch)"
+
+
+@dataclass(slots=True)
+class Share:
+    """One replica's share of a batch.
+
+    Attributes
+    ----------
+    samples : numpy.ndarray
+        Sample indices, for weights and error messages; positions in the batch if the caller brought it.
+    read : callable
+        ``read(samples)`` fetches them; may run the user's dataset code.
+    origin : str
+        What the caller knows it as, for error messages: "data", "batch" or "evaluation data".
+    collated : bool
+        Whether ``read`` gives a batch, or a list of samples that is still to be collated.
+    """
+
+    samples: Indices
+    read: Callable[[Indices], Any]
+    collated: bool
+    origin: str
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A tree (tuples, dicts) of arrays of equal length; a share is the same tree of rows.
+
+    ``rebuild(rows)`` makes the tree again out of one item per array; ``index(indices)`` turns indices into what the
+    framework's arrays are indexed with.
+    """
+
+    arrays: tuple[Any, ...]
+    rebuild: Callable[[Iterable[Any]], Any]
+    index: Callable[[Indices], Any] = np.asarray
+
+    def __len__(self) -> int:
+        return int(self.arrays[0].shape[0])
+
+    def batch(self, indices: Indices) -> Any:
+        """The rows of a share."""
+        rows = self.index(indices)
+        return self.rebuild([array[rows] for array in self.arrays])
+
+    def sample(self, index: int, seed: SeedSample) -> Any:
+        """One row, with no added axis, copied as the rows of a batch are; nothing is drawn."""
+        rows = self.index(np.array([index], dtype=np.int64))
+        return self.rebuild([array[rows][0] for array in self.arrays])
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A list of samples or a map-style dataset; a share is a list of samples, still to be collated.
+
+    ``random`` says that reading a sample runs user code, which may draw random numbers (augmentation): the generators
+    are seeded before each.
+    """
+
+    items: Any
+    random: bool
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def sample(self, index: int, seed: SeedSample) -> Any:
+        """One sample, as it is; ``seed(index)`` comes first where reading runs user code."""
+        if self.random:
+            seed(index)
+        try:
+            return self.items[index]
+        except Exception as error:
+            error.add_note(f"while phalanx was reading sample {index}")
+            raise
+
+
+Source = Columns | Samples
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two samples are equal, bytes for bytes, as far as they can be looked into."""
+    if is_array(one) or hasattr(one, "__array_interface__"):
+        return content(one) == content(other)
+    if isinstance(one, Mapping):
+        return list(one) == list(other) and all(alike(value, other[key]) for key, value in one.items())
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(alike, one, other))
+    plain = one is None or isinstance(one, (bool, int, float, complex, str, bytes))
+    return not plain or repr(one) == repr(other)
+
+
+def content(array: Any) -> tuple[str, tuple[int, ...], bytes]:
+    """Dtype, shape and bytes of an array or tensor."""
+    try:
+        found = np.asarray(array)
+    except (TypeError, RuntimeError, ValueError):  # what numpy has no dtype for, or does not read
+        return str(array.dtype), tuple(array.shape), repr(array.tolist()).encode()
+    return str(found.dtype), found.shape, found.tobytes()
+
+
+def open_data(data: Any, argument: str = "data") -> Columns | Samples:
+    """Recognise what the user passed as ``data``.
+
+    Raises
+    ------
+    UsageError
+        Empty data, columns of unequal length, iterators and loaders.
+    """
+    if is_array(data) or isinstance(data, (tuple, Mapping)):
+        return open_columns(data, argument)
+    text = isinstance(data, (str, bytes, bytearray))
+    if text or isinstance(data, Iterator) or not callable(getattr(data, "__getitem__", None)):
+        kind, way_out = type(data).__name__, _way_out(argument) + _loader_hint(data)
+        raise UsageError(f"{argument} is a {kind}, which cannot be read by index; {way_out}")
+    if not callable(getattr(data, "__len__", None)):
+        raise UsageError(
+            f"{argument} is a {type(data).__name__} without a length; define __len__, or {_way_out(argument)}"
+        )
+    if isinstance(data, list) and _looks_like_columns(data):
+        raise UsageError(
+            f"{argument} is a list of {len(data)} arrays of equal length and unlike shapes, and a list is taken for "
+            "samples; for columns pass a tuple: (x, y)"
+        )
+    if len(data) == 0:
+        raise UsageError(f"{argument} is empty (a {type(data).__name__} of length 0); it needs at least one sample")
+    return Samples(data, random=type(data) is not list)
+
+
+def open_columns(data: Any, argument: str) -> Columns:
+    """Columns of equal length out of a tuple or dict of arrays (nested ones too), or a single array."""
+    columns = list(leaves(data, argument))
+    if not columns:
+        raise UsageError(f"{argument} is an empty {type(data).__name__}; {_way_out(argument)}")
+    for name, column in columns:
+        if not is_array(column) or len(column.shape) == 0:
+            raise UsageError(
+                f"{name} is a {type(column).__name__}, but columns must be arrays or tensors with a first axis; "
+                "convert it with numpy.asarray or torch.tensor, or pass a list of samples"
+            )
+        _check_numpy(name, column)
+    lengths = {name: int(column.shape[0]) for name, column in columns}
+    if len(set(lengths.values())) > 1:
+        spelled = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+        raise UsageError(f"{argument} has columns of unequal length: {spelled}; cut them to the same number of samples")
+    if not all(lengths.values()):
+        raise UsageError(f"{argument} is empty (columns of length 0); it needs at least one sample")
+    return Columns(tuple(column for _, column in columns), _rebuilder(data))
+
+
+def _looks_like_columns(data: list[Any]) -> bool:
+    """Arrays that differ in shape but not in length could not be collated as samples."""
+    arrays = len(data) > 1 and all(is_array(item) and len(item.shape) > 0 for item in data)
+    return arrays and len({item.shape for item in data}) > 1 and len({item.shape[0] for item in data}) == 1
+
+
+def _check_numpy(name: str, column: Any) -> None:
+    """Refuse dtypes that no framework has: text, objects, dates, floats of more than 64 bits, foreign byte order."""
+    if isinstance(column, np.ndarray):
+        dtype = column.dtype
+        wide = dtype.kind in "fc" and np.finfo(dtype).bits > 64
+        if dtype.kind not in "biufc" or wide or not dtype.isnative:
+            raise UsageError(
+                f"{name} is a numpy array of {dtype.type.__name__} ({dtype.str}), which no tensor can hold; convert it "
+                "to numbers, for instance with .astype(numpy.float32), or pass a list of samples and turn each into "
+                "tensors in forward_fn"
+            )
+
+
+def _rebuilder(tree: Any) -> Callable[[Iterable[Any]], Any]:
+    """The inverse of taking the leaves of ``tree``, for any other leaves in the same order."""
+    if type(tree) is tuple and all(is_array(item) for item in tree):
+        return tuple
+
+    def rebuild(rows: Iterable[Any]) -> Any:
+        remaining = iter(rows)
+        return map_tree(lambda _: next(remaining), tree)
+
+    return rebuild
+
+
+def open_batch(batch: Any) -> Columns | Samples:
+    """A batch that the caller brings; a list of arrays is what a DataLoader yields for tuples, so: columns."""
+    if isinstance(batch, list) and batch and all(is_array(item) for item in batch):
+        batch = tuple(batch)
+    if not (is_array(batch) or isinstance(batch, (tuple, list, Mapping))):
+        raise UsageError(
+            f"batch is a {type(batch).__name__}; it must be a tuple or dict of arrays, an array, or a list of samples"
+        )
+    return open_data(batch, "batch")
+
+
+def is_array(value: Any) -> bool:
+    """Whether ``value`` is an array or tensor of any framework."""
+    return getattr(value, "shape", None) is not None and getattr(value, "dtype", None) is not None
+
+
+def leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Every leaf of a tree of tuples and dicts, with its path as a user would write it."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from leaves(value, f"{name}[{key!r}]")
+    elif isinstance(tree, tuple):
+        for position, value in enumerate(tree):
+            yield from leaves(value, f"{name}[{position}]")
+    else:
+        yield name, tree
+
+
+def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply ``function`` to every leaf of a tree of tuples, named tuples, lists and dicts."""
+    if isinstance(tree, (tuple, list)):
+        mapped = [map_tree(function, value) for value in tree]
+        if isinstance(tree, list):
+            return mapped
+        named = getattr(tree, "_make", None)
+        return tuple(mapped) if named is None else named(mapped)
+    if isinstance(tree, Mapping):
+        return {key: map_tree(function, value) for key, value in tree.items()}
+    return function(tree)
+
+
+def _way_out(argument: str) -> str:
+    return FORMS + (BRINGING if argument == "data" else "")
+
+
+def _loader_hint(data: Any) -> str:
+    if getattr(data, "dataset", None) is None:
+        return ""
+    return "; a loader's dataset can be passed as it is: data=loader.dataset, batch_size=loader.batch_size"

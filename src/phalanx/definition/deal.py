@@ -1,0 +1,159 @@
+"""Deals batches to replicas: turns the plan, or a batch that the caller brought, into shares that can be fetched."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from phalanx.definition import generators
+from phalanx.definition.data import Columns, Samples, SeedSample, Share, Source, alike, open_batch, open_data
+from phalanx.definition.fields import Definition
+from phalanx.errors import UsageError
+from phalanx.plan import Indices, evaluation_sample_key
+from phalanx.plan.shares import share_bounds
+
+EVALUATION = "evaluation data"
+
+
+class Dealer:
+    """Shares of planned steps, brought batches and evaluation data, all read in the same way.
+
+    Parameters
+    ----------
+    definition : Definition
+    opened : callable
+        How the framework reads a source: columns become its arrays.
+    """
+
+    def __init__(self, definition: Definition, opened: Callable[[Source], Source]) -> None:
+        self._definition = definition
+        self._opened = opened
+        self._source = None if definition.source is None else opened(definition.source)
+        self._first = _First("data", definition.generators, lambda: generators.find(definition.holders))
+
+    def planned(self, step: int) -> list[Share]:
+        """The shares of a planned step; each sample's generator seeds follow from (seed, epoch, index)."""
+        plan, source = self._definition.plan, self._source
+        assert source is not None
+        owned = self._definition.generators
+        read, collated = self._reader(
+            source, lambda index: generators.seed(plan.sample_key(step, index), owned), self._first
+        )
+        return [Share(indices, read, collated, "data") for indices in plan.shares(step)]
+
+    def brought(self, batch: Any) -> list[Share]:
+        """The shares of a batch that the caller brought, cut as ``numpy.array_split`` does."""
+        source = self._opened(open_batch(batch))
+        replicas = self._definition.replicas
+        if self._definition.batch_size is None and len(source) > replicas:
+            raise UsageError(
+                f"batch has {len(source)} samples, but batch_size=None hands one sample to each of {replicas} "
+                "replicas; bring fewer, or give the recipe a batch_size"
+            )
+        positions = np.arange(len(source), dtype=np.int64)
+        bounds = share_bounds(len(source), replicas)
+        read, collated = self._reader(source, _unseeded)
+        return [Share(positions[start:end], read, collated, "batch") for start, end in bounds]
+
+    def chunks(self, data: Any, batch_size: int) -> Chunks:
+        """Evaluation data in order, each sample once; one by one if the recipe hands over samples as they are."""
+        source = self._opened(open_data(data, EVALUATION))
+        size = 1 if self._definition.batch_size is None else batch_size
+        seed, roots = self._definition.seed, {EVALUATION: data} if isinstance(source, Samples) and source.random else {}
+        own = generators.find(roots)
+        owned = {**self._definition.generators, **own}
+        first = _First(EVALUATION, owned, functools.partial(generators.find, roots))
+        read, collated = self._reader(
+            source, lambda index: generators.seed(evaluation_sample_key(seed, index), owned), first
+        )
+        if own:  # what the run's environment does not restore
+            read = functools.partial(_restoring, read, own)
+        return Chunks(len(source), size, read, collated)
+
+    def _reader(
+        self, source: Source, seed: SeedSample, first: _First | None = None
+    ) -> tuple[Callable[[Indices], Any], bool]:
+        """How a share of ``source`` is read, and whether that gives a batch or a list still to be collated."""
+        one = self._definition.batch_size is None
+        if not one and isinstance(source, Columns) and self._definition.collate_fn is None:
+            return source.batch, True
+
+        def read(indices: Indices) -> list[Any]:
+            return [source.sample(int(index), seed) for index in indices]
+
+        checked = read
+        if first is not None and isinstance(source, Samples) and source.random:
+            checked = functools.partial(first.read, read)
+        return (lambda indices: checked(indices[:1])[0]) if one else checked, one
+
+
+def _restoring(read: Callable[[Indices], Any], owned: generators.Owned, indices: Indices) -> Any:
+    with generators.kept(owned):
+        return read(indices)
+
+
+class _First:
+    """Looks at the first share of samples that is read here: whether reading is repeated alike under the same seed.
+
+    Parameters
+    ----------
+    origin : str
+        What the data is called in a warning.
+    owned : dict
+        The generators that are seeded before each sample; those that the dataset made when it was first used are added.
+    find : callable
+        Finds all that there are.
+    """
+
+    def __init__(self, origin: str, owned: generators.Owned, find: Callable[[], generators.Owned]) -> None:
+        self._origin = origin
+        self._owned = owned
+        self._find = find
+        self._due = True
+
+    def read(self, read: Callable[[Indices], list[Any]], indices: Indices) -> list[Any]:
+        """What ``read(indices)`` gives, with all generators seeded that can be found."""
+        samples = read(indices)
+        if not self._due:
+            return samples
+        self._due = False
+        found = self._find()
+        if found.keys() - self._owned.keys():
+            self._owned.update(found)
+            samples = read(indices)
+        if not alike(samples[0], read(indices[:1])[0]):
+            warnings.warn(
+                f"sample {indices[0]} of {self._origin} was another when it was read again with the same seeds, so the "
+                "answer depends on who reads it: let the dataset draw from random, numpy.random or torch, or keep its "
+                "generator in an attribute, where phalanx finds and seeds it",
+                UserWarning,
+                stacklevel=2,
+            )
+        return samples
+
+
+@dataclass(frozen=True)
+class Chunks(Sequence[Share]):
+    """Shares of ``size`` samples in order, each made when it is asked for: data may be long."""
+
+    samples: int
+    size: int
+    read: Callable[[Indices], Any]
+    collated: bool
+
+    def __len__(self) -> int:
+        return -(-self.samples // self.size)
+
+    def __getitem__(self, number: Any) -> Any:
+        start = range(0, self.samples, self.size)[number]
+        indices = np.arange(start, min(start + self.size, self.samples), dtype=np.int64)
+        return Share(indices, self.read, self.collated, EVALUATION)
+
+
+def _unseeded(index: int) -> None:
+    """Samples that the caller brought are there already: reading them draws nothing."""

@@ -1,0 +1,85 @@
+"""What defines the answer, as values that can be written down and compared. Never a hash of pickles.
+
+``look`` says what a value is made of (``functions``, ``objects``, ``arrays`` say it of their kinds; ``source`` and
+``bytecode`` read code, ``packages`` tells the user's from what is installed), ``graph`` makes hashes and paths of that,
+and ``compare`` says what differs. ``named`` is how it was done before, for snapshots of that time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from phalanx.definition.fields import Definition
+from phalanx.definition.fingerprint import named
+from phalanx.definition.fingerprint.arrays import hashed
+from phalanx.definition.fingerprint.compare import Comparison, compared, first_format
+from phalanx.definition.fingerprint.functions import VERSION
+from phalanx.definition.fingerprint.graph import CODE, SHARED, TREE, Graph
+from phalanx.definition.fingerprint.look import Look
+
+__all__ = ["Comparison", "compare", "fingerprint", "hashed", "shared"]
+
+FORMAT = 2
+VALUES = ("replicas", "batch_size", "lr", "max_norm", "shuffle", "drop_last", "seed", "precision", "threads",
+          "on_nonfinite")  # fmt: skip
+FUNCTIONS = ("make_model", "loss_fn", "forward_fn", "target_fn", "optimizer", "scheduler", "collate_fn")
+
+
+def fingerprint(definition: Definition) -> dict[str, Any]:
+    """Fields of a recipe by name; steps and epochs are left out, so that a finished run can be extended."""
+    look = Look()
+    fields = {}
+    for name, graph in _graphs(definition, look).items():
+        tree, code = graph.hash(TREE), graph.hash(CODE)
+        fields[name] = {
+            "tree": tree, "code": code, "sourceless": graph.sourceless, "parts": graph.named(TREE),
+            "soft": graph.soft(TREE), "unseen": graph.unseen(),
+        }  # fmt: skip
+    values = {name: repr(getattr(definition, name)) for name in VALUES}
+    return {
+        "format": FORMAT, "python": VERSION, "packages": look.packages.versions(), "values": values, "fields": fields
+    }  # fmt: skip
+
+
+def shared(definition: Definition) -> tuple[dict[str, str], dict[str, str]]:
+    """What processes that do one run have in common, one text per name: what must be equal, and what should be.
+
+    Nothing of it changes in use. Code is compared as it runs, as one process may have the source and another not. What
+    should be equal are plain values that functions read of their modules: one may be the rank of the process.
+    """
+    look = Look()
+    must = {name: repr(getattr(definition, name)) for name in VALUES} | {"python": VERSION}
+    should: dict[str, str] = {}
+    for name, graph in _graphs(definition, look).items():
+        for path, told in graph.named(SHARED).items():  # the nearest to the root first, each without what it holds
+            must[_placed(name, path)] = " ".join([told[0], *told[2:]])
+        must[f"{name} as a whole"] = graph.hash(SHARED)
+        should |= {_placed(name, path): told for path, told in graph.ambient().items()}
+    return must | {f"version of {name}": version for name, version in look.packages.versions().items()}, should
+
+
+def _placed(name: str, path: str) -> str:
+    return f"{name}: {path}" if path else name
+
+
+def compare(definition: Definition, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Comparison:
+    """How a recipe, with its fingerprint, compares with another fingerprint.
+
+    Raises
+    ------
+    ValueError
+        That is no fingerprint.
+    """
+    if "format" not in theirs:
+        return first_format(named.fingerprint(definition, VALUES, FUNCTIONS), theirs, named.SOURCE)
+    if theirs["format"] != FORMAT:
+        raise ValueError(f"its recipe is of format {theirs['format']!r}, and this phalanx reads formats 1 and {FORMAT}")
+    try:
+        return compared(mine, theirs)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError("its recipe has no form that is known") from error
+
+
+def _graphs(definition: Definition, look: Look) -> dict[str, Graph]:
+    return {name: Graph(getattr(definition, name), look) for name in (*FUNCTIONS, "data")}

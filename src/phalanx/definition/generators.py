@@ -1,0 +1,142 @@
+"""Random generators: seeded from keys, and left to the caller as they were found.
+
+Covers ``random``, ``numpy.random`` and, where torch is loaded, torch's CPU generator and those of every CUDA device
+in use; and generators that user code owns, where they can be found. Importing this imports no framework.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from phalanx.definition.reachable import reachable
+from phalanx.plan.keys import MASK32, splitmix64
+from phalanx.surroundings.interrupts import guarded
+from phalanx.surroundings.turns import ALONE
+
+Owned = dict[str, Any]  # generators that user code owns, by the path that leads there
+
+
+def seed(key: int, owned: Mapping[str, Any] | None = None) -> None:
+    """Seed every global generator with the 64-bit ``key`` (numpy takes its low 32 bits), and owned ones with others."""
+    random.seed(key)
+    np.random.seed(key & MASK32)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.manual_seed(key)
+        for generator in torch.cuda.default_generators:  # none before CUDA is in use
+            generator.manual_seed(key)
+    if owned:
+        reseed(owned, key)
+
+
+def reseed(owned: Mapping[str, Any], key: int) -> None:
+    """Seed generators that user code owns, each with another key that follows from ``key`` and its path."""
+    for path, generator in owned.items():
+        _seed(generator, key ^ _stream(path))
+
+
+def find(roots: Mapping[str, Any]) -> Owned:
+    """The generators that user code owns, as far as ``roots`` lead to them; not the global ones."""
+    torch: Any = sys.modules.get("torch")
+    known = [np.random.mtrand._rand, np.random.mtrand._rand._bit_generator, random.seed.__self__]  # type: ignore[attr-defined]
+    kinds: tuple[type, ...] = (np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
+    if torch is not None:
+        known += [torch.default_generator, *torch.cuda.default_generators]
+        kinds += (torch.Generator,)
+    strangers = set(map(id, known))
+    return {path: thing for path, thing in reachable(roots) if isinstance(thing, kinds) and id(thing) not in strangers}
+
+
+@contextlib.contextmanager
+def kept(owned: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Restore every global generator, and the owned ones, on the way out. One thread at a time may be inside."""
+    with ALONE:
+        yield from _kept(owned)
+
+
+def _kept(owned: Mapping[str, Any] | None) -> Iterator[None]:
+    torch = sys.modules.get("torch")
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    torch_state = None if torch is None else torch.default_generator.get_state()
+    cuda_states = torch.cuda.get_rng_state_all() if torch is not None and torch.cuda.is_initialized() else None
+    restore = [_restoring(generator) for generator in (owned or {}).values()]
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        if torch is not None and torch_state is not None:
+            torch.default_generator.set_state(torch_state)
+            if cuda_states is not None:
+                torch.cuda.set_rng_state_all(cuda_states)
+        for put_back in restore:
+            put_back()
+
+
+class seeded(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a function
+    """Seed all generators with ``key`` inside the block, owned ones too; restore them after it, also after Ctrl-C."""
+
+    def __init__(self, key: int, owned: Mapping[str, Any] | None = None) -> None:
+        self._key = key
+        self._owned = owned
+        self._exits = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        try:
+            with guarded():
+                self._exits.enter_context(kept(self._owned))
+                seed(self._key, self._owned)
+        except BaseException:
+            with guarded(leaving=True):
+                self._exits.close()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            with guarded():
+                self._exits.close()
+        except BaseException:
+            with guarded(leaving=True):
+                self._exits.close()  # does nothing if it was done
+            raise
+
+
+@functools.cache
+def _stream(path: str) -> int:
+    """What keeps the keys of one generator apart from those of others."""
+    return splitmix64(zlib.crc32(path.encode()))
+
+
+def _seed(generator: Any, key: int) -> None:
+    """Every kind as a new one that is seeded so; one that the system feeds stays as it is."""
+    if isinstance(generator, np.random.Generator):
+        generator = generator.bit_generator
+    if isinstance(generator, np.random.BitGenerator):
+        generator.state = type(generator)(key).state  # type: ignore[call-arg, attr-defined]
+    elif isinstance(generator, np.random.RandomState):
+        generator.seed(key & MASK32)
+    elif isinstance(generator, random.Random):
+        generator.seed(key)
+    else:
+        generator.manual_seed(key)
+
+
+def _restoring(generator: Any) -> Callable[[], Any]:
+    """Puts a generator back into the state that it has now."""
+    if isinstance(generator, np.random.Generator):
+        generator = generator.bit_generator
+    if isinstance(generator, np.random.BitGenerator):
+        return functools.partial(setattr, generator, "state", generator.state)  # type: ignore[attr-defined]
+    if isinstance(generator, random.SystemRandom):
+        return bool
+    if isinstance(generator, random.Random):
+        return functools.partial(generator.setstate, generator.getstate())
+    return functools.partial(generator.set_state, generator.get_state())

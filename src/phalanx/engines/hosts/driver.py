@@ -1,0 +1,176 @@
+"""The distributed engine: this host's part of a run over several, in worker processes of its own.
+
+Every process of the world does the same steps, and has the whole state; what hosts need of each other their workers
+exchange (``rendezvous``). Who is lost, or leaves the run, ends it everywhere, with an error that names it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from phalanx.checkpoint.wire import packed, unpacked
+from phalanx.definition.data import Columns
+from phalanx.definition.fields import Definition
+from phalanx.definition.fingerprint import hashed, shared
+from phalanx.engines.hosts.gloo import SeveredError
+from phalanx.engines.hosts.world import CLOSED, World
+from phalanx.engines.processes.deadline import Deadline
+from phalanx.engines.processes.driver import Processes
+from phalanx.errors import UsageError
+from phalanx.frameworks.registry import open_framework, recorded_environment
+from phalanx.plan.placement import hosts
+from phalanx.seams import Course, Framework
+from phalanx.seams.events import Evaluated, StepReport
+from phalanx.seams.snapshots import Captured
+
+COMPARED_BYTES = 256 << 20
+PATIENCE = 60.0  # seconds beyond those that workers wait for other hosts
+
+
+class Distributed(Processes):
+    """Implements ``seams.Engine`` for one process of a torch.distributed world.
+
+    Parameters
+    ----------
+    definition : Definition
+    framework : Framework
+    course : Course
+    world : World
+    workers : int
+        On each host.
+    """
+
+    def __init__(
+        self, definition: Definition, framework: Framework, course: Course, world: World, workers: int
+    ) -> None:
+        self._world = world
+        blocks, placements = hosts(definition.replicas, world.size, workers)
+        deadline = Deadline(world.seconds + PATIENCE)
+        super().__init__(definition, framework, placements[world.rank], course, deadline, world.meeting(blocks))
+        self.workers = workers * world.size
+
+    def advance(self, batch: Any, horizon: int) -> StepReport:
+        """See ``seams.Engine.advance``. Whatever is raised ends the run, here and in all other processes."""
+        self._check_able()
+        step = self._steps
+        try:
+            if batch is not None:
+                self._check_batch(step, batch)
+            return super().advance(batch, horizon)
+        except SeveredError as error:
+            failure = self._world.lost(error, step)
+            self._quit(str(failure))
+            raise failure from None
+        except BaseException as error:
+            self._world.tell(f"{type(error).__name__}: {error}")
+            self._quit(f"{type(error).__name__} ({error}) at step {step}, and others do not wait for it")
+            raise
+
+    def capture(self) -> Captured:
+        """See ``seams.Engine.capture``; also after others have left, of the last step that was finished here."""
+        if not self._closed or self._lost:
+            return super().capture()
+        with self._framework.environment:
+            return self._framework.snapshots.capture(copy=False)
+
+    def close(self) -> None:
+        """Take the state home, end the workers, leave the world."""
+        if not self._closed and not self._ended and not self._finished:
+            self._world.tell(f"{CLOSED} {self._steps} steps")
+        try:
+            super().close()
+        finally:
+            self._world.close()
+
+    @property
+    def _finished(self) -> bool:
+        """Whether all planned steps are done, so that nobody waits for this process any more."""
+        return self._definition.data is not None and self._steps == self._definition.plan.steps
+
+    def _quit(self, why: str) -> None:
+        """Take the state after the last finished step home, as far as it is whole, and end the run here."""
+        self._ended = why
+        self.close()
+
+    def _check_batch(self, step: int, batch: Any) -> None:
+        """Every process must bring the same batch, as each computes its replicas' shares of it."""
+        odd = self._world.odd_one(hashed(batch))
+        if odd is not None:
+            raise UsageError(
+                f"the batch of step {step} is another in process {odd} than in process 0; every process brings the "
+                "whole batch, and phalanx takes from it what its replicas need"
+            )
+
+
+def open_distributed(
+    definition: Definition,
+    workers: int | None,
+    cores: Sequence[int],
+    seconds: float | None,
+    begin: Callable[[Framework], Course],
+) -> Distributed:
+    """Meet the others, see that all mean the same, take over rank 0's state, and start this host's workers.
+
+    Raises
+    ------
+    UsageError
+        Another process has another recipe or environment, or there are more processes than replicas.
+    RunError
+        Another process does not come.
+    """
+    world = World(seconds)
+    try:
+        if world.size > definition.replicas:
+            raise UsageError(
+                f"there are {world.size} processes, but {definition.replicas} replicas to compute; start fewer"
+            )
+        framework = open_framework(definition, ["cpu"])
+        recipe, doubts = shared(definition)
+        room = world.agree({"recipe": recipe, **_facts(definition, framework, workers)}, cores, doubts)
+        count = max(1, min(room if workers is None else workers // world.size, definition.replicas // world.size))
+        course = _same_start(world, framework, begin)
+        return Distributed(definition, framework, course, world, count)
+    except SeveredError as error:
+        failure = world.lost(error, 0)
+        world.close()
+        raise failure from None
+    except BaseException as error:
+        world.tell(f"{type(error).__name__}: {error}")
+        world.close()
+        raise
+
+
+def _facts(definition: Definition, framework: Framework, workers: int | None) -> dict[str, Any]:
+    """What else has to be the same in all processes. Columns are compared whole, if that does not take long."""
+    arrays = definition.source.arrays if isinstance(definition.source, Columns) else ()
+    whole = sum(array.nbytes for array in arrays) <= COMPARED_BYTES
+    with framework.environment:
+        own = framework.snapshots.capture(copy=False).facts.get("environment", {})
+    return {
+        "steps": None if definition.data is None else definition.plan.steps,
+        "workers": workers,
+        "data": hashed(tuple(arrays)).hex() if whole else None,
+        "environment": {**recorded_environment(), **own},
+    }
+
+
+def _same_start(world: World, framework: Framework, begin: Callable[[Framework], Course]) -> Course:
+    """Rank 0 may go on from a snapshot; all others take over what it has."""
+    if world.rank == 0:
+        course = begin(framework)
+        told = {
+            "losses": course.loss_history,
+            "samples": course.samples,
+            "resumed_from": course.resumed_from,
+            "evaluated": [dataclasses.astuple(item) for item in course.evaluated],
+        }
+        with framework.environment:
+            world.broadcast(packed(framework.snapshots.capture(copy=False), told))
+        return course
+    captured, told = unpacked(world.broadcast(b""))
+    with framework.environment:
+        framework.snapshots.adopt(captured)
+    evaluated = [Evaluated(*item) for item in told["evaluated"]]
+    return Course(told["losses"], told["samples"], resumed_from=told["resumed_from"], evaluated=evaluated)

@@ -1,0 +1,173 @@
+"""The link between workers of one host in a run of several: its workers meet as always, then each meets the others'.
+
+What differs is what "all" means: losses and weights of all R replicas, and the sum of all hosts' gradients. From there
+on every host does the same, so that nothing else has to be told.
+
+Communication overlaps computing: sums are sent before hosts have told each other which gradients there are, and where
+each worker has one replica, those of the last layers while others are still being computed. Each host takes it that
+there are the same gradients as in the last two steps, and weights of 1; where that turns out to be wrong, all send
+again.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from phalanx.engines.hosts.rendezvous import CHECK_STEPS, WORD, Across, Meeting
+from phalanx.engines.hosts.slices import LEAST, Mask
+from phalanx.engines.processes.link import ArenaLink, union
+from phalanx.plan.placement import added
+from phalanx.seams import Part, Vector
+from phalanx.shared.control import OPINION, order
+
+
+class HostLink(ArenaLink):
+    """Implements ``seams.Link``.
+
+    Parameters
+    ----------
+    meeting : phalanx.engines.hosts.rendezvous.Meeting
+        Where the other hosts are.
+    *arguments
+        Those of ``ArenaLink``.
+    """
+
+    def __init__(self, meeting: Meeting, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        framework, _, plan, placement, arena, *_ = arguments
+        blanks = [self._slots.blank(index) for index in range(framework.sharing.count)]  # memory that is never touched
+        owned = [index for index, owner in enumerate(plan.layout.owners) if owner == self._worker]
+        self._across = Across(meeting, self._worker, placement.replicas, blanks, owned)
+        self._sums = self._across.sums
+        self._step = 0
+        carried = self._shard.luggage if self._worker == 0 else []
+        self._luggage = carried or [[memoryview(bytearray())]] * placement.replicas  # pieces, and which of them changed
+        self._block = range(placement.blocks[0].start, placement.blocks[-1].stop)
+        self._groups = [
+            [position for position, node in enumerate(self._nodes) if _first(node) in _covered(whole)]
+            for whole in self._across.nodes
+        ]
+        self._within = functools.cache(functools.partial(added, placement.replicas, self._nodes))
+        self._weights = [np.frombuffer(arena, np.int64, -(-size // WORD), start) for start, size in self._shard.weights]
+        self._last: list[Mask] = []  # which gradients there were in the last even step
+        self._usual: list[Mask] | None = None  # which there will be in the next, as far as that can be told in advance
+        self._ahead: list[Mask] | None = None  # the same, if this step's sums are sent on the strength of it
+        self._position = self._publishers.index((self._worker, 0))
+        self._listening = False
+        self._early: list[Vector] = []  # partial sums as they come, of all workers, where each has one replica
+        if all(len(block) == 1 for block in placement.blocks) and self._slots.watch(self._arrived):
+            self._early = [self._slots.peer(worker, 0) for worker, _ in self._publishers]
+
+    def enter(self, step: int) -> None:
+        """The step that is next."""
+        self._step = step
+
+    def begin(self, *, even: bool) -> None:
+        """See ``ArenaLink.begin``."""
+        super().begin(even=even)
+        self._even, self._ahead = even, self._usual if even else None
+        self._once, self._fresh = True, 0
+        if self._ahead is not None:
+            self._sums.begin(self._ahead)
+            if self._early:
+                self._early[self._position] = [None] * (self._width - 1)
+                self._listening = True
+
+    def exchange(self, parts: Sequence[Part]) -> list[Part]:
+        """See ``seams.Link.exchange``."""
+        self._listening = False
+        if self._early:
+            self._early[self._position] = []  # of gradients that were told, the memory is not needed any more
+        words = self._control.words
+        words[self._control.place(self._worker, OPINION)] = self._once
+        mine = super().exchange(parts)[self._block.start : self._block.stop]
+        once = all(words[self._control.place(worker, OPINION)] for worker in range(self._control.workers))
+        if self._ahead is not None:
+            self._give(self._vectors())
+        due = self._weights if self._step % CHECK_STEPS == 0 else []
+        checksum = int(np.array([words.sum() for words in due], np.int64).sum())  # modulo 2**64
+        notes = [bytes([once, *flags]) for *_, flags in self._luggage[self._block.start : self._block.stop]]
+        self._parts, self._masks, notes = self._across.exchange(self._step, checksum, mine, self._host_masks(), notes)
+        for (*_, flags), note in zip(self._luggage, notes, strict=True):
+            flags[:] = note[1:]
+        changed = [list(itertools.compress(pieces, flags)) for *pieces, flags in self._luggage]
+        self._across.spread(changed)
+        self._judge(all(note[0] for note in notes))
+        return self._parts
+
+    def mean(self, weight: float) -> Vector:
+        """See ``seams.Link.mean``."""
+        if self._ahead is None:
+            self._sums.begin(self._masks)
+            self._give(self._vectors())
+        self._there = union(self._masks)
+        return self._slots.fold([self._sums.finish()], _alone, weight)
+
+    def commit(self, step: int, gradient: Vector | None) -> None:
+        """See ``seams.Link.commit``."""
+        if self._early:  # all have read the flags, and nobody is to take them for those of the next step
+            start = self._position * self._width
+            self._flags[start : start + self._width] = bytes(self._width)
+        super().commit(step, gradient)
+
+    def _judge(self, once: bool) -> None:
+        """Whether what was sent ahead stands, and what to take for granted in the next step; the same on all hosts."""
+        plain = once and all(part.weight == 1 for part in self._parts)
+        if self._ahead != self._masks or not plain:
+            self._ahead = None
+        if self._even:
+            self._usual = self._masks if plain and self._masks == self._last else None
+            self._last = self._masks
+
+    def _arrived(self, index: int, gradient: Any) -> None:
+        """A gradient is there, while others are still being computed; told twice, it was not what it seemed to be."""
+        if self._listening:
+            mine = self._early[self._position]
+            self._once = self._once and mine[index] is None
+            mine[index] = gradient
+            order()
+            self._flags[self._position * self._width + 1 + index] = 1
+            self._fresh += gradient.nbytes
+            if self._fresh >= LEAST:
+                self._fresh = 0
+                self._give(self._early, self._everywhere)
+
+    def _everywhere(self, index: int) -> bool:
+        """Whether all workers of this host have this gradient."""
+        there = all(self._flags[1 + index :: self._width])
+        order()
+        return there
+
+    def _give(self, vectors: Sequence[Vector | None], ready: Callable[[int], bool] | None = None) -> None:
+        """Give what is due of these partial sums, as far as it is ready."""
+        while (index := self._sums.due) is not None and (ready is None or ready(index)):
+            entries = [None if vector is None else vector[index] for vector in vectors]
+            there = [entry is not None for entry in entries]
+            groups = [[entry if at in group else None for at, entry in enumerate(entries)] for group in self._groups]
+            orders = [self._within(tuple(at for at in group if there[at])) for group in self._groups]
+            self._sums.give(groups, orders)
+
+    def _host_masks(self) -> list[bytes]:
+        """Which gradients each of this host's sums has: those that any of its workers' has."""
+        flags = np.frombuffer(bytes(self._flags), np.uint8).reshape(-1, self._width)
+        there = flags[:, 1:] * (flags[:, :1] > 0)
+        return [there[group].max(0).tobytes() for group in self._groups]
+
+
+def _first(node: tuple[int, int]) -> int:
+    level, index = node
+    return index << level
+
+
+def _covered(node: tuple[int, int]) -> range:
+    level, index = node
+    return range(index << level, (index + 1) << level)
+
+
+def _alone(there: tuple[int, ...]) -> Sequence[tuple[int, int]]:
+    return ()

@@ -1,0 +1,228 @@
+"""The torch.distributed world that a run lives in: who is there, whether all mean the same run, and who left it.
+
+Nothing is unpickled: what processes tell each other is JSON in the world's store, and bytes of known layout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+from phalanx.engines.hosts import interfaces, store
+from phalanx.engines.hosts.gloo import Gloo
+from phalanx.engines.hosts.rendezvous import Meeting
+from phalanx.errors import LeftError, RunError, UsageError
+
+SECONDS = 120.0  # to wait for another host; a first step may be compiled meanwhile
+GRACE_SECONDS = 6.0  # until survivors have said that they are there
+STORE_SECONDS = 5.0  # for the store's answer once something is wrong
+POLL_SECONDS = 0.05
+CLOSED = "it was closed after"
+LONGEST = 1000  # characters of an error that are told to others
+RUNS = [0]  # of this process, the same in all of them
+
+
+class World:
+    """All processes of a run, before its first step and after something went wrong.
+
+    Parameters
+    ----------
+    seconds : float or None
+        How long to wait for others.
+
+    Attributes
+    ----------
+    rank, size : int
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = SECONDS if seconds is None else seconds
+        RUNS[0] += 1
+        base, self.rank, self.size = store.opened(self.seconds)
+        self._tcp = store.address_of(base)
+        place = c10d.PrefixStore(f"phalanx/{RUNS[0]}", base)
+        with store.reached(self._tcp[0]):
+            self.run = store.run_of(place, self.rank, self.size, self.seconds)
+        self._store = c10d.PrefixStore(str(self.run), place)
+        self._names = [""] * self.size
+        self._gloo: Gloo | None = None
+        self._told = False
+
+    def agree(self, facts: Mapping[str, Any], cores: Sequence[int], doubts: Mapping[str, str] | None = None) -> int:
+        """Make sure that all mean the same recipe in the same environment; returns how many workers each has room for.
+
+        ``facts`` must be equal; of ``doubts`` that are not, a warning tells.
+
+        Raises
+        ------
+        UsageError
+            A process differs; names it and the field.
+        RunError
+            A process did not come, or has left again.
+        """
+        given = {**facts, "doubts": dict(doubts or {}), "host": _host(), "cores": list(cores)}
+        told = json.loads(json.dumps(given, default=repr))
+        self._store.set(f"facts/{self.rank}", json.dumps(told))
+        everybody = [json.loads(self._get(f"facts/{rank}", rank)) for rank in range(self.size)]
+        self._names = [item["host"].split()[0] for item in everybody]
+        for rank, theirs in enumerate(everybody):
+            for name in facts:
+                if theirs.get(name) != told[name]:
+                    raise UsageError(_differing(rank, self.rank, name, theirs.get(name), told[name]))
+            for name, value in told["doubts"].items():
+                if theirs["doubts"].get(name, value) != value:
+                    why = f"{name} is {value} in process {self.rank}, and {theirs['doubts'][name]} in process {rank}"
+                    warnings.warn(f"{why}; if it decides the answer, that depends on who computes what", stacklevel=2)
+        together = len({item["host"] for item in everybody}) == 1
+        self._interface = interfaces.LOOPBACK if together else interfaces.towards(self._tcp[0])
+        place = c10d.PrefixStore("callers", self._store)
+        self._gloo = Gloo(place, self.rank, self.size, self.seconds, self._interface)
+        return min(_room(item, everybody) for item in everybody)
+
+    def meeting(self, blocks: Sequence[range]) -> Meeting:
+        """Where this process's workers find those of others."""
+        return Meeting(self._tcp, self.run, self.rank, tuple(blocks), self.seconds, self._interface)
+
+    def broadcast(self, content: bytes) -> bytes:
+        """Rank 0's bytes for everybody."""
+        size = torch.tensor([len(content)])
+        self._met.broadcast(size)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        if content:
+            data.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        self._met.broadcast(data)
+        return data.numpy().tobytes()
+
+    def odd_one(self, content: bytes) -> int | None:
+        """The first process whose bytes (of a length that all know) are not rank 0's; None: all have the same."""
+        found = torch.empty(self.size * len(content), dtype=torch.uint8)
+        self._met.gather(found, torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        rows = found.numpy().reshape(self.size, -1)
+        differing = np.flatnonzero((rows != rows[0]).any(1))
+        return int(differing[0]) if len(differing) else None
+
+    def tell(self, why: str) -> None:
+        """Let others know why this process leaves the run, before they miss it; what was told first counts."""
+        if not self._told:
+            self._told = True
+            _within(STORE_SECONDS, self._store.set, f"left/{self.rank}", why[:LONGEST])
+
+    def lost(self, error: BaseException, step: int) -> RunError:
+        """Why a run ends whose connections are gone: who left it and why, or who does not answer any more."""
+        left, missing = dict[int, str](), set(range(self.size))
+        _within(GRACE_SECONDS + STORE_SECONDS, self._look_round, left, missing)
+        if left:
+            rank = min(left)
+            kind = LeftError if left[rank].startswith(CLOSED) else RunError
+            return kind(
+                f"{self._named(rank)} left the run: {left[rank]}. So it has ended here in step {step}, too", step=step
+            )
+        if self.rank in missing:
+            who = f"{self._named(0)}, whose host has the store, and perhaps others"
+        else:
+            who = ", ".join(map(self._named, sorted(missing))) or "a process that is back by now"
+        return RunError(
+            f"lost {who}, in step {step}: {error}; this run has ended. Start again with the hosts that are left, or "
+            "more: with a run_dir it goes on from its newest snapshot, to the same digest",
+            step=step,
+        )
+
+    def close(self) -> None:
+        """Close what was opened for this run; the store stays. If rank 0 left before the end, others may read why."""
+        if self._gloo is not None:
+            self._gloo.close()
+        _within(STORE_SECONDS, self._store.set, f"gone/{self.rank}", "1")
+        if self._told and self.rank == 0:
+            _within(GRACE_SECONDS + STORE_SECONDS, self._see_off)
+
+    @property
+    def _met(self) -> Gloo:
+        assert self._gloo is not None  # agree() comes first
+        return self._gloo
+
+    def _look_round(self, left: dict[int, str], missing: set[int]) -> None:
+        """Say that we are there; note who said the same, and who said that it leaves."""
+        self._store.set(f"here/{self.rank}", "1")
+        end = time.monotonic() + GRACE_SECONDS
+        while missing and not left and time.monotonic() < end:
+            time.sleep(POLL_SECONDS)
+            for rank in range(self.size):
+                if rank in missing and self._store.check([f"here/{rank}"]):
+                    missing.discard(rank)
+                if rank != self.rank and self._store.check([f"left/{rank}"]):
+                    left[rank] = self._store.get(f"left/{rank}").decode(errors="replace")
+
+    def _see_off(self) -> None:
+        """Wait until all others have gone, but not for long: they may have to read in the store why this run ends."""
+        end = time.monotonic() + GRACE_SECONDS
+        others = [f"gone/{rank}" for rank in range(1, self.size)]
+        while time.monotonic() < end and not self._store.check(others):
+            time.sleep(POLL_SECONDS)
+
+    def _get(self, key: str, rank: int) -> bytes:
+        """What a process says at the start of a run; as long as it has not said that it leaves."""
+        end = time.monotonic() + self.seconds
+        with store.reached(self._tcp[0]):
+            while time.monotonic() < end:
+                if self._store.check([key]):
+                    return self._store.get(key)
+                if self._store.check([f"left/{rank}"]):
+                    why = self._store.get(f"left/{rank}").decode(errors="replace")
+                    raise RunError(f"{self._named(rank)} left before this run began: {why}")
+                time.sleep(POLL_SECONDS)
+        raise RunError(
+            f"{self._named(rank)} did not come to this run within {self.seconds:.0f} s; all processes of the "
+            "world must train the same recipe"
+        )
+
+    def _named(self, rank: int) -> str:
+        return f"process {rank} on {self._names[rank]}" if self._names[rank] else f"process {rank}"
+
+
+def _within(seconds: float, ask: Any, *arguments: Any) -> None:
+    """Ask the store in a thread of its own: where its host has stopped, it would never answer, whatever its timeout."""
+
+    def asking() -> None:
+        with contextlib.suppress(Exception):
+            ask(*arguments)
+
+    thread = threading.Thread(target=asking, daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
+def _room(item: Mapping[str, Any], everybody: Sequence[Mapping[str, Any]]) -> int:
+    """How many of its processors are a process's own, where others of the same host may run on them too."""
+    mine = set(item["cores"])
+    sharing = sum(other["host"] == item["host"] and bool(mine & set(other["cores"])) for other in everybody)
+    return len(mine) // sharing
+
+
+def _differing(rank: int, own: int, name: str, theirs: Any, value: Any) -> str:
+    if isinstance(value, dict) and isinstance(theirs, dict):
+        field = next(key for key in {**value, **theirs} if value.get(key) != theirs.get(key))
+        name, value, theirs = f"{name}.{field}", value.get(field), theirs.get(field)
+    return (
+        f"{name} is {value!r} in process {own}, but {theirs!r} in process {rank}; all processes must have the same "
+        "recipe, options, library versions and numeric environment"
+    )
+
+
+def _host() -> str:
+    """What this host is called, and what tells network namespaces of one machine apart."""
+    with contextlib.suppress(OSError):
+        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/net')}"
+    return socket.gethostname()

@@ -1,0 +1,61 @@
+"""The link of a worker that has no others: it hosts every replica and owns everything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from phalanx.plan.fold import Fold
+from phalanx.seams import Part, Steppable, Vector
+from phalanx.surroundings import interrupts
+
+
+class Alone:
+    """Implements ``seams.Link`` for one worker.
+
+    Parameters
+    ----------
+    framework : Steppable
+    replicas : int
+    """
+
+    def __init__(self, framework: Steppable, replicas: int) -> None:
+        self.hosted = range(replicas)
+        self._framework = framework
+        self._replicas = replicas
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what an earlier step left."""
+        self._fold: Fold[Vector] = Fold(self._replicas, self._framework.arithmetic.add)
+        self._buffers: list[tuple[int, list[Any]]] = []
+
+    def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:
+        """See ``seams.Link.push``."""
+        self._fold.push(replica, gradient)
+        if samples:
+            self._buffers.append((samples, buffers))
+        interrupts.check()
+
+    def exchange(self, parts: Sequence[Part]) -> list[Part]:
+        """See ``seams.Link.exchange``."""
+        return list(parts)
+
+    def mean(self, weight: float) -> Vector:
+        """See ``seams.Link.mean``."""
+        total = self._fold.total()
+        assert total is not None
+        return total if weight == 1 else self._framework.arithmetic.divide(total, weight)
+
+    def norm(self, gradient: Vector) -> float:
+        """See ``seams.Link.norm``."""
+        return self._framework.norm(gradient)
+
+    def agree(self, opinion: bool) -> bool:
+        """See ``seams.Link.agree``."""
+        return opinion
+
+    def commit(self, step: int, gradient: Vector | None) -> None:
+        """See ``seams.Link.commit``."""
+        if gradient is not None:
+            self._framework.update(step, gradient, self._buffers)

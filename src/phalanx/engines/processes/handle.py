@@ -1,0 +1,157 @@
+"""The caller's side of one worker: its channel, its output, its life."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Protocol
+
+from phalanx.errors import RunError
+from phalanx.surroundings import forks
+
+GONE_MILLISECONDS = 5000  # that a process which was killed may take to be gone
+
+
+class StartError(RunError):
+    """The process that starts workers has ended, or does nothing any more and was killed.
+
+    Attributes
+    ----------
+    outside : bool
+        Whether somebody else may have ended it, so that another may live longer.
+    """
+
+    def __init__(self, message: str, *, outside: bool) -> None:
+        super().__init__(message)
+        self.outside = outside
+
+
+class Starter(Protocol):
+    """What starts and ends workers: the caller's side of a zygote. All raise StartError if it has ended."""
+
+    def spawn(self, number: int, fds: Sequence[int]) -> tuple[int, int | None]:
+        """Start a worker with these descriptors; returns its pid and, where there are any, a pidfd."""
+        ...
+
+    def end(self, pid: int) -> int | None:
+        """Kill a worker, with what it started, unless it has ended; its wait status, None if it is not known."""
+        ...
+
+
+class Hand:
+    """The caller's side of one worker.
+
+    Attributes
+    ----------
+    pid : int
+    pidfd : int or None
+        Readable once the worker has ended.
+    channel : Connection
+    pipes : list of int
+        Its standard output and standard error.
+    born, since : float
+        When it was started, and when it was last given something to do, on the clock of ``time.monotonic``.
+    ready : bool
+        Whether it has said that it can begin.
+    """
+
+    def __init__(self, zygote: Starter, number: int, memories: Sequence[int]) -> None:
+        self.number = number
+        self.ended = self.ready = False
+        self.born = self.since = time.monotonic()
+        self._owner = os.getpid()
+        self._zygote = zygote
+        mine, theirs = socket.socketpair()
+        output, errors = os.pipe(), os.pipe()
+        self.channel = Connection(mine.detach())
+        self.pipes = [output[0], errors[0]]
+        self.pidfd: int | None = None
+        forks.own(self)
+        try:
+            self.pid, self.pidfd = zygote.spawn(number, [theirs.fileno(), output[1], errors[1], *memories])
+        except BaseException:
+            self._close()
+            raise
+        finally:
+            theirs.close()
+            os.close(output[1])
+            os.close(errors[1])
+
+    @property
+    def watched(self) -> list[int]:
+        """What is readable when there is something to do for it."""
+        return [fd for fd in (self.channel.fileno(), *self.pipes, self.pidfd) if fd is not None]
+
+    def wake(self) -> None:
+        """Tell it that something has been granted."""
+        with contextlib.suppress(OSError):  # it has ended, which shows elsewhere
+            os.write(self.channel.fileno(), b".")
+
+    def shoot(self) -> None:
+        """End it at once, even if it is stopped; its death shows as any other does."""
+        self._send(signal.SIGKILL)
+
+    def dismiss(self) -> None:
+        """Let it end by itself: it sees the end of its channel."""
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.channel.fileno())) as end:
+            end.shutdown(socket.SHUT_WR)
+
+    def kill(self) -> None:
+        """End it at once, without asking anybody; the zygote clears away what is left of it."""
+        if not self.ended:
+            self.ended = True
+            self._send(signal.SIGKILL)
+            self._close()
+
+    def end(self) -> int | None:
+        """Make sure that it has ended, and give back what it took; returns its wait status if that is known."""
+        if self.ended:
+            return None
+        self.ended = True
+        try:
+            return self._zygote.end(self.pid)
+        except StartError:  # the kernel ends workers with their zygote
+            self._clear_away()
+            return None
+        finally:
+            self._close()
+
+    def leave(self) -> None:
+        """See ``forks.Owned``."""
+        self.ended = True
+        self._close()
+
+    def _send(self, number: int) -> None:
+        with contextlib.suppress(OSError):
+            if self.pidfd is not None and self._owner == os.getpid():
+                signal.pidfd_send_signal(self.pidfd, number)
+
+    def _clear_away(self) -> None:
+        """Nobody else does: wait for its end, and end what it started, which is in a process group of its number."""
+        if self.pidfd is None or self._owner != os.getpid():
+            return
+        self.shoot()
+        gone = select.poll()
+        gone.register(self.pidfd, select.POLLIN)
+        gone.poll(GONE_MILLISECONDS)
+        try:
+            signal.pidfd_send_signal(self.pidfd, 0)  # its number is still its own, until somebody has waited for it
+        except OSError:
+            if os.path.exists(f"/proc/{self.pid}"):  # of another process by now
+                return
+        with contextlib.suppress(OSError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def _close(self) -> None:
+        self.channel.close()
+        for fd in self.pipes:
+            os.close(fd)
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+        self.pipes, self.pidfd = [], None

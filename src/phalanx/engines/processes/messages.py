@@ -1,0 +1,158 @@
+"""A worker's way to the caller's process: what it tells there, and which of several errors is raised there."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import cloudpickle
+
+from phalanx.engines.processes.serialization import picklable
+from phalanx.errors import PhalanxError, RunError, UsageError
+from phalanx.plan.tally import Cause
+
+BROKEN_OFF = "stayed in user code after Ctrl-C and was ended"  # a death that the caller caused
+WHERE = {
+    "torn": "the optimizer, so the weights are not those of any step",
+    "repaired": "the optimizer; the state is the one before that step",
+    "unscheduled": "the scheduler; the step itself was done",
+}
+FAULTS = frozenset(  # signals that the kernel sends for what a process does itself
+    {
+        signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS, signal.SIGTRAP,
+        signal.SIGPIPE, signal.SIGXCPU, signal.SIGXFSZ,
+    }
+)  # fmt: skip
+
+
+class End(NamedTuple):
+    """How a worker ended.
+
+    Attributes
+    ----------
+    why : str
+    cause : Cause
+    ready : bool
+        Whether it had said that it can begin.
+    since : float
+        When it was started, or last given something to do.
+    when : float
+        When that was noticed, on the clock of ``time.monotonic``.
+    life : int
+        A number that no other worker of the run has.
+    """
+
+    why: str
+    cause: Cause
+    ready: bool
+    since: float
+    when: float
+    life: int
+
+
+class LostError(RunError):
+    """The state of a run is lost."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a worker told: a result, or an error with its cause and traceback."""
+
+    worker: int
+    kind: str
+    content: Any
+    cause: BaseException | None = None
+    text: str = ""
+    step: int | None = None
+
+    def spelled(self, kind: str) -> str:
+        """What went wrong, in which step, where."""
+        return f"{type(self.content).__name__} ({self.content}) at step {self.step} in {WHERE[kind]}"
+
+
+def as_told(error: BaseException) -> tuple[Any, Any, str]:
+    """An error as it travels: itself, its cause, and where it was raised."""
+    text = "".join(traceback.format_exception(error))
+    cause = error.__cause__
+    return picklable(error), None if cause is None else picklable(cause), text
+
+
+def first_error(told: Sequence[Told]) -> BaseException:
+    """The error to raise out of several: that of the lowest replica, as one worker alone would have met it."""
+    errors = [item for item in told if item.kind != "result"]
+    first = min(errors, key=lambda item: (_replica(item.content) is None, _replica(item.content) or 0, item.worker))
+    error = first.content
+    error.__cause__ = first.cause
+    (first.cause or error).add_note(f"in worker {first.worker}:\n{first.text}")
+    return error
+
+
+def ended(code: int | None) -> tuple[str, Cause]:
+    """How a process ended and who may have ended it, out of its exit code; None: with the zygote that started it."""
+    if code is None:
+        return "ended with the process that started it", Cause.STARTER
+    if code >= 0:
+        return f"exited with status {code}", Cause.ITSELF
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:  # a real-time signal
+        name = f"signal {-code}"
+    return f"was killed by {name}", Cause.ITSELF if -code in FAULTS else Cause.ANYBODY
+
+
+def irreplaceable(deaths: Mapping[int, End]) -> LostError:
+    """Why a run over several hosts ends."""
+    worker, end = min(deaths.items())
+    return LostError(
+        f"worker {worker} of this host {end.why}, and in a run over several hosts no worker is replaced; start all "
+        "hosts again: with a run_dir the run goes on from its newest snapshot, to the same digest"
+    )
+
+
+def unfit(error: BaseException) -> BaseException:
+    """Why a run cannot begin."""
+    if isinstance(error, PhalanxError):
+        return error
+    failure = UsageError(
+        f"a worker process could not make the recipe its own: {type(error).__name__}: {error}; a worker is a new "
+        "interpreter with your sys.path and environment: what the recipe needs must be there, or use engine='inline'"
+    )
+    failure.__cause__ = error
+    return failure
+
+
+def _replica(error: Any) -> int | None:
+    return getattr(error, "replica", None)
+
+
+class Caller:
+    """The way to the caller's process: messages there, wakings and the end of the socket from there."""
+
+    def __init__(self, fd: int) -> None:
+        self._connection = Connection(fd)
+        self._sending = threading.RLock()  # user code may have threads that warn or import
+        self._poller = select.poll()
+        self._poller.register(fd, select.POLLIN)
+
+    def tell(self, kind: str, *facts: Any) -> None:
+        """Send a message."""
+        message = cloudpickle.dumps((kind, *facts))
+        with self._sending:
+            self._connection.send_bytes(message)
+
+    def wake(self) -> None:
+        """Send an empty message."""
+        with self._sending:
+            self._connection.send_bytes(b"")
+
+    def sleep(self, milliseconds: int) -> None:
+        """Wait until woken; SystemExit if the caller is gone or wants this worker to end."""
+        if self._poller.poll(milliseconds) and not os.read(self._connection.fileno(), 4096):
+            raise SystemExit

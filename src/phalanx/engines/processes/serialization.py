@@ -1,0 +1,264 @@
+"""Parcels: what a caller hands to its own workers, in shared memory: functions by cloudpickle, arrays as they lie.
+
+A parcel is read only by children that inherited its descriptor; nothing is ever unpickled from disk or network. Arrays
+travel beside the pickle (protocol 5, out of band), so that all workers map one copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import pickle
+import struct
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from importlib.machinery import EXTENSION_SUFFIXES
+from types import FunctionType, ModuleType
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from phalanx.definition import checks
+from phalanx.errors import UsageError
+from phalanx.shared.memory import ALIGNMENT, Memory, available_bytes
+from phalanx.surroundings.sources import finders
+
+Reducer = Callable[[Any], Any]
+_DEFINED: weakref.WeakSet[type] = weakref.WeakSet()  # in a worker, classes that came by value
+NUMBER = struct.Struct("<q")
+CONTAINERS = (dict, list, tuple, set, frozenset)
+DEPTH = 6
+WORTH_CHECKING = 1 << 26  # bytes
+ROOT_FACTOR = 4
+
+
+class Packer(cloudpickle.Pickler):
+    """Pickles with arrays out of band, and code by value where a worker could not import it."""
+
+    def __init__(self, file: io.BytesIO, reducer: Reducer, buffers: list[pickle.PickleBuffer]) -> None:
+        super().__init__(file, protocol=5, buffer_callback=buffers.append)
+        self._reducer = reducer
+        self._by_value: dict[str, ModuleType | None] = {}
+
+    def dump(self, obj: Any) -> None:
+        """Pickle ``obj``."""
+        try:
+            super().dump(obj)
+        finally:
+            for module in filter(None, self._by_value.values()):
+                cloudpickle.unregister_pickle_by_value(module)
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Memory maps by their file, tensors by their memory, all else as cloudpickle does."""
+        if type(obj) is np.memmap and obj.base is not None and not isinstance(obj.base, np.ndarray) and obj.mode != "c":
+            order = "F" if obj.flags.f_contiguous and not obj.flags.c_contiguous else "C"
+            return np.memmap, (obj.filename, obj.dtype, "c", obj.offset, obj.shape, order)
+        if type(obj) is np.ndarray and not (obj.flags.forc or obj.dtype.hasobject):
+            return _strided, _memory_under(obj)
+        if isinstance(obj, (type, FunctionType)):
+            self._consider(obj.__module__)
+        elif isinstance(obj, ModuleType):
+            self._consider(obj.__name__)
+        reduced = self._reducer(obj)
+        if reduced is NotImplemented:
+            reduced = super().reducer_override(obj)
+            if isinstance(obj, type) and isinstance(reduced, tuple) and len(reduced) == 6:  # by value, with a setter
+                reduced = (*reduced[:5], _define)
+        return reduced
+
+    def _consider(self, name: str) -> None:
+        """Send a module's code by value if a worker could not import it."""
+        if name not in self._by_value:
+            module = sys.modules.get(name)
+            hidden = module is not None and name != "__main__" and not _importable(module)
+            self._by_value[name] = module if hidden else None
+            if hidden:
+                cloudpickle.register_pickle_by_value(module)
+
+
+def pack(thing: Any, memory: Memory, reducer: Reducer) -> int:
+    """Write ``thing`` into ``memory``, which grows as needed; returns how many bytes that took.
+
+    Raises
+    ------
+    UsageError
+        Something in it cannot be pickled; names the path to it.
+    """
+    buffers: list[pickle.PickleBuffer] = []
+    body = _pickled(thing, reducer, buffers)
+    pieces = [memoryview(body), *(buffer.raw() for buffer in buffers)]
+    offset = NUMBER.size * (1 + len(pieces))
+    header = [len(pieces), *(piece.nbytes for piece in pieces)]
+    _fit(memory, sum(_padded(piece.nbytes) for piece in pieces) + _padded(offset))
+    with memory.map() as place:
+        place[:offset] = b"".join(map(NUMBER.pack, header))
+        offset = _padded(offset)
+        for piece in pieces:
+            place[offset : offset + piece.nbytes] = piece
+            offset += _padded(piece.nbytes)
+    return offset
+
+
+def _fit(memory: Memory, size: int) -> None:
+    if size - memory.size > WORTH_CHECKING and size - memory.size > available_bytes():
+        raise UsageError(
+            f"the data that workers are to share takes {size / 1e9:.1f} GB, but {available_bytes() / 1e9:.1f} GB "
+            "of memory are available; read samples from files in a dataset, or use engine='inline' (same answer)"
+        )
+    memory.grow(size)
+
+
+def unpack(memory: Memory) -> Any:
+    """What was packed. Arrays lie in the memory; what a worker writes to them stays its own."""
+    place = memoryview(memory.map(private=True))
+    (count,) = NUMBER.unpack_from(place)
+    sizes = [NUMBER.unpack_from(place, NUMBER.size * (1 + position))[0] for position in range(count)]
+    offset = _padded(NUMBER.size * (1 + count))
+    pieces: list[memoryview] = []
+    for size in sizes:
+        pieces.append(place[offset : offset + size])
+        offset += _padded(size)
+    return pickle.loads(pieces[0], buffers=pieces[1:])  # noqa: S301  packed by this process's parent
+
+
+class Carried:
+    """An exception that travels without its constructor, which may want other arguments than ``args``."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _uncarried, (type(self._error), self._error.args, dict(vars(self._error)))
+
+
+def picklable(error: BaseException) -> Any:
+    """What travels as ``error``; a stand-in of the same name and text if nothing else does."""
+    for candidate in (error, Carried(error)):
+        try:
+            pickle.loads(cloudpickle.dumps(candidate))  # noqa: S301  pickled in the same line
+            return candidate
+        except Exception:
+            continue
+    kind = type(error)
+    return type(kind.__name__, (RuntimeError,), {"__module__": kind.__module__})(str(error))
+
+
+def _uncarried(kind: type[BaseException], arguments: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
+    error = kind.__new__(kind, *arguments)
+    error.args = arguments
+    vars(error).update(state)
+    return error
+
+
+def _pickled(thing: Any, reducer: Reducer, buffers: list[pickle.PickleBuffer]) -> bytes:
+    file = io.BytesIO()
+    try:
+        Packer(file, reducer, buffers).dump(thing)
+    except Exception as error:
+        path, culprit = _culprit(thing, reducer)
+        path = path.removeprefix("fields.")
+        raise UsageError(
+            f"{path} ({checks.shown(culprit)}) cannot be sent to a worker process: {error}; make it where it is used, "
+            "in the worker, for instance at the first __getitem__ or forward, or use engine='inline' (same answer)"
+        ) from error
+    return file.getvalue()
+
+
+def _define(kind: type, state: Any) -> type:
+    """Fill a class that travels by value, once: a later parcel has it again, with other copies of its globals."""
+    if kind not in _DEFINED:
+        _DEFINED.add(kind)
+        cloudpickle.cloudpickle._class_setstate(kind, state)
+    return kind
+
+
+def _importable(module: ModuleType) -> bool:
+    """Whether a new interpreter with the same path finds the module; import hooks of this process do not count."""
+    name, spec = module.__name__, module.__spec__
+    if spec is None:  # part of an extension module, or made by hand
+        above = sys.modules.get(name.rpartition(".")[0])
+        return above is not None and _native(above) and _importable(above)
+    if spec.origin in ("built-in", "frozen"):
+        return True
+    parent = sys.modules.get(name.rpartition(".")[0])
+    path = getattr(parent, "__path__", None)
+    return any(finder.find_spec(name, path) is not None for finder in finders())
+
+
+def _native(module: ModuleType) -> bool:
+    origin = getattr(module.__spec__, "origin", None)
+    return origin is not None and origin.endswith(tuple(EXTENSION_SUFFIXES))
+
+
+def _memory_under(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
+    """An array that is not dense as its memory, offset, shape, strides and dtype: strides may decide bits.
+
+    Views of one array share the memory of that, unless they need little of it.
+    """
+    low, high = _bounds(array)
+    root = array
+    while type(root.base) is np.ndarray:
+        root = root.base
+    start = _bounds(root)[0]
+    if not root.flags.forc or root.nbytes > ROOT_FACTOR * (high - low):
+        start, size = low, high - low
+        root = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(low)).copy()
+    offset = array.__array_interface__["data"][0] - start
+    return root, offset, array.shape, array.strides, array.dtype
+
+
+def _bounds(array: np.ndarray[Any, Any]) -> tuple[int, int]:
+    """Addresses of the first byte of an array and of the one after its last."""
+    steps = [(length - 1) * stride for length, stride in zip(array.shape, array.strides, strict=True)]
+    address = array.__array_interface__["data"][0]
+    return address + sum(min(step, 0) for step in steps), address + sum(max(step, 0) for step in steps) + array.itemsize
+
+
+def _strided(
+    memory: np.ndarray[Any, Any], offset: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any]
+) -> np.ndarray[Any, Any]:
+    flat = memory.reshape(-1, order="A").view(np.uint8)
+    return np.ndarray(shape, dtype, buffer=flat, offset=offset, strides=strides)
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _culprit(thing: Any, reducer: Reducer, path: str = "", depth: int = 0) -> tuple[str, Any]:
+    """The innermost part of ``thing`` that cannot be pickled, and how to get there."""
+    for step, part in _parts(thing) if depth < DEPTH else ():
+        where = f"{path}{step}" if path else step.lstrip(".")
+        if not _travels(part, reducer):
+            return _culprit(part, reducer, where, depth + 1)
+    return path or "it", thing
+
+
+def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(thing, dict):
+        for key, value in thing.items():
+            yield (f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"), value
+    elif isinstance(thing, CONTAINERS):
+        for position, value in enumerate(thing):
+            yield f"[{position}]", value
+    if isinstance(thing, FunctionType):
+        for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # not assigned yet
+                yield f" (its variable {name})", cell.cell_contents
+        for name in thing.__code__.co_names:
+            if name in thing.__globals__:
+                yield f" (its global {name})", thing.__globals__[name]
+    for name, value in getattr(thing, "__dict__", {}).items() if not isinstance(thing, type) else ():
+        yield f".{name}", value
+
+
+def _travels(thing: Any, reducer: Reducer) -> bool:
+
+    try:
+        Packer(io.BytesIO(), reducer, []).dump(thing)
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,151 @@
+"""Picks the framework of a recipe and imports it then, not before.
+
+What ``make_model`` returns decides: a ``torch.nn.Module``, or a tree of jax arrays.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from phalanx.definition.digest import digest_of
+from phalanx.definition.fields import Definition
+from phalanx.errors import UsageError
+from phalanx.frameworks.jax import outside
+from phalanx.seams import Framework
+from phalanx.seams.snapshots import Tensor
+from phalanx.surroundings import interrupts
+
+
+def open_framework(definition: Definition, devices: Sequence[str] = ()) -> Framework:
+    """The recipe's state before its first step, on ``devices`` (none named: where the model is made)."""
+    from phalanx.frameworks.torch.adapter import Torch, building
+
+    with building(definition.threads), outside.threads(definition.threads):
+        with interrupts.breakable(at_once=True):
+            model = _made(definition)
+        if not outside.is_pytree(model):
+            _check_one(devices)
+            return Torch(definition, devices, model)
+        return _jax().Jax(definition, devices, model)
+
+
+def _check_one(devices: Sequence[str]) -> None:
+    if len(devices) > 1:
+        raise UsageError(
+            f"devices is {list(devices)}, but a torch model is trained on one device in this version; name one, as in "
+            f"devices=[{devices[0]!r}]"
+        )
+
+
+def digest(model: Any, optimizer: Any = None, step: int | None = None) -> str:
+    """The digest of a state: equal digests mean equal bits.
+
+    Parameters
+    ----------
+    model : torch.nn.Module or pytree of jax arrays
+    optimizer : torch.optim.Optimizer, sequence of them, optax state, or None
+        Its state is included, tensors and scalars.
+    step : int or None
+        How many optimizer steps led here.
+
+    Returns
+    -------
+    str
+        64 hexadecimal digits; equals ``result.digest`` of a run that ended in the same state.
+    """
+    if outside.is_pytree(model):
+        from phalanx.frameworks.jax import snapshot
+
+        return digest_of(snapshot.entries(model, optimizer), step)
+    from phalanx.frameworks.torch import snapshot as torch_snapshot
+
+    return torch_snapshot.digest(model, optimizer, step)
+
+
+def prepare_process(cache: str | None) -> None:
+    """Import, in a process of our own, what workers will need; no array is made.
+
+    ``cache``: a folder for what jax compiles; None if jax is not needed.
+    """
+    import phalanx.frameworks.torch.adapter
+    from phalanx.frameworks.torch import process
+
+    process.without_compiler()
+    if cache is not None:
+        import phalanx.frameworks.jax.adapter  # noqa: F401
+        from phalanx.frameworks.jax.environment import share_programs
+
+        share_programs(cache)
+
+
+def numeric_environment(framework: str) -> dict[str, Any]:
+    """Settings of this process that change bits in a recipe of this framework."""
+    from phalanx.frameworks.torch import process
+
+    found = {"torch": process.numeric_environment()}
+    if framework == "jax":
+        from phalanx.frameworks.jax import environment
+
+        found["jax"] = environment.settings()
+    return found
+
+
+def recorded_environment() -> dict[str, Any]:
+    """The same and the framework's version as text, for snapshots."""
+    from phalanx.frameworks.torch import process
+
+    return process.recorded_environment()
+
+
+def tensor_of(stored: Tensor, facts: dict[str, Any]) -> Any:
+    """A tensor of a snapshot with these facts as its framework's own; for jax, as a numpy array."""
+    if facts.get("framework") == "jax":
+        _jax()
+        from phalanx.frameworks.jax import snapshot
+
+        return snapshot.array_of(stored)
+    from phalanx.frameworks.torch import snapshot as torch_snapshot
+
+    return torch_snapshot.tensor_of(stored)
+
+
+def adopt_numeric_environment(settings: dict[str, Any]) -> None:
+    """Set this process to another one's."""
+    from phalanx.frameworks.torch import process
+
+    process.adopt(settings["torch"])
+    if "jax" in settings:
+        from phalanx.frameworks.jax import environment
+
+        environment.adopt(settings["jax"])
+
+
+def reduced(thing: Any) -> Any:
+    """How a parcel takes a framework's arrays along; NotImplemented for all else."""
+    from phalanx.frameworks.torch import process
+
+    return process.reduced(thing)
+
+
+def _made(definition: Definition) -> Any:
+    """What ``make_model`` returns right after seeding; only a jax one has a ``key`` to ask for."""
+    from phalanx.frameworks.torch.model import made
+
+    make_model, seed = definition.make_model, definition.seed
+    if not outside.takes_key(make_model, required=True):
+        return made(make_model, seed)
+    _jax()
+    from phalanx.frameworks.jax.tree import prng_key, words
+
+    return made(functools.partial(make_model, key=prng_key(words(seed))), seed)
+
+
+def _jax() -> Any:
+    """The jax adapter; says what to install where it cannot be imported."""
+    try:
+        from phalanx.frameworks.jax import adapter
+    except ImportError as error:
+        raise UsageError(f"this needs jax and optax ({error}); install them: pip install 'phalanx[jax]'") from error
+    return adapter

@@ -1,0 +1,1 @@
+"""What shows that a run keeps its promise."""

@@ -1,0 +1,1 @@
+"""A run that users hold: options, progress, result."""

@@ -1,0 +1,122 @@
+"""Pictures of a run. Needs matplotlib, which is imported here only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from phalanx.errors import UsageError
+from phalanx.seams.events import Evaluated, Incident
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LOSS_COLOR = "#1f5a96"
+PLATE = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1}
+DEATH_COLOR = "#c1452b"
+METRIC_COLORS = ("#c1452b", "#3d8b5f", "#8a5ca8")
+
+
+def plot_history(
+    loss_history: Sequence[float],
+    metric_history: Sequence[Evaluated],
+    per_epoch: int | None,
+    title: str,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw the loss of every step with its mean per epoch and, on a second axis, the evaluations."""
+    own, ax = ax is None, _new_axes() if ax is None else ax
+    _plot_losses(np.asarray(loss_history, dtype=np.float64), per_epoch, ax)
+    ax.set_xlabel("epoch" if per_epoch else "step")
+    ax.locator_params(axis="x", integer=True)
+    ax.set_ylabel("training loss", color=LOSS_COLOR)
+    ax.tick_params(axis="y", labelcolor=LOSS_COLOR)
+    ax.grid(alpha=0.2)
+    ax.set_title(title, fontsize=10)
+    if metric_history:
+        _plot_metrics(metric_history, ax, per_epoch or 1)
+    if own:
+        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4, frameon=False, fontsize=8)
+    else:  # what lies outside the caller's axes might be cut off
+        ax.legend(loc="best", fontsize=8)
+    return ax
+
+
+def plot_timeline(incidents: Sequence[Incident], seconds: float, workers: int, title: str) -> Figure:
+    """One line per worker: where it was there, its deaths and replacements; rollbacks across all of them."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 1.6 + 0.45 * workers), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    ax = figure.subplots()
+    styles = {"death": ("x", DEATH_COLOR, "killed"), "replaced": ("o", METRIC_COLORS[1], "replaced")}
+    for worker in range(workers):
+        since: float | None = 0.0  # when the worker that is there began
+        own = [one for one in incidents if one.worker == worker and one.kind in styles]
+        for incident in [*own, Incident(seconds, "death", worker, 0)]:
+            if incident.kind == "replaced":
+                since = incident.seconds
+            elif since is not None:
+                ax.plot([since, incident.seconds], [worker, worker], color=LOSS_COLOR, linewidth=4, alpha=0.45)
+                since = None
+    for kind, (marker, color, label) in styles.items():
+        found = [one for one in incidents if one.kind == kind]
+        ax.plot([one.seconds for one in found], [one.worker for one in found], marker, color=color, label=label,
+                markersize=5, zorder=3)  # fmt: skip
+    for number, one in enumerate([one for one in incidents if one.kind == "rollback"]):
+        ax.axvline(one.seconds, color="gray", linewidth=0.8, alpha=0.6, label="" if number else "rolled back")
+    ax.set_yticks(range(workers), [f"worker {worker}" for worker in range(workers)])
+    ax.set_ylim(workers - 0.5, -0.5)
+    ax.set_xlim(0, seconds * 1.01)
+    ax.set_xlabel("seconds since the first step began")
+    ax.set_title(title, fontsize=10, loc="left")
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.32), ncols=3, frameon=False, fontsize=8)
+    return figure
+
+
+def _plot_losses(losses: np.ndarray[Any, np.dtype[np.float64]], per_epoch: int | None, ax: Axes) -> None:
+    unit = per_epoch or 1
+    many = per_epoch is not None and len(losses) > per_epoch
+    style = {"color": LOSS_COLOR, "marker": "o" if len(losses) == 1 else "", "alpha": 0.3 if many else 1.0}
+    ax.plot(np.arange(1, len(losses) + 1) / unit, losses, linewidth=1, label="loss, every step", **style)
+    if many:
+        ends = range(unit, len(losses) + 1, unit)
+        means = [losses[end - unit : end].mean() for end in ends]
+        ax.plot(
+            [end / unit for end in ends], means, color=LOSS_COLOR, marker="o", markersize=3, label="loss, epoch mean"
+        )
+    positive = losses[np.isfinite(losses)]
+    if len(positive) and positive.min() > 0 and positive.max() / positive.min() > 50:
+        ax.set_yscale("log")
+
+
+def _plot_metrics(metric_history: Sequence[Evaluated], ax: Axes, unit: int) -> None:
+    twin = ax.twinx()
+    names = list(dict.fromkeys(evaluated.name for evaluated in metric_history))
+    for number, name in enumerate(names):
+        points = [(evaluated.steps / unit, evaluated.value) for evaluated in metric_history if evaluated.name == name]
+        style = {"color": METRIC_COLORS[number % len(METRIC_COLORS)], "marker": "s", "markersize": 3}
+        twin.plot(*zip(*points, strict=True), **style)
+        ax.plot([], [], label=name, **style)
+        last = f"{points[-1][1]:.4g}"
+        twin.annotate(
+            last, points[-1], textcoords="offset points", xytext=(0, -14), ha="right", color=style["color"], bbox=PLATE
+        )
+    twin.set_ylabel(", ".join(names), color=METRIC_COLORS[0])
+    twin.tick_params(axis="y", labelcolor=METRIC_COLORS[0])
+
+
+def _new_axes() -> Axes:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UsageError("plot needs matplotlib; install it: pip install 'phalanx[plot]'") from error
+    figure = Figure(figsize=(7, 4), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure.subplots()

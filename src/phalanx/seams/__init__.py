@@ -1,0 +1,283 @@
+"""The seams between the step and what computes it: a handful of methods each, and nothing else.
+
+A framework (torch, jax) computes a replica's gradient and applies the mean; a step sees only ``Steppable``.
+A gradient is a vector: a list with one entry per parameter, None where the parameter got none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from phalanx.definition.data import Share, Source
+from phalanx.seams.events import Evaluated, Incident, StepReport
+from phalanx.seams.sharing import Sharing, Vector
+from phalanx.seams.snapshots import Captured, Snapshots
+
+
+@dataclass(slots=True)
+class Computed:
+    """What one replica computed in one step.
+
+    Attributes
+    ----------
+    loss : float
+    weight : float or None
+        The weight that the loss returned, if it did.
+    gradient : Vector or None
+        None where the weight is 0: such a gradient is not looked at. Where replicas are folded or gradients
+        clipped, no entry shares memory with another, so that each may be written.
+    buffers : list
+        The model's buffers as this replica left them.
+    """
+
+    loss: float
+    weight: float | None
+    gradient: Vector | None
+    buffers: list[Any]
+
+
+class Part(NamedTuple):
+    """What every worker gets to know of one replica in a step.
+
+    Attributes
+    ----------
+    loss : float
+        Times the weight.
+    weight : float
+        0 where nothing is to be added.
+    returned : bool
+        Whether the loss told its weight.
+    samples : float
+        0 where the replica did not run.
+    """
+
+    loss: float
+    weight: float
+    returned: bool
+    samples: float
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A state as the caller gets it: the model, its parameters by name, and the digest of all of it."""
+
+    model: Any
+    params: dict[str, Any]
+    digest: str
+
+
+class Arithmetic(Protocol):
+    """Elementwise arithmetic over vectors; None entries are absent. The fold's order is decided elsewhere."""
+
+    def add(self, left: Vector, right: Vector) -> Vector:
+        """``left + right``; may write into ``left``."""
+        ...
+
+    def scale(self, vector: Vector, factor: float) -> Vector:
+        """``vector * factor``; may write into ``vector``."""
+        ...
+
+    def divide(self, vector: Vector, divisor: float) -> Vector:
+        """``vector / divisor``; may write into ``vector``."""
+        ...
+
+    def finite(self, vector: Vector) -> bool:
+        """Whether every element is finite."""
+        ...
+
+
+class Steppable(Protocol):
+    """What a step needs: the state at its start, and the means to take it to the next. Used inside ``environment``."""
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """How gradients are added, scaled and divided."""
+        ...
+
+    def gradients(self, todo: Sequence[tuple[int, Share]]) -> Iterator[Computed]:
+        """Compute the (key, share) of some replicas in turn, from the state at the step's start; runs user code.
+
+        One is computed when it is asked for; others may have been begun by then, if that is not seen.
+        """
+        ...
+
+    def norm(self, gradient: Vector) -> float:
+        """2-norm of ``gradient``, as the framework's own clipping computes it."""
+        ...
+
+    def update(self, step: int, gradient: Vector, buffers: Sequence[tuple[int, list[Any]]] | None) -> None:
+        """Clip, do the optimizer's ``step``, settle the buffers of (samples, buffers) per replica that ran.
+
+        None: another worker settles them.
+        """
+        ...
+
+    def rewind(self) -> None:
+        """Undo what computing gradients left behind: buffers as at the step's start, no gradients."""
+        ...
+
+
+class Link(Protocol):
+    """How a worker reaches the others: what of a step is not computed alone. All of them call the same in turn."""
+
+    @property
+    def hosted(self) -> Sequence[int]:
+        """The replicas computed here, in order."""
+        ...
+
+    def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:
+        """Take what a hosted replica left: a gradient to be folded (None: nothing), and buffers if it had samples."""
+        ...
+
+    def exchange(self, parts: Sequence[Part]) -> list[Part]:
+        """Give the parts of the hosted replicas, get those of all R in order."""
+        ...
+
+    def mean(self, weight: float) -> Vector:
+        """The folded gradient over the sum of weights; None also for what another worker owns."""
+        ...
+
+    def norm(self, gradient: Vector) -> float:
+        """2-norm over everything that ``mean`` returned anywhere."""
+        ...
+
+    def agree(self, opinion: bool) -> bool:
+        """Whether all workers are of this opinion."""
+        ...
+
+    def commit(self, step: int, gradient: Vector | None) -> None:
+        """Update what this worker owns (None: leave the state as it is); returns when all have."""
+        ...
+
+
+class Framework(Steppable, Protocol):
+    """What an engine needs of a model with its optimizer: steps, and a view of the state between them.
+
+    Attributes
+    ----------
+    name : str
+        "torch" or "jax".
+    """
+
+    name: str
+
+    @property
+    def environment(self) -> AbstractContextManager[None]:
+        """Inside, generators, threads and modes are the run's; outside, the caller's. Entered once at a time."""
+        ...
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        ...
+
+    @property
+    def snapshots(self) -> Snapshots:
+        """How this state becomes a snapshot, and is made again out of one."""
+        ...
+
+    @property
+    def sharing(self) -> Sharing:
+        """How this state is shared with other processes."""
+        ...
+
+    def schedule(self, loss: float) -> None:
+        """Step the scheduler once, with the step's mean loss, after the step is done or skipped."""
+        ...
+
+    def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> tuple[float, float]:
+        """(mean, weight) of a metric over one chunk of samples, in evaluation mode; changes nothing."""
+        ...
+
+    def opened(self, source: Source) -> Source:
+        """``source`` as this framework reads it: columns become its arrays, sharing memory where they can."""
+        ...
+
+    def export(self, steps: int, *, copy: bool) -> Exported:
+        """The state after ``steps`` steps; ``copy`` makes it independent of the run."""
+        ...
+
+
+@dataclass(slots=True)
+class Course:
+    """What a run has done so far.
+
+    Attributes
+    ----------
+    loss_history : list of float
+        One mean loss per finished step; its length is the number of finished steps.
+    samples : int
+        Samples seen in all of them.
+    span : (float, float) or None
+        Start of the first step and end of the last, on the clock of ``time.perf_counter``.
+    incidents : list of Incident
+        What happened to workers.
+    resumed_from : int or None
+        How many steps an earlier run had done, if this one goes on from its snapshot.
+    evaluated : list of Evaluated
+        The evaluations of that earlier run.
+    """
+
+    loss_history: list[float] = field(default_factory=list[float])
+    samples: int = 0
+    span: tuple[float, float] | None = None
+    incidents: list[Incident] = field(default_factory=list[Incident])
+    resumed_from: int | None = None
+    evaluated: list[Evaluated] = field(default_factory=list[Evaluated])
+
+    def add(self, loss: float, samples: int) -> None:
+        """Count a finished step."""
+        self.loss_history.append(loss)
+        self.samples += samples
+
+    def time(self, started: float, ended: float) -> None:
+        """Note when the latest step started and ended."""
+        self.span = (started if self.span is None else self.span[0], ended)
+
+
+class Engine(Protocol):
+    """Where workers live. Takes a state from step to step, and shows it between two."""
+
+    course: Course
+
+    @property
+    def workers(self) -> int:
+        """W."""
+        ...
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """Processes that compute, apart from this one."""
+        ...
+
+    @property
+    def environment(self) -> AbstractContextManager[None]:
+        """Entered around many steps if nobody looks at the state between them."""
+        ...
+
+    def advance(self, batch: Any, horizon: int) -> StepReport:
+        """Do a step: on ``batch``, or the next planned one; may run ahead up to ``horizon`` finished steps."""
+        ...
+
+    def pause(self) -> bool:
+        """Begin no step that was not asked for; whether nothing is ahead of the last report any more."""
+        ...
+
+    def evaluate(self, metric_fn: Callable[..., Any], data: Any, batch_size: int) -> float:
+        """Weighted mean of a metric over all samples of ``data``."""
+        ...
+
+    def export(self, *, copy: bool) -> Exported:
+        """The state as of the last finished step."""
+        ...
+
+    def capture(self) -> Captured:
+        """The state as of the last finished step, for a snapshot; it stays as it is while the run goes on."""
+        ...
+
+    def close(self) -> None:
+        """End what the engine holds; ``export`` still works."""
+        ...

@@ -1,0 +1,200 @@
+"""Who may change what a whole process shares, and contexts that are entered only once when nested.
+
+Random generators, thread counts and modes belong to the process, not to a run. Two runs in two threads of one process
+take turns with them: step by step, in the order in which they came.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from phalanx.errors import UsageError
+from phalanx.surroundings import interrupts
+
+P = ParamSpec("P")
+T = TypeVar("T")
+SLICE_SECONDS = 0.1  # between two looks at Ctrl-C while waiting
+
+
+_ALL: weakref.WeakSet[Turns] = weakref.WeakSet()
+
+
+class Turns(contextlib.AbstractContextManager["Turns"]):
+    """A lock for one thread at a time, first come, first served; the same thread may enter it again.
+
+    ``threading.RLock`` promises no order: who lets go of it and takes it again at once would keep the others waiting.
+    """
+
+    def __init__(self) -> None:
+        self._owner = self._depth = 0
+        self._torn = False
+        self._begin()
+        _ALL.add(self)
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: deque[_Turn] = deque()
+
+    def forked(self) -> None:
+        """In the child of a fork there is one thread: what others held or waited for is free."""
+        self._begin()
+        if self._owner != threading.get_ident():
+            self._torn = bool(self._owner)
+            self._owner = self._depth = 0
+
+    def check(self) -> None:
+        """Refuse what another thread was in the middle of when this process was forked.
+
+        Raises
+        ------
+        UsageError
+            It was.
+        """
+        if self._torn:
+            raise UsageError(
+                "another thread was using this run when this process was forked from its own, so that it is half done "
+                "here; start a run of your own"
+            )
+
+    @property
+    def mine(self) -> bool:
+        """Whether this thread has its turn."""
+        return self._owner == threading.get_ident()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody waits for a turn."""
+        return bool(self._waiting)
+
+    def __enter__(self) -> Turns:
+        me = threading.get_ident()
+        if self._owner != me:
+            turn = None
+            with self._lock:
+                if self._owner or self._waiting:
+                    turn = _Turn(me)
+                    self._waiting.append(turn)
+                else:
+                    self._owner = me
+            if turn is not None:
+                self._wait(turn)
+        self._depth += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            with self._lock:
+                self._pass_on()
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """Inside, others may have their turn, though this thread is in the middle of one."""
+        depth, self._depth = self._depth, 0
+        with self._lock:
+            self._pass_on()
+        try:
+            yield
+        finally:
+            with interrupts.shielded():
+                self.__enter__()
+            self._depth = depth
+
+    def _wait(self, turn: _Turn) -> None:
+        try:
+            while not turn.come.is_set() and not turn.come.wait(SLICE_SECONDS):
+                interrupts.check()
+        except BaseException:
+            with self._lock:
+                if turn.come.is_set():
+                    self._pass_on()
+                else:
+                    self._waiting.remove(turn)
+            raise
+
+    def _pass_on(self) -> None:
+        self._owner = 0
+        if self._waiting:
+            turn = self._waiting.popleft()
+            self._owner = turn.thread
+            turn.come.set()
+
+
+class _Turn:
+    def __init__(self, thread: int) -> None:
+        self.thread = thread
+        self.come = threading.Event()
+
+
+ALONE = Turns()  # who is inside may change generators and modes of the process, and restores them before leaving
+
+
+def _forked() -> None:
+    for turns in list(_ALL):
+        turns.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
+class HasTurn(Protocol):
+    """Something that does one thing at a time."""
+
+    turn: Turns
+
+
+S = TypeVar("S", bound=HasTurn)
+
+
+def verb(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """Make a method wait until no other thread is in one; Ctrl-C comes where nothing is held."""
+
+    @functools.wraps(method)
+    def call(thing: S, *arguments: P.args, **options: P.kwargs) -> T:
+        if thing.turn.mine:  # called by another verb
+            return method(thing, *arguments, **options)
+        with interrupts.guarded(), thing.turn:
+            return method(thing, *arguments, **options)
+
+    return call
+
+
+def alone(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a function take its turn with what belongs to the process; Ctrl-C comes where nothing is held."""
+
+    @functools.wraps(function)
+    def call(*arguments: P.args, **options: P.kwargs) -> T:
+        with interrupts.guarded(), ALONE:
+            return function(*arguments, **options)
+
+    return call
+
+
+class Reentrant(contextlib.AbstractContextManager[None]):
+    """Contexts that are entered together: only the outermost ``with`` enters and leaves them."""
+
+    def __init__(self, *contexts: contextlib.AbstractContextManager[Any]) -> None:
+        self._contexts = contexts
+        self._depth = 0
+        self._exits = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        if self._depth == 0:
+            with contextlib.ExitStack() as exits:
+                for context in self._contexts:
+                    exits.enter_context(context)
+                self._exits = exits.pop_all()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._exits.close()

@@ -1,1 +1,0 @@
-"""What people look at: a progress bar and pictures. Each library is imported where it is used."""
