@@ -57,7 +57,7 @@ def block(run, saver, *, memory) -> float:
     end = run.steps + BLOCK
     run._saver = saver
     run._horizon = lambda batch: end if saver is None else min(end, saver.horizon(run.steps))
-    run._engine.wall.hold(reading=not memory)  # nothing is saved in memory while somebody reads what was
+    run._engine.supervisor.hold(reading=not memory)  # nothing is saved in memory while somebody reads what was
     began = time.perf_counter()
     while run.steps < end:
         next(run)

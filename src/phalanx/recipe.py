@@ -9,12 +9,12 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, Unpack
 
-from phalanx.checkpoint.resume import Loaded, Past, loaded
+from phalanx.checkpoint.resume import Loaded, ResumeState, loaded
 from phalanx.definition import checks
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.run.options import Options, settle, unknown
-from phalanx.run.progress import Progress
+from phalanx.run.progress import ProgressBar
 from phalanx.run.result import Result
 from phalanx.run.run import Run
 from phalanx.surroundings import interrupts
@@ -194,7 +194,7 @@ class Recipe(Definition):
         if distributes(settled.engine) and rank() > 0:  # the first process reports and saves, and sends its state
             settled = dataclasses.replace(settled, saving=None, warm_start=None, callbacks=(), progress=False)
         with contextlib.ExitStack() as undo:
-            past = Past(self, settled.saving, settled.warm_start)
+            past = ResumeState(self, settled.saving, settled.warm_start)
             undo.callback(past.close)
             engine = open_engine(
                 self, settled.engine, settled.workers, settled.devices, settled.deadline_seconds, past.begin
@@ -202,9 +202,9 @@ class Recipe(Definition):
             undo.callback(engine.close)
             saver = past.saver(engine)
             total = None if self.data is None else self.plan.steps
-            progress = Progress(settled.progress, total, len(engine.course.loss_history))
+            progress = ProgressBar(settled.progress, total, len(engine.run_state.loss_history))
             run = Run(self, engine, settled.callbacks, settled.evaluation, progress, called, saver)
-            run.metric_history.extend(engine.course.evaluated)
+            run.metric_history.extend(engine.run_state.evaluated)
             undo.pop_all()
         return run
 

@@ -67,7 +67,7 @@ def propose(framework: Steppable, link: Link, definition: Definition, t: int, sh
             _part(framework, link, definition, computing, t, replica, shares[replica], known[replica])
             for replica in link.hosted
         ]
-        parts = link.exchange(mine)
+        parts = link.all_gather(mine)
         _check_consistent(parts)
         loss, weight = _mean(t, parts)
         gradient = link.mean(weight)
@@ -140,7 +140,7 @@ def _mean(t: int, parts: Sequence[Part]) -> tuple[float, float]:
 
 def _finite(arithmetic: Arithmetic, link: Link, loss: float, norm: float, gradient: Vector) -> bool:
     """The norm screens (one pass); elements are looked at only when it is not finite: it may merely overflow."""
-    return math.isfinite(loss) and (math.isfinite(norm) or link.agree(arithmetic.finite(gradient)))
+    return math.isfinite(loss) and (math.isfinite(norm) or link.all_true(arithmetic.finite(gradient)))
 
 
 def begin(

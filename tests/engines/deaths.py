@@ -10,10 +10,10 @@ import os
 import pathlib
 import signal
 
-from phalanx.plan.lifecycle import Point
+from phalanx.plan.lifecycle import Phase
 
 HALVES = ("half saved", "half updated")  # beside the points, which lie between two things
-PLACES = (*(point.name for point in Point), *HALVES)
+PLACES = (*(point.name for point in Phase), *HALVES)
 
 
 def once(folder, name):
@@ -60,9 +60,9 @@ class Trapped:
         return self.make_model()
 
     def set(self):
-        from phalanx.shared.control import LINE, PLACE, WORKERS, Meeting
+        from phalanx.shared.control import LINE, PLACE, WORKERS, Barrier
 
-        trap, at = self, Meeting.at
+        trap, at = self, Barrier.at
 
         def watched(meeting, point):
             at(meeting, point)
@@ -71,7 +71,7 @@ class Trapped:
             if trap.place == point.name:
                 trap.spring()
 
-        Meeting.at = watched
+        Barrier.at = watched
         if self.place in HALVES:
             self.watch_copies()
 

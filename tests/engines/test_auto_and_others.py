@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import phalanx
 from phalanx.engines import auto
 from phalanx.shared import control
-from phalanx.shared.control import Control, Meeting
+from phalanx.shared.control import Barrier, Control
 from tests.engines.moving import hurry, moves, turn_back
 from tests.families import ADAMW, FAMILIES, FEATURES, Elsewhere, mlp
 
@@ -67,7 +67,7 @@ def test_meetings_hold_with_and_without_the_kernel(monkeypatch, ordered):
     seen = [[] for _ in range(workers)]
 
     def work(worker):
-        meeting = Meeting(block, worker)
+        meeting = Barrier(block, worker)
         for number in range(rounds):
             block.rows[worker] = number
             meeting.meet(control.COMPUTE, control.FOLD)

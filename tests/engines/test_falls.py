@@ -211,14 +211,14 @@ def test_batches_that_the_caller_brought_are_kept(tmp_path, place):
 
 @pytest.mark.parametrize(("most", "eager"), [(1 << 28, False), (1000, True)])
 def test_batches_are_not_kept_without_bound(monkeypatch, most, eager):
-    """Past so many bytes of them a snapshot is taken at once, and those that it covers are let go."""
+    """ResumeState so many bytes of them a snapshot is taken at once, and those that it covers are let go."""
     monkeypatch.setattr(supervisor, "MOST_BATCHES", most)
     recipe = phalanx.Recipe(mlp, None, F.cross_entropy, replicas=3, optimizer=ADAMW)
     with recipe.start(engine="processes", workers=2) as run:
         for _ in range(7):
             run.step((FEATURES[0][:9], FEATURES[1][:9]))
         assert (run._engine.control.words[EAGER] > 0) == eager
-        assert not eager or len(run._engine.wall._batches) <= 3  # one more than it takes to be told of
+        assert not eager or len(run._engine.supervisor._batches) <= 3  # one more than it takes to be told of
 
 
 def fatal_accuracy(folder, output, target):

@@ -235,7 +235,7 @@ def test_an_arena_that_is_too_large_is_refused_before_anything_starts(monkeypatc
     def never(*_, **__):
         raise AssertionError("something was started")
 
-    for name in ("Memory", "Output", "Crew", "Hand"):
+    for name in ("Memory", "Output", "WorkerPool", "WorkerHandle"):
         monkeypatch.setattr(processes, name, never, raising=False)
     with pytest.raises(UsageError) as error:
         recipe.start(engine="processes", workers=4)

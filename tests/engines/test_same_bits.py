@@ -582,7 +582,7 @@ class Late(nn.Module):
 
 @pytest.mark.parametrize("way", ["hooks", "end"])
 def test_gradients_that_are_changed_late(way):
-    """What user code does to gradients after they have been computed is done before workers exchange them."""
+    """What user code does to gradients after they have been computed is done before workers all_gather them."""
     x, y = torch.randn(16, 8, generator=torch.Generator().manual_seed(1)), torch.arange(16) % 3
     recipe = phalanx.Recipe(functools.partial(Late, way), (x, y), F.cross_entropy, replicas=2, batch_size=8, steps=3)
     same(recipe, (2,))
@@ -614,7 +614,7 @@ def placed(recipe, blocks):
         digest = engine.export(copy=True).digest
     finally:
         engine.close()
-    return answer(digest, engine.course.loss_history, [(recipe.plan.steps, value, "metric")])
+    return answer(digest, engine.run_state.loss_history, [(recipe.plan.steps, value, "metric")])
 
 
 @pytest.mark.parametrize("blocks", PLACEMENTS.values(), ids=PLACEMENTS)
@@ -666,10 +666,10 @@ def buffers_left_out():
 
 def stale_gradients():
     """A peer's gradient is what it was when it was first looked at."""
-    from phalanx.frameworks.torch.slots import Slots
+    from phalanx.frameworks.torch.slots import GradientBuckets
 
-    peer = Slots.peer
-    Slots.peer = lambda self, *place: [None if grad is None else grad.clone() for grad in peer(self, *place)]
+    peer = GradientBuckets.peer
+    GradientBuckets.peer = lambda self, *place: [None if grad is None else grad.clone() for grad in peer(self, *place)]
 
 
 def absent_as_zero():
@@ -691,9 +691,9 @@ def absent_as_zero():
 
 def norm_of_the_own():
     """Each worker clips by the norm of what it owns."""
-    from phalanx.frameworks.torch.slots import Slots
+    from phalanx.frameworks.torch.slots import GradientBuckets
 
-    Slots.total_norm = lambda self, there: self._updates.total_norm(self._norms[self._owned])
+    GradientBuckets.total_norm = lambda self, there: self._updates.total_norm(self._norms[self._owned])
 
 
 def seeded_by_worker():

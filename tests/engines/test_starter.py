@@ -9,8 +9,7 @@ import time
 import pytest
 
 import phalanx
-from phalanx.engines.processes import environment
-from phalanx.engines.processes import launch
+from phalanx.engines.processes import environment, launch
 from phalanx.engines.processes.launch import WARM
 from phalanx.surroundings import interrupts
 from tests.engines.deaths import hunted

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 import phalanx
-from phalanx.definition.deal import Dealer
+from phalanx.definition.deal import BatchShares
 from phalanx.frameworks.registry import open_framework
 
 SAMPLES = 24
@@ -652,7 +652,7 @@ def test_a_dataset_that_is_longer_than_memory():
     assert [recipe.plan.indices(step).tolist() for step in (0, 10**12)] == [
         [0, 1, 2, 3], [4 * 10**12 + n for n in range(4)]
     ]  # fmt: skip
-    chunks = Dealer(recipe, open_framework(recipe).opened).chunks(Endless(), 256)
+    chunks = BatchShares(recipe, open_framework(recipe).opened).chunks(Endless(), 256)
     assert len(chunks) == 10**15 // 256
     assert chunks[len(chunks) - 1].samples.tolist() == list(range(10**15 - 256, 10**15))
     assert chunks[1].samples.tolist() == list(range(256, 512))

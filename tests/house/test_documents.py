@@ -140,7 +140,7 @@ def test_a_block_that_fails_is_seen(tmp_path):
 @pytest.mark.house
 def test_a_path_of_this_machine_is_seen():
     """The folder's path is noticed at its end and inside a longer path, not inside another word."""
-    root = Path("/home/someone/wall")
-    assert mentions(b"see /home/someone/wall/src", root)
-    assert mentions(b'"/home/someone/wall"', root)
+    root = Path("/home/someone/supervisor")
+    assert mentions(b"see /home/someone/supervisor/src", root)
+    assert mentions(b'"/home/someone/supervisor"', root)
     assert not mentions(b"/home/someone/wallpaper", root)

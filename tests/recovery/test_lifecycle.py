@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from phalanx.plan.lifecycle import Place, Point, joinable, judge, newest_whole
+from phalanx.plan.lifecycle import Phase, Progress, joinable, judge, newest_whole
 
 STEPS = 5
 INTERVAL = 2
@@ -18,9 +18,9 @@ class Broken(Exception):
 class Worker:
     """Goes through the points of each step; what it owns is the number of the step that it was last written for."""
 
-    def __init__(self, wall, number):
-        self.wall, self.number = wall, number
-        self.place = Place(0, Point.SAVING)
+    def __init__(self, supervisor, number):
+        self.supervisor, self.number = supervisor, number
+        self.place = Progress(0, Phase.SAVING)
         self.arrived = 0
         self.owned, self.half = 0, False  # updates that were written; whether one is being written
         self.saved = (0, False)  # (step, whether it is half written)
@@ -29,40 +29,40 @@ class Worker:
     def life(self):
         """One yield per thing that another worker, or a death, may come between."""
         for step in range(STEPS):
-            self.place = Place(step, Point.SAVING)
+            self.place = Progress(step, Phase.SAVING)
             yield
-            if self.wall.due == step:
+            if self.supervisor.due == step:
                 self.saved = (step, True)
                 yield
                 self.saved = (step, False)
-            for point in (Point.COMPUTING, Point.COMPUTED):
-                self.place = Place(step, point)
+            for phase in (Phase.COMPUTING, Phase.COMPUTED):
+                self.place = Progress(step, phase)
                 yield
             yield from self.meet()
-            self.place = Place(step, Point.FOLDING)
+            self.place = Progress(step, Phase.FOLDING)
             yield
-            self.place = Place(step, Point.FOLDED)
+            self.place = Progress(step, Phase.FOLDED)
             yield
             yield from self.meet()
             if self.number == 0:
-                if self.wall.due == step:
-                    self.wall.kept = step
+                if self.supervisor.due == step:
+                    self.supervisor.kept = step
                     yield
-                if step + 1 - self.wall.due >= INTERVAL:
-                    self.wall.due = step + 1
-            self.place = Place(step, Point.UPDATING)
+                if step + 1 - self.supervisor.due >= INTERVAL:
+                    self.supervisor.due = step + 1
+            self.place = Progress(step, Phase.UPDATING)
             yield
             self.half = True
             yield
             self.owned, self.half = step + 1, False
             yield
-            self.place = Place(step, Point.UPDATED)
+            self.place = Progress(step, Phase.UPDATED)
             yield
             yield from self.meet()
 
     def meet(self):
         self.arrived += 1
-        while min(worker.arrived for worker in self.wall.workers) < self.arrived:
+        while min(worker.arrived for worker in self.supervisor.workers) < self.arrived:
             yield
 
 
@@ -89,37 +89,40 @@ class Wall:
         return fallen
 
 
-def check(wall):
+def check(supervisor):
     """The verdict must be true of what the workers really wrote."""
-    places = [worker.place for worker in wall.workers]
+    places = [worker.place for worker in supervisor.workers]
     verdict = judge(places)
-    whole = not any(worker.half for worker in wall.workers) and len({worker.owned for worker in wall.workers}) == 1
+    whole = (
+        not any(worker.half for worker in supervisor.workers)
+        and len({worker.owned for worker in supervisor.workers}) == 1
+    )
     if not verdict.torn:
         assert whole
-        assert verdict.step == wall.workers[0].owned
+        assert verdict.step == supervisor.workers[0].owned
         return
-    kept = newest_whole(wall.due, wall.kept, verdict.step)
-    assert {worker.saved for worker in wall.workers} == {(kept, False)} or kept == -1
+    kept = newest_whole(supervisor.due, supervisor.kept, verdict.step)
+    assert {worker.saved for worker in supervisor.workers} == {(kept, False)} or kept == -1
     assert kept <= verdict.step
 
 
-POINTS = list(itertools.product(range(STEPS), Point))
+POINTS = list(itertools.product(range(STEPS), Phase))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_a_death_at_every_point_is_judged_as_what_it_is(count):
-    """Every point x every worker x many orders in which the others go on: never a torn state taken for a whole one."""
-    for (step, point), victim in itertools.product(POINTS, range(count)):
+    """Every phase x every worker x many orders in which the others go on: never a torn state taken for a whole one."""
+    for (step, phase), victim in itertools.product(POINTS, range(count)):
         for seed in range(12):
-            rng = random.Random(f"{count} {step} {point} {victim} {seed}")
+            rng = random.Random(f"{count} {step} {phase} {victim} {seed}")
             delay = iter([False] * rng.randrange(3) + [True])
-            wall = Wall(count)
-            place = Place(step, point)
-            fallen = wall.run(
+            supervisor = Wall(count)
+            place = Progress(step, phase)
+            fallen = supervisor.run(
                 rng, lambda w, v=victim, p=place, d=delay: (w.number, w.place) == (v, p) and next(d, True)
             )
             if fallen:
-                check(wall)
+                check(supervisor)
 
 
 def test_several_deaths_at_once_are_judged_as_what_they_are():
@@ -127,10 +130,10 @@ def test_several_deaths_at_once_are_judged_as_what_they_are():
     torn = 0
     for seed in range(3000):
         rng = random.Random(seed)
-        wall = Wall(rng.randint(1, 4))
-        if wall.run(rng, lambda worker, rng=rng: rng.random() < 0.02):
-            check(wall)
-            torn += judge([worker.place for worker in wall.workers]).torn
+        supervisor = Wall(rng.randint(1, 4))
+        if supervisor.run(rng, lambda worker, rng=rng: rng.random() < 0.02):
+            check(supervisor)
+            torn += judge([worker.place for worker in supervisor.workers]).torn
     assert torn > 100  # otherwise this looked at nothing
 
 
@@ -139,14 +142,14 @@ def test_replacements_join_only_where_everybody_waits_for_them():
     joined = 0
     for seed in range(3000):
         rng = random.Random(seed)
-        wall = Wall(rng.randint(2, 4))
-        fallen = wall.run(rng, lambda worker, rng=rng: rng.random() < 0.02)
-        places = [worker.place for worker in wall.workers]
+        supervisor = Wall(rng.randint(2, 4))
+        fallen = supervisor.run(rng, lambda worker, rng=rng: rng.random() < 0.02)
+        places = [worker.place for worker in supervisor.workers]
         if fallen and joinable(places, fallen):
             joined += 1
             step = places[fallen[0]].step
-            assert all(place < Place(step, Point.FOLDING) for place in places)
-            assert all(worker.owned == step and not worker.half for worker in wall.workers)
+            assert all(place < Progress(step, Phase.FOLDING) for place in places)
+            assert all(worker.owned == step and not worker.half for worker in supervisor.workers)
     assert joined > 100
 
 
@@ -190,4 +193,4 @@ judge_of_the_library = judge
 )
 def test_the_table(places, step, torn):
     """By hand: from where everyone stood to how the run goes on."""
-    assert judge([Place(step, Point(point)) for step, point in places]) == (step, torn)
+    assert judge([Progress(step, Phase(phase)) for step, phase in places]) == (step, torn)

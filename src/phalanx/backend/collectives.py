@@ -12,7 +12,7 @@ import torch
 from phalanx.backend.progress import Steps
 from phalanx.backend.reduction import Reduction
 from phalanx.backend.room import SLOT
-from phalanx.backend.rounds import MOST, SIZE, Rounds, deed
+from phalanx.backend.rounds import MOST, SIZE, Rounds, signature
 from phalanx.errors import UsageError
 from phalanx.plan.shares import share_bounds
 
@@ -21,7 +21,7 @@ DIRECT = 1 << 14  # bytes up to which every rank adds all of it, however many th
 
 def barrier(rounds: Rounds) -> Steps:
     """Nobody goes on before all have come."""
-    yield from rounds.come(deed("barrier"))
+    yield from rounds.come(signature("barrier"))
     rounds.show()
     yield from rounds.see(rounds.others)
 
@@ -128,7 +128,7 @@ def all_to_all(rounds: Rounds, outputs: Sequence[torch.Tensor], inputs: Sequence
     UsageError
         A rank sends more or less than the other expects.
     """
-    word = deed("all_to_all", inputs[0].dtype)
+    word = signature("all_to_all", inputs[0].dtype)
     sizes = torch.tensor([len(value) for value in inputs])
     slots = yield from _shown(rounds, word, sizes)
     yield from rounds.see(rounds.others)
@@ -190,4 +190,4 @@ def _placed(flat: torch.Tensor, most: int) -> Sequence[tuple[int, torch.Tensor]]
 
 def _word(kind: str, flat: torch.Tensor, reduction: Reduction | None = None, root: int = 0) -> int:
     op = 0 if reduction is None else reduction.number
-    return deed(kind, flat.dtype, op, root) | (flat.nbytes & MOST) << SIZE
+    return signature(kind, flat.dtype, op, root) | (flat.nbytes & MOST) << SIZE

@@ -17,7 +17,7 @@ from phalanx.backend.room import ARRIVED, SLOT, TAGS, PeerError, Room
 from phalanx.shared.control import order
 
 KEPT_VIEWS = 64
-SIZE = 26  # the bit of a deed from which on it holds a number of bytes
+SIZE = 26  # the bit of a signature from which on it holds a number of bytes
 MOST = (1 << 37) - 1  # bytes that fit there
 OPERATIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 ROOTED = ("reduce", "broadcast", "gather", "scatter")
@@ -31,13 +31,13 @@ KINDS = (
 
 
 @functools.lru_cache
-def deed(kind: str, dtype: torch.dtype = torch.uint8, op: int = 0, root: int = 0) -> int:
+def signature(kind: str, dtype: torch.dtype = torch.uint8, op: int = 0, root: int = 0) -> int:
     """What a rank does in a round, as far as all must do the same, as one word; the size is put in from bit SIZE on."""
     return KINDS.index(kind) | DTYPES.index(dtype) << 4 | op << 10 | root << 14
 
 
 def spelled(word: int) -> str:
-    """A deed for people."""
+    """A signature for people."""
     kind, dtype, root, size = KINDS[word & 15], DTYPES[word >> 4 & 63], word >> 14 & 4095, word >> SIZE
     if kind in ("barrier", "all_to_all"):
         return kind
@@ -47,7 +47,7 @@ def spelled(word: int) -> str:
 
 @dataclass(frozen=True)
 class Shown:
-    """Slots of all ranks, as tensors of one dtype and length, for even and for odd rounds."""
+    """GradientBuckets of all ranks, as tensors of one dtype and length, for even and for odd rounds."""
 
     even: list[torch.Tensor]
     odd: list[torch.Tensor]
@@ -74,7 +74,7 @@ class Rounds:
         self._unseen = 0  # ranks whose slot of this round was not looked at
         self._views: dict[tuple[torch.dtype, int], Shown] = {}
 
-    def come(self, deed: int) -> Steps:
+    def come(self, signature: int) -> Steps:
         """Come to the next round. What was shown two rounds ago may then be written over.
 
         Raises
@@ -84,7 +84,7 @@ class Rounds:
         """
         if self._unseen and self._round:
             yield from self.see(self.others)
-        self._round, self._tag, self._unseen = self._round + 1, deed, len(self.others)
+        self._round, self._tag, self._unseen = self._round + 1, signature, len(self.others)
 
     def slots(self, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
         """The slots of this round, ``count`` elements of each: our own to be written before ``show``."""

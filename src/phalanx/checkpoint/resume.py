@@ -16,7 +16,7 @@ from phalanx.definition.fields import Definition
 from phalanx.definition.fingerprint import compare, fingerprint
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.registry import recorded_environment, tensor_of
-from phalanx.seams import Course, Engine, Framework
+from phalanx.seams import Engine, Framework, RunState
 from phalanx.seams.events import Evaluated
 from phalanx.seams.snapshots import Captured
 
@@ -34,7 +34,7 @@ class Saving:
     stop: bool
 
 
-class Past:
+class ResumeState:
     """What was before a run: nothing, weights to begin from, or a snapshot in its directory.
 
     Parameters
@@ -70,21 +70,21 @@ class Past:
             self.close()
             raise
 
-    def begin(self, framework: Framework) -> Course:
+    def begin(self, framework: Framework) -> RunState:
         """Give ``framework`` the state that was found; returns what had been done."""
         found = self._found
         if self._weights is not None:
             with framework.environment:
                 framework.snapshots.adopt_weights(self._weights.weights)
         if found is None:
-            return Course()
+            return RunState()
         with framework.environment:
             framework.snapshots.adopt(Captured(dict(found.weights), dict(found.training), found.facts))
         try:
             metrics = [Evaluated(int(steps), float(value), str(name)) for steps, value, name in found.metrics]
         except (TypeError, ValueError, OverflowError) as error:
             raise SnapshotError("the snapshot's evaluations are none") from error
-        return Course(losses_in(found), found.samples, resumed_from=found.step, evaluated=metrics)
+        return RunState(losses_in(found), found.samples, resumed_from=found.step, evaluated=metrics)
 
     def saver(self, engine: Engine) -> Saver | None:
         """What saves the run from here on."""
@@ -97,7 +97,7 @@ class Past:
         facts: dict[str, Any] = {"workers": engine.workers, "pid": os.getpid()}
         if self._differs:
             facts["differs"] = self._differs
-        made.begin(engine.course, engine, None if self._found is None else self._found.step, facts)
+        made.begin(engine.run_state, engine, None if self._found is None else self._found.step, facts)
         return made
 
     def close(self) -> None:

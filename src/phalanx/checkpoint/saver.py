@@ -18,7 +18,7 @@ from phalanx.definition.fields import Definition
 from phalanx.definition.fingerprint import fingerprint
 from phalanx.errors import PhalanxError, RunError, SnapshotError
 from phalanx.frameworks.registry import recorded_environment
-from phalanx.seams import Course, Engine
+from phalanx.seams import Engine, RunState
 from phalanx.seams.events import Evaluated, Incident, StepReport
 from phalanx.seams.snapshots import Captured, Tensor
 from phalanx.surroundings import interrupts
@@ -60,9 +60,9 @@ class Saver:
         self._pace = 0.0  # seconds of the latest step
         self._cost = 0.0  # seconds that the latest snapshot took, from beginning to end
 
-    def begin(self, course: Course, engine: Engine, resumed: int | None, facts: dict[str, Any]) -> None:
+    def begin(self, run_state: RunState, engine: Engine, resumed: int | None, facts: dict[str, Any]) -> None:
         """Say in the log how the run begins; save at once if nothing was, as a full disk is better found now."""
-        self._directory.note("start" if resumed is None else "resume", step=len(course.loss_history), **facts)
+        self._directory.note("start" if resumed is None else "resume", step=len(run_state.loss_history), **facts)
         if resumed is None:
             self.save(engine, [])
             self.settle()
@@ -105,7 +105,7 @@ class Saver:
         began = time.monotonic()
         captured = engine.capture()
         try:
-            state = snapshot_of(engine.course, captured, metrics, self._recipe, self._environment)
+            state = snapshot_of(engine.run_state, captured, metrics, self._recipe, self._environment)
             thread = threading.Thread(target=self._write, args=(state, captured, began), name="phalanx-snapshot")
             thread.start()
         except BaseException:
@@ -192,7 +192,7 @@ class Saver:
 
 
 def snapshot_of(
-    course: Course,
+    run_state: RunState,
     captured: Captured,
     metrics: Sequence[Evaluated],
     recipe: dict[str, Any],
@@ -200,14 +200,14 @@ def snapshot_of(
     digest: str | None = None,
 ) -> Snapshot:
     """What is written of a state."""
-    history = array.array("d", course.loss_history)
+    history = array.array("d", run_state.loss_history)
     return Snapshot(
-        step=len(course.loss_history),
+        step=len(run_state.loss_history),
         digest=digest,
         weights=captured.weights,
         training={**captured.training, LOSSES: Tensor("float64", (len(history),), history)},
         facts=captured.facts,
-        samples=course.samples,
+        samples=run_state.samples,
         metrics=[[evaluated.steps, repr(evaluated.value), evaluated.name] for evaluated in metrics],
         recipe=recipe,
         environment=environment,
@@ -228,7 +228,7 @@ def write_apart(
     captured = engine.capture()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        snapshot.write(snapshot_of(engine.course, captured, metrics, recipe, environment, digest), target)
+        snapshot.write(snapshot_of(engine.run_state, captured, metrics, recipe, environment, digest), target)
     except OSError as error:
         raise SnapshotError(f"the snapshot could not be written to {str(target)!r}: {error}") from error
     finally:

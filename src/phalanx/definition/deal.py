@@ -20,7 +20,7 @@ from phalanx.plan.shares import share_bounds
 EVALUATION = "evaluation data"
 
 
-class Dealer:
+class BatchShares:
     """Shares of planned steps, brought batches and evaluation data, all read in the same way.
 
     Parameters

@@ -22,7 +22,7 @@ from phalanx.engines.processes.deadline import Deadline
 from phalanx.engines.processes.driver import Processes
 from phalanx.engines.processes.launch import WARM
 from phalanx.plan.placement import place
-from phalanx.seams import Course, Engine, Exported, Framework
+from phalanx.seams import Engine, Exported, Framework, RunState
 from phalanx.seams.events import StepReport
 from phalanx.seams.snapshots import Captured
 
@@ -38,7 +38,7 @@ class Auto:
     ----------
     definition : Definition
     framework : Framework
-    course : Course
+    run_state : RunState
         What was done before.
     workers : int
         How many to hand over to, at least 2.
@@ -46,14 +46,14 @@ class Auto:
     """
 
     def __init__(
-        self, definition: Definition, framework: Framework, course: Course, workers: int, deadline: Deadline
+        self, definition: Definition, framework: Framework, run_state: RunState, workers: int, deadline: Deadline
     ) -> None:
-        self.course = course
+        self.run_state = run_state
         self._definition = definition
         self._framework = framework
         self._most = workers
         self._deadline = deadline
-        self._inline = Inline(definition, framework, self.course)
+        self._inline = Inline(definition, framework, self.run_state)
         self._engine: Engine = self._inline
         self._seconds: deque[float] = deque(maxlen=TRIAL)  # of a step, without what is between steps
         self._ends: deque[float] = deque(maxlen=TRIAL + 1)  # when steps were done
@@ -84,9 +84,9 @@ class Auto:
         if self._consider is not None:
             self._consider()
         report = self._engine.advance(batch, horizon)
-        if self._consider is not None and self.course.span is not None:
+        if self._consider is not None and self.run_state.span is not None:
             self._seconds.append(report.seconds)
-            self._ends.append(self.course.span[1])
+            self._ends.append(self.run_state.span[1])
         return report
 
     def pause(self) -> bool:
@@ -119,7 +119,7 @@ class Auto:
                 self._stay(error)
 
     def _think_of_moving(self) -> None:
-        """Hand over once workers can start at once; stay where that is refused or no longer pays."""
+        """WorkerHandle over once workers can start at once; stay where that is refused or no longer pays."""
         if not WARM.awake:
             return
         if self._gain() < self._moving:
@@ -128,7 +128,7 @@ class Auto:
         self._alone = _pace(self._ends)
         try:  # Ctrl-C leaves all as it is; the next step tries again
             placement = place(self._definition.replicas, self._most)
-            self._processes = Processes(self._definition, self._framework, placement, self.course, self._deadline)
+            self._processes = Processes(self._definition, self._framework, placement, self.run_state, self._deadline)
             self._engine, self._consider = self._processes, self._judge
         except Exception as error:  # the recipe cannot travel, the arena does not fit, or descriptors are short
             self._stay(error)
@@ -149,14 +149,14 @@ class Auto:
     def _move_back(self) -> None:
         """As soon as nothing is ahead of the caller, and nobody reads the state to write it down."""
         assert self._processes is not None
-        if self._processes.pause() and not self._processes.wall.held:
+        if self._processes.pause() and not self._processes.supervisor.held:
             self._consider = None
             self._processes.hand_back()
-            self._engine = Inline(self._definition, self._framework, self.course)
+            self._engine = Inline(self._definition, self._framework, self.run_state)
 
     def _gain(self) -> float:
         """Seconds that workers might save: what is left, if all of them computed at once and nothing else took time."""
-        done = len(self.course.loss_history)
+        done = len(self.run_state.loss_history)
         if len(self._ends) < WARM_UP:
             return -math.inf
         left = done if self._definition.data is None else self._definition.plan.steps - done

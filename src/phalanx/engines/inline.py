@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from phalanx.definition.deal import Dealer
+from phalanx.definition.deal import BatchShares
 from phalanx.definition.evaluation import averaged
 from phalanx.definition.fields import Definition
-from phalanx.engines.local_link import Alone
+from phalanx.engines.local_link import LocalLink
 from phalanx.errors import PhalanxError, RunError, WorkerError
 from phalanx.plan import evaluation_key
-from phalanx.seams import Course, Exported, Framework
+from phalanx.seams import Exported, Framework, RunState
 from phalanx.seams.events import StepReport
 from phalanx.seams.snapshots import Captured
 from phalanx.step import Proposal, commit, measure, propose
@@ -29,7 +29,7 @@ class Inline:
     framework : Framework
         Holds the state.
 
-    course : Course, optional
+    run_state : RunState, optional
         What was done before, in another engine.
 
     Attributes
@@ -41,12 +41,12 @@ class Inline:
     workers = 1
     worker_pids: tuple[int, ...] = ()
 
-    def __init__(self, definition: Definition, framework: Framework, course: Course | None = None) -> None:
-        self.course = Course() if course is None else course
+    def __init__(self, definition: Definition, framework: Framework, run_state: RunState | None = None) -> None:
+        self.run_state = RunState() if run_state is None else run_state
         self._definition = definition
         self._framework = framework
-        self._link = Alone(framework, definition.replicas)
-        self._dealer = Dealer(definition, framework.opened)
+        self._link = LocalLink(framework, definition.replicas)
+        self._dealer = BatchShares(definition, framework.opened)
         self._torn = False
         self._ended = ""
         self.environment = framework.environment
@@ -58,7 +58,7 @@ class Inline:
         """
         self._check_able()
         started = time.perf_counter()
-        t, lr = len(self.course.loss_history), self._framework.lr
+        t, lr = len(self.run_state.loss_history), self._framework.lr
         with self.environment, self._unbroken(f"at step {t}"):
             shares = self._dealer.planned(t) if batch is None else self._dealer.brought(batch)
             self._link.begin()
@@ -67,7 +67,7 @@ class Inline:
             self._commit(t, proposal, samples)
         epoch = self._definition.plan.epoch(t) if batch is None else None
         ended = time.perf_counter()
-        self.course.time(started, ended)
+        self.run_state.time(started, ended)
         return StepReport(t, epoch, proposal.loss, proposal.norm, lr, samples, ended - started)
 
     def pause(self) -> bool:
@@ -90,7 +90,7 @@ class Inline:
         if self._torn:
             self._check_able()
         with self.environment:
-            return self._framework.export(len(self.course.loss_history), copy=copy)
+            return self._framework.export(len(self.run_state.loss_history), copy=copy)
 
     def capture(self) -> Captured:
         """See ``seams.Engine.capture``."""
@@ -121,7 +121,7 @@ class Inline:
         during = "the optimizer, so the weights are not those of any step"
         try:
             commit(self._framework, self._link, t, proposal)
-            self.course.add(proposal.loss, samples)
+            self.run_state.add(proposal.loss, samples)
             self._torn = False
             during = "the scheduler; the step itself was done"
             self._framework.schedule(proposal.loss)

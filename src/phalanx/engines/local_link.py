@@ -10,7 +10,7 @@ from phalanx.seams import Part, Steppable, Vector
 from phalanx.surroundings import interrupts
 
 
-class Alone:
+class LocalLink:
     """Implements ``seams.Link`` for one worker.
 
     Parameters
@@ -37,8 +37,8 @@ class Alone:
             self._buffers.append((samples, buffers))
         interrupts.check()
 
-    def exchange(self, parts: Sequence[Part]) -> list[Part]:
-        """See ``seams.Link.exchange``."""
+    def all_gather(self, parts: Sequence[Part]) -> list[Part]:
+        """See ``seams.Link.all_gather``."""
         return list(parts)
 
     def mean(self, weight: float) -> Vector:
@@ -51,8 +51,8 @@ class Alone:
         """See ``seams.Link.norm``."""
         return self._framework.norm(gradient)
 
-    def agree(self, opinion: bool) -> bool:
-        """See ``seams.Link.agree``."""
+    def all_true(self, opinion: bool) -> bool:
+        """See ``seams.Link.all_true``."""
         return opinion
 
     def commit(self, step: int, gradient: Vector | None) -> None:

@@ -13,7 +13,7 @@ from phalanx.engines.processes.driver import Processes
 from phalanx.engines.processes.launch import WARM
 from phalanx.frameworks.registry import open_framework
 from phalanx.plan.placement import place
-from phalanx.seams import Course, Engine, Framework
+from phalanx.seams import Engine, Framework, RunState
 from phalanx.surroundings.presence import processors, several, usable_cores
 
 CAPABLE = hasattr(select, "poll")
@@ -25,7 +25,7 @@ def open_engine(
     workers: int | None,
     devices: Sequence[str],
     deadline_seconds: float | None,
-    begin: Callable[[Framework], Course],
+    begin: Callable[[Framework], RunState],
 ) -> Engine:
     """The engine that was asked for; "auto" without a number of workers measures.
 

@@ -1,4 +1,4 @@
-"""Where a run stands when workers have ended, and how it goes on: a pure table over (step, point) of every worker.
+"""Where a run stands when workers have ended, and how it goes on: a pure table over (step, phase) of every worker.
 
 A step has named points. Weights change only between ``UPDATING`` and ``UPDATED``, and no worker comes there before all
 have ``FOLDED``; none begins the next step before all have ``UPDATED``. So workers are never more than a step apart, and
@@ -12,7 +12,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 
-class Point(IntEnum):
+class Phase(IntEnum):
     """How far a worker is in a step, in order."""
 
     SAVING = 0  # copies what it owns into the snapshot, if one is due
@@ -24,11 +24,11 @@ class Point(IntEnum):
     UPDATED = 6  # waits for the others
 
 
-class Place(NamedTuple):
+class Progress(NamedTuple):
     """Where a worker was last seen. Places are ordered as they are passed."""
 
     step: int
-    point: Point
+    phase: Phase
 
 
 class Verdict(NamedTuple):
@@ -46,21 +46,21 @@ class Verdict(NamedTuple):
     torn: bool
 
 
-def joinable(places: Sequence[Place], fallen: Collection[int]) -> bool:
+def joinable(places: Sequence[Progress], fallen: Collection[int]) -> bool:
     """Whether replacements may step in while the others wait: all that fell were computing, in the same step.
 
-    Then nobody can pass the point where gradients are exchanged, so nothing moves until they are there.
+    Then nobody can pass the phase where gradients are exchanged, so nothing moves until they are there.
     """
     there = {places[worker] for worker in fallen}
-    return len({place.step for place in there}) == 1 and all(place.point <= Point.COMPUTING for place in there)
+    return len({place.step for place in there}) == 1 and all(place.phase <= Phase.COMPUTING for place in there)
 
 
-def judge(places: Sequence[Place]) -> Verdict:
+def judge(places: Sequence[Progress]) -> Verdict:
     """How a run goes on from where every worker stood when all had stopped."""
     furthest = max(places)
-    if furthest.point < Point.UPDATING:  # all others are in this step too, or have done all of the one before
+    if furthest.phase < Phase.UPDATING:  # all others are in this step too, or have done all of the one before
         return Verdict(furthest.step, torn=False)
-    if min(places) < Place(furthest.step, Point.UPDATED):
+    if min(places) < Progress(furthest.step, Phase.UPDATED):
         return Verdict(furthest.step, torn=True)
     return Verdict(furthest.step + 1, torn=False)
 

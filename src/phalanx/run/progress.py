@@ -13,7 +13,7 @@ REFRESH_SECONDS = 0.1
 DELAY_SECONDS = 0.5
 
 
-class Progress:
+class ProgressBar:
     """Shows finished steps, loss and the last metric. Costs one clock read a step between refreshes.
 
     Parameters

@@ -94,21 +94,21 @@ def result_of(
     definition: Definition, engine: Engine, metrics: Sequence[Evaluated], called: float, opened: float, *, copy: bool
 ) -> Result:
     """The state of a run now, which was called for and opened at these times; ``copy``: independent of the run."""
-    exported, course = engine.export(copy=copy), engine.course
-    began, ended = course.span or (opened, opened)
+    exported, run_state = engine.export(copy=copy), engine.run_state
+    began, ended = run_state.span or (opened, opened)
     return Result(
         model=exported.model,
         params=exported.params,
-        loss_history=list(course.loss_history),
+        loss_history=list(run_state.loss_history),
         metric_history=list(metrics),
         digest=exported.digest,
-        steps=len(course.loss_history),
-        samples=course.samples,
+        steps=len(run_state.loss_history),
+        samples=run_state.samples,
         replicas=definition.replicas,
         workers=engine.workers,
         steps_per_epoch=None if definition.data is None else definition.plan.steps_per_epoch,
         seconds=ended - began,
         startup_seconds=began - called,
-        resumed_from=course.resumed_from,
-        incidents=tuple(course.incidents),
+        resumed_from=run_state.resumed_from,
+        incidents=tuple(run_state.incidents),
     )

@@ -13,7 +13,7 @@ from phalanx.definition.evaluation import DEFAULT_BATCH, Evaluation, check_evalu
 from phalanx.definition.fields import Definition
 from phalanx.definition.unchanged import Unchanged
 from phalanx.errors import LeftError, PhalanxError, Preempted, SnapshotError, UsageError
-from phalanx.run.progress import Progress
+from phalanx.run.progress import ProgressBar
 from phalanx.run.result import Result, result_of
 from phalanx.seams import Engine
 from phalanx.seams.events import Evaluated, Incident, StepReport
@@ -40,7 +40,7 @@ class Run:
         engine: Engine,
         callbacks: Sequence[Callback],
         evaluation: Evaluation | None,
-        progress: Progress,
+        progress: ProgressBar,
         called: float,
         saver: Saver | None = None,
     ) -> None:
@@ -102,12 +102,12 @@ class Run:
     @property
     def steps(self) -> int:
         """How many steps are done."""
-        return len(self._engine.course.loss_history)
+        return len(self._engine.run_state.loss_history)
 
     @property
     def incidents(self) -> Sequence[Incident]:
         """Deaths and replacements of workers so far, and what was rolled back."""
-        return tuple(self._engine.course.incidents)
+        return tuple(self._engine.run_state.incidents)
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -237,7 +237,7 @@ class Run:
         with self._handing_over():
             self._data.check(contents=self._due(report))
             if self._saver is not None:
-                self._saver.note(report, self._engine.course.incidents)
+                self._saver.note(report, self._engine.run_state.incidents)
                 if self._saver.due(self.steps):
                     self._saver.save(self._engine, self.metric_history)
             if self._terminated and self._engine.pause():

@@ -132,7 +132,7 @@ class Link(Protocol):
         """Take what a hosted replica left: a gradient to be folded (None: nothing), and buffers if it had samples."""
         ...
 
-    def exchange(self, parts: Sequence[Part]) -> list[Part]:
+    def all_gather(self, parts: Sequence[Part]) -> list[Part]:
         """Give the parts of the hosted replicas, get those of all R in order."""
         ...
 
@@ -144,7 +144,7 @@ class Link(Protocol):
         """2-norm over everything that ``mean`` returned anywhere."""
         ...
 
-    def agree(self, opinion: bool) -> bool:
+    def all_true(self, opinion: bool) -> bool:
         """Whether all workers are of this opinion."""
         ...
 
@@ -202,7 +202,7 @@ class Framework(Steppable, Protocol):
 
 
 @dataclass(slots=True)
-class Course:
+class RunState:
     """What a run has done so far.
 
     Attributes
@@ -241,7 +241,7 @@ class Course:
 class Engine(Protocol):
     """Where workers live. Takes a state from step to step, and shows it between two."""
 
-    course: Course
+    run_state: RunState
 
     @property
     def workers(self) -> int:

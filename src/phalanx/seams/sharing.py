@@ -15,7 +15,7 @@ Vector = list[Any]
 Order = Callable[[tuple[int, ...]], Sequence[tuple[int, int]]]
 
 
-class Slots(Protocol):
+class GradientBuckets(Protocol):
     """Gradients in an arena: published for those who own the parameters, and folded by them.
 
     Attributes
@@ -26,7 +26,7 @@ class Slots(Protocol):
 
     blank: Callable[[int], Any]
 
-    def live_in(self, number: int) -> None:
+    def set_destination(self, number: int) -> None:
         """Put the next replica's gradient where this worker publishes the ``number``-th vector that it holds."""
         ...
 
@@ -69,15 +69,15 @@ class Shard(Protocol):
     ----------
     weights : list of (offset, bytes)
         Where the weights that it owns lie in the arena.
-    luggage : list of list of memoryview
+    buffer_payload : list of list of memoryview
         For each replica the memory that ``leave`` writes; empty without buffers.
     """
 
     weights: list[tuple[int, int]]
-    luggage: list[list[memoryview]]
+    buffer_payload: list[list[memoryview]]
 
     @property
-    def slots(self) -> Slots:
+    def slots(self) -> GradientBuckets:
         """Gradients."""
         ...
 
@@ -89,7 +89,7 @@ class Shard(Protocol):
         """The buffers that a replica left, wherever it ran."""
         ...
 
-    def house(self) -> bool:
+    def place_in_arena(self) -> bool:
         """Move optimizer state that this worker owns into the arena, as far as it is not there; True if some was."""
         ...
 

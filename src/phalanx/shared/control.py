@@ -1,9 +1,9 @@
 """The control block of an arena: counters that processes read and write without locks, one writer each.
 
 Workers go from step to step by themselves: the parent grants a number of steps, or one task, and may grant again only
-when every worker is idle. Between, the first worker alone decides, before the last meeting of a step, whether there is
+when every worker is idle. Between, the first worker alone decides, before the last barrier of a step, whether there is
 a next one; so all of them agree. Whoever fails raises the trouble flag and goes idle; the others leave at their next
-meeting.
+barrier.
 """
 
 from __future__ import annotations
@@ -15,11 +15,16 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from phalanx.plan.lifecycle import Place, Point
+from phalanx.plan.lifecycle import Phase, Progress
 
 LINE: Final = 8  # words in a cache line: writers do not share one
 GRANT, KIND, UNTIL, PAUSE, ASLEEP, AWAITED, EAGER, HOLD = range(8)  # written by the parent
-AGREED, DONE, DUE, KEPT = LINE, LINE + 1, LINE + 2, LINE + 3  # by the first worker, or by the parent while it is not
+AGREED, DONE, SNAPSHOT_DUE, SNAPSHOT_STEP = (
+    LINE,
+    LINE + 1,
+    LINE + 2,
+    LINE + 3,
+)  # by the first worker, or by the parent while it is not
 TROUBLE = 2 * LINE  # by anyone, only ever set; cleared by the parent
 WORKERS = 3 * LINE
 ARRIVED, IDLE, SLEEPING, PLACE, OPINION, COUNT, TOTAL, CHECKSUM = range(8)  # by each worker, in a line of its own
@@ -28,7 +33,7 @@ STEPS, BATCH, TASK = 1, 2, 3  # kinds of grants
 LEAVE = 2  # as PAUSE: leave also a step that is being computed, between two replicas; 1: begin no other
 COMPUTE, WAIT, FOLD, UPDATE = 0, 1, 2, 3  # phases of a step, timed
 PHASES: Final = ("compute", "wait", "fold", "update")
-POINTS: Final = len(Point)
+POINTS: Final = len(Phase)
 
 RING: Final = 1024  # reports that the parent may be behind
 REPORT: Final = 6  # loss, norm, lr, samples, started, ended
@@ -86,11 +91,11 @@ class Control:
         order()
         return idle
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[Progress]:
         """Where every worker is, or was when it ended."""
         order()
         found = (divmod(self.words[self.place(worker, PLACE)], POINTS) for worker in range(self.workers))
-        return [Place(step, Point(point)) for step, point in found]
+        return [Progress(step, Phase(phase)) for step, phase in found]
 
     def progress(self) -> bytes:
         """Everything that workers write as they go on; equal as long as nobody does."""
@@ -138,7 +143,7 @@ class Reports:
         return self._ring[start : start + REPORT].tolist()
 
 
-class Meeting:
+class Barrier:
     """A worker's meetings with the others: about 2 us if all come at once.
 
     Parameters
@@ -169,12 +174,12 @@ class Meeting:
     def enter(self, step: int) -> None:
         """Be at the beginning of a step."""
         self._step = step
-        self.at(Point.SAVING)
+        self.at(Phase.SAVING)
 
-    def at(self, point: Point) -> None:
+    def at(self, phase: Phase) -> None:
         """Be so far in the step."""
         self.begin_part()
-        self._words[self._place] = self._step * POINTS + point
+        self._words[self._place] = self._step * POINTS + phase
 
     def begin_part(self) -> None:
         """Whatever this worker does now, it begins now."""
@@ -186,7 +191,7 @@ class Meeting:
         Raises
         ------
         Trouble
-            A worker failed before it came here. One that came, and failed later, stops the next meeting, not this one:
+            A worker failed before it came here. One that came, and failed later, stops the next barrier, not this one:
             the others may have gone on from it already.
         """
         words = self._words

@@ -21,7 +21,7 @@ from phalanx.engines.processes.driver import Processes
 from phalanx.errors import UsageError
 from phalanx.frameworks.registry import open_framework, recorded_environment
 from phalanx.plan.placement import hosts
-from phalanx.seams import Course, Framework
+from phalanx.seams import Framework, RunState
 from phalanx.seams.events import Evaluated, StepReport
 from phalanx.seams.snapshots import Captured
 
@@ -36,19 +36,19 @@ class Distributed(Processes):
     ----------
     definition : Definition
     framework : Framework
-    course : Course
+    run_state : RunState
     world : World
     workers : int
         On each host.
     """
 
     def __init__(
-        self, definition: Definition, framework: Framework, course: Course, world: World, workers: int
+        self, definition: Definition, framework: Framework, run_state: RunState, world: World, workers: int
     ) -> None:
         self._world = world
         blocks, placements = hosts(definition.replicas, world.size, workers)
         deadline = Deadline(world.seconds + PATIENCE)
-        super().__init__(definition, framework, placements[world.rank], course, deadline, world.meeting(blocks))
+        super().__init__(definition, framework, placements[world.rank], run_state, deadline, world.rendezvous(blocks))
         self.workers = workers * world.size
 
     def advance(self, batch: Any, horizon: int) -> StepReport:
@@ -109,7 +109,7 @@ def open_distributed(
     workers: int | None,
     cores: Sequence[int],
     seconds: float | None,
-    begin: Callable[[Framework], Course],
+    begin: Callable[[Framework], RunState],
 ) -> Distributed:
     """Meet the others, see that all mean the same, take over rank 0's state, and start this host's workers.
 
@@ -130,8 +130,8 @@ def open_distributed(
         recipe, doubts = shared(definition)
         room = world.agree({"recipe": recipe, **_facts(definition, framework, workers)}, cores, doubts)
         count = max(1, min(room if workers is None else workers // world.size, definition.replicas // world.size))
-        course = _same_start(world, framework, begin)
-        return Distributed(definition, framework, course, world, count)
+        run_state = _same_start(world, framework, begin)
+        return Distributed(definition, framework, run_state, world, count)
     except SeveredError as error:
         failure = world.lost(error, 0)
         world.close()
@@ -156,21 +156,21 @@ def _facts(definition: Definition, framework: Framework, workers: int | None) ->
     }
 
 
-def _same_start(world: World, framework: Framework, begin: Callable[[Framework], Course]) -> Course:
+def _same_start(world: World, framework: Framework, begin: Callable[[Framework], RunState]) -> RunState:
     """Rank 0 may go on from a snapshot; all others take over what it has."""
     if world.rank == 0:
-        course = begin(framework)
+        run_state = begin(framework)
         told = {
-            "losses": course.loss_history,
-            "samples": course.samples,
-            "resumed_from": course.resumed_from,
-            "evaluated": [dataclasses.astuple(item) for item in course.evaluated],
+            "losses": run_state.loss_history,
+            "samples": run_state.samples,
+            "resumed_from": run_state.resumed_from,
+            "evaluated": [dataclasses.astuple(item) for item in run_state.evaluated],
         }
         with framework.environment:
             world.broadcast(packed(framework.snapshots.capture(copy=False), told))
-        return course
+        return run_state
     captured, told = unpacked(world.broadcast(b""))
     with framework.environment:
         framework.snapshots.adopt(captured)
     evaluated = [Evaluated(*item) for item in told["evaluated"]]
-    return Course(told["losses"], told["samples"], resumed_from=told["resumed_from"], evaluated=evaluated)
+    return RunState(told["losses"], told["samples"], resumed_from=told["resumed_from"], evaluated=evaluated)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.engines.hosts.rendezvous import CHECK_STEPS, WORD, Across, Meeting
+from phalanx.engines.hosts.rendezvous import CHECK_STEPS, WORD, Across, Rendezvous
 from phalanx.engines.hosts.slices import LEAST, Mask
 from phalanx.engines.processes.link import ArenaLink, union
 from phalanx.plan.placement import added
@@ -31,22 +31,24 @@ class HostLink(ArenaLink):
 
     Parameters
     ----------
-    meeting : phalanx.engines.hosts.rendezvous.Meeting
+    rendezvous : phalanx.engines.hosts.rendezvous.Rendezvous
         Where the other hosts are.
     *arguments
         Those of ``ArenaLink``.
     """
 
-    def __init__(self, meeting: Meeting, *arguments: Any) -> None:
+    def __init__(self, rendezvous: Rendezvous, *arguments: Any) -> None:
         super().__init__(*arguments)
         framework, _, plan, placement, arena, *_ = arguments
         blanks = [self._slots.blank(index) for index in range(framework.sharing.count)]  # memory that is never touched
         owned = [index for index, owner in enumerate(plan.layout.owners) if owner == self._worker]
-        self._across = Across(meeting, self._worker, placement.replicas, blanks, owned)
+        self._across = Across(rendezvous, self._worker, placement.replicas, blanks, owned)
         self._sums = self._across.sums
         self._step = 0
-        carried = self._shard.luggage if self._worker == 0 else []
-        self._luggage = carried or [[memoryview(bytearray())]] * placement.replicas  # pieces, and which of them changed
+        carried = self._shard.buffer_payload if self._worker == 0 else []
+        self._buffer_payload = (
+            carried or [[memoryview(bytearray())]] * placement.replicas
+        )  # pieces, and which of them changed
         self._block = range(placement.blocks[0].start, placement.blocks[-1].stop)
         self._groups = [
             [position for position, node in enumerate(self._nodes) if _first(node) in _covered(whole)]
@@ -78,24 +80,24 @@ class HostLink(ArenaLink):
                 self._early[self._position] = [None] * (self._width - 1)
                 self._listening = True
 
-    def exchange(self, parts: Sequence[Part]) -> list[Part]:
-        """See ``seams.Link.exchange``."""
+    def all_gather(self, parts: Sequence[Part]) -> list[Part]:
+        """See ``seams.Link.all_gather``."""
         self._listening = False
         if self._early:
             self._early[self._position] = []  # of gradients that were told, the memory is not needed any more
         words = self._control.words
         words[self._control.place(self._worker, OPINION)] = self._once
-        mine = super().exchange(parts)[self._block.start : self._block.stop]
+        mine = super().all_gather(parts)[self._block.start : self._block.stop]
         once = all(words[self._control.place(worker, OPINION)] for worker in range(self._control.workers))
         if self._ahead is not None:
             self._give(self._vectors())
         due = self._weights if self._step % CHECK_STEPS == 0 else []
         checksum = int(np.array([words.sum() for words in due], np.int64).sum())  # modulo 2**64
-        notes = [bytes([once, *flags]) for *_, flags in self._luggage[self._block.start : self._block.stop]]
-        self._parts, self._masks, notes = self._across.exchange(self._step, checksum, mine, self._host_masks(), notes)
-        for (*_, flags), note in zip(self._luggage, notes, strict=True):
+        notes = [bytes([once, *flags]) for *_, flags in self._buffer_payload[self._block.start : self._block.stop]]
+        self._parts, self._masks, notes = self._across.all_gather(self._step, checksum, mine, self._host_masks(), notes)
+        for (*_, flags), note in zip(self._buffer_payload, notes, strict=True):
             flags[:] = note[1:]
-        changed = [list(itertools.compress(pieces, flags)) for *pieces, flags in self._luggage]
+        changed = [list(itertools.compress(pieces, flags)) for *pieces, flags in self._buffer_payload]
         self._across.spread(changed)
         self._judge(all(note[0] for note in notes))
         return self._parts

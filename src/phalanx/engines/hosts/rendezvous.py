@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from phalanx.engines.hosts.gloo import TCP, Gloo, SeveredError
 from phalanx.engines.hosts.slices import Mask
-from phalanx.engines.hosts.sums import Rooms, Sums
+from phalanx.engines.hosts.sums import ReceiveBuffers, Sums
 from phalanx.plan.placement import remaining
 from phalanx.seams import Part
 
@@ -27,7 +27,7 @@ ROW = len(Part._fields)
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Where workers of several hosts find each other; can be pickled.
 
     Attributes
@@ -59,7 +59,7 @@ class Across:
 
     Parameters
     ----------
-    meeting : Meeting
+    rendezvous : Rendezvous
     worker : int
     replicas : int
         R.
@@ -75,19 +75,19 @@ class Across:
     """
 
     def __init__(
-        self, meeting: Meeting, worker: int, replicas: int, blanks: Sequence[Any], owned: Sequence[int]
+        self, rendezvous: Rendezvous, worker: int, replicas: int, blanks: Sequence[Any], owned: Sequence[int]
     ) -> None:
-        self._run = meeting.run
-        self._rank = meeting.rank
-        self._blocks = meeting.blocks
+        self._run = rendezvous.run
+        self._rank = rendezvous.rank
+        self._blocks = rendezvous.blocks
         self._count = len(blanks)
-        self._nodes = [remaining(replicas, block) for block in meeting.blocks]
-        self._rooms = Rooms()
-        limit = datetime.timedelta(seconds=meeting.seconds)
-        store = TCP(*meeting.address, is_master=False, timeout=limit)
-        place = PrefixStore(f"phalanx/{meeting.run}/worker {worker}", store)
-        self._gloo = Gloo(place, meeting.rank, len(meeting.blocks), meeting.seconds, meeting.interface)
-        self.sums = Sums(self._gloo, meeting.rank, replicas, self._nodes, blanks, owned)
+        self._nodes = [remaining(replicas, block) for block in rendezvous.blocks]
+        self._received = ReceiveBuffers()
+        limit = datetime.timedelta(seconds=rendezvous.seconds)
+        store = TCP(*rendezvous.address, is_master=False, timeout=limit)
+        place = PrefixStore(f"phalanx/{rendezvous.run}/worker {worker}", store)
+        self._gloo = Gloo(place, rendezvous.rank, len(rendezvous.blocks), rendezvous.seconds, rendezvous.interface)
+        self.sums = Sums(self._gloo, rendezvous.rank, replicas, self._nodes, blanks, owned)
 
     @property
     def nodes(self) -> list[tuple[int, int]]:
@@ -123,7 +123,7 @@ class Across:
             row[:] = np.frombuffer(note, np.uint8)
         pieces = [piece.view(np.uint8).reshape(-1) for piece in (head, rows, flags, texts)]
         mine = torch.from_numpy(np.concatenate(pieces))
-        found = self._rooms.take("parts", hosts * len(mine), torch.uint8)
+        found = self._received.take("parts", hosts * len(mine), torch.uint8)
         self._gloo.gather(found, mine)
         told: tuple[list[Part], list[Mask], list[bytes]] = [], [], []
         cuts = np.cumsum([len(piece) for piece in pieces])[:-1]
@@ -143,9 +143,9 @@ class Across:
         if not most:
             return
         content = b"".join(piece for replica in self._blocks[self._rank] for piece in pieces[replica])
-        mine = self._rooms.take("mine", most, torch.uint8)
+        mine = self._received.take("mine", most, torch.uint8)
         mine.numpy()[: len(content)] = np.frombuffer(content, np.uint8)
-        found = self._rooms.take("left", len(self._blocks) * most, torch.uint8)
+        found = self._received.take("left", len(self._blocks) * most, torch.uint8)
         self._gloo.gather(found, mine)
         received = memoryview(found.numpy().data)
         for rank, block in enumerate(self._blocks):

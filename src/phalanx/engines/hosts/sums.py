@@ -20,17 +20,17 @@ from phalanx.plan.placement import Node, added
 PATTERNS = 64  # of which gradients are there
 
 
-class Rooms:
+class ReceiveBuffers:
     """Memory that is used again in every step."""
 
     def __init__(self) -> None:
-        self._rooms: dict[Any, torch.Tensor] = {}
+        self._received: dict[Any, torch.Tensor] = {}
 
     def take(self, name: Any, size: int, dtype: torch.dtype) -> torch.Tensor:
         """So many elements, with any content."""
-        room = self._rooms.get(name)
+        room = self._received.get(name)
         if room is None or len(room) != size:
-            room = self._rooms[name] = torch.zeros(size, dtype=dtype)
+            room = self._received[name] = torch.zeros(size, dtype=dtype)
         return room
 
 
@@ -90,7 +90,7 @@ class Sums:
         self._blanks = blanks
         self._like = [tensor_of(blank) for blank in blanks]
         self._owned = owned
-        self._rooms = Rooms()
+        self._received = ReceiveBuffers()
         self._laid_out = functools.lru_cache(PATTERNS)(self._lay_out)
         self._layouts: list[Layout] = []
         self._due: deque[tuple[Layout, int]] = deque()
@@ -135,7 +135,7 @@ class Sums:
         total: list[Any] = [None] * len(self._like)
         hosts = len(self._counts)
         for layout, begun in zip(self._layouts, self._begun, strict=True):
-            flat = self._rooms.take(("flat", layout.dtype), layout.whole, layout.dtype)
+            flat = self._received.take(("flat", layout.dtype), layout.whole, layout.dtype)
             gathered: list[Any] = []
             for (start, width), (work, _, rows) in zip(layout.pieces, begun, strict=True):
                 self._gloo.wait(work)
@@ -152,7 +152,7 @@ class Sums:
     def _packed(self, layout: Layout) -> torch.Tensor:
         """One row per node of this host."""
         rows = self._counts[self._rank]
-        return self._rooms.take(("packed", layout.dtype), rows * layout.whole, layout.dtype).view(rows, layout.whole)
+        return self._received.take(("packed", layout.dtype), rows * layout.whole, layout.dtype).view(rows, layout.whole)
 
     def _deal(self, sums: torch.Tensor, width: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
         """Begin to give every host its slice of these sums, and to get ours of all sums: the work, and both."""

@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from phalanx.engines.hosts import interfaces, store
 from phalanx.engines.hosts.gloo import Gloo
-from phalanx.engines.hosts.rendezvous import Meeting
+from phalanx.engines.hosts.rendezvous import Rendezvous
 from phalanx.errors import LeftError, RunError, UsageError
 
 SECONDS = 120.0  # to wait for another host; a first step may be compiled meanwhile
@@ -91,9 +91,9 @@ class World:
         self._gloo = Gloo(place, self.rank, self.size, self.seconds, self._interface)
         return min(_room(item, everybody) for item in everybody)
 
-    def meeting(self, blocks: Sequence[range]) -> Meeting:
+    def rendezvous(self, blocks: Sequence[range]) -> Rendezvous:
         """Where this process's workers find those of others."""
-        return Meeting(self._tcp, self.run, self.rank, tuple(blocks), self.seconds, self._interface)
+        return Rendezvous(self._tcp, self.run, self.rank, tuple(blocks), self.seconds, self._interface)
 
     def broadcast(self, content: bytes) -> bytes:
         """Rank 0's bytes for everybody."""

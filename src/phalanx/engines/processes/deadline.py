@@ -115,7 +115,7 @@ def _traced() -> bool:
 SHARE = 0.005  # of the time, for snapshots
 
 
-class Keeper:
+class SnapshotTimer:
     """Times snapshots in memory.
 
     Attributes

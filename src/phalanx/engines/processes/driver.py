@@ -16,15 +16,15 @@ from phalanx.definition.evaluation import averaged
 from phalanx.definition.fields import Definition
 from phalanx.engines.processes.deadline import Deadline
 from phalanx.engines.processes.environment import described
-from phalanx.engines.processes.failures import Ledger
-from phalanx.engines.processes.messages import WHERE, LostError, Told, first_error
-from phalanx.engines.processes.pool import LONG, Crew
+from phalanx.engines.processes.failures import FailureLog
+from phalanx.engines.processes.messages import WHERE, LostError, WorkerMessage, first_error
+from phalanx.engines.processes.pool import LONG, WorkerPool
 from phalanx.engines.processes.serialization import pack
 from phalanx.engines.processes.supervisor import Supervisor
 from phalanx.errors import PhalanxError, RunError, WorkerError
 from phalanx.frameworks.registry import reduced
 from phalanx.plan.placement import Placement
-from phalanx.seams import Course, Exported, Framework
+from phalanx.seams import Exported, Framework, RunState
 from phalanx.seams.events import StepReport
 from phalanx.seams.snapshots import Captured
 from phalanx.shared import control as words_of
@@ -32,7 +32,7 @@ from phalanx.shared.arena import Plan
 from phalanx.shared.memory import Memory, check_room
 from phalanx.surroundings import interrupts
 
-MEMORIES = 5  # what workers inherit: habitat, parcel, arena, mailbox, orders
+MEMORIES = 5  # what workers inherit: environment_memory, parcel, arena, mailbox, orders
 
 
 class Processes:
@@ -44,10 +44,10 @@ class Processes:
     framework : Framework
         The caller's own: where the state comes from, and where it goes when somebody looks.
     placement : Placement
-    course : Course, optional
+    run_state : RunState, optional
         What was done before, in another engine.
     deadline : Deadline, optional
-    meeting : hosts.across.Meeting, optional
+    rendezvous : engines.hosts.rendezvous.Rendezvous, optional
         Where the workers find those of other hosts.
     """
 
@@ -58,16 +58,16 @@ class Processes:
         definition: Definition,
         framework: Framework,
         placement: Placement,
-        course: Course | None = None,
+        run_state: RunState | None = None,
         deadline: Deadline | None = None,
-        meeting: Any = None,
+        rendezvous: Any = None,
     ) -> None:
-        self.course = Course() if course is None else course
+        self.run_state = RunState() if run_state is None else run_state
         self.workers = placement.workers
         self._definition = definition
         self._framework = framework
         self._deadline = Deadline() if deadline is None else deadline
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._ended = ""
         self._closed = self._lost = False  # lost: the state cannot be taken home any more
         plan = Plan(framework.sharing, placement)
@@ -81,48 +81,55 @@ class Processes:
             raise
 
     def _begin(self, plan: Plan, placement: Placement, memories: Sequence[Memory]) -> None:
-        habitat, parcel, arena, mailbox, orders = memories
+        environment_memory, parcel, arena, mailbox, orders = memories
         arena.grow(plan.size)
         mapped = arena.map()
         self.control = plan.control(mapped)
         self._mirror = self._framework.sharing.mirror(plan.layout, mapped)
-        pack({**described(self._framework.name), "threads": self._definition.threads}, habitat, reduced)
+        pack({**described(self._framework.name), "threads": self._definition.threads}, environment_memory, reduced)
         fields = {item.name: getattr(self._definition, item.name) for item in dataclasses.fields(Definition)}
-        facts = {"placement": placement, "signature": plan.layout.signature(), "fields": fields, "hosts": self._meeting}
+        facts = {
+            "placement": placement,
+            "signature": plan.layout.signature(),
+            "fields": fields,
+            "hosts": self._rendezvous,
+        }
         pack(facts, parcel, reduced)
-        self._crew = Crew(memories, self.control, self._deadline)
-        self._ledger = Ledger(self._definition, self._framework, placement, self.control, self.course)
-        self.wall = Supervisor(placement, self._crew, self._mirror, mailbox, orders, self.course, self._ledger)
+        self._pool = WorkerPool(memories, self.control, self._deadline)
+        self._failures = FailureLog(self._definition, self._framework, placement, self.control, self.run_state)
+        self.supervisor = Supervisor(
+            placement, self._pool, self._mirror, mailbox, orders, self.run_state, self._failures
+        )
         try:
             with self._watching():
-                self.wall.begin()
+                self.supervisor.begin()
         except BaseException:
-            self._crew.end()
+            self._pool.end()
             raise
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
         """See ``seams.Engine.worker_pids``."""
-        return self._crew.pids
+        return self._pool.pids
 
     def advance(self, batch: Any, horizon: int) -> StepReport:
         """See ``seams.Engine.advance``."""
         self._check_able()
         with self._watching():
-            if self._crew.interrupted:
+            if self._pool.interrupted:
                 self._halt()
             t, words = self._steps, self.control.words
-            self._ledger.batch = batch
+            self._failures.batch = batch
             if batch is not None:
                 self._task(words_of.BATCH, {"batch": batch})
             elif words[words_of.DONE] == t:
                 self._go_on(t, horizon)
             else:  # there is a report already: only see to it that the workers need not stop
                 words[words_of.UNTIL] = max(words[words_of.UNTIL], min(horizon, t + words_of.RING))
-                if words[words_of.TROUBLE] or self._crew.deaths:
-                    self.wall.wait(lambda: True, t)
+                if words[words_of.TROUBLE] or self._pool.deaths:
+                    self.supervisor.wait(lambda: True, t)
         report = self._absorb() if words[words_of.DONE] > t else None
-        if report is None or any(told.step == t for told in self._crew.told):
+        if report is None or any(told.step == t for told in self._pool.told):
             raise self._failure(t)
         return report if batch is None else report._replace(epoch=None)
 
@@ -132,7 +139,7 @@ class Processes:
         words[words_of.PAUSE] = 1
         if words[words_of.DONE] == self._steps:
             with self._watching():
-                self.wall.wait(self.control.all_idle, LONG)
+                self.supervisor.wait(self.control.all_idle, LONG)
         return words[words_of.DONE] == self._steps
 
     def evaluate(self, metric_fn: Callable[..., Any], data: Any, batch_size: int) -> float:
@@ -154,8 +161,8 @@ class Processes:
         """See ``seams.Engine.capture``: the workers copy what they own, and go on at once."""
         self._fetch(save=True)
         self._check_able()
-        self.wall.hold(reading=True)
-        release = functools.partial(self.wall.hold, reading=False)
+        self.supervisor.hold(reading=True)
+        release = functools.partial(self.supervisor.hold, reading=False)
         try:
             with self._framework.environment:
                 return dataclasses.replace(self._framework.snapshots.capture(copy=False), release=release)
@@ -175,7 +182,7 @@ class Processes:
                     raise
             finally:
                 self._closed = True
-                self._crew.end()
+                self._pool.end()
 
     def hand_back(self) -> None:
         """Take the state home, or raise; another engine goes on from the framework."""
@@ -185,7 +192,7 @@ class Processes:
 
     @property
     def _steps(self) -> int:
-        return len(self.course.loss_history)
+        return len(self.run_state.loss_history)
 
     def _go_on(self, t: int, horizon: int) -> None:
         """Let the workers go on to ``horizon``, as far as reports have room, and wait for one step."""
@@ -193,12 +200,12 @@ class Processes:
         while words[words_of.DONE] == t:
             words[words_of.UNTIL] = min(horizon, t + words_of.RING)
             if idle():
-                if self._crew.told or words[words_of.TROUBLE]:  # met just now, or while running ahead
-                    self.wall.wait(idle, t)  # reads what was told
+                if self._pool.told or words[words_of.TROUBLE]:  # met just now, or while running ahead
+                    self.supervisor.wait(idle, t)  # reads what was told
                     return
-                self.wall.grant(words_of.STEPS)
+                self.supervisor.grant(words_of.STEPS)
                 words[words_of.UNTIL] = min(horizon, t + words_of.RING)
-            self.wall.wait(lambda: words[words_of.DONE] > t or idle(), min(horizon, t + words_of.RING // 2))
+            self.supervisor.wait(lambda: words[words_of.DONE] > t or idle(), min(horizon, t + words_of.RING // 2))
 
     def _ask(self, task: str, facts: dict[str, Any]) -> list[Any]:
         """Have every worker do its part of a task; their answers."""
@@ -208,37 +215,37 @@ class Processes:
             raise first_error(told)
         return [item.content for item in sorted(told, key=lambda item: item.worker)]
 
-    def _task(self, kind: int, thing: Any) -> list[Told]:
+    def _task(self, kind: int, thing: Any) -> list[WorkerMessage]:
         """Have every worker do something with ``thing``; what they told, which stays there if it is a step."""
         self._halt()
         t = self._steps
         while True:
             self._settle()
-            self.wall.grant(kind, thing)
-            whole = self.wall.wait(self.control.all_idle, t + 1)
-            failed = any(told.kind != "result" for told in self._crew.told)
+            self.supervisor.grant(kind, thing)
+            whole = self.supervisor.wait(self.control.all_idle, t + 1)
+            failed = any(told.kind != "result" for told in self._pool.told)
             if whole or failed or (kind == words_of.BATCH and self.control.words[words_of.DONE] > t):
                 break
         if kind == words_of.BATCH:
             return []
         return self._settle()
 
-    def _settle(self) -> list[Told]:
+    def _settle(self) -> list[WorkerMessage]:
         """Take in what the workers told: whether the run can go on after it."""
-        told, self._crew.told = self._crew.told, []
+        told, self._pool.told = self._pool.told, []
         for item in told:
             if item.kind in WHERE:
-                kind = "repaired" if item.kind == "torn" and self.wall.repaired() else item.kind
+                kind = "repaired" if item.kind == "torn" and self.supervisor.repaired() else item.kind
                 self._lost = self._lost or kind == "torn"
                 self._ended = item.spelled(kind)
         return told
 
     def _halt(self) -> None:
         """Stop at a step boundary, and count what was done on the way there."""
-        if self._crew.interrupted or not self.control.all_idle():
-            self._crew.halt(replaceable=self._ledger.replaceable)
+        if self._pool.interrupted or not self.control.all_idle():
+            self._pool.halt(replaceable=self._failures.replaceable)
             self._settle()
-        self.wall.steady()
+        self.supervisor.steady()
         while self.control.words[words_of.DONE] > self._steps:
             self._absorb()
 
@@ -249,18 +256,18 @@ class Processes:
         with self._watching():
             self._halt()
         if save:
-            self.wall.forget()
+            self.supervisor.forget()
         states = self._ask("state", {"save": save})
         if save:
-            self.wall.keep(states[0]["options"])
+            self.supervisor.keep(states[0]["options"])
         self._mirror.get(states, saved=save)
 
     def _absorb(self) -> StepReport:
         """The next report."""
         t = self._steps
         loss, norm, lr, samples, started, ended = self.control.reports.read(t)
-        self.course.add(loss, int(samples))
-        self.course.time(started, ended)
+        self.run_state.add(loss, int(samples))
+        self.run_state.time(started, ended)
         self._deadline.note(ended - started)
         epoch = None if self._definition.data is None else self._definition.plan.epoch(t)
         return StepReport(t, epoch, loss, norm, lr, int(samples), ended - started)
@@ -269,7 +276,7 @@ class Processes:
     def _watching(self) -> Any:
         """What workers that ended leave behind is the supervisor's business; if it gives up, so does the run."""
         try:
-            self._crew.check_owner()
+            self._pool.check_owner()
             yield
         except RunError as error:
             self._ended = str(error)
@@ -279,7 +286,7 @@ class Processes:
     def _failure(self, t: int) -> BaseException:
         """The error to raise for step ``t``, out of what the workers told."""
         with self._watching():
-            self.wall.wait(self.control.all_idle, LONG)  # some may still be on their way there
+            self.supervisor.wait(self.control.all_idle, LONG)  # some may still be on their way there
         self.control.words[words_of.TROUBLE] = 0
         told = self._settle()
         if not told:

@@ -47,7 +47,7 @@ def _described(framework: str, folder: str | None) -> dict[str, Any]:
     }
 
 
-def inhabit(place: dict[str, Any], tell_imported: Callable[[str, Source], None]) -> None:
+def adopt_environment(place: dict[str, Any], tell_imported: Callable[[str, Source], None]) -> None:
     """Make this process like the described one; ``tell_imported`` hears which of the user's modules it did not have."""
     os.environ.clear()
     os.environ.update(place["environment"])
@@ -72,12 +72,12 @@ class Imported:
 
     Parameters
     ----------
-    habitat : Memory
+    environment_memory : Memory
         Where workers read what surrounds the caller's process.
     """
 
-    def __init__(self, habitat: Memory) -> None:
-        self._habitat = habitat
+    def __init__(self, environment_memory: Memory) -> None:
+        self._habitat = environment_memory
         self._told: dict[str, Source] = {}
         self._published = 0
 

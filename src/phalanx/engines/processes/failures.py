@@ -6,21 +6,21 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from phalanx.definition.deal import Dealer
+from phalanx.definition.deal import BatchShares
 from phalanx.definition.fields import Definition
 from phalanx.engines.processes.messages import End, irreplaceable
 from phalanx.errors import RunError, spell_samples
-from phalanx.plan.lifecycle import Place, Point
+from phalanx.plan.lifecycle import Phase, Progress
 from phalanx.plan.placement import Placement
 from phalanx.plan.tally import Cause, Death, Poison, Spot, Tally
-from phalanx.seams import Course, Framework
+from phalanx.seams import Framework, RunState
 from phalanx.seams.events import Incident
 from phalanx.shared.control import COUNT, KIND, TASK, Control
 from phalanx.surroundings import interrupts
 
 SHOWN_CAUSES = 3
 SLICE_SECONDS = 0.05  # between two looks at Ctrl-C
-PARTS = {Point.SAVING: "save", Point.FOLDING: "fold", Point.UPDATING: "update"}
+PARTS = {Phase.SAVING: "save", Phase.FOLDING: "fold", Phase.UPDATING: "update"}
 DOING = {
     "save": "its snapshot, or the schedule before it",
     "fold": "its fold",
@@ -29,7 +29,7 @@ DOING = {
 }
 
 
-class Ledger:
+class FailureLog:
     """The losses of one run.
 
     Parameters
@@ -38,7 +38,7 @@ class Ledger:
     framework : Framework
     placement : Placement
     control : Control
-    course : Course
+    run_state : RunState
         Where incidents are noted.
 
     Attributes
@@ -50,7 +50,7 @@ class Ledger:
     """
 
     def __init__(
-        self, definition: Definition, framework: Framework, placement: Placement, control: Control, course: Course
+        self, definition: Definition, framework: Framework, placement: Placement, control: Control, run_state: RunState
     ) -> None:
         self.batch: Any = None
         self._definition = definition
@@ -58,7 +58,7 @@ class Ledger:
         self._placement = placement
         self.portable = framework.sharing.portable
         self._control = control
-        self._incidents = course.incidents
+        self._incidents = run_state.incidents
         self._tally = Tally()
         self._attempts = 0
         self._noted: dict[int, int] = {}  # the latest life of each worker whose end was counted
@@ -158,9 +158,9 @@ class Ledger:
         """Sample indices of a replica in a step; positions in the batch if the caller brought it."""
         if self.batch is None:
             return self._definition.plan.shares(step)[replica].tolist()
-        return Dealer(self._definition, self._framework.opened).brought(self.batch)[replica].samples.tolist()
+        return BatchShares(self._definition, self._framework.opened).brought(self.batch)[replica].samples.tolist()
 
-    def _death(self, worker: int, end: End, place: Place) -> Death:
+    def _death(self, worker: int, end: End, place: Progress) -> Death:
         spot, since = self._spot(worker, place), self._control.began[worker]
         if not end.ready:
             spot, since = Spot(-1, "start", worker), end.since
@@ -168,28 +168,28 @@ class Ledger:
             since = end.since
         return Death(end.why, end.cause, spot, max(0.0, end.when - max(since, end.since)))
 
-    def _spot(self, worker: int, place: Place) -> Spot | None:
+    def _spot(self, worker: int, place: Progress) -> Spot | None:
         """What a worker that was ready did when it ended; None if it waited."""
         if self._control.idle(worker):
             return None
         if self._control.words[KIND] == TASK:
             return Spot(place.step, "task", worker)
-        if place.point in PARTS:
-            return Spot(place.step, PARTS[place.point], worker)
+        if place.phase in PARTS:
+            return Spot(place.step, PARTS[place.phase], worker)
         done, block = self._control.words[self._control.place(worker, COUNT)], self._placement.blocks[worker]
-        computing = place.point == Point.COMPUTING and done < len(block)
+        computing = place.phase == Phase.COMPUTING and done < len(block)
         return Spot(place.step, "replica", block[done]) if computing else None
 
-    def _come_through(self, fresh: Mapping[int, End], places: Sequence[Place]) -> set[Spot]:
+    def _come_through(self, fresh: Mapping[int, End], places: Sequence[Progress]) -> set[Spot]:
         """What workers have done and live, or lived, after it."""
         found = {Spot(-1, "start", worker) for worker, end in fresh.items() if end.ready}
-        for worker, (step, point) in enumerate(places):
-            if point == Point.COMPUTING:
+        for worker, (step, phase) in enumerate(places):
+            if phase == Phase.COMPUTING:
                 done = self._control.words[self._control.place(worker, COUNT)]
                 found |= {Spot(step, "replica", replica) for replica in self._placement.blocks[worker][:done]}
-            elif point > Point.COMPUTING:
+            elif phase > Phase.COMPUTING:
                 found |= {Spot(step, "replica", replica) for replica in self._placement.blocks[worker]}
-            found |= {Spot(step, part, worker) for passed, part in PARTS.items() if passed < point}
+            found |= {Spot(step, part, worker) for passed, part in PARTS.items() if passed < phase}
             if self._tasks_done:
                 found.add(Spot(step, "task", worker))
         self._tasks_done = False

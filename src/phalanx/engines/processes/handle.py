@@ -44,7 +44,7 @@ class Starter(Protocol):
         ...
 
 
-class Hand:
+class WorkerHandle:
     """The caller's side of one worker.
 
     Attributes

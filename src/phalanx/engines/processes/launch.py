@@ -22,7 +22,7 @@ from typing import Any
 
 from phalanx.engines.processes import environment
 from phalanx.engines.processes.deadline import Stillness
-from phalanx.engines.processes.handle import Hand, StartError
+from phalanx.engines.processes.handle import StartError, WorkerHandle
 from phalanx.engines.processes.messages import ended
 from phalanx.errors import UsageError
 from phalanx.plan.tally import Cause
@@ -82,12 +82,12 @@ class Zygote:
         return self._awake or _readable(self._socket, 0)
 
     def spawn(self, number: int, fds: Sequence[int]) -> tuple[int, int | None]:
-        """See ``hand.Starter``."""
+        """See ``handle.Starter``."""
         answer, handles = self._ask({"worker": number}, fds)
         return answer["pid"], handles[0] if handles else None
 
     def end(self, pid: int) -> int | None:
-        """See ``hand.Starter``."""
+        """See ``handle.Starter``."""
         return self._ask({"end": pid})[0]["status"]
 
     def close(self) -> None:
@@ -215,7 +215,7 @@ class Warm:
                 atexit.register(self.close)
             return self._zygotes[jax]
 
-    def hand(self, number: int, memories: Sequence[int]) -> Hand:
+    def handle(self, number: int, memories: Sequence[int]) -> WorkerHandle:
         """A new worker; its zygote is started again if it has ended, at whatever moment.
 
         Raises
@@ -226,7 +226,7 @@ class Warm:
         lost: list[StartError] = []
         while True:
             try:
-                return Hand(self.zygote(), number, memories)
+                return WorkerHandle(self.zygote(), number, memories)
             except StartError as error:
                 lost.append(error)
                 if len(lost) == ATTEMPTS or sum(not each.outside for each in lost) == OWN_ENDS:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.plan.fold import Fold
-from phalanx.plan.lifecycle import Point
+from phalanx.plan.lifecycle import Phase
 from phalanx.plan.placement import Placement, additions, most_held
 from phalanx.seams import Part, Steppable
 from phalanx.seams.sharing import Shard, Vector
 from phalanx.shared.arena import Plan
-from phalanx.shared.control import COMPUTE, COUNT, FOLD, LEAVE, OPINION, PAUSE, ROW, TOTAL, UPDATE, Meeting, Trouble
+from phalanx.shared.control import COMPUTE, COUNT, FOLD, LEAVE, OPINION, PAUSE, ROW, TOTAL, UPDATE, Barrier, Trouble
 
 PATTERNS = 64  # of which gradients are there; a mixture of experts may have more, and is then looked up anew
 
@@ -37,7 +37,7 @@ class ArenaLink:
     plan : Plan
     placement : Placement
     arena : mmap.mmap
-    meeting : Meeting
+    barrier : Barrier
     tell_housed : callable
         Called with a step and a description when optimizer state has got a place in the arena that it keeps.
     """
@@ -49,17 +49,17 @@ class ArenaLink:
         plan: Plan,
         placement: Placement,
         arena: mmap.mmap,
-        meeting: Meeting,
+        barrier: Barrier,
         tell_housed: Callable[[int, Any], None],
     ) -> None:
-        self._worker = meeting.worker
+        self._worker = barrier.worker
         self.hosted = placement.blocks[self._worker]
         self._framework = framework
         self._shard = shard
         self._slots = shard.slots
         self._publishers = plan.publishers
-        self._control = meeting.control
-        self._meeting = meeting
+        self._control = barrier.control
+        self._barrier = barrier
         self._tell_housed = tell_housed
         self._done = 0
         self._replicas = placement.replicas
@@ -76,7 +76,7 @@ class ArenaLink:
     def begin(self, *, even: bool) -> None:
         """Forget what an earlier step left; from here on replicas are computed, on ``even`` shares or not."""
         self._count(0)
-        self._meeting.at(Point.COMPUTING)
+        self._barrier.at(Phase.COMPUTING)
         self._fold: Fold[Held] = Fold(self._replicas, self._add)
         self._aim()
 
@@ -90,8 +90,8 @@ class ArenaLink:
         if self._control.words[PAUSE] == LEAVE:
             raise Trouble
 
-    def exchange(self, parts: Sequence[Part]) -> list[Part]:
-        """See ``seams.Link.exchange``."""
+    def all_gather(self, parts: Sequence[Part]) -> list[Part]:
+        """See ``seams.Link.all_gather``."""
         rows = self._control.rows
         place = self.hosted.start * ROW
         for part in parts:
@@ -99,9 +99,9 @@ class ArenaLink:
                 rows[place] = value
                 place += 1
         self._mine = self._publish()
-        self._meeting.at(Point.COMPUTED)
-        self._meeting.meet(COMPUTE, FOLD)
-        self._meeting.at(Point.FOLDING)
+        self._barrier.at(Phase.COMPUTED)
+        self._barrier.meet(COMPUTE, FOLD)
+        self._barrier.at(Phase.FOLDING)
         found = rows.tolist()
         self._parts = [Part._make(found[place : place + ROW]) for place in range(0, len(found), ROW)]
         return self._parts
@@ -113,30 +113,30 @@ class ArenaLink:
     def norm(self, gradient: Vector) -> float:
         """See ``seams.Link.norm``."""
         self._slots.publish_norms(gradient)
-        self._meeting.at(Point.FOLDED)
-        self._meeting.meet(FOLD, UPDATE)
+        self._barrier.at(Phase.FOLDED)
+        self._barrier.meet(FOLD, UPDATE)
         return self._slots.total_norm(self._there)
 
-    def agree(self, opinion: bool) -> bool:
-        """See ``seams.Link.agree``."""
+    def all_true(self, opinion: bool) -> bool:
+        """See ``seams.Link.all_true``."""
         words = self._control.words
         words[self._control.place(self._worker, OPINION)] = opinion
-        self._meeting.meet(UPDATE, UPDATE)
+        self._barrier.meet(UPDATE, UPDATE)
         return all(words[self._control.place(worker, OPINION)] for worker in range(self._control.workers))
 
     def commit(self, step: int, gradient: Vector | None) -> None:
         """See ``seams.Link.commit``."""
-        self._meeting.at(Point.UPDATING)
+        self._barrier.at(Phase.UPDATING)
         if gradient is not None:
             buffers = None
             if self._worker == 0:
                 ran = [replica for replica, part in enumerate(self._parts) if part.samples]
                 buffers = [(int(self._parts[replica].samples), self._shard.left(replica)) for replica in ran]
             self._framework.update(step, gradient, buffers)
-            if self._shard.house():
+            if self._shard.place_in_arena():
                 self._tell_housed(step + 1, self._shard.described())
-        self._meeting.at(Point.UPDATED)
-        self._meeting.meet(UPDATE, COMPUTE)
+        self._barrier.at(Phase.UPDATED)
+        self._barrier.meet(UPDATE, COMPUTE)
 
     def _vectors(self) -> list[Vector | None]:
         """All partial sums, of all workers."""
@@ -150,7 +150,7 @@ class ArenaLink:
     def _count(self, done: int) -> None:
         """Say how many replicas of this step are done."""
         words = self._control.words
-        self._meeting.begin_part()
+        self._barrier.begin_part()
         words[self._control.place(self._worker, COUNT)] = self._done = done
         if done:
             words[self._control.place(self._worker, TOTAL)] += 1
@@ -192,7 +192,7 @@ class ArenaLink:
         taken = {partial.value.number for partial in self._fold.partials() if partial.value is not None}
         self._free = next((number for number in range(self._most) if number not in taken), -1)
         if self._free >= 0:
-            self._slots.live_in(self._free)
+            self._slots.set_destination(self._free)
 
 
 def union(masks: Sequence[bytes]) -> list[int] | None:

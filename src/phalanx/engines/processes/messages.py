@@ -62,7 +62,7 @@ class LostError(RunError):
 
 
 @dataclass(frozen=True)
-class Told:
+class WorkerMessage:
     """What a worker told: a result, or an error with its cause and traceback."""
 
     worker: int
@@ -84,7 +84,7 @@ def as_told(error: BaseException) -> tuple[Any, Any, str]:
     return picklable(error), None if cause is None else picklable(cause), text
 
 
-def first_error(told: Sequence[Told]) -> BaseException:
+def first_error(told: Sequence[WorkerMessage]) -> BaseException:
     """The error to raise out of several: that of the lowest replica, as one worker alone would have met it."""
     errors = [item for item in told if item.kind != "result"]
     first = min(errors, key=lambda item: (_replica(item.content) is None, _replica(item.content) or 0, item.worker))
@@ -132,7 +132,7 @@ def _replica(error: Any) -> int | None:
     return getattr(error, "replica", None)
 
 
-class Caller:
+class DriverChannel:
     """The way to the caller's process: messages there, wakings and the end of the socket from there."""
 
     def __init__(self, fd: int) -> None:

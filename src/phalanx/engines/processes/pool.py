@@ -16,11 +16,11 @@ from typing import Any
 
 from phalanx.engines.processes.deadline import Deadline, Watch
 from phalanx.engines.processes.environment import Imported
-from phalanx.engines.processes.handle import Hand
+from phalanx.engines.processes.handle import WorkerHandle
 from phalanx.engines.processes.launch import Warm
-from phalanx.engines.processes.messages import BROKEN_OFF, End, LostError, Told, ended
+from phalanx.engines.processes.messages import BROKEN_OFF, End, LostError, WorkerMessage, ended
 from phalanx.engines.processes.output import Output
-from phalanx.plan.lifecycle import Point
+from phalanx.plan.lifecycle import Phase
 from phalanx.plan.tally import Cause
 from phalanx.shared import control as words_of
 from phalanx.shared.control import Control, fence, order
@@ -33,19 +33,19 @@ PATIENCE_SECONDS = 1.0  # that workers have to leave user code after Ctrl-C
 LONG = 1 << 62
 
 
-class Crew:
+class WorkerPool:
     """W workers over some shared memories.
 
     Parameters
     ----------
     memories : sequence of Memory
-        What workers inherit; closed when the crew ends.
+        What workers inherit; closed when the pool ends.
     control : Control
     deadline : Deadline
 
     Attributes
     ----------
-    told : list of Told
+    told : list of WorkerMessage
         What the workers told, in the order in which it was read.
     housed : list of (step, description)
         Where optimizer state lies from a step on, as its owners told.
@@ -60,7 +60,7 @@ class Crew:
     """
 
     def __init__(self, memories: Sequence[Memory], control: Control, deadline: Deadline) -> None:
-        self.told: list[Told] = []
+        self.told: list[WorkerMessage] = []
         self.housed: list[tuple[int, Any]] = []
         self.scheduled: list[tuple[int, Any]] = []
         self.deaths: dict[int, End] = {}
@@ -69,7 +69,7 @@ class Crew:
         self._memories = memories
         self.control = control
         self._deadline = deadline
-        self._hands: dict[int, Hand] = {}
+        self._handles: dict[int, WorkerHandle] = {}
         self._starting: set[int] = set()
         self._owner = os.getpid()
         self._lives = 0
@@ -77,18 +77,18 @@ class Crew:
         self._output = Output()
         self._poller = select.poll()
         self._imported = Imported(memories[0])
-        self._abandoned = weakref.finalize(self, _abandon, self._hands, memories)
+        self._abandoned = weakref.finalize(self, _abandon, self._handles, memories)
         forks.own(self)
 
     @property
     def pids(self) -> tuple[int, ...]:
         """Of the workers that are alive."""
-        return tuple(hand.pid for hand in list(self._hands.values()) if not hand.ended)
+        return tuple(handle.pid for handle in list(self._handles.values()) if not handle.ended)
 
     @property
     def alive(self) -> list[int]:
         """The workers that can be waited for."""
-        return [number for number, hand in self._hands.items() if not hand.ended]
+        return [number for number, handle in self._handles.items() if not handle.ended]
 
     def options_at(self, step: int, begun: tuple[int, Any]) -> tuple[int, Any]:
         """The newest (step, options) up to ``step``; ``begun`` was known before workers told any."""
@@ -98,19 +98,19 @@ class Crew:
     def lived(self) -> float:
         """Seconds that all workers together have lived so far."""
         now = time.monotonic()
-        return self._lived + sum(now - hand.born for hand in self._living())
+        return self._lived + sum(now - handle.born for handle in self._living())
 
     def start(self, numbers: Iterable[int], warm: Warm) -> None:
         """Start workers, in place of those that ended; returns when all are ready, or told why not, or ended."""
         if not self._starting:
             self._imported.publish()
         for number in numbers:
-            hand = warm.hand(number, [memory.fd for memory in self._memories])
+            handle = warm.handle(number, [memory.fd for memory in self._memories])
             self.deaths.pop(number, None)
-            self._hands[number] = hand
+            self._handles[number] = handle
             self._starting.add(number)
-            self._output.follow(hand.pipes)
-            for fd in hand.watched:
+            self._output.follow(handle.pipes)
+            for fd in handle.watched:
                 self._poller.register(fd, select.POLLIN)
         self.wait(lambda: not self._starting, 0)
 
@@ -121,10 +121,10 @@ class Crew:
         order()
         words[words_of.GRANT] += 1
         fence()
-        for hand in self._living():
-            hand.since = time.monotonic()
-            if words[self.control.place(hand.number, words_of.SLEEPING)]:
-                hand.wake()
+        for handle in self._living():
+            handle.since = time.monotonic()
+            if words[self.control.place(handle.number, words_of.SLEEPING)]:
+                handle.wake()
 
     def halt(self, *, replaceable: bool) -> None:
         """Have all workers stop where nothing is held: between two replicas, chunks of an evaluation, or steps.
@@ -146,10 +146,10 @@ class Crew:
 
         with interrupts.shielded():
             self.wait(lambda: idle() or late(), LONG)
-            for hand in self._living() if not idle() else ():
-                if self._in_user_code(hand.number):
-                    self.deaths[hand.number] = self._end_of(hand, BROKEN_OFF, Cause.CALLER)
-                    self._died(hand)
+            for handle in self._living() if not idle() else ():
+                if self._in_user_code(handle.number):
+                    self.deaths[handle.number] = self._end_of(handle, BROKEN_OFF, Cause.CALLER)
+                    self._died(handle)
             self.wait(idle, LONG)  # those that waited for them, and those that were updating
         self.interrupted = False
 
@@ -172,7 +172,7 @@ class Crew:
     def _in_user_code(self, number: int) -> bool:
         """Whether a worker may be in the user's code: it computes, and waits for nobody."""
         task = self.control.words[words_of.KIND] == words_of.TASK
-        computing = self.control.places()[number].point <= Point.COMPUTING
+        computing = self.control.places()[number].phase <= Phase.COMPUTING
         return (task or computing) and not self.control.idle(number)
 
     def _check_interrupted(self) -> None:
@@ -187,65 +187,65 @@ class Crew:
     def _kill_hung(self) -> None:
         """Workers that all others wait for do nothing any more: they are ended, and count as dead."""
         late = self._starting or self.control.hindmost(self.alive)
-        for hand in self._living():
-            if hand.number in late:
+        for handle in self._living():
+            if handle.number in late:
                 why = f"hung for {self._deadline.seconds:.0f} s and was killed"
-                self.deaths[hand.number] = self._end_of(hand, why, Cause.ITSELF)
-                self._died(hand)
+                self.deaths[handle.number] = self._end_of(handle, why, Cause.ITSELF)
+                self._died(handle)
 
-    def _living(self) -> list[Hand]:
-        return [hand for hand in self._hands.values() if not hand.ended]
+    def _living(self) -> list[WorkerHandle]:
+        return [handle for handle in self._handles.values() if not handle.ended]
 
     def end(self) -> None:
         """End the workers, print what they still have to say, give everything back."""
         if self._abandoned.detach() is None:
             return
         with interrupts.shielded():
-            for hand in self._hands.values():
-                hand.dismiss()
+            for handle in self._handles.values():
+                handle.dismiss()
             deadline = time.monotonic() + FAREWELL_SECONDS
             try:
                 while self._output.open and time.monotonic() < deadline:
                     self._output.carry_waiting(POLL_MILLISECONDS)
             finally:
-                for hand in self._hands.values():
-                    hand.end()
+                for handle in self._handles.values():
+                    handle.end()
                 for memory in self._memories:
                     memory.close()
 
     def _handle(self, readable: set[int]) -> None:
         for fd in self._output.carry(readable):
             self._poller.unregister(fd)
-        for hand in self._living():
-            if hand.channel.fileno() in readable:
-                self._read(hand)
-            elif hand.pidfd in readable:
-                self._died(hand)
+        for handle in self._living():
+            if handle.channel.fileno() in readable:
+                self._read(handle)
+            elif handle.pidfd in readable:
+                self._died(handle)
 
-    def _read(self, hand: Hand) -> None:
+    def _read(self, handle: WorkerHandle) -> None:
         messages: list[bytes] = []
         ended = False
         try:
-            while not messages or hand.channel.poll():
-                messages.append(hand.channel.recv_bytes())
+            while not messages or handle.channel.poll():
+                messages.append(handle.channel.recv_bytes())
         except (EOFError, OSError):
             ended = True
         for message in filter(None, messages):
-            self._take(hand, *pickle.loads(message))  # noqa: S301  from a child of this process
+            self._take(handle, *pickle.loads(message))  # noqa: S301  from a child of this process
         if ended:
-            self._died(hand)
+            self._died(handle)
 
-    def _take(self, hand: Hand, kind: str, *facts: Any) -> None:
+    def _take(self, handle: WorkerHandle, kind: str, *facts: Any) -> None:
         if kind == "result" and facts[0] != self.control.words[words_of.GRANT]:
             return  # of a task that was broken off
         if kind == "ready":
-            hand.ready, hand.since = True, time.monotonic()
-            self._starting.discard(hand.number)
+            handle.ready, handle.since = True, time.monotonic()
+            self._starting.discard(handle.number)
             self.started += 1
         elif kind == "housed":
             self.housed.append(facts)
         elif kind == "scheduled":
-            step, kept = facts[0], self.control.words[words_of.KEPT]
+            step, kept = facts[0], self.control.words[words_of.SNAPSHOT_STEP]
             since = kept if kept >= 0 else step - 1
             self.scheduled = [item for item in self.scheduled if since <= item[0] != step] + [facts]
         elif kind == "warning":
@@ -253,28 +253,28 @@ class Crew:
         elif kind == "imported":
             self._imported.add(*facts)
         else:
-            self.told.append(Told(hand.number, kind, *(facts[1:] if kind == "result" else facts)))
+            self.told.append(WorkerMessage(handle.number, kind, *(facts[1:] if kind == "result" else facts)))
             if kind == "failed":
-                self._starting.discard(hand.number)
+                self._starting.discard(handle.number)
 
-    def _died(self, hand: Hand) -> None:
+    def _died(self, handle: WorkerHandle) -> None:
         """A worker ended by itself; its end is confirmed before anybody takes its place."""
-        for fd in hand.watched:
+        for fd in handle.watched:
             try:
                 self._poller.unregister(fd)
             except KeyError:  # its output had ended before
                 continue
-        self._output.forget(hand.pipes)
-        self._starting.discard(hand.number)
-        self._lived += time.monotonic() - hand.born
+        self._output.forget(handle.pipes)
+        self._starting.discard(handle.number)
+        self._lived += time.monotonic() - handle.born
         with interrupts.shielded():
-            status = hand.end()
+            status = handle.end()
         why, cause = ended(None if status is None else os.waitstatus_to_exitcode(status))
-        self.deaths.setdefault(hand.number, self._end_of(hand, why, cause))
+        self.deaths.setdefault(handle.number, self._end_of(handle, why, cause))
 
-    def _end_of(self, hand: Hand, why: str, cause: Cause) -> End:
+    def _end_of(self, handle: WorkerHandle, why: str, cause: Cause) -> End:
         self._lives += 1
-        return End(why, cause, hand.ready, hand.since, time.monotonic(), self._lives)
+        return End(why, cause, handle.ready, handle.since, time.monotonic(), self._lives)
 
     def leave(self) -> None:
         """See ``forks.Owned``."""
@@ -289,9 +289,9 @@ class Crew:
             )
 
 
-def _abandon(hands: Mapping[int, Hand], memories: Sequence[Memory]) -> None:
+def _abandon(handles: Mapping[int, WorkerHandle], memories: Sequence[Memory]) -> None:
     """A run that nobody closed is gone, or the interpreter ends."""
-    for hand in hands.values():
-        hand.kill()
+    for handle in handles.values():
+        handle.kill()
     for memory in memories:
         memory.close()

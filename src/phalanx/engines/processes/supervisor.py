@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from phalanx.engines.processes.failures import Ledger
+from phalanx.engines.processes.failures import FailureLog
 from phalanx.engines.processes.launch import WARM
-from phalanx.engines.processes.messages import LostError, Told, first_error, unfit
-from phalanx.engines.processes.pool import LONG, Crew
+from phalanx.engines.processes.messages import LostError, WorkerMessage, first_error, unfit
+from phalanx.engines.processes.pool import LONG, WorkerPool
 from phalanx.engines.processes.serialization import pack
 from phalanx.frameworks.registry import reduced
 from phalanx.plan.lifecycle import joinable, judge, newest_whole
 from phalanx.plan.placement import Placement
-from phalanx.seams import Course
+from phalanx.seams import RunState
 from phalanx.seams.sharing import Mirror
 from phalanx.shared import control as words_of
 from phalanx.shared.memory import Memory
@@ -34,35 +34,35 @@ class Supervisor:
     Parameters
     ----------
     placement : Placement
-    crew : Crew
+    pool : WorkerPool
     mirror : Mirror
         The caller's own state, and the way into the arena.
     mailbox, orders : Memory
         For what all workers are to do, and for what a new one has to know.
-    course : Course
+    run_state : RunState
         The steps that the caller has seen.
-    ledger : Ledger
+    failures : FailureLog
     """
 
     def __init__(
         self,
         placement: Placement,
-        crew: Crew,
+        pool: WorkerPool,
         mirror: Mirror,
         mailbox: Memory,
         orders: Memory,
-        course: Course,
-        ledger: Ledger,
+        run_state: RunState,
+        failures: FailureLog,
     ) -> None:
         self._placement = placement
-        self._crew = crew
-        self._control = crew.control
+        self._pool = pool
+        self._control = pool.control
         self._mirror = mirror
         self._mailbox = mailbox
         self._orders = orders
-        self._course = course
-        self._ledger = ledger
-        self._portable = ledger.portable
+        self._course = run_state
+        self._failures = failures
+        self._portable = failures.portable
         self._home: int | None = self._seen  # the step at which the caller's own state is
         self._first = self._seen  # the first step of the latest grant
         self._unfinished: tuple[Callable[[int, Sequence[int]], None], int] | None = None  # a repair, and its step
@@ -71,7 +71,7 @@ class Supervisor:
     def begin(self) -> None:
         """Put the caller's state into the arena and start all workers."""
         words = self._control.words
-        words[words_of.DONE], words[words_of.KEPT], words[words_of.DUE] = self._seen, NEVER, NEVER
+        words[words_of.DONE], words[words_of.SNAPSHOT_STEP], words[words_of.SNAPSHOT_DUE] = self._seen, NEVER, NEVER
         self._put()
         self._replace(range(self._placement.workers), self._seen)
 
@@ -81,7 +81,7 @@ class Supervisor:
         if kind != words_of.STEPS:
             size = pack(thing, self._mailbox, reduced)
             if kind == words_of.BATCH and self._portable:
-                kept = self._control.words[words_of.KEPT]
+                kept = self._control.words[words_of.SNAPSHOT_STEP]
                 self._batches = {step: batch for step, batch in self._batches.items() if step >= kept}
                 self._batches[self._done] = self._mailbox.read(size)
                 if sum(map(len, self._batches.values())) > MOST_BATCHES:
@@ -89,17 +89,17 @@ class Supervisor:
         else:
             self._batches.pop(self._done, None)  # of a step that failed, and is now done as planned
         self._first = self._done
-        self._crew.grant(kind)
+        self._pool.grant(kind)
 
     def wait(self, until: Callable[[], bool], steps: int) -> bool:
         """Wait; whoever falls meanwhile is replaced. False if what was granted has to be granted again."""
-        self._crew.wait(lambda: until() or bool(self._crew.deaths), steps)
-        while self._crew.deaths:
+        self._pool.wait(lambda: until() or bool(self._pool.deaths), steps)
+        while self._pool.deaths:
             if not self._joined():
                 self.steady()
                 return False
-            self._crew.wait(lambda: until() or bool(self._crew.deaths), steps)
-        self._ledger.came_through(self._control.words[words_of.KIND])
+            self._pool.wait(lambda: until() or bool(self._pool.deaths), steps)
+        self._failures.came_through(self._control.words[words_of.KIND])
         return True
 
     def steady(self) -> None:
@@ -114,13 +114,13 @@ class Supervisor:
         """
         while not self._whole():
             self._control.words[words_of.TROUBLE] = 1  # the others leave the step
-            if not self._placement.whole and self._crew.deaths:
-                self._ledger.fell(self._crew.deaths, self._crew.started, self._crew.lived)  # raises
-            self._crew.wait(lambda: self._control.all_idle(self._crew.alive), LONG)
+            if not self._placement.whole and self._pool.deaths:
+                self._failures.fell(self._pool.deaths, self._pool.started, self._pool.lived)  # raises
+            self._pool.wait(lambda: self._control.all_idle(self._pool.alive), LONG)
             if not self._placement.whole and self._errors():
                 raise self._errors()[0].content  # no step can be done again without the other hosts
-            if self._crew.deaths:
-                self._ledger.fell(self._crew.deaths, self._crew.started, self._crew.lived)
+            if self._pool.deaths:
+                self._failures.fell(self._pool.deaths, self._pool.started, self._pool.lived)
                 self._mend()
             elif self._unfinished is not None:  # broken off by Ctrl-C
                 self._unfinished[0](self._unfinished[1], ())
@@ -146,13 +146,13 @@ class Supervisor:
 
         ``options``: those of optimizers and schedules now, so that earlier losses need not be told any more.
         """
-        self._control.words[words_of.KEPT] = self._control.words[words_of.DUE] = self._done
+        self._control.words[words_of.SNAPSHOT_STEP] = self._control.words[words_of.SNAPSHOT_DUE] = self._done
         self._home = None
         self._options, self._begun = options, self._done
 
     def forget(self) -> None:
         """The workers are about to save: until they have, there is no snapshot, and none is needed."""
-        self._control.words[words_of.KEPT], self._control.words[words_of.DUE] = NEVER, self._done
+        self._control.words[words_of.SNAPSHOT_STEP], self._control.words[words_of.SNAPSHOT_DUE] = NEVER, self._done
 
     def hold(self, *, reading: bool) -> None:
         """While somebody reads the snapshot it stays as it is."""
@@ -172,15 +172,15 @@ class Supervisor:
         return self._control.words[words_of.DONE]
 
     def _whole(self) -> bool:
-        whole = not self._crew.deaths and self._control.all_idle() and self._unfinished is None
+        whole = not self._pool.deaths and self._control.all_idle() and self._unfinished is None
         return whole and judge(self._control.places()).step >= self._done
 
-    def _errors(self) -> list[Told]:
-        return [told for told in self._crew.told if told.kind != "result"]
+    def _errors(self) -> list[WorkerMessage]:
+        return [told for told in self._pool.told if told.kind != "result"]
 
     def _joined(self) -> bool:
         """Let replacements step in where the others wait for them, if that is possible."""
-        words, fallen = self._control.words, sorted(self._crew.deaths)
+        words, fallen = self._control.words, sorted(self._pool.deaths)
         places = self._control.places()
         step = places[fallen[0]].step
         running = words[words_of.KIND] != words_of.TASK and not words[words_of.TROUBLE]
@@ -188,7 +188,7 @@ class Supervisor:
         lost = 0 in fallen and not self._portable
         if not (running and due and joinable(places, fallen)) or lost or any(map(self._control.idle, fallen)):
             return False
-        self._ledger.fell(self._crew.deaths, self._crew.started, self._crew.lived)
+        self._failures.fell(self._pool.deaths, self._pool.started, self._pool.lived)
         if 0 in fallen:  # it may have ended before it said that the step before is finished
             words[words_of.DONE] = max(words[words_of.DONE], step)
         self._replace(fallen, step, joining=True)
@@ -196,17 +196,17 @@ class Supervisor:
 
     def _mend(self) -> None:
         """All that live are idle: take the state back if it is torn, replace those that ended, tell the others."""
-        fallen = sorted(self._crew.deaths)
+        fallen = sorted(self._pool.deaths)
         step, torn = judge(self._control.places())
         if not self._portable and (torn or 0 in fallen):
             raise LostError(
-                f"worker {fallen[0]} {self._crew.deaths[fallen[0]].why} in step {step}, and the optimizer is not one "
+                f"worker {fallen[0]} {self._pool.deaths[fallen[0]].why} in step {step}, and the optimizer is not one "
                 "of torch's own, so its state is lost with it; run again"
             )
         if self._unfinished is not None and self._unfinished[0] == self._go_back:
             self._go_back(self._unfinished[1], fallen)
         elif torn:
-            self._ledger.note("rollback", fallen[0], step)
+            self._failures.note("rollback", fallen[0], step)
             self._take_back(step, fallen)
         else:
             self._resume(step, fallen)
@@ -224,7 +224,7 @@ class Supervisor:
         """Step ``torn`` left no state of its own: take that of the newest snapshot, and save more often for a while."""
         words = self._control.words
         words[words_of.EAGER] = self._done + EAGER_STEPS
-        self._go_back(newest_whole(words[words_of.DUE], words[words_of.KEPT], torn), fallen)
+        self._go_back(newest_whole(words[words_of.SNAPSHOT_DUE], words[words_of.SNAPSHOT_STEP], torn), fallen)
 
     def _go_back(self, kept: int, fallen: Sequence[int]) -> None:
         """Take the state of an earlier step: the caller's own, or the snapshot. Goes on next time if somebody falls."""
@@ -234,7 +234,7 @@ class Supervisor:
             kept = self._home
             self._put()
         restore = kept != self._home
-        self._crew.housed = [item for item in self._crew.housed if item[0] <= kept]
+        self._pool.housed = [item for item in self._pool.housed if item[0] <= kept]
         self._replace(fallen, kept)
         if self._told("take", {"orders": {**self._described(kept), "restore": restore}}):
             self._unfinished = None
@@ -247,33 +247,33 @@ class Supervisor:
             self._mailbox.write(batch)
         words[words_of.UNTIL] = step + 1
         self._first = step
-        self._crew.grant(words_of.STEPS if batch is None else words_of.BATCH)
-        self._crew.wait(lambda: self._control.all_idle() or bool(self._crew.deaths), LONG)
+        self._pool.grant(words_of.STEPS if batch is None else words_of.BATCH)
+        self._pool.wait(lambda: self._control.all_idle() or bool(self._pool.deaths), LONG)
 
     def _told(self, task: str, facts: Mapping[str, Any]) -> bool:
         """Have all workers do something about the state; False if one fell meanwhile."""
-        if not self._crew.deaths:
+        if not self._pool.deaths:
             pack({**facts, "task": task}, self._mailbox, reduced)
-            self._crew.grant(words_of.TASK)
-            self._crew.wait(lambda: self._control.all_idle() or bool(self._crew.deaths), LONG)
-            self._crew.told = self._errors()
-            if any(isinstance(told.content, LostError) for told in self._crew.told):
-                raise first_error(self._crew.told)
-        return not self._crew.deaths
+            self._pool.grant(words_of.TASK)
+            self._pool.wait(lambda: self._control.all_idle() or bool(self._pool.deaths), LONG)
+            self._pool.told = self._errors()
+            if any(isinstance(told.content, LostError) for told in self._pool.told):
+                raise first_error(self._pool.told)
+        return not self._pool.deaths
 
     def _put(self) -> None:
         """Put the caller's own state into the arena."""
         state = self._mirror.put()
         self._options = state["options"]
         self._begun = self._seen if self._home is None else self._home
-        self._crew.housed = [(self._begun, state["optimizers"])]
+        self._pool.housed = [(self._begun, state["optimizers"])]
 
     def _described(self, step: int) -> dict[str, Any]:
         """What a worker has to know of the state before ``step``, apart from what lies in the arena."""
-        begun, options = self._crew.options_at(step, (self._begun, self._options))
+        begun, options = self._pool.options_at(step, (self._begun, self._options))
         return {
             "step": step,
-            "optimizers": [description for since, description in self._crew.housed if since <= step],
+            "optimizers": [description for since, description in self._pool.housed if since <= step],
             "options": options,
             "losses": [self._loss(earlier) for earlier in range(begun, step)],
             "restore": False,
@@ -288,8 +288,8 @@ class Supervisor:
         pack({**self._described(step), "grant": grant, "joining": joining}, self._orders, reduced)
         for worker in workers:
             self._control.words[self._control.place(worker, words_of.COUNT)] = 0
-        self._ledger.start()
-        self._crew.start(workers, WARM)
-        self._ledger.started(self._crew.deaths, step)
-        if any(told.kind == "failed" for told in self._crew.told):
-            raise unfit(first_error(self._crew.told))
+        self._failures.start()
+        self._pool.start(workers, WARM)
+        self._failures.started(self._pool.deaths, step)
+        if any(told.kind == "failed" for told in self._pool.told):
+            raise unfit(first_error(self._pool.told))

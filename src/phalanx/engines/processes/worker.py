@@ -18,13 +18,13 @@ from types import FrameType
 from typing import Any
 
 from phalanx.definition.data import Share
-from phalanx.definition.deal import Dealer
+from phalanx.definition.deal import BatchShares
 from phalanx.definition.fields import Definition
 from phalanx.engines.hosts.link import HostLink
-from phalanx.engines.processes.deadline import Keeper
-from phalanx.engines.processes.environment import inhabit
+from phalanx.engines.processes.deadline import SnapshotTimer
+from phalanx.engines.processes.environment import adopt_environment
 from phalanx.engines.processes.link import ArenaLink
-from phalanx.engines.processes.messages import Caller, LostError, as_told
+from phalanx.engines.processes.messages import DriverChannel, LostError, as_told
 from phalanx.engines.processes.serialization import unpack
 from phalanx.errors import UsageError
 from phalanx.frameworks.jax.outside import threads
@@ -34,7 +34,7 @@ from phalanx.plan.shares import share_bounds
 from phalanx.seams import Framework
 from phalanx.shared import control as words_of
 from phalanx.shared.arena import Plan
-from phalanx.shared.control import Control, Meeting, Trouble, fence, order
+from phalanx.shared.control import Barrier, Control, Trouble, fence, order
 from phalanx.shared.heap import give_back
 from phalanx.shared.memory import Memory
 from phalanx.step import commit, measure, propose
@@ -44,11 +44,11 @@ IDLE_YIELDS = 500
 
 def live(channel: int, memories: Sequence[int], number: int) -> None:
     """Be worker ``number`` of a run until the caller closes the channel."""
-    caller = Caller(channel)
-    habitat, parcel, arena, mailbox, orders = (Memory(0, fd) for fd in memories)
+    caller = DriverChannel(channel)
+    environment_memory, parcel, arena, mailbox, orders = (Memory(0, fd) for fd in memories)
     try:
-        place = unpack(habitat)
-        inhabit(place, functools.partial(caller.tell, "imported"))
+        place = unpack(environment_memory)
+        adopt_environment(place, functools.partial(channel.tell, "imported"))
         with threads(place["threads"]):  # what is unpacked may hold jax arrays
             worker = Worker(caller, unpack(parcel), arena, mailbox, number)
         orders = unpack(orders)
@@ -66,14 +66,16 @@ class Worker:
 
     Parameters
     ----------
-    caller : Caller
+    caller : DriverChannel
     setup : dict
         The caller's parcel.
     arena, mailbox : Memory
     number : int
     """
 
-    def __init__(self, caller: Caller, setup: dict[str, Any], arena: Memory, mailbox: Memory, number: int) -> None:
+    def __init__(
+        self, caller: DriverChannel, setup: dict[str, Any], arena: Memory, mailbox: Memory, number: int
+    ) -> None:
         warnings.showwarning = self._pass_on
         signal.signal(signal.SIGINT, _left_to_the_caller)
         self._caller = caller
@@ -81,12 +83,12 @@ class Worker:
         self._number = number
         self._placement = setup["placement"]
         self._step = 0
-        self._keeper = Keeper()
+        self._timer = SnapshotTimer()
         self._definition = Definition(**setup["fields"])
         self._framework: Framework = open_framework(self._definition, ["cpu"])
         self.environment = self._framework.environment
         self._share(arena, setup)
-        self._dealer = Dealer(self._definition, self._framework.opened)
+        self._dealer = BatchShares(self._definition, self._framework.opened)
         self._settled = False
         give_back()  # the model as it was made, before it moved into the arena
 
@@ -100,10 +102,10 @@ class Worker:
         arena = memory.map()
         self._control: Control = plan.control(arena)
         self._checksum = self._control.place(self._number, words_of.CHECKSUM)
-        self._meeting = Meeting(self._control, self._number)
+        self._barrier = Barrier(self._control, self._number)
         self._shard = self._framework.sharing.shard(plan.layout, arena, self._number)
         tell_housed = functools.partial(self._caller.tell, "housed")
-        arguments = self._framework, self._shard, plan, self._placement, arena, self._meeting, tell_housed
+        arguments = self._framework, self._shard, plan, self._placement, arena, self._barrier, tell_housed
         self._link = ArenaLink(*arguments) if setup["hosts"] is None else HostLink(setup["hosts"], *arguments)
 
     def take(self, orders: dict[str, Any]) -> None:
@@ -139,7 +141,7 @@ class Worker:
                 grant = self._next_grant(grant)
             joining = False
             order()
-            self._meeting.begin(grant)
+            self._barrier.begin(grant)
             try:
                 self._do(words[words_of.KIND])
             except Trouble:
@@ -168,8 +170,8 @@ class Worker:
         """One step."""
         words, t = self._control.words, self._step
         started, lr = time.perf_counter(), self._framework.lr
-        if words[words_of.DUE] == t:
-            self._keeper.keep(self._save)
+        if words[words_of.SNAPSHOT_DUE] == t:
+            self._timer.keep(self._save)
         self._link.begin(even=len({len(share.samples) for share in shares}) == 1)
         proposal = propose(self._framework, self._link, self._definition, t, shares)
         if self._number == 0:
@@ -192,7 +194,7 @@ class Worker:
             failed = error
         if self._number == 0:
             ended = time.perf_counter()
-            self._keeper.pace = ended - started
+            self._timer.pace = ended - started
             self._control.reports.finish(t, ended)
             self._wake_caller(idle=False)
         if failed is not None:
@@ -213,16 +215,16 @@ class Worker:
         more = words[words_of.UNTIL] > t + 1 and not words[words_of.PAUSE]
         words[words_of.AGREED] = t + 2 if more else t + 1
         self._control.reports.write(t, loss, norm, lr, samples, started, time.perf_counter())
-        if words[words_of.DUE] == t:
-            words[words_of.KEPT] = t  # all have met since they saved
-        due = t < words[words_of.EAGER] or t + 1 - words[words_of.DUE] >= self._keeper.interval()
+        if words[words_of.SNAPSHOT_DUE] == t:
+            words[words_of.SNAPSHOT_STEP] = t  # all have met since they saved
+        due = t < words[words_of.EAGER] or t + 1 - words[words_of.SNAPSHOT_DUE] >= self._timer.interval()
         if due and not words[words_of.HOLD]:
-            words[words_of.DUE] = t + 1
+            words[words_of.SNAPSHOT_DUE] = t + 1
 
     def _come_to(self, step: int) -> None:
         self._step = step
         self._link.enter(step)
-        self._meeting.enter(step)
+        self._barrier.enter(step)
 
     def _describe(self, save: bool) -> dict[str, Any]:
         if save:

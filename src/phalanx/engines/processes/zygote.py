@@ -31,7 +31,7 @@ from phalanx.shared.heap import keep_freed
 PR_SET_PDEATHSIG, PR_SET_TIMERSLACK = 1, 29
 MESSAGE_BYTES = 4096
 RECEIVING = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-DESCRIPTORS = 8  # channel, output, errors, habitat, parcel, arena, mailbox, orders
+DESCRIPTORS = 8  # channel, output, errors, environment_memory, parcel, arena, mailbox, orders
 
 
 def main(fd: int, parent: int, cache: str | None) -> None:

@@ -37,14 +37,14 @@ class Shard:
     """
 
     def __init__(self, state: State, updates: Update, layout: Layout, arena: mmap.mmap, worker: int) -> None:
-        self.slots = Slots(layout, arena, worker)
+        self.slots = GradientBuckets(layout, arena, worker)
         owned, mine = held(layout.owners, worker), held(layout.keepers, worker)
         kept, (copies, kept_copies) = layout.kept[worker], layout.snapshot
         places = [(layout.weights[index], copies[index], layout.params[index]) for index in owned]
         places += [(kept[index], kept_copies[worker][index], layout.state[index]) for index in mine]
         self._places = places
         self.weights = [(layout.weights[index], layout.params[index].size) for index in owned]
-        self.luggage: list[list[memoryview]] = []
+        self.buffer_payload: list[list[memoryview]] = []
         self._arena = arena
         weights = [view(arena, *placed) for placed in zip(layout.weights, layout.params, strict=True)]
         homes = [view(arena, kept[index], layout.state[index]) for index in mine]
@@ -65,7 +65,7 @@ class Shard:
         """There are no buffers."""
         return []
 
-    def house(self) -> bool:
+    def place_in_arena(self) -> bool:
         """The optimizer's state lies in the arena from the start."""
         return False
 
@@ -106,8 +106,8 @@ class Shard:
             yield view(self._arena, offset, words), view(self._arena, copy, words)
 
 
-class Slots:
-    """Implements ``seams.sharing.Slots`` for jax.
+class GradientBuckets:
+    """Implements ``seams.sharing.GradientBuckets`` for jax.
 
     Parameters
     ----------
@@ -125,7 +125,7 @@ class Slots:
         self._homes = functools.cache(functools.partial(self._vector, worker, mine=False))
         self._squares = view(arena, layout.squares, Spec((len(layout.params),), np.dtype(np.float64)))
 
-    def live_in(self, number: int) -> None:
+    def set_destination(self, number: int) -> None:
         """Jax computes into memory of its own."""
 
     def watch(self, told: Callable[[int, Any], None]) -> bool:

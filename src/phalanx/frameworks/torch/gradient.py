@@ -49,7 +49,7 @@ class Collector:
             self._seen.clear()
         taken = take(self._named)
         if self._homes is not None:
-            taken = [_housed(grad, home) for grad, home in zip(taken, self._homes, strict=True)]
+            taken = [_placed_in_arena(grad, home) for grad, home in zip(taken, self._homes, strict=True)]
         self._spent = separate(taken) if self._written else taken
         return self._spent
 
@@ -70,7 +70,7 @@ class Collector:
         self._listen(range(len(self._named)))
         self._told = told
 
-    def live_in(self, homes: Gradient) -> None:
+    def set_destination(self, homes: Gradient) -> None:
         """Put the gradients of the next backward pass into this memory; None: they stay where autograd made them."""
         self._homes = homes
 
@@ -98,7 +98,7 @@ class Collector:
                 self._told(index, grad)
 
 
-def _housed(grad: torch.Tensor | None, home: torch.Tensor | None) -> torch.Tensor | None:
+def _placed_in_arena(grad: torch.Tensor | None, home: torch.Tensor | None) -> torch.Tensor | None:
     return grad if grad is None or home is None or grad is home else home.copy_(grad)
 
 

@@ -33,7 +33,7 @@ def view(arena: mmap.mmap, offset: int, spec: Spec) -> torch.Tensor:
     return torch.frombuffer(arena, dtype=dtype, count=count, offset=offset).as_strided(shape, stride)
 
 
-class Rooms:
+class OptimizerState:
     """The stretch of arena that each parameter's optimizer state may use.
 
     Parameters
@@ -74,7 +74,7 @@ class Rooms:
         """(offset, bytes) of what a parameter's optimizer state takes."""
         return self._rooms[index][0], self._used[index]
 
-    def house(self, indices: Iterable[int]) -> list[int]:
+    def place_in_arena(self, indices: Iterable[int]) -> list[int]:
         """Move the state of these parameters into their rooms; returns those that have none yet."""
         without: list[int] = []
         for index in indices if self._movable else ():
@@ -84,7 +84,7 @@ class Rooms:
                 if state:
                     found = True
                     for key, value in state.items():
-                        state[key] = map_tree(functools.partial(self._housed, index), value)
+                        state[key] = map_tree(functools.partial(self._placed_in_arena, index), value)
             if not found:
                 without.append(index)
         return without
@@ -92,7 +92,7 @@ class Rooms:
     def describe(self, indices: Iterable[int]) -> list[dict[Any, Any]]:
         """Per optimizer: state by parameter index, with ``Placed`` for what lies in the arena, and what is beside."""
         indices = list(indices)
-        self.house(indices)
+        self.place_in_arena(indices)
         described: list[dict[Any, Any]] = []
         for optimizer in self._optimizers:
             state = {index: optimizer.state.get(self._parameters[index]) for index in indices}
@@ -122,7 +122,7 @@ class Rooms:
                     optimizer.state[self._parameters[index]] = map_tree(take, value)
             optimizer.state.update(state["beside"] if beside else {})
 
-    def _housed(self, index: int, leaf: Any) -> Any:
+    def _placed_in_arena(self, index: int, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.data_ptr() in self._placed or leaf.numel() == 0:
             return leaf
         spec: Spec = tuple(leaf.shape), torch.empty_like(leaf, device="meta").stride(), leaf.dtype

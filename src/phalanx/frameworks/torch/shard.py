@@ -19,8 +19,8 @@ from phalanx.frameworks.torch.buffers import Buffers, Left
 from phalanx.frameworks.torch.gradient import Collector
 from phalanx.frameworks.torch.layout import Layout, Take, bytes_in, lay_out
 from phalanx.frameworks.torch.optimizer import Update, check_no_global_hooks
-from phalanx.frameworks.torch.rooms import Rooms, view
-from phalanx.frameworks.torch.slots import Slots
+from phalanx.frameworks.torch.rooms import OptimizerState, view
+from phalanx.frameworks.torch.slots import GradientBuckets
 from phalanx.plan.placement import Placement
 
 
@@ -85,14 +85,14 @@ class Shard:
         rebind(layout, arena)
         self._buffers.rehome([view(arena, *placed) for placed in zip(layout.starts, layout.buffers, strict=True)])
         self._updates.restrict(self._owned)
-        self.slots = Slots(sharing.collector, sharing.updates, layout, arena, worker)
+        self.slots = GradientBuckets(sharing.collector, sharing.updates, layout, arena, worker)
         movable = not self._updates.foreign
-        self._rooms = Rooms(self._updates.optimizers, sharing.parameters, layout.rooms, arena, movable=movable)
+        self._rooms = OptimizerState(self._updates.optimizers, sharing.parameters, layout.rooms, arena, movable=movable)
         self._without = self._owned
         self._storages = [number for number, keeper in enumerate(layout.keepers) if keeper == worker]
         self._changed = memoryview(arena)[layout.changed :]
         self.weights = [(offset, size) for _, size, offset in map(layout.storages.__getitem__, self._storages)]
-        self.luggage = _luggage(layout, memoryview(arena))
+        self.buffer_payload = _buffer_payload(layout, memoryview(arena))
         self._left = [
             [view(arena, *placed) for placed in zip(offsets, layout.buffers, strict=True)] for offsets in layout.left
         ]
@@ -112,11 +112,11 @@ class Shard:
         pairs = zip(self._left[replica], starts, strict=True)
         return [left if self._changed[first + number] else start for number, (left, start) in enumerate(pairs)]
 
-    def house(self) -> bool:
+    def place_in_arena(self) -> bool:
         """Move optimizer state that this worker owns into the arena, as far as it is not there; True if some was."""
         if not self._without or self._updates.foreign:
             return False
-        before, self._without = self._without, self._rooms.house(self._without)
+        before, self._without = self._without, self._rooms.place_in_arena(self._without)
         return len(self._without) < len(before)
 
     def described(self) -> list[Any]:
@@ -221,9 +221,11 @@ class Mirror:
             rooms.take(state["optimizers"], self._all, beside=number == 0, copies=copies)
         self._updates.take_options(states[0]["options"])
 
-    def _new_rooms(self) -> Rooms:
+    def _new_rooms(self) -> OptimizerState:
         movable = not self._updates.foreign
-        return Rooms(self._updates.optimizers, self._parameters, self._layout.rooms, self._arena, movable=movable)
+        return OptimizerState(
+            self._updates.optimizers, self._parameters, self._layout.rooms, self._arena, movable=movable
+        )
 
     def _shared_buffers(self) -> list[torch.Tensor]:
         return [view(self._arena, *placed) for placed in zip(self._layout.starts, self._layout.buffers, strict=True)]
@@ -254,7 +256,7 @@ def rebind(layout: Layout, arena: mmap.mmap) -> None:
             tensor.data = torch.empty(0, dtype=tensor.dtype).set_(home, *place)
 
 
-def _luggage(layout: Layout, arena: memoryview) -> list[list[memoryview]]:
+def _buffer_payload(layout: Layout, arena: memoryview) -> list[list[memoryview]]:
     """For each replica the memory of what it left: its buffers, and which of them changed."""
     sizes = [bytes_in(spec) for spec in layout.buffers]
     return [

@@ -16,8 +16,8 @@ from phalanx.frameworks.torch.rooms import view
 from phalanx.seams.sharing import Order
 
 
-class Slots:
-    """Implements ``seams.sharing.Slots`` for PyTorch.
+class GradientBuckets:
+    """Implements ``seams.sharing.GradientBuckets`` for PyTorch.
 
     Parameters
     ----------
@@ -46,9 +46,9 @@ class Slots:
         self._collector.tell(told)
         return True
 
-    def live_in(self, number: int) -> None:
+    def set_destination(self, number: int) -> None:
         """Put the next replica's gradient where this worker publishes the ``number``-th vector that it holds."""
-        self._collector.live_in(self._homes(number))
+        self._collector.set_destination(self._homes(number))
 
     def peer(self, worker: int, number: int) -> Gradient:
         """What another worker published, as far as this one owns it."""
