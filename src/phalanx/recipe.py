@@ -189,7 +189,7 @@ class Recipe(Definition):
             raise UsageError(
                 "evaluation is given, but data is None, so there are no epochs; call run.evaluate() yourself"
             )
-        from phalanx.engines.opening import distributes, open_engine  # the first run imports what starts processes
+        from phalanx.engines.selection import distributes, open_engine  # the first run imports what starts processes
 
         if distributes(settled.engine) and rank() > 0:  # the first process reports and saves, and sends its state
             settled = dataclasses.replace(settled, saving=None, warm_start=None, callbacks=(), progress=False)

@@ -9,7 +9,7 @@ def hurry(monkeypatch, recipe):
     """Let runs of such recipes move to two workers after their first steps."""
     monkeypatch.setattr(auto, "START_SECONDS", 0.0)
     monkeypatch.setattr(type(open_framework(recipe).sharing), "moving_seconds", -1.0)
-    monkeypatch.setattr("phalanx.engines.opening.usable_cores", lambda: 2)
+    monkeypatch.setattr("phalanx.engines.selection.usable_cores", lambda: 2)
     WARM.zygote()._ask({"end": 0})  # returns when it is awake
 
 

@@ -666,10 +666,10 @@ def buffers_left_out():
 
 def stale_gradients():
     """A peer's gradient is what it was when it was first looked at."""
-    from phalanx.frameworks.torch.slots import GradientBuckets
+    from phalanx.frameworks.torch.buckets import Slots
 
-    peer = GradientBuckets.peer
-    GradientBuckets.peer = lambda self, *place: [None if grad is None else grad.clone() for grad in peer(self, *place)]
+    peer = Slots.peer
+    Slots.peer = lambda self, *place: [None if grad is None else grad.clone() for grad in peer(self, *place)]
 
 
 def absent_as_zero():
@@ -691,9 +691,9 @@ def absent_as_zero():
 
 def norm_of_the_own():
     """Each worker clips by the norm of what it owns."""
-    from phalanx.frameworks.torch.slots import GradientBuckets
+    from phalanx.frameworks.torch.buckets import Slots
 
-    GradientBuckets.total_norm = lambda self, there: self._updates.total_norm(self._norms[self._owned])
+    Slots.total_norm = lambda self, there: self._updates.total_norm(self._norms[self._owned])
 
 
 def seeded_by_worker():

@@ -350,7 +350,7 @@ raise ImportError("a file that only has the name of a module")
 """
 SHADOWED = """
 import os, sys, torch, phalanx
-from phalanx.engines import opening
+from phalanx.engines import selection
 folder = {folder!r}
 {entering}
 from job_of_a_test import recipe

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 import phalanx
-from phalanx.definition.deal import BatchShares
+from phalanx.definition.batches import BatchShares
 from phalanx.frameworks.registry import open_framework
 
 SAMPLES = 24

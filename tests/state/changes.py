@@ -121,7 +121,7 @@ class Options:
 def options_loss(options, output, target):
     return options.apply(F.mse_loss(output, target))
 
-class GradientBuckets:
+class Slots:
     __slots__ = ("scale",)
     def __init__(self, scale):
         self.scale = scale

@@ -77,8 +77,8 @@ REFUSED = {
         "loss_fn=functools.partial(options_loss, Options())", "lambda: [1, 2]", "lambda: [1, 3]", "`extra`.*3 here"
     ),
     "slots": Change(
-        "loss_fn=GradientBuckets(1.0)",
-        after="loss_fn=GradientBuckets(2.0)",
+        "loss_fn=Slots(1.0)",
+        after="loss_fn=Slots(2.0)",
         told="attribute `scale` is 2.0 here, and 1.0 there",
     ),
     "enumeration": Change(
@@ -296,8 +296,8 @@ ACCEPTED = {
     "numpy for torch": Change("", after="data=(X.numpy(), Y.numpy())"),
     "copies": Change("data=(X, Y)", after="data=(X.clone(), Y.clone())"),
     "copies of objects": Change(
-        "loss_fn=functools.partial(default_loss, [GradientBuckets(1)] * 2)",
-        after="loss_fn=functools.partial(default_loss, [GradientBuckets(1), GradientBuckets(1)])",
+        "loss_fn=functools.partial(default_loss, [Slots(1)] * 2)",
+        after="loss_fn=functools.partial(default_loss, [Slots(1), Slots(1)])",
     ),
     "copies of functions": Change(
         "loss_fn=functools.partial(default_loss, [wrapped(0, 1)] * 2)",
@@ -396,7 +396,7 @@ def test_processes_agree(make, tmp_path):
     given = [
         "loss_fn=named_loss, data=Items(X, Y, centred), collate_fn=collate", "loss_fn=late_loss, make_model=made()",
         "loss_fn=functools.partial(mode_loss, Mode.MEAN, Pair(0, 1)), scheduler=make_schedule",
-        "loss_fn=functools.partial(default_loss, [{Mode.MEAN, Mode.MEDIAN}, KINDS, frozenset(map(GradientBuckets, KINDS))])",
+        "loss_fn=functools.partial(default_loss, [{Mode.MEAN, Mode.MEDIAN}, KINDS, frozenset(map(Slots, KINDS))])",
         "loss_fn=circular_loss, optimizer=functools.partial(options_loss, Options())", "loss_fn=decorated_loss",
     ]  # fmt: skip
     make()

@@ -12,7 +12,7 @@ import time
 import warnings
 from typing import Any
 
-from phalanx.checkpoint import files, held, log, snapshot
+from phalanx.checkpoint import files, lock, log, snapshot
 from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.errors import SnapshotError, UsageError
 
@@ -38,10 +38,10 @@ class RunDirectory:
     def __init__(self, path: Any, keep: int) -> None:
         self.path = pathlib.Path(path)
         self._keep = keep
-        self._held = held.Held()
+        self._held = lock.Held()
         try:
             self._root = _made(self.path)  # where it leads now, whatever becomes of links on the way
-            self._held.add(held.locked(self._root / LOCK))
+            self._held.add(lock.locked(self._root / LOCK))
             self._log = log.Log(self._held.add(log.opened(self._root / LOG)))
             files.clear_away(self._root / SNAPSHOTS)
         except BaseException as error:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from phalanx.definition.deal import BatchShares
+from phalanx.definition.batches import BatchShares
 from phalanx.definition.evaluation import averaged
 from phalanx.definition.fields import Definition
 from phalanx.engines.local_link import LocalLink

@@ -94,7 +94,7 @@ class HostLink(ArenaLink):
         due = self._weights if self._step % CHECK_STEPS == 0 else []
         checksum = int(np.array([words.sum() for words in due], np.int64).sum())  # modulo 2**64
         notes = [bytes([once, *flags]) for *_, flags in self._buffer_payload[self._block.start : self._block.stop]]
-        self._parts, self._masks, notes = self._across.all_gather(self._step, checksum, mine, self._host_masks(), notes)
+        self._parts, self._masks, notes = self._across.exchange(self._step, checksum, mine, self._host_masks(), notes)
         for (*_, flags), note in zip(self._buffer_payload, notes, strict=True):
             flags[:] = note[1:]
         changed = [list(itertools.compress(pieces, flags)) for *pieces, flags in self._buffer_payload]

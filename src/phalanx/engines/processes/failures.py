@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from phalanx.definition.deal import BatchShares
+from phalanx.definition.batches import BatchShares
 from phalanx.definition.fields import Definition
 from phalanx.engines.processes.messages import End, irreplaceable
 from phalanx.errors import RunError, spell_samples

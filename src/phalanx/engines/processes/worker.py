@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
+from phalanx.definition.batches import BatchShares
 from phalanx.definition.data import Share
-from phalanx.definition.deal import BatchShares
 from phalanx.definition.fields import Definition
 from phalanx.engines.hosts.link import HostLink
 from phalanx.engines.processes.deadline import SnapshotTimer
@@ -48,7 +48,7 @@ def live(channel: int, memories: Sequence[int], number: int) -> None:
     environment_memory, parcel, arena, mailbox, orders = (Memory(0, fd) for fd in memories)
     try:
         place = unpack(environment_memory)
-        adopt_environment(place, functools.partial(channel.tell, "imported"))
+        adopt_environment(place, functools.partial(caller.tell, "imported"))
         with threads(place["threads"]):  # what is unpacked may hold jax arrays
             worker = Worker(caller, unpack(parcel), arena, mailbox, number)
         orders = unpack(orders)

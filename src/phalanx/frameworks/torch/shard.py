@@ -15,12 +15,12 @@ from typing import Any, ClassVar
 import torch
 
 from phalanx.errors import UsageError
+from phalanx.frameworks.torch.buckets import GradientBuckets
 from phalanx.frameworks.torch.buffers import Buffers, Left
 from phalanx.frameworks.torch.gradient import Collector
 from phalanx.frameworks.torch.layout import Layout, Take, bytes_in, lay_out
 from phalanx.frameworks.torch.optimizer import Update, check_no_global_hooks
-from phalanx.frameworks.torch.rooms import OptimizerState, view
-from phalanx.frameworks.torch.slots import GradientBuckets
+from phalanx.frameworks.torch.optimizer_state import OptimizerState, view
 from phalanx.plan.placement import Placement
 
 

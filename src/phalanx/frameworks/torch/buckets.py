@@ -12,7 +12,7 @@ from phalanx.frameworks.torch.arithmetic import Gradient, add_sliced
 from phalanx.frameworks.torch.gradient import Collector
 from phalanx.frameworks.torch.layout import OWNED, Layout
 from phalanx.frameworks.torch.optimizer import Update
-from phalanx.frameworks.torch.rooms import view
+from phalanx.frameworks.torch.optimizer_state import view
 from phalanx.seams.sharing import Order
 
 
