@@ -53,8 +53,7 @@ class Run:
         self._saver = saver
         self._data = Unchanged(definition.source)
         self._terminated = self._closed = False
-        self._opened = time.perf_counter()
-        self._watched = True
+        self._opened, self._watched = time.perf_counter(), True
         self.turn, self.metric_history = Turns(), list[Evaluated]()
 
     def __enter__(self) -> Run:
@@ -235,7 +234,8 @@ class Run:
                 with self.turn.lent(), interrupts.opened():
                     callback(report)
         with self._handing_over():
-            self._data.check(contents=self._due(report))
+            if self._due(report):
+                self._data.check(contents=True)
             if self._saver is not None:
                 self._saver.note(report, self._engine.run_state.incidents)
                 if self._saver.due(self.steps):
