@@ -69,7 +69,7 @@ HOMES = {
         "cli",
         "engines.processes.interpreter",
         "engines.processes.serialization",
-        "definition.fingerprint.packages",
+        "definition.packages",
         "surroundings.sources",
     ),
     "runpy": ("cli",),

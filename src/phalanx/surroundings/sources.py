@@ -22,7 +22,7 @@ from phalanx.errors import UsageError
 
 STANDARD = os.path.dirname(os.__file__) + os.sep
 INSTALLED = ("site-packages", "dist-packages")
-OURS = os.path.dirname(__file__) + os.sep  # imported by workers before they could be given anything
+OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep  # imported by workers before they could be given anything
 
 
 class Source(NamedTuple):
@@ -166,15 +166,16 @@ def _spec(name: str, source: Source) -> ModuleSpec | None:
 
 def _agrees(module: ModuleType, source: Source) -> bool:
     """Whether the functions and methods of a module are those of the source."""
-    known = set(_nested(SourceFileLoader(module.__name__, source.origin).source_to_code(source.text, source.origin)))
+    known = set(nested(SourceFileLoader(module.__name__, source.origin).source_to_code(source.text, source.origin)))
     return all(code in known for code in _codes(module) if code.co_filename == source.origin)
 
 
-def _nested(code: CodeType) -> Iterator[CodeType]:
+def nested(code: CodeType) -> Iterator[CodeType]:
+    """A code object, and those of the functions and classes inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _nested(constant)
+            yield from nested(constant)
 
 
 def _codes(module: ModuleType) -> Iterator[CodeType]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -42,7 +43,7 @@ class Contents:
         head = _headed(value)
         if head.startswith(KEYS):
             value = sys.modules["jax"].random.key_data(value)
-        if _count(value) == 1:
+        if math.prod(value.shape) == 1:
             return f"{head} {value.tolist()!r}", ""
         limit = WHOLE_BYTES if self._spent < TOTAL_BYTES else SAMPLED_BYTES
         size = _bytes(value)
@@ -75,22 +76,12 @@ class Contents:
 
 
 def plain(value: Any) -> str:
-    """A plain value as text; hashed if it is long."""
-    told = repr(value)
-    if len(told) <= SHOWN:
+    """A plain value as text, and a set of them, which come in any order; hashed if it is long."""
+    is_set = isinstance(value, (set, frozenset))
+    told = f"{type(value).__name__}({', '.join(sorted(map(repr, value)))})" if is_set else repr(value)
+    if len(told) <= SHOWN or not hasattr(value, "__len__"):
         return told
-    return f"{type(value).__name__} of {len(value)} {short(told)}" if hasattr(value, "__len__") else told
-
-
-def plain_set(value: Any) -> str:
-    """A set of plain values, which come in any order; hashed if it is long."""
-    told = f"{type(value).__name__}({', '.join(sorted(map(repr, value)))})"
-    return told if len(told) <= SHOWN else f"{type(value).__name__} of {len(value)} {short(told)}"
-
-
-def converted(value: Any) -> Any:
-    """Something that numpy can read, such as a picture, as an array."""
-    return np.asarray(value)
+    return f"{type(value).__name__} of {len(value)} {short(told)}"
 
 
 def short(text: str) -> str:
@@ -179,16 +170,9 @@ def _sample(array: Any) -> Iterator[Any]:
         yield array[np.array(rows(length, min(SAMPLED_ROWS, SAMPLED_BYTES // row)))]
 
 
-def _count(array: Any) -> int:
-    count = 1
-    for size in array.shape:
-        count *= int(size)
-    return count
-
-
 def _bytes(array: Any) -> int:
     size = getattr(array, "itemsize", None) or getattr(array.dtype, "itemsize", 8)
-    return _count(array) * int(size)
+    return math.prod(array.shape) * int(size)
 
 
 def _cost(item: Any) -> int:

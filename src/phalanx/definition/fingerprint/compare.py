@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+VALUES = ("replicas", "batch_size", "lr", "max_norm", "shuffle", "drop_last", "seed", "precision", "threads",
+          "on_nonfinite")  # fmt: skip
+FUNCTIONS = ("make_model", "loss_fn", "forward_fn", "target_fn", "optimizer", "scheduler", "collate_fn")
 MOST = 5  # differences of a field that are told
 
 
@@ -37,25 +40,13 @@ def compared(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Comparison:
     for name in {**mine["values"], **theirs["values"]}:
         one, other = mine["values"].get(name), theirs["values"].get(name)
         if one != other:
-            found.differs.append(_between(name, one, other))
+            found.differs.append(between(name, one, other))
     for name in {**mine["fields"], **theirs["fields"]}:
         _compare_field(name, mine["fields"].get(name), theirs["fields"].get(name), mine, theirs, found)
     for name in sorted({**mine["packages"], **theirs["packages"]}):
         one, other = mine["packages"].get(name), theirs["packages"].get(name)
         if one is not None and other is not None and one != other:
             found.doubts.append(f"{name} is {one} here, and {other} there")
-    return found
-
-
-def first_format(mine: Mapping[str, Any], theirs: Mapping[str, Any], source: str) -> Comparison:
-    """Compare two fingerprints of format 1, which knows source only as text."""
-    found = Comparison()
-    for name in {**mine, **theirs}:
-        if mine.get(name) != theirs.get(name):
-            if name.startswith(source):
-                found.doubts.append(f"the {name} changed, in which the snapshot does not tell comments from code")
-            else:
-                found.differs.append(_between(name, repr(mine.get(name)), repr(theirs.get(name))))
     return found
 
 
@@ -78,7 +69,7 @@ def _compare_field(
             path for path in {**one["soft"], **other["soft"]} if one["soft"].get(path) != other["soft"].get(path)
         ]
         found.doubts += [f"{name}: {path} changed, which is written while it is used" for path in changed]
-    found.doubts += [f"{_at(name, path)} is {why}" for path, why in one["unseen"].items()]
+    found.doubts += [f"{placed(name, path)} is {why}" for path, why in one["unseen"].items()]
 
 
 def _incomparable(one: Any, other: Any, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
@@ -96,7 +87,7 @@ def _told(name: str, one: Mapping[str, list[str]], other: Mapping[str, list[str]
     if not found:
         paths = [path for path in one if one[path] != other.get(path)]
         found = [path for path in paths if not any(_is_below(deeper, path) for deeper in paths)]
-    told = [_between(_at(name, path), _shown(one, path), _shown(other, path)) for path in found or [""]]
+    told = [between(placed(name, path), _shown(one, path), _shown(other, path)) for path in found or [""]]
     return told[:MOST] + [f"{name} differs in {len(told) - MOST} more places"] * (len(told) > MOST)
 
 
@@ -105,7 +96,8 @@ def _own(told: list[str] | None) -> list[str] | None:
     return None if told is None else [told[0], *told[2:]]
 
 
-def _between(place: str, one: Any, other: Any) -> str:
+def between(place: str, one: Any, other: Any) -> str:
+    """One difference in words."""
     if one == other:
         return f"{place} is another {one} here than there"
     return f"{place} is {one} here, and {other} there"
@@ -119,5 +111,6 @@ def _is_below(path: str, above: str) -> bool:
     return path != above and (not above or path.startswith(f"{above}, "))
 
 
-def _at(name: str, path: str) -> str:
+def placed(name: str, path: str) -> str:
+    """A part of a field, by the field's name and the path to it."""
     return f"{name}: {path}" if path else name

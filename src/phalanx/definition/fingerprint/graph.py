@@ -30,6 +30,15 @@ class Edge(NamedTuple):
     ambient: bool = False
 
 
+@dataclass(frozen=True)
+class Owner:
+    """An object whose method is called, or whose attributes are set: what is written so changes while it is used."""
+
+    value: Any
+    method: str = ""
+    written: frozenset[str] = frozenset()
+
+
 @dataclass
 class Part:
     """One value, without what it holds.

@@ -10,8 +10,10 @@ import ast
 import linecache
 import types
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
+
+from phalanx.surroundings.sources import nested
 
 SKIPPED = frozenset({"ctx", "kind", "type_comment", "type_ignores", "returns", "type_params"})
 Node = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -142,17 +144,9 @@ def _compiled(filename: str, names: Mapping[str, Any]) -> tuple[dict[Any, list[t
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     codes: dict[Any, list[types.CodeType]] = {}
-    for found in _codes(code):
+    for found in nested(code):
         codes.setdefault((found.co_name, found.co_firstlineno), []).append(found)
     return codes, [node for node in ast.walk(tree) if isinstance(node, Node)]
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    waiting = [code]
-    while waiting:
-        code = waiting.pop()
-        yield code
-        waiting.extend(item for item in code.co_consts if isinstance(item, types.CodeType))
 
 
 def _fits(node: Node, code: types.CodeType) -> bool:
