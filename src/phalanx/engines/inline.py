@@ -17,7 +17,7 @@ from phalanx.seams import Exported, Framework, RunState
 from phalanx.seams.events import StepReport
 from phalanx.seams.snapshots import Captured
 from phalanx.step import Proposal, commit, measure, propose
-from phalanx.surroundings import interrupts
+from phalanx.surroundings import interrupts, lanes
 
 
 class Inline:
@@ -45,7 +45,8 @@ class Inline:
         self.run_state = RunState() if run_state is None else run_state
         self._definition = definition
         self._framework = framework
-        self._link = LocalLink(framework, definition.replicas)
+        self._lanes = lanes.dealt([framework] * definition.replicas)  # one: a framework has its state on one device
+        self._link = LocalLink(framework, self._lanes[0].replicas)
         self._dealer = BatchShares(definition, framework.opened)
         self._torn = False
         self._ended = ""
@@ -62,7 +63,9 @@ class Inline:
         with self.environment, self._unbroken(f"at step {t}"):
             shares = self._dealer.planned(t) if batch is None else self._dealer.brought(batch)
             self._link.begin()
-            proposal = propose(self._framework, self._link, self._definition, t, shares)
+            (proposal,) = lanes.run(
+                self._lanes, lambda lane: propose(lane.device, self._link, self._definition, t, shares)
+            )
             samples = sum([len(share.samples) for share in shares])
             self._commit(t, proposal, samples)
         epoch = self._definition.plan.epoch(t) if batch is None else None

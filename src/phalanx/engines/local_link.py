@@ -16,18 +16,18 @@ class LocalLink:
     Parameters
     ----------
     framework : Steppable
-    replicas : int
+    hosted : sequence of int
+        All replicas, in order.
     """
 
-    def __init__(self, framework: Steppable, replicas: int) -> None:
-        self.hosted = range(replicas)
+    def __init__(self, framework: Steppable, hosted: Sequence[int]) -> None:
+        self.hosted = hosted
         self._framework = framework
-        self._replicas = replicas
         self.begin()
 
     def begin(self) -> None:
         """Forget what an earlier step left."""
-        self._fold: Fold[Vector] = Fold(self._replicas, self._framework.arithmetic.add)
+        self._fold: Fold[Vector] = Fold(len(self.hosted), self._framework.arithmetic.add)
         self._buffers: list[tuple[int, list[Any]]] = []
 
     def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:

@@ -1,14 +1,10 @@
-"""What replicas compute in a step: loss, gradient and buffers of each share, device by device.
-
-Several devices run at the same time, each in a thread of its own; replicas on one device run one after another.
-"""
+"""What replicas compute in a step: loss, gradient and buffers of each share, each device in a lane of its own."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +19,7 @@ from phalanx.frameworks.torch.environment import plain_autograd
 from phalanx.frameworks.torch.forward import Forward
 from phalanx.manual.gradients import check_dense
 from phalanx.manual.shards import is_samples
+from phalanx.surroundings import lanes
 
 
 @dataclass(slots=True)
@@ -45,28 +42,13 @@ class Work:
 
 
 def compute(definition: Definition, works: Sequence[Work]) -> None:
-    """Each device in a thread of its own if there are several; autocast is a thread's own, so it is handed on."""
+    """Compute all works, each device in a lane; autocast is a thread's own, so it is handed on to theirs."""
     torch.clear_autocast_cache()  # it may hold casts of weights from before the last update
-    lanes = _lanes(works)
-    if len(lanes) == 1:
-        _run(definition, lanes[0])
-        return
-    modes = [_autocast(lane[0].device.type) for lane in lanes]
-
-    def threaded(lane: Sequence[Work], mode: contextlib.AbstractContextManager[Any]) -> None:
-        with mode:
-            _run(definition, lane)
-
-    with ThreadPoolExecutor(len(lanes)) as pool:
-        list(pool.map(threaded, lanes, modes))
-
-
-def _lanes(works: Sequence[Work]) -> list[list[Work]]:
-    """Works by device: those of one run one after another."""
-    lanes: dict[torch.device, list[Work]] = {}
-    for work in works:
-        lanes.setdefault(work.device, []).append(work)
-    return list(lanes.values())
+    lanes.run(
+        lanes.dealt([work.device for work in works]),
+        lambda lane: _run(definition, lane.device, [works[replica] for replica in lane.replicas]),
+        lambda lane: _autocast(lane.device.type),
+    )
 
 
 def _autocast(kind: str) -> contextlib.AbstractContextManager[Any]:
@@ -82,10 +64,9 @@ def _handed_on(kind: str, dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
-def _run(definition: Definition, lane: Sequence[Work]) -> None:
-    device = lane[0].device
+def _run(definition: Definition, device: torch.device, works: Sequence[Work]) -> None:
     with plain_autograd(), torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        for work in lane:
+        for work in works:
             where = f"replica {work.replica} on {device}, samples {spell_samples(work.samples)} of the batch"
             try:
                 _differentiate(definition, work)

@@ -14,11 +14,12 @@ from phalanx.errors import RunError, UsageError
 from phalanx.frameworks.torch.buffers import Buffers, Left
 from phalanx.frameworks.torch.forward import AmbiguousMean, check_stateless
 from phalanx.manual.computing import Work, compute
-from phalanx.manual.gradients import ALGORITHMS, ORDERED, average, total
+from phalanx.manual.gradients import ALGORITHMS, ORDERED, average
 from phalanx.manual.optimizers import check_optimizers
 from phalanx.manual.replicas import check_trained, tensors_of
 from phalanx.manual.shards import samples_in, shard_batch, tensors_in
 from phalanx.plan.shares import share_bounds, share_weights
+from phalanx.step import ABSENT, check_consistent, mean_of, weighed
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import alone
 
@@ -151,23 +152,17 @@ def _average(definition: Definition, works: Sequence[Work], algorithm: str) -> f
     with interrupts.breakable():
         compute(definition, [work for work in works if work.samples])
     AmbiguousMean(definition).warn(works[0].weight, works[0].share)
-    weights = _weights(works)
-    average([list(work.model.named_parameters()) for work in works], weights, algorithm)
-    losses = [weight * work.loss if weight else 0.0 for weight, work in zip(weights, works, strict=True)]
-    return total(losses) / total(weights)
-
-
-def _weights(works: Sequence[Work]) -> list[float]:
-    """What each gradient is multiplied by, as in a recipe; 0 for an empty share; a lone replica by nothing."""
-    returned = [work.weight for work in works if work.samples and work.weight is not None]
-    computed = sum(bool(work.samples) for work in works)
-    if not returned:
-        return share_weights([len(work.samples) for work in works])
-    if len(returned) != computed:
-        raise UsageError("loss_fn returned a weight for some replicas and none for others; return it always or never")
-    if not any(returned):
+    known = share_weights([len(work.samples) for work in works])
+    parts = [
+        weighed(work.loss, work.weight, share, len(work.samples), len(works)) if work.samples else ABSENT
+        for work, share in zip(works, known, strict=True)
+    ]
+    check_consistent(parts)
+    mean = mean_of(parts)
+    if mean is None:
         raise RunError("loss_fn returned the weight 0 for every share: it counted nothing to average over in the batch")
-    return [1.0] if len(works) == 1 else [work.weight or 0.0 for work in works]
+    average([list(work.model.named_parameters()) for work in works], [part.weight for part in parts], algorithm)
+    return mean[0]
 
 
 def _settle(works: Sequence[Work]) -> None:
