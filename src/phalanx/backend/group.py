@@ -13,12 +13,10 @@ import torch.distributed as dist
 
 from phalanx.backend import collectives
 from phalanx.backend.messages import Inbox, receive, receive_any, send
-from phalanx.backend.progress import Line, Operation, Steps, leave
-from phalanx.backend.reduction import reduction
+from phalanx.backend.progress import Line, Operation, Steps, Work, leave
 from phalanx.backend.room import Room
 from phalanx.backend.rounds import Rounds
 from phalanx.backend.tensors import Back, Flat, fitting, flattened, movable, raw, rows, split, then
-from phalanx.backend.work import Work
 from phalanx.errors import UsageError
 
 Tensors = Sequence[torch.Tensor]
@@ -226,12 +224,12 @@ class Group(dist.ProcessGroup):
         return collectives.all_to_all(self._rounds, outputs, inputs)
 
     def _reduced(self, collective: Any, flat: torch.Tensor, op: Any, *root: int) -> Steps:
-        return collective(self._rounds, flat, reduction(op, flat.dtype, self._rounds.size), *root)
+        return collective(self._rounds, flat, collectives.reduction(op, flat.dtype, self._rounds.size), *root)
 
     def _reduce_scattered(self, flat: torch.Tensor, parts: Tensors, opts: Any) -> Steps:
         inputs = fitting("inputs", parts, flat, self.size())
         return collectives.reduce_scatter(
-            self._rounds, flat, inputs, reduction(opts.reduceOp.op, flat.dtype, self.size())
+            self._rounds, flat, inputs, collectives.reduction(opts.reduceOp.op, flat.dtype, self.size())
         )
 
     def _all(self, name: str, tensors: Tensors, steps: Any, opts: Any) -> Work:

@@ -4,8 +4,12 @@ There is no thread. An operation begins when it is called, as far as it can; wai
 way in this process, so that two ranks may wait for two operations in different orders.
 """
 
+# torch's stubs name parameters that it never names.
+# pyright: reportIncompatibleMethodOverride=false, reportAssignmentType=false
+
 from __future__ import annotations
 
+import datetime
 import math
 import os
 import threading
@@ -13,6 +17,9 @@ import time
 from collections import deque
 from collections.abc import Generator, Sequence
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from phalanx.backend.room import PeerError, Room
 
@@ -155,6 +162,64 @@ def finish(operation: Operation, seconds: float) -> None:
         _await(operation, seconds)
     if operation.error is not None:
         raise operation.error
+
+
+class Work(dist.Work):
+    """A collective under way, as torch.distributed hands it out.
+
+    Parameters
+    ----------
+    operation : Operation
+    seconds : float
+        How long to wait for others.
+    outputs : list of torch.Tensor
+    sources : list of int
+        Where a message came from, once it is here.
+    """
+
+    def __init__(self, operation: Operation, seconds: float, outputs: Any, sources: list[int] | None = None) -> None:
+        super().__init__()
+        self._operation = operation
+        self._seconds = seconds
+        self._outputs = outputs
+        self._sources = sources
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Until it is done."""
+        given = 0.0 if timeout is None else timeout.total_seconds()
+        finish(self._operation, given if given > 0 else self._seconds)
+        return True
+
+    def get_future(self) -> Any:
+        """Waits: nothing goes on in the background."""
+        future = torch.futures.Future()
+        self.wait()
+        future.set_result(self._outputs)
+        return future
+
+    def is_completed(self) -> bool:
+        """Whether it is done; lets it go on as far as it can."""
+        return poll(self._operation)
+
+    def is_success(self) -> bool:
+        """Whether it is done, and went well."""
+        return self._operation.done and self._operation.error is None
+
+    def exception(self) -> BaseException | None:
+        """What went wrong."""
+        return self._operation.error
+
+    def result(self) -> Any:
+        """The tensors that were written."""
+        self.wait()
+        return self._outputs
+
+    def source_rank(self) -> int:
+        """Where a message came from."""
+        self.wait()
+        return self._sources[0] if self._sources else -1
+
+    _source_rank = source_rank
 
 
 def _await(operation: Operation, seconds: float) -> None:

@@ -12,7 +12,7 @@ import time
 import warnings
 from typing import Any
 
-from phalanx.checkpoint import files, lock, log, snapshot
+from phalanx.checkpoint import files, lock, snapshot
 from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.errors import SnapshotError, UsageError
 
@@ -42,7 +42,7 @@ class RunDirectory:
         try:
             self._root = _made(self.path)  # where it leads now, whatever becomes of links on the way
             self._held.add(lock.locked(self._root / LOCK))
-            self._log = log.Log(self._held.add(log.opened(self._root / LOG)))
+            self._log = files.Log(self._held.add(files.open_log(self._root / LOG)))
             files.clear_away(self._root / SNAPSHOTS)
         except BaseException as error:
             self._held.let_go()

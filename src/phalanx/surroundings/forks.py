@@ -25,15 +25,19 @@ _OWNED: weakref.WeakSet[Owned] = weakref.WeakSet()
 
 
 def own(thing: Owned) -> None:
-    """Have ``thing`` leave in every child that this process forks from here on."""
+    """Have ``thing`` leave in every child that this process forks from here on; in a child's own children it does not.
+
+    What a child goes on using, such as a lock, owns itself anew when it leaves.
+    """
     _OWNED.add(thing)
 
 
 def _leave_all() -> None:
-    for thing in list(_OWNED):
+    inherited = list(_OWNED)
+    _OWNED.clear()
+    for thing in inherited:
         with contextlib.suppress(Exception):
             thing.leave()
-    _OWNED.clear()
 
 
 if hasattr(os, "register_at_fork"):  # where processes can be forked

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.cli.demos import idx
-from phalanx.cli.demos.parts import Demo, accuracy, bundled
+from phalanx.cli.demos.bundled import Demo, accuracy, bundled
 from phalanx.definition.evaluation import Evaluation
 from phalanx.errors import UsageError
 from phalanx.recipe import Recipe
