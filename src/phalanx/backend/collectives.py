@@ -172,8 +172,8 @@ def scatter(rounds: Rounds, flat: torch.Tensor, inputs: Sequence[torch.Tensor], 
         yield from rounds.come(word)
         slot = rounds.slots(part.dtype, rounds.size * len(part))[root].view(rounds.size, len(part))
         if rounds.rank == root:
-            for place, value in zip(slot, inputs, strict=True):
-                place.copy_(value[start : start + len(part)])
+            for target, value in zip(slot, inputs, strict=True):
+                target.copy_(value[start : start + len(part)])
         rounds.show()
         if rounds.rank != root:
             yield from rounds.see((root,))
@@ -240,8 +240,8 @@ def _dealt(rounds: Rounds, word: int, parts: Sequence[torch.Tensor], step: int =
     step = step or len(parts[0])
     yield from rounds.come(word)
     slots = rounds.slots(parts[0].dtype, rounds.size * step)
-    for place, part in zip(slots[rounds.rank].view(rounds.size, step), parts, strict=True):
-        place[: len(part)].copy_(part)
+    for target, part in zip(slots[rounds.rank].view(rounds.size, step), parts, strict=True):
+        target[: len(part)].copy_(part)
     rounds.show()
     return slots
 

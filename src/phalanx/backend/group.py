@@ -190,9 +190,9 @@ class Group(dist.ProcessGroup):
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         """Receive a tensor from whichever rank sent one."""
         back: Back = []
-        found: list[int] = []
-        steps = then([receive_any(self._inboxes, tag, raw(flattened(tensors[0], back)), found)], back)
-        return self._message(f"recv from any rank, tag {tag}", Line(), steps, tensors, found, anyone=True)
+        sources: list[int] = []
+        steps = then([receive_any(self._inboxes, tag, raw(flattened(tensors[0], back)), sources)], back)
+        return self._message(f"recv from any rank, tag {tag}", Line(), steps, tensors, sources, anyone=True)
 
     def shutdown(self) -> None:
         """Give back what the group holds, and give up what is under way."""

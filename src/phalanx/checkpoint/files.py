@@ -31,15 +31,15 @@ def make_folder(path: pathlib.Path) -> None:
 @contextlib.contextmanager
 def whole_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
     """A folder to be filled; it appears as ``target``, durably, when the block ends well, else not at all."""
-    place = target.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
-    os.mkdir(place, FOLDER_MODE)
+    draft = target.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
+    os.mkdir(draft, FOLDER_MODE)
     try:
-        yield place
-        sync_folder(place)
-        os.rename(place, target)
+        yield draft
+        sync_folder(draft)
+        os.rename(draft, target)
         sync_folder(target.parent)
     except BaseException:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(draft, ignore_errors=True)
         raise
 
 
@@ -47,10 +47,10 @@ def write(path: pathlib.Path, fill: Callable[[BinaryIO], Any]) -> Any:
     """Make a new file, let ``fill`` write it, and see it onto the disk; returns what ``fill`` returns."""
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | NOFOLLOW, MODE)
     with os.fdopen(fd, "wb", buffering=1 << 20) as file:
-        found = fill(file)
+        result = fill(file)
         file.flush()
         os.fsync(file.fileno())
-    return found
+    return result
 
 
 def read(path: pathlib.Path, most: int) -> bytes:
@@ -90,14 +90,14 @@ def sync_folder(path: pathlib.Path) -> None:
         os.close(fd)
 
 
-def remove(place: pathlib.Path) -> None:
+def remove(path: pathlib.Path) -> None:
     """Remove a file, a link or a folder, never what a link leads to; a folder is at once gone, or all there."""
-    if is_folder(place):
-        gone = place.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
-        os.rename(place, gone)
+    if is_folder(path):
+        gone = path.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
+        os.rename(path, gone)
         shutil.rmtree(gone)
     else:
-        place.unlink()
+        path.unlink()
 
 
 def is_folder(path: pathlib.Path) -> bool:
@@ -107,9 +107,9 @@ def is_folder(path: pathlib.Path) -> bool:
 
 def clear_away(folder: pathlib.Path) -> None:
     """Remove what an interrupted writer left."""
-    for place in folder.glob(f"{TEMPORARY}*"):
-        if not place.is_symlink():
-            shutil.rmtree(place, ignore_errors=True)
+    for path in folder.glob(f"{TEMPORARY}*"):
+        if not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def open_log(path: pathlib.Path) -> int:
@@ -120,11 +120,11 @@ def open_log(path: pathlib.Path) -> int:
     OSError
         It cannot be opened, or is no plain file.
     """
-    found = os.open(path, os.O_CREAT | os.O_APPEND | os.O_RDWR | NOFOLLOW | NONBLOCK, MODE)
-    if not stat.S_ISREG(os.fstat(found).st_mode):
-        os.close(found)
+    descriptor = os.open(path, os.O_CREAT | os.O_APPEND | os.O_RDWR | NOFOLLOW | NONBLOCK, MODE)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise OSError(errno.EINVAL, f"{path.name} is no plain file")
-    return found
+    return descriptor
 
 
 class Log:

@@ -62,18 +62,18 @@ def locked(path: pathlib.Path) -> int:
     OSError
         The file cannot be opened.
     """
-    found = os.open(path, os.O_CREAT | os.O_RDWR | files.NOFOLLOW, files.MODE)
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | files.NOFOLLOW, files.MODE)
     try:
         if fcntl is not None:
             try:
-                fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 gc.collect()  # a holder that was dropped may wait for this
-                fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BaseException:
-        os.close(found)
+        os.close(descriptor)
         raise
-    return found
+    return descriptor
 
 
 def _let_go(descriptors: list[int], owner: int) -> None:

@@ -63,7 +63,7 @@ def read(data: memoryview, hashes: Mapping[str, str]) -> dict[str, Tensor]:
     if not isinstance(header, dict) or set(header) - {METADATA} != set(hashes):
         raise ValueError("its tensors are not those that were written")
     header.pop(METADATA, None)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     expected = 0
     for name, entry in header.items():
         dtype, shape, start, end = _described(name, entry)
@@ -71,11 +71,11 @@ def read(data: memoryview, hashes: Mapping[str, str]) -> dict[str, Tensor]:
             raise ValueError(f"tensor {name!r} is not where it should be, or cut off")
         if _hash(entry["dtype"], shape, body[start:end]) != hashes[name]:
             raise ValueError(f"tensor {name!r} is damaged: its checksum differs")
-        found[name] = Tensor(dtype, shape, body[start:end])
+        tensors[name] = Tensor(dtype, shape, body[start:end])
         expected = end
     if expected != len(body):
         raise ValueError("there is something behind its tensors")
-    return found
+    return tensors
 
 
 def packed(state: Captured, more: dict[str, Any]) -> bytes:
@@ -101,12 +101,12 @@ def unpacked(data: bytes) -> tuple[Captured, dict[str, Any]]:
         start = LENGTHS.size
         if len(data) != start + first + second + third:
             raise ValueError("its length is wrong")
-        found = json.loads(data[start : start + first])
+        header = json.loads(data[start : start + first])
         view = memoryview(data)[start + first :]
         weights, training = (
-            read(part, hashes) for part, hashes in zip((view[:second], view[second:]), found["hashes"], strict=True)
+            read(part, hashes) for part, hashes in zip((view[:second], view[second:]), header["hashes"], strict=True)
         )
-        return Captured(weights, training, found["facts"]), found["more"]
+        return Captured(weights, training, header["facts"]), header["more"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise SnapshotError(f"the state that rank 0 sent cannot be used: {error}") from error
 

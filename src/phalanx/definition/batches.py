@@ -129,9 +129,9 @@ class _First:
         if not self._due:
             return samples
         self._due = False
-        found = self._find()
-        if found.keys() - self._owned.keys():
-            self._owned.update(found)
+        owned = self._find()
+        if owned.keys() - self._owned.keys():
+            self._owned.update(owned)
             samples = read(indices)
         if not alike(samples[0], read(indices[:1])[0]):
             warnings.warn(

@@ -159,7 +159,7 @@ def _described(number: int, optimizer: Any, replica: torch.nn.Module) -> dict[st
             f"gradient a step, {WAY_OUT}"
         )
     positions = {id(parameter): position for position, parameter in enumerate(replica.parameters())}
-    found: dict[str, Any] = {"its type": type(optimizer)}
+    facts: dict[str, Any] = {"its type": type(optimizer)}
     for index, group in enumerate(optimizer.param_groups):
         strangers = sum(id(parameter) not in positions for parameter in group["params"])
         if strangers:
@@ -167,11 +167,11 @@ def _described(number: int, optimizer: Any, replica: torch.nn.Module) -> dict[st
                 f"optimizers[{number}] has {strangers} parameters in group {index} that are not those of "
                 f"replicas[{number}], so it would not update it; give each its own replica's, {WAY_OUT}"
             )
-        found[f"the parameters of group {index}"] = [positions[id(parameter)] for parameter in group["params"]]
+        facts[f"the parameters of group {index}"] = [positions[id(parameter)] for parameter in group["params"]]
         for key, value in group.items():
             if key not in ("params", "param_names"):
-                found[f"{key!r} of group {index}"] = value.item() if isinstance(value, torch.Tensor) else value
-    return found
+                facts[f"{key!r} of group {index}"] = value.item() if isinstance(value, torch.Tensor) else value
+    return facts
 
 
 def _deal(replicas: Sequence[torch.nn.Module], batch: Any) -> list[Work]:

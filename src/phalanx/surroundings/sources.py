@@ -124,11 +124,11 @@ def finders() -> Iterator[Any]:
             yield finder
 
 
-def _installed(place: str) -> bool:
-    if place.startswith((STANDARD, OURS)) or any(part in INSTALLED for part in place.split(os.sep)):
+def _installed(path: str) -> bool:
+    if path.startswith((STANDARD, OURS)) or any(part in INSTALLED for part in path.split(os.sep)):
         return True
     folders = [entry for entry in sys.path if isinstance(entry, str) and entry]
-    return any(place.startswith(os.path.join(folder, "")) and _has_packages(folder) for folder in folders)
+    return any(path.startswith(os.path.join(folder, "")) and _has_packages(folder) for folder in folders)
 
 
 @functools.cache

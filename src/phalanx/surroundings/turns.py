@@ -145,11 +145,11 @@ def verb(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], 
     """Make a method wait until no other thread is in one; Ctrl-C comes where nothing is held."""
 
     @functools.wraps(method)
-    def call(thing: S, *arguments: P.args, **options: P.kwargs) -> T:
-        if thing.turn.mine:  # called by another verb
-            return method(thing, *arguments, **options)
-        with interrupts.guarded(), thing.turn:
-            return method(thing, *arguments, **options)
+    def call(owner: S, *arguments: P.args, **options: P.kwargs) -> T:
+        if owner.turn.mine:  # called by another verb
+            return method(owner, *arguments, **options)
+        with interrupts.guarded(), owner.turn:
+            return method(owner, *arguments, **options)
 
     return call
 

@@ -127,9 +127,9 @@ def _jax(job: Job) -> Recipe:
 
     def lenet(key: Any) -> Any:
         params = {}
-        for place, (name, shape) in zip(jax.random.split(key, len(shapes)), shapes.items(), strict=True):
+        for subkey, (name, shape) in zip(jax.random.split(key, len(shapes)), shapes.items(), strict=True):
             outputs = shape[0] if name.startswith("conv") else shape[-1]
-            weight = jax.random.normal(place, shape) * (outputs / np.prod(shape)) ** 0.5
+            weight = jax.random.normal(subkey, shape) * (outputs / np.prod(shape)) ** 0.5
             params[name] = {"weight": weight, "bias": jnp.zeros(outputs)}
         return params
 

@@ -47,11 +47,11 @@ class Contents:
             return f"{head} {value.tolist()!r}", ""
         limit = WHOLE_BYTES if self._spent < TOTAL_BYTES else SAMPLED_BYTES
         size = _bytes(value)
-        found = hashlib.sha256()
+        sha = hashlib.sha256()
         for piece in [value] if size <= limit else _sample(value):
-            found.update(_content(piece))
+            sha.update(_content(piece))
         self._spent += min(size, limit)
-        return head + " sampled" * (size > limit), found.hexdigest()[:16]
+        return head + " sampled" * (size > limit), sha.hexdigest()[:16]
 
     def container(self, value: Any) -> tuple[str, str]:
         """Length of a list, tuple or dict of plain values, arrays and more such containers, and a hash of its content.
@@ -61,18 +61,18 @@ class Contents:
         ForeignError
             It holds something else.
         """
-        found = hashlib.sha256()
+        sha = hashlib.sha256()
         items: Any = list(value.items()) if isinstance(value, dict) else value
         if set(map(type, items)) <= {bool, int, float, str, type(None)}:
-            found.update(repr(items).encode(errors="surrogatepass"))
-            return f"{type(value).__name__} of {len(items)}", found.hexdigest()[:16]
+            sha.update(repr(items).encode(errors="surrogatepass"))
+            return f"{type(value).__name__} of {len(items)}", sha.hexdigest()[:16]
         limit = LIST_BYTES if self._spent < TOTAL_BYTES else SAMPLED_BYTES
         most = max(SAMPLED_ROWS, limit // max(1, _cost(items[0])))
         for number in rows(len(items), most):
             for piece in _pieces(items[number], DEEP):
-                found.update(piece)
+                sha.update(piece)
                 self._spent += len(piece)
-        return f"{type(value).__name__} of {len(items)}" + " sampled" * (len(items) > most), found.hexdigest()[:16]
+        return f"{type(value).__name__} of {len(items)}" + " sampled" * (len(items) > most), sha.hexdigest()[:16]
 
 
 def plain(value: Any) -> str:
@@ -98,10 +98,10 @@ def rows(length: int, most: int) -> list[int]:
 
 def hashed(batch: Any) -> bytes:
     """32 bytes that are equal for equal batches: containers, arrays and tensors, and what else they hold as text."""
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for piece in _pieces(batch, None):
-        found.update(piece)
-    return found.digest()
+        sha.update(piece)
+    return sha.digest()
 
 
 def is_array(value: Any) -> bool:
@@ -153,10 +153,10 @@ def _content(array: Any) -> bytes | memoryview:
             array = tensor.view(sys.modules[type(array.dtype).__module__].uint8).numpy()
         except (TypeError, RuntimeError, AttributeError):  # quantized, sparse
             return repr(array.tolist()).encode()
-    found = np.asarray(array)
-    if found.dtype.hasobject:
+    values = np.asarray(array)
+    if values.dtype.hasobject:
         raise ForeignError("an array of objects")
-    return np.ascontiguousarray(found).reshape(-1).view(np.uint8).data
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
 
 
 def _sample(array: Any) -> Iterator[Any]:

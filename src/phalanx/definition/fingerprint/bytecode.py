@@ -60,16 +60,16 @@ def spelled(code: types.CodeType) -> str:
 
 def reads(code: types.CodeType) -> Reads:
     """Which names a function and those inside it read."""
-    found = Reads()
+    result = Reads()
     for inner in nested(code):
         items = [item for item in dis.get_instructions(inner) if item.opname not in IDLE]
-        local = _imported(items, found)
+        local = _imported(items, result)
         for number, item in enumerate(items):
             if item.opname in OUTER and item.argval not in local:
-                found.names.setdefault(item.argval, set()).add(_chain(items, number))
+                result.names.setdefault(item.argval, set()).add(_chain(items, number))
             elif item.argval in local and item.opname in OUTER | INNER:
-                found.aliases.setdefault(local[item.argval], set()).add(_chain(items, number))
-    return found
+                result.aliases.setdefault(local[item.argval], set()).add(_chain(items, number))
+    return result
 
 
 def taken(
@@ -159,7 +159,7 @@ def _takes_item(item: dis.Instruction) -> bool:
     return item.opname == "BINARY_SUBSCR" or (item.opname == "BINARY_OP" and item.argrepr == "[]")
 
 
-def _imported(items: list[dis.Instruction], found: Reads) -> dict[str, tuple[str, int]]:
+def _imported(items: list[dis.Instruction], result: Reads) -> dict[str, tuple[str, int]]:
     """Note imports; local names of modules that ``import a`` and ``import a.b as c`` make."""
     local: dict[str, tuple[str, int]] = {}
     for number, item in enumerate(items):
@@ -167,7 +167,7 @@ def _imported(items: list[dis.Instruction], found: Reads) -> dict[str, tuple[str
             continue
         level, names = items[number - 2].argval or 0, items[number - 1].argval
         if names:
-            found.imports.append((item.argval, level, tuple(names)))
+            result.imports.append((item.argval, level, tuple(names)))
             continue
         stored = next((later for later in items[number + 1 :] if later.opname.startswith("STORE_")), None)
         if stored is not None:

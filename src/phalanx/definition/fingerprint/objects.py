@@ -63,13 +63,13 @@ class Objects:
         node = self._sources.tree(code, names)
         text = None if node is None else source.spelled(node)
         instructions = short(f"{VERSION} {bytecode.spelled(code)}")
-        found = bytecode.reads(code)
+        reads = bytecode.reads(code)
         written = set() if node is None else source.writes(node)
         edges = [
-            *self._enclosed(function, found.names, written),
+            *self._enclosed(function, reads.names, written),
             *_defaults(function),
-            *self._globals(function, found, written),
-            *self._imports(found, names),
+            *self._globals(function, reads, written),
+            *self._imports(reads, names),
             *(
                 Edge(f"attribute `{name}`", value, f"{function.__name__}.{name}" in written)
                 for name, value in sorted(vars(function).items())
@@ -90,8 +90,8 @@ class Objects:
             for told, below, soft in bytecode.taken(name, value, names.get(name, {()}), written, self._packages):
                 yield Edge(f"closure variable `{told}`", below, soft)
 
-    def _globals(self, function: types.FunctionType, found: bytecode.Reads, written: set[str]) -> Iterator[Edge]:
-        for name, chains in sorted(found.names.items()):
+    def _globals(self, function: types.FunctionType, reads: bytecode.Reads, written: set[str]) -> Iterator[Edge]:
+        for name, chains in sorted(reads.names.items()):
             if name in function.__code__.co_freevars:
                 continue
             builtin = getattr(builtins, name, bytecode.ABSENT)
@@ -101,10 +101,10 @@ class Objects:
             for told, below, soft in bytecode.taken(name, value, chains, written, self._packages):
                 yield Edge(f"global `{told}`", below, soft, type(below) in PLAIN)
 
-    def _imports(self, found: bytecode.Reads, names: Mapping[str, Any]) -> Iterator[Edge]:
+    def _imports(self, reads: bytecode.Reads, names: Mapping[str, Any]) -> Iterator[Edge]:
         """What import statements inside the function bring."""
-        ways = {(module, level): {(("attribute", name),) for name in taken} for module, level, taken in found.imports}
-        for key in sorted({*ways, *found.aliases}):
+        ways = {(module, level): {(("attribute", name),) for name in taken} for module, level, taken in reads.imports}
+        for key in sorted({*ways, *reads.aliases}):
             try:
                 module = self._packages.module(*key, names)
             except Exception as error:  # whatever its code raises
@@ -112,7 +112,7 @@ class Objects:
                 yield Edge(f"module `{key[0]}`", Hidden(why))
                 continue
             if module is not None:
-                chains = ways.get(key, set()) | found.aliases.get(key, set())
+                chains = ways.get(key, set()) | reads.aliases.get(key, set())
                 for told, below, _ in bytecode.taken(key[0], module, chains, set(), self._packages):
                     yield Edge(f"import `{told}`", below, ambient=type(below) in PLAIN)
 
@@ -171,7 +171,7 @@ class Objects:
             if name in (FORWARD, method) or (name.startswith("__") and name.endswith("__") and name not in CONSTRUCTORS)
         ]  # fmt: skip
         reached: set[str] = set()
-        found: set[str] = set()
+        written: set[str] = set()
         while waiting:
             name = waiting.pop()
             if name in reached or name not in methods or name in CONSTRUCTORS:
@@ -181,9 +181,9 @@ class Objects:
             arguments = [*node.args.posonlyargs, *node.args.args]
             owners = {kind.__name__, *(item.arg for item in arguments[:1])}
             pairs = [item.split(".") for item in source.writes(node) if "." in item]
-            found |= {attribute for owner, attribute in pairs if owner in owners}
+            written |= {attribute for owner, attribute in pairs if owner in owners}
             waiting += source.calls_of(node)
-        return found
+        return written
 
     def _methods(self, kind: type) -> Iterator[tuple[str, source.Node]]:
         if kind is object or self._packages.has(kind.__module__):
