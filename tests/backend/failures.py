@@ -220,4 +220,4 @@ def destroyed(rank, size):
         come_and_go()
     gc.collect()
     assert descriptors() == before
-    assert progress.LINES == []
+    assert progress.QUEUES == []

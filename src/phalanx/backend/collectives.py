@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from phalanx.backend.memory import SLOT
 from phalanx.backend.progress import Steps
-from phalanx.backend.room import SLOT
 from phalanx.backend.rounds import DTYPES, MOST, OPERATIONS, SIZE, Rounds, signature
 from phalanx.errors import UsageError
 from phalanx.plan.fold import fold_values

@@ -12,23 +12,23 @@ from typing import Any
 
 import torch
 
+from phalanx.backend.memory import GroupMemory
 from phalanx.backend.progress import Steps
-from phalanx.backend.room import Room
 from phalanx.errors import UsageError
 
 HEADER = struct.Struct("=qq")  # tag, bytes
 
 
-def send(room: Room, target: int, tag: int, flat: torch.Tensor) -> Steps:
+def send(memory: GroupMemory, target: int, tag: int, flat: torch.Tensor) -> Steps:
     """Write ``flat``, which is bytes, into the pipe to ``target``."""
-    pipe = room.pipe(room.rank, target)
+    pipe = memory.pipe(memory.rank, target)
     data: Any = flat.numpy()
     for content in (memoryview(HEADER.pack(tag, len(flat))), memoryview(data)):
         left = content
         while left:
             size = pipe.write(left)
             if size:
-                room.moved += 1
+                memory.moved += 1
                 left = left[size:]
             else:
                 yield (target,)
@@ -39,7 +39,7 @@ class Inbox:
 
     Parameters
     ----------
-    room : Room
+    memory : GroupMemory
     source : int
 
     Attributes
@@ -48,10 +48,10 @@ class Inbox:
         The rank in the world.
     """
 
-    def __init__(self, room: Room, source: int) -> None:
-        self.name = room.names[source]
-        self._room = room
-        self._pipe = room.pipe(source, room.rank)
+    def __init__(self, memory: GroupMemory, source: int) -> None:
+        self.name = memory.names[source]
+        self._memory = memory
+        self._pipe = memory.pipe(source, memory.rank)
         self._part = bytearray()  # of a message, or of its header
         self._coming: tuple[int, int] | None = None
         self.kept: dict[int, deque[bytearray]] = defaultdict(deque)
@@ -64,7 +64,7 @@ class Inbox:
             size = self._pipe.read(need, self._part)
             if need and not size:
                 return
-            self._room.moved += 1
+            self._memory.moved += 1
             if size == need:
                 self._whole()
 

@@ -21,14 +21,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.backend.room import PeerError, Room
+from phalanx.backend.memory import GroupMemory, PeerError
 
 Steps = Generator[Sequence[int], None, Any]  # yields the ranks that it waits for
 SPIN_SECONDS = 0.0003
 NAP_SECONDS, LONGEST_NAP_SECONDS = 0.00002, 0.0005
 
 LOCK = threading.RLock()
-LINES: list[Line] = []  # of all groups, where something is under way
+QUEUES: list[Queue] = []  # of all groups, where something is under way
 
 
 class Operation:
@@ -37,19 +37,19 @@ class Operation:
     Parameters
     ----------
     steps : generator
-    room : Room
+    memory : GroupMemory
     name : str
         For errors.
     anyone : bool
         Whether one of the ranks that it waits for is enough.
     """
 
-    def __init__(self, steps: Steps, room: Room, name: str, *, anyone: bool = False) -> None:
+    def __init__(self, steps: Steps, memory: GroupMemory, name: str, *, anyone: bool = False) -> None:
         self.steps = steps
-        self.room = room
+        self.memory = memory
         self.name = name
         self.anyone = anyone
-        self.line: Line | None = None
+        self.queue: Queue | None = None
         self.done = False
         self.error: BaseException | None = None
         self.awaited: Sequence[int] = ()
@@ -66,7 +66,7 @@ class Operation:
                 raise
 
 
-class Line:
+class Queue:
     """Operations that must happen one after another.
 
     Attributes
@@ -86,10 +86,10 @@ class Line:
                 raise PeerError(
                     f"this group could not go on, start all ranks again; before, {self.broken}"
                 ) from self.broken
-            operation.line = self
+            operation.queue = self
             self.operations.append(operation)
             if len(self.operations) == 1:
-                LINES.append(self)
+                QUEUES.append(self)
                 self.advance()
 
     def advance(self) -> None:
@@ -106,8 +106,8 @@ class Line:
                 return
             if self.operations:
                 self.operations.popleft()
-        if self in LINES:
-            LINES.remove(self)
+        if self in QUEUES:
+            QUEUES.remove(self)
 
     def fail(self, error: BaseException) -> None:
         """After an error ranks no longer agree on what comes next: nothing does."""
@@ -123,15 +123,15 @@ class Line:
             operation.steps.close()
             operation.done, operation.error = True, operation.error or self.broken
         self.operations.clear()
-        if self in LINES:
-            LINES.remove(self)
+        if self in QUEUES:
+            QUEUES.remove(self)
 
 
 def advance() -> None:
     """Let everything that is under way go on as far as possible."""
     with LOCK:
-        for line in LINES[:]:
-            line.advance()
+        for queue in QUEUES[:]:
+            queue.advance()
 
 
 def poll(operation: Operation) -> bool:
@@ -142,12 +142,12 @@ def poll(operation: Operation) -> bool:
     return operation.done
 
 
-def leave(room: Room) -> None:
-    """Give up what is under way in a room."""
+def leave(memory: GroupMemory) -> None:
+    """Give up what is under way in a group."""
     with LOCK:
-        for line in LINES[:]:
-            if line.operations[0].room is room:
-                line.fail(PeerError(f"{line.operations[0].name}: the group was destroyed before it was done"))
+        for queue in QUEUES[:]:
+            if queue.operations[0].memory is memory:
+                queue.fail(PeerError(f"{queue.operations[0].name}: the group was destroyed before it was done"))
 
 
 def finish(operation: Operation, seconds: float) -> None:
@@ -229,8 +229,8 @@ def _await(operation: Operation, seconds: float) -> None:
         if operation.done:
             return
         now = time.perf_counter()
-        if operation.room.moved != moved:
-            began, nap, moved = now, NAP_SECONDS, operation.room.moved
+        if operation.memory.moved != moved:
+            began, nap, moved = now, NAP_SECONDS, operation.memory.moved
         waited = now - began
         if waited < SPIN_SECONDS:
             os.sched_yield()
@@ -243,25 +243,25 @@ def _await(operation: Operation, seconds: float) -> None:
 def _check(operation: Operation, waited: float, seconds: float) -> None:
     """Give up if a rank that is waited for is gone, or late: by ``operation`` or by what comes before it."""
     with LOCK:
-        if operation.done or operation.line is None:
+        if operation.done or operation.queue is None:
             return
-        line, first = operation.line, operation.line.operations[0]
+        queue, first = operation.queue, operation.queue.operations[0]
         gone = _gone(first)
         if gone:
             advance()  # it may have done its part before
             if first.done or not set(gone) <= set(first.awaited):
                 return
-            why = f"rank {first.room.names[gone[0]]} (process {first.room.pids[gone[0]]}) has ended"
+            why = f"rank {first.memory.names[gone[0]]} (process {first.memory.pids[gone[0]]}) has ended"
         elif waited > seconds:
-            why = f"{_spelled([first.room.names[rank] for rank in first.awaited])} did not come within {seconds:g} s"
+            why = f"{_spelled([first.memory.names[rank] for rank in first.awaited])} did not come within {seconds:g} s"
         else:
             return
-        line.fail(PeerError(f"{first.name}: {why}; this group cannot go on, start all ranks again"))
+        queue.fail(PeerError(f"{first.name}: {why}; this group cannot go on, start all ranks again"))
 
 
 def _gone(operation: Operation) -> Sequence[int]:
     """Ranks without which it cannot be done, and that have ended."""
-    gone = operation.room.gone(operation.awaited)
+    gone = operation.memory.gone(operation.awaited)
     return () if operation.anyone and len(gone) < len(operation.awaited) else gone
 
 

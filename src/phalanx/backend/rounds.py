@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from phalanx.backend.memory import SLOT, GroupMemory, PeerError
 from phalanx.backend.progress import Steps
-from phalanx.backend.room import SLOT, PeerError, Room
 from phalanx.shared.control import order
 
 KEPT_VIEWS = 64
@@ -58,13 +58,13 @@ class Rounds:
 
     Parameters
     ----------
-    room : Room
+    memory : GroupMemory
     """
 
-    def __init__(self, room: Room) -> None:
-        self.rank, self.size = room.rank, room.size
-        self._room = room
-        self.others = [rank for rank in range(room.size) if rank != room.rank]
+    def __init__(self, memory: GroupMemory) -> None:
+        self.rank, self.size = memory.rank, memory.size
+        self._memory = memory
+        self.others = [rank for rank in range(memory.size) if rank != memory.rank]
         self._round = 0
         self._tag = 0
         self._unseen = 0  # ranks whose slot of this round was not looked at
@@ -94,7 +94,7 @@ class Rounds:
 
     def show(self) -> None:
         """Our slot is written, or need not be."""
-        self._room.arrive(self._round, self._tag)
+        self._memory.arrive(self._round, self._tag)
 
     def see(self, ranks: Sequence[int]) -> Steps:
         """Wait until these ranks show theirs.
@@ -104,16 +104,16 @@ class Rounds:
         PeerError
             One of them does something else.
         """
-        room, number = self._room, self._round
+        memory, number = self._memory, self._round
         for rank in ranks:
             self._unseen -= 1
-            while room.arrived(rank) < number:
-                yield [other for other in self.others if room.arrived(other) < number]
+            while memory.arrived(rank) < number:
+                yield [other for other in self.others if memory.arrived(other) < number]
             order()  # the counter was read before the tag and the slot are
-            tag = room.tag(rank, number)
+            tag = memory.tag(rank, number)
             if tag != self._tag:
                 raise PeerError(
-                    f"rank {room.names[rank]} does {spelled(tag)} while rank {room.names[self.rank]} does "
+                    f"rank {memory.names[rank]} does {spelled(tag)} while rank {memory.names[self.rank]} does "
                     f"{spelled(self._tag)}; all ranks of a group must call the same collectives in the same order, "
                     "with equal sizes"
                 )
@@ -121,4 +121,4 @@ class Rounds:
     def _made(self, dtype: torch.dtype, count: int, parity: int) -> list[torch.Tensor]:
         size = count * dtype.itemsize
         starts = [(2 * rank + parity) * SLOT for rank in range(self.size)]
-        return [torch.frombuffer(self._room.slots[start : start + size], dtype=dtype) for start in starts]
+        return [torch.frombuffer(self._memory.slots[start : start + size], dtype=dtype) for start in starts]

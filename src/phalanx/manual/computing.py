@@ -23,7 +23,7 @@ from phalanx.surroundings import lanes
 
 
 @dataclass(slots=True)
-class Work:
+class ReplicaStep:
     """One replica with its share of the batch, and what it computed: loss, returned weight, buffers as it left them."""
 
     replica: int
@@ -41,7 +41,7 @@ class Work:
         return next(self.model.parameters()).device
 
 
-def compute(definition: Definition, works: Sequence[Work]) -> None:
+def compute(definition: Definition, works: Sequence[ReplicaStep]) -> None:
     """Compute all works, each device in a lane; autocast is a thread's own, so it is handed on to theirs."""
     torch.clear_autocast_cache()  # it may hold casts of weights from before the last update
     lanes.run(
@@ -64,7 +64,7 @@ def _handed_on(kind: str, dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
-def _run(definition: Definition, device: torch.device, works: Sequence[Work]) -> None:
+def _run(definition: Definition, device: torch.device, works: Sequence[ReplicaStep]) -> None:
     with plain_autograd(), torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         for work in works:
             where = f"replica {work.replica} on {device}, samples {spell_samples(work.samples)} of the batch"
@@ -82,7 +82,7 @@ def _run(definition: Definition, device: torch.device, works: Sequence[Work]) ->
             _check_finite(work, where)
 
 
-def _differentiate(definition: Definition, work: Work) -> None:
+def _differentiate(definition: Definition, work: ReplicaStep) -> None:
     """Loss, gradient and buffers of one share; at weight 0 the gradient is not computed."""
     if is_samples(work.share):
         work.share = default_collate(work.share)
@@ -96,7 +96,7 @@ def _differentiate(definition: Definition, work: Work) -> None:
     work.left = work.buffers.left()
 
 
-def _check_finite(work: Work, where: str) -> None:
+def _check_finite(work: ReplicaStep, where: str) -> None:
     """The norm screens; elements are looked at only where it is not finite, since it may merely overflow."""
     if work.weight == 0:
         return

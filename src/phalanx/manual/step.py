@@ -13,7 +13,7 @@ from phalanx.definition.fields import Definition
 from phalanx.errors import RunError, UsageError
 from phalanx.frameworks.torch.buffers import Buffers, Left
 from phalanx.frameworks.torch.forward import AmbiguousMean, check_stateless
-from phalanx.manual.computing import Work, compute
+from phalanx.manual.computing import ReplicaStep, compute
 from phalanx.manual.gradients import ALGORITHMS, ORDERED, average
 from phalanx.manual.replicas import check_trained, tensors_of
 from phalanx.manual.shards import samples_in, shard_batch, tensors_in
@@ -174,26 +174,26 @@ def _described(number: int, optimizer: Any, replica: torch.nn.Module) -> dict[st
     return facts
 
 
-def _deal(replicas: Sequence[torch.nn.Module], batch: Any) -> list[Work]:
+def _deal(replicas: Sequence[torch.nn.Module], batch: Any) -> list[ReplicaStep]:
     samples = samples_in(batch)
     if not samples:
         raise UsageError("batch is empty (its length is 0); it needs at least one sample")
     shards = shard_batch(tensors_in(batch), len(replicas))
     bounds = share_bounds(samples, len(replicas))
     return [
-        Work(number, model, Buffers(model), range(*ends), shard)
+        ReplicaStep(number, model, Buffers(model), range(*ends), shard)
         for number, (model, ends, shard) in enumerate(zip(replicas, bounds, shards, strict=True))
     ]
 
 
-def _drop(works: Sequence[Work]) -> None:
+def _drop(works: Sequence[ReplicaStep]) -> None:
     """Leave no gradient behind: a stale one would be added to the next, or averaged in its place."""
     for work in works:
         for parameter in work.model.parameters():
             parameter.grad = None
 
 
-def _average(definition: Definition, works: Sequence[Work], algorithm: str) -> float:
+def _average(definition: Definition, works: Sequence[ReplicaStep], algorithm: str) -> float:
     """Compute all shares and average their gradients; the mean loss."""
     with interrupts.breakable():
         compute(definition, [work for work in works if work.samples])
@@ -211,7 +211,7 @@ def _average(definition: Definition, works: Sequence[Work], algorithm: str) -> f
     return mean[0]
 
 
-def _settle(works: Sequence[Work]) -> None:
+def _settle(works: Sequence[ReplicaStep]) -> None:
     """Buffers by the recipe's rule on the first replica, then the same bytes on the others."""
     first, others = works[0].buffers, works[1:]
     homes = first.starts

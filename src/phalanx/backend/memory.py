@@ -34,12 +34,12 @@ class PeerError(RunError, RuntimeError):
     """Another rank is gone, does something else, or does not come; the group cannot be used any more."""
 
 
-class Room:
+class GroupMemory:
     """The shared memory of a group, as one rank sees it.
 
     Parameters
     ----------
-    memory : mmap.mmap
+    mapped : mmap.mmap
     rank, size : int
     pids : sequence of int
         Processes of all ranks.
@@ -54,9 +54,9 @@ class Room:
         Grows with every round and every piece of a message: whoever waits for more is waiting anew.
     """
 
-    def __init__(self, memory: mmap.mmap, rank: int, size: int, pids: Sequence[int]) -> None:
+    def __init__(self, mapped: mmap.mmap, rank: int, size: int, pids: Sequence[int]) -> None:
         self.rank, self.size, self.pids = rank, size, tuple(pids)
-        whole = memoryview(memory)
+        whole = memoryview(mapped)
         words, slots = _words(size), 2 * SLOT * size
         self._words = whole[:words].cast("q")  # a line per rank, then two lines per pair of ranks
         self.slots = whole[words : words + slots]
@@ -160,7 +160,7 @@ def _words(size: int) -> int:
     return -(-words // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def join(store: Any, rank: int, size: int) -> Room:
+def join(store: Any, rank: int, size: int) -> GroupMemory:
     """Meet the other ranks of a group in its store, and share memory with them.
 
     Raises
@@ -179,7 +179,7 @@ def join(store: Any, rank: int, size: int) -> Room:
             memory.close()
 
 
-def _meet(store: Any, rank: int, size: int, needed: int, memory: Memory | None) -> Room:
+def _meet(store: Any, rank: int, size: int, needed: int, memory: Memory | None) -> GroupMemory:
     turn = store.add(f"rank {rank} comes", 1)  # a group may be made again with the same store
     fd = -1 if memory is None else memory.fd
     mine = {"host": socket.gethostname(), "where": _where(), "uid": os.getuid(), "pid": os.getpid(), "fd": fd}
@@ -200,7 +200,7 @@ def _meet(store: Any, rank: int, size: int, needed: int, memory: Memory | None) 
             shared.close()
     store.set(f"{turn} ready {rank}", "")
     store.wait([f"{turn} ready {peer}" for peer in range(size)])  # the descriptor stays until all have the memory
-    return Room(mapped, rank, size, [other["pid"] for other in ranks])
+    return GroupMemory(mapped, rank, size, [other["pid"] for other in ranks])
 
 
 def _opened(pid: int, fd: int, needed: int) -> Memory:
