@@ -18,7 +18,7 @@ from phalanx.run.progress import ProgressBar
 from phalanx.run.result import Result
 from phalanx.run.run import Run
 from phalanx.surroundings import interrupts
-from phalanx.surroundings.preemption import on_sigterm
+from phalanx.surroundings.interrupts import on_sigterm
 from phalanx.surroundings.presence import rank
 
 RECIPE_FIELDS = frozenset(field.name for field in dataclasses.fields(Definition))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import phalanx
-from phalanx.checkpoint.wire import packed, unpacked
+from phalanx.checkpoint.tensors import packed, unpacked
 from phalanx.engines.hosts.slices import chunks, stretches
 from phalanx.plan.placement import additions, hosts, remaining
 from tests.families import FAMILIES

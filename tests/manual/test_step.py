@@ -15,8 +15,9 @@ from torch.nn import functional as F
 import phalanx
 from phalanx import manual
 from phalanx.frameworks.torch.gradient import drop
-from phalanx.manual import computing
 from phalanx.manual import step as stepping
+from phalanx.surroundings import lanes
+from phalanx.surroundings.lanes import Lane
 from tests.by_hand import start, take
 from tests.families import (
     DATA,
@@ -507,28 +508,28 @@ class Witness(nn.Module):
         return self.body(x)
 
 
-def each_alone(works):
-    return [[work] for work in works]
+def each_alone(devices):
+    return [Lane(device, (replica,)) for replica, device in enumerate(devices)]
 
 
 @pytest.mark.parametrize("cast", [False, True])
 def test_devices_run_at_the_same_time(cast, monkeypatch):
     """Lanes run in threads of their own, with the caller's autocast, and end in the bits of one after another."""
     ends = []
-    for lanes in (computing._lanes, each_alone):
-        monkeypatch.setattr(computing, "_lanes", lanes)
+    for dealt in (lanes.dealt, each_alone):
+        monkeypatch.setattr(lanes, "dealt", dealt)
         Witness.threads.clear()
         replicas, optimizers = ready(Witness())
         with torch.autocast("cpu", torch.bfloat16, enabled=cast):
             loss = manual.data_parallel_step(replicas, optimizers, FEATURES, F.cross_entropy)
         ends.append((loss, *digests(replicas, optimizers, 1)))
-        assert (threading.get_ident() in Witness.threads) == (lanes is not each_alone)
+        assert (threading.get_ident() in Witness.threads) == (dealt is not each_alone)
     assert ends[0] == ends[1]
 
 
 def test_a_failure_in_a_thread_reaches_the_caller(monkeypatch):
     """An error on another device is the same error, and no replica is updated."""
-    monkeypatch.setattr(computing, "_lanes", each_alone)
+    monkeypatch.setattr(lanes, "dealt", each_alone)
     replicas, optimizers = ready(TrappedNet(raising))
     before = state(replicas, optimizers)
     with pytest.raises(phalanx.WorkerError, match="replica 1") as caught:

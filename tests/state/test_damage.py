@@ -14,7 +14,7 @@ import torch
 
 import phalanx
 from phalanx.checkpoint import snapshot, tensors
-from phalanx.checkpoint.directory import places
+from phalanx.checkpoint.directory import snapshot_folders
 from tests.state.runs import (
     NEWER,
     OLDER,
@@ -524,4 +524,4 @@ def test_other_things_in_the_directory(run_dir, wanted):
         (run_dir / name).write_text("mine")
     assert_same(go_on(run_dir), wanted)
     assert (run_dir / "snapshots/step-5").read_text() == "mine"
-    assert len(places(run_dir)) == 3
+    assert len(snapshot_folders(run_dir)) == 3

@@ -9,9 +9,9 @@ from typing import Any
 
 from phalanx.checkpoint.saver import Saver, write_apart
 from phalanx.definition import checks
+from phalanx.definition.batches import Unchanged
 from phalanx.definition.evaluation import DEFAULT_BATCH, Evaluation, check_evaluation
 from phalanx.definition.fields import Definition
-from phalanx.definition.unchanged import Unchanged
 from phalanx.errors import LeftError, PhalanxError, Preempted, SnapshotError, UsageError
 from phalanx.run.progress import ProgressBar
 from phalanx.run.result import Result, result_of

@@ -8,6 +8,9 @@ ours is half done. User code that does not come to such a point is broken off af
 Ctrl-C half a second after the first or later, or some seconds after it. Whoever allows that must not go on with what
 user code left behind.
 
+SIGTERM, which schedulers of clusters send before they take a machine back, only notes that the run is to end
+(``on_sigterm``).
+
 How signals are handled is a property of the process, so its state is the module's. Only the main thread handles
 signals; in others all of this does nothing. A SIGINT without a Python handler (ignored, or the default) is left alone.
 """
@@ -19,6 +22,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -246,6 +250,33 @@ def pressed() -> int:
 def breaks() -> int:
     """How often user code was broken off in this process; if that changes, its state may be half done."""
     return _PROCESS.breaks
+
+
+@contextlib.contextmanager
+def on_sigterm(terminate: Callable[[], None] | None) -> Iterator[None]:
+    """Call ``terminate`` when SIGTERM comes, if there is something to call and this is the main thread.
+
+    A handler that was there before is called too, and is there again afterwards.
+    """
+    if terminate is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before, owner = signal.getsignal(signal.SIGTERM), os.getpid()
+
+    def received(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:  # a forked child ends as it would without us
+            signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        terminate()
+        if callable(before):
+            before(number, frame)
+
+    signal.signal(signal.SIGTERM, received)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
 
 def _here() -> bool:

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from phalanx.checkpoint.wire import packed, unpacked
+from phalanx.checkpoint.tensors import packed, unpacked
 from phalanx.definition.data import Columns
 from phalanx.definition.fields import Definition
 from phalanx.definition.fingerprint import hashed, shared
