@@ -15,7 +15,7 @@ import torch
 from phalanx.backend.progress import Steps
 from phalanx.backend.room import LINE, PIPE, Room
 from phalanx.errors import UsageError
-from phalanx.shared.control import order
+from phalanx.shared.ordering import order
 
 HEADER = struct.Struct("=qq")  # tag, bytes
 
