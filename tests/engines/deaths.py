@@ -60,15 +60,14 @@ class Trapped:
         return self.make_model()
 
     def set(self):
-        from phalanx.shared.control import LINE, PLACE, WORKERS, Barrier
+        from phalanx.shared.barrier import Barrier
 
         trap, at = self, Barrier.at
 
-        def watched(meeting, point):
-            at(meeting, point)
-            meeting.here = (meeting._place - WORKERS - PLACE) // LINE
-            trap.seen = (meeting.here, meeting._step)
-            if trap.place == point.name:
+        def watched(barrier, phase):
+            at(barrier, phase)
+            trap.seen = (barrier.worker, barrier.step)
+            if trap.place == phase.name:
                 trap.spring()
 
         Barrier.at = watched

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 import phalanx
 from phalanx.engines.processes import supervisor
 from phalanx.engines.processes.supervisor import Supervisor
-from phalanx.shared.control import EAGER
 from tests.engines.deaths import HALVES, PLACES, Trapped, hunted, once, sprung, strike
 from tests.families import ADAMW, FAMILIES, FEATURES, SGD, Elsewhere, conv_norm, mlp
 
@@ -217,7 +216,7 @@ def test_batches_are_not_kept_without_bound(monkeypatch, most, eager):
     with recipe.start(engine="processes", workers=2) as run:
         for _ in range(7):
             run.step((FEATURES[0][:9], FEATURES[1][:9]))
-        assert (run._engine.control.words[EAGER] > 0) == eager
+        assert (run._engine.counters.eager > 0) == eager
         assert not eager or len(run._engine.supervisor._batches) <= 3  # one more than it takes to be told of
 
 

@@ -14,7 +14,7 @@ import torch
 
 from phalanx.backend.memory import SLOT, GroupMemory, PeerError
 from phalanx.backend.progress import Steps
-from phalanx.shared.control import order
+from phalanx.shared.ordering import order
 
 KEPT_VIEWS = 64
 SIZE = 26  # the bit of a signature from which on it holds a number of bytes

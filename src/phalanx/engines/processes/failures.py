@@ -15,7 +15,7 @@ from phalanx.plan.placement import Placement
 from phalanx.plan.tally import Cause, Death, Poison, Spot, Tally
 from phalanx.seams import Framework, RunState
 from phalanx.seams.events import Incident
-from phalanx.shared.control import COUNT, KIND, TASK, Control
+from phalanx.shared.counters import TASK, Counters
 from phalanx.surroundings import interrupts
 
 SHOWN_CAUSES = 3
@@ -37,7 +37,7 @@ class FailureLog:
     definition : Definition
     framework : Framework
     placement : Placement
-    control : Control
+    counters : Counters
     run_state : RunState
         Where incidents are noted.
 
@@ -50,14 +50,19 @@ class FailureLog:
     """
 
     def __init__(
-        self, definition: Definition, framework: Framework, placement: Placement, control: Control, run_state: RunState
+        self,
+        definition: Definition,
+        framework: Framework,
+        placement: Placement,
+        counters: Counters,
+        run_state: RunState,
     ) -> None:
         self.batch: Any = None
         self._definition = definition
         self._framework = framework
         self._placement = placement
         self.portable = framework.sharing.portable
-        self._control = control
+        self._counters = counters
         self._incidents = run_state.incidents
         self._tally = Tally()
         self._attempts = 0
@@ -85,7 +90,7 @@ class FailureLog:
         fresh = {worker: end for worker, end in deaths.items() if self._noted.get(worker) != end.life}
         if not fresh:
             return
-        places = self._control.places()
+        places = self._counters.progress()
         for worker, end in fresh.items():
             self._noted[worker] = end.life
             self._vacant.add(worker)
@@ -96,7 +101,7 @@ class FailureLog:
         if not fresh:
             return
         found = {worker: self._death(worker, end, places[worker]) for worker, end in fresh.items()}
-        step, done = max(places).step, self._control.finished() + started
+        step, done = max(places).step, self._counters.computed + started
         poison = self._tally.count(found, self._come_through(fresh, places), step, done, self._attempts, lived)
         if poison is not None:
             raise self._error(poison, step)
@@ -161,7 +166,7 @@ class FailureLog:
         return BatchShares(self._definition, self._framework.opened).brought(self.batch)[replica].samples.tolist()
 
     def _death(self, worker: int, end: End, place: Progress) -> Death:
-        spot, since = self._spot(worker, place), self._control.began[worker]
+        spot, since = self._spot(worker, place), self._counters.workers[worker].began
         if not end.ready:
             spot, since = Spot(-1, "start", worker), end.since
         elif spot is not None and spot.doing == "task":
@@ -170,13 +175,13 @@ class FailureLog:
 
     def _spot(self, worker: int, place: Progress) -> Spot | None:
         """What a worker that was ready did when it ended; None if it waited."""
-        if self._control.idle(worker):
+        if self._counters.idle(worker):
             return None
-        if self._control.words[KIND] == TASK:
+        if self._counters.kind == TASK:
             return Spot(place.step, "task", worker)
         if place.phase in PARTS:
             return Spot(place.step, PARTS[place.phase], worker)
-        done, block = self._control.words[self._control.place(worker, COUNT)], self._placement.blocks[worker]
+        done, block = self._counters.workers[worker].replicas, self._placement.blocks[worker]
         computing = place.phase == Phase.COMPUTING and done < len(block)
         return Spot(place.step, "replica", block[done]) if computing else None
 
@@ -185,7 +190,7 @@ class FailureLog:
         found = {Spot(-1, "start", worker) for worker, end in fresh.items() if end.ready}
         for worker, (step, phase) in enumerate(places):
             if phase == Phase.COMPUTING:
-                done = self._control.words[self._control.place(worker, COUNT)]
+                done = self._counters.workers[worker].replicas
                 found |= {Spot(step, "replica", replica) for replica in self._placement.blocks[worker][:done]}
             elif phase > Phase.COMPUTING:
                 found |= {Spot(step, "replica", replica) for replica in self._placement.blocks[worker]}

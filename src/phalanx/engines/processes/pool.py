@@ -22,9 +22,9 @@ from phalanx.engines.processes.messages import BROKEN_OFF, End, LostError, Worke
 from phalanx.engines.processes.output import Output
 from phalanx.plan.lifecycle import Phase
 from phalanx.plan.tally import Cause
-from phalanx.shared import control as words_of
-from phalanx.shared.control import Control, fence, order
+from phalanx.shared.counters import GO_ON, LEAVE, TASK, Counters
 from phalanx.shared.memory import Memory
+from phalanx.shared.ordering import fence, order
 from phalanx.surroundings import forks, interrupts
 
 POLL_MILLISECONDS = 50
@@ -40,7 +40,7 @@ class WorkerPool:
     ----------
     memories : sequence of Memory
         What workers inherit; closed when the pool ends.
-    control : Control
+    counters : Counters
     deadline : Deadline
 
     Attributes
@@ -59,7 +59,7 @@ class WorkerPool:
         Whether Ctrl-C ended a wait, and the workers were asked to stop; they may not have come to it yet.
     """
 
-    def __init__(self, memories: Sequence[Memory], control: Control, deadline: Deadline) -> None:
+    def __init__(self, memories: Sequence[Memory], counters: Counters, deadline: Deadline) -> None:
         self.told: list[WorkerMessage] = []
         self.housed: list[tuple[int, Any]] = []
         self.scheduled: list[tuple[int, Any]] = []
@@ -67,7 +67,7 @@ class WorkerPool:
         self.started = 0
         self.interrupted = False
         self._memories = memories
-        self.control = control
+        self.counters = counters
         self._deadline = deadline
         self._handles: dict[int, WorkerHandle] = {}
         self._starting: set[int] = set()
@@ -116,14 +116,14 @@ class WorkerPool:
 
     def grant(self, kind: int) -> None:
         """Set idle workers to work."""
-        words = self.control.words
-        words[words_of.KIND], words[words_of.PAUSE], words[words_of.TROUBLE] = kind, 0, 0
-        order()
-        words[words_of.GRANT] += 1
-        fence()
+        counters = self.counters
+        counters.kind, counters.pause, counters.trouble = kind, GO_ON, 0
+        order()  # who sees the grant sees what is granted
+        counters.grant += 1
+        fence()  # either a worker sees the grant before it sleeps, or it is seen here that it sleeps
         for handle in self._living():
             handle.since = time.monotonic()
-            if words[self.control.place(handle.number, words_of.SLEEPING)]:
+            if counters.workers[handle.number].sleeping:
                 handle.wake()
 
     def halt(self, *, replaceable: bool) -> None:
@@ -133,13 +133,13 @@ class WorkerPool:
         If nobody can take their places, the state would be lost with them, so only two more Ctrl-C end them. Ctrl-C is
         not delivered meanwhile.
         """
-        words, end = self.control.words, time.monotonic() + (PATIENCE_SECONDS if replaceable else math.inf)
-        words[words_of.PAUSE] = words_of.LEAVE
+        end = time.monotonic() + (PATIENCE_SECONDS if replaceable else math.inf)
+        self.counters.pause = LEAVE
 
         def idle() -> bool:
             if self.deaths:  # nobody waits for those that ended
-                words[words_of.TROUBLE] = 1
-            return self.control.all_idle(self.alive)
+                self.counters.trouble = 1
+            return self.counters.all_idle(self.alive)
 
         def late() -> bool:
             return time.monotonic() > end or interrupts.pressed() >= (1 if replaceable else 2)
@@ -155,25 +155,24 @@ class WorkerPool:
 
     def wait(self, until: Callable[[], bool], steps: int) -> None:
         """Wait until ``until()``; ``steps``: how many finished ones are worth waking up for."""
-        words, done = self.control.words, False
-        words[words_of.AWAITED] = steps
+        counters, done = self.counters, False
+        counters.awaited = steps
         watch = Watch(self._deadline)
         while not done:
             self._check_interrupted()
-            words[words_of.ASLEEP] = 1
-            fence()
+            counters.asleep = 1
+            fence()  # either a worker sees that it has to wake this process, or what it did is seen now
             done = until()  # what was told before that is read now
             found = self._poller.poll(0 if done else POLL_MILLISECONDS)
-            words[words_of.ASLEEP] = 0
+            counters.asleep = 0
             self._handle({fd for fd, _ in found})
-            if watch.expired(self.control.progress(), starting=bool(self._starting)):
+            if watch.expired(counters.activity(), starting=bool(self._starting)):
                 self._kill_hung()
 
     def _in_user_code(self, number: int) -> bool:
         """Whether a worker may be in the user's code: it computes, and waits for nobody."""
-        task = self.control.words[words_of.KIND] == words_of.TASK
-        computing = self.control.places()[number].phase <= Phase.COMPUTING
-        return (task or computing) and not self.control.idle(number)
+        computing = self.counters.progress()[number].phase <= Phase.COMPUTING
+        return (self.counters.kind == TASK or computing) and not self.counters.idle(number)
 
     def _check_interrupted(self) -> None:
         """Deliver Ctrl-C; the workers stop as soon as they can, whether or not the run goes on."""
@@ -181,12 +180,12 @@ class WorkerPool:
             interrupts.check()
         except BaseException:
             self.interrupted = True
-            self.control.words[words_of.PAUSE] = words_of.LEAVE
+            self.counters.pause = LEAVE
             raise
 
     def _kill_hung(self) -> None:
         """Workers that all others wait for do nothing any more: they are ended, and count as dead."""
-        late = self._starting or self.control.hindmost(self.alive)
+        late = self._starting or self.counters.hindmost(self.alive)
         for handle in self._living():
             if handle.number in late:
                 why = f"hung for {self._deadline.seconds:.0f} s and was killed"
@@ -236,7 +235,7 @@ class WorkerPool:
             self._died(handle)
 
     def _take(self, handle: WorkerHandle, kind: str, *facts: Any) -> None:
-        if kind == "result" and facts[0] != self.control.words[words_of.GRANT]:
+        if kind == "result" and facts[0] != self.counters.grant:
             return  # of a task that was broken off
         if kind == "ready":
             handle.ready, handle.since = True, time.monotonic()
@@ -245,7 +244,7 @@ class WorkerPool:
         elif kind == "housed":
             self.housed.append(facts)
         elif kind == "scheduled":
-            step, kept = facts[0], self.control.words[words_of.SNAPSHOT_STEP]
+            step, kept = facts[0], self.counters.snapshot_step
             since = kept if kept >= 0 else step - 1
             self.scheduled = [item for item in self.scheduled if since <= item[0] != step] + [facts]
         elif kind == "warning":

@@ -20,7 +20,7 @@ from phalanx.plan.lifecycle import joinable, judge, newest_whole
 from phalanx.plan.placement import Placement
 from phalanx.seams import RunState
 from phalanx.seams.sharing import Mirror
-from phalanx.shared import control as words_of
+from phalanx.shared.counters import BATCH, STEPS, TASK
 from phalanx.shared.memory import Memory
 
 MOST_BATCHES = 1 << 28  # bytes of batches that are kept from one snapshot to the next
@@ -56,7 +56,7 @@ class Supervisor:
     ) -> None:
         self._placement = placement
         self._pool = pool
-        self._control = pool.control
+        self._counters = pool.counters
         self._mirror = mirror
         self._mailbox = mailbox
         self._orders = orders
@@ -70,22 +70,22 @@ class Supervisor:
 
     def begin(self) -> None:
         """Put the caller's state into the arena and start all workers."""
-        words = self._control.words
-        words[words_of.DONE], words[words_of.SNAPSHOT_STEP], words[words_of.SNAPSHOT_DUE] = self._seen, NEVER, NEVER
+        self._counters.confirmed = self._seen
+        self._counters.snapshot_step = self._counters.snapshot_due = NEVER
         self._put()
         self._replace(range(self._placement.workers), self._seen)
 
     def grant(self, kind: int, thing: Any = None) -> None:
         """Set all workers to work; they are alive and idle, at the step after the last one that was finished."""
         self.steady()
-        if kind != words_of.STEPS:
+        if kind != STEPS:
             size = pack(thing, self._mailbox, reduced)
-            if kind == words_of.BATCH and self._portable:
-                kept = self._control.words[words_of.SNAPSHOT_STEP]
+            if kind == BATCH and self._portable:
+                kept = self._counters.snapshot_step
                 self._batches = {step: batch for step, batch in self._batches.items() if step >= kept}
                 self._batches[self._done] = self._mailbox.read(size)
                 if sum(map(len, self._batches.values())) > MOST_BATCHES:
-                    self._control.words[words_of.EAGER] = self._done + 1  # a snapshot, and they may go
+                    self._counters.eager = self._done + 1  # a snapshot, and they may go
         else:
             self._batches.pop(self._done, None)  # of a step that failed, and is now done as planned
         self._first = self._done
@@ -99,7 +99,7 @@ class Supervisor:
                 self.steady()
                 return False
             self._pool.wait(lambda: until() or bool(self._pool.deaths), steps)
-        self._failures.came_through(self._control.words[words_of.KIND])
+        self._failures.came_through(self._counters.kind)
         return True
 
     def steady(self) -> None:
@@ -113,10 +113,10 @@ class Supervisor:
             Workers end again and again.
         """
         while not self._whole():
-            self._control.words[words_of.TROUBLE] = 1  # the others leave the step
+            self._counters.trouble = 1  # the others leave the step
             if not self._placement.whole and self._pool.deaths:
                 self._failures.fell(self._pool.deaths, self._pool.started, self._pool.lived)  # raises
-            self._pool.wait(lambda: self._control.all_idle(self._pool.alive), LONG)
+            self._pool.wait(lambda: self._counters.all_idle(self._pool.alive), LONG)
             if not self._placement.whole and self._errors():
                 raise self._errors()[0].content  # no step can be done again without the other hosts
             if self._pool.deaths:
@@ -130,12 +130,12 @@ class Supervisor:
                     f"before: {again[0].content!r}"
                 )
             else:
-                self._do_again(judge(self._control.places()).step)
-        self._control.words[words_of.TROUBLE] = 0
+                self._do_again(judge(self._counters.progress()).step)
+        self._counters.trouble = 0
 
     def repaired(self) -> bool:
         """An optimizer raised, and tore the state: take it back to the last finished step; False if that cannot be."""
-        step, torn = judge(self._control.places())
+        step, torn = judge(self._counters.progress())
         if torn and self._portable:
             self._take_back(step, ())
             self.steady()
@@ -146,22 +146,22 @@ class Supervisor:
 
         ``options``: those of optimizers and schedules now, so that earlier losses need not be told any more.
         """
-        self._control.words[words_of.SNAPSHOT_STEP] = self._control.words[words_of.SNAPSHOT_DUE] = self._done
+        self._counters.snapshot_step = self._counters.snapshot_due = self._done
         self._home = None
         self._options, self._begun = options, self._done
 
     def forget(self) -> None:
         """The workers are about to save: until they have, there is no snapshot, and none is needed."""
-        self._control.words[words_of.SNAPSHOT_STEP], self._control.words[words_of.SNAPSHOT_DUE] = NEVER, self._done
+        self._counters.snapshot_step, self._counters.snapshot_due = NEVER, self._done
 
     def hold(self, *, reading: bool) -> None:
         """While somebody reads the snapshot it stays as it is."""
-        self._control.words[words_of.HOLD] = reading
+        self._counters.held = reading
 
     @property
     def held(self) -> bool:
         """Whether somebody reads the snapshot."""
-        return bool(self._control.words[words_of.HOLD])
+        return bool(self._counters.held)
 
     @property
     def _seen(self) -> int:
@@ -169,35 +169,35 @@ class Supervisor:
 
     @property
     def _done(self) -> int:
-        return self._control.words[words_of.DONE]
+        return self._counters.done
 
     def _whole(self) -> bool:
-        whole = not self._pool.deaths and self._control.all_idle() and self._unfinished is None
-        return whole and judge(self._control.places()).step >= self._done
+        whole = not self._pool.deaths and self._counters.all_idle() and self._unfinished is None
+        return whole and judge(self._counters.progress()).step >= self._done
 
     def _errors(self) -> list[WorkerMessage]:
         return [told for told in self._pool.told if told.kind != "result"]
 
     def _joined(self) -> bool:
         """Let replacements step in where the others wait for them, if that is possible."""
-        words, fallen = self._control.words, sorted(self._pool.deaths)
-        places = self._control.places()
+        counters, fallen = self._counters, sorted(self._pool.deaths)
+        places = self._counters.progress()
         step = places[fallen[0]].step
-        running = words[words_of.KIND] != words_of.TASK and not words[words_of.TROUBLE]
-        due = step == self._first or (words[words_of.KIND] == words_of.STEPS and words[words_of.AGREED] > step)
+        running = counters.kind != TASK and not counters.trouble
+        due = step == self._first or (counters.kind == STEPS and counters.agreed > step)
         lost = 0 in fallen and not self._portable
-        if not (running and due and joinable(places, fallen)) or lost or any(map(self._control.idle, fallen)):
+        if not (running and due and joinable(places, fallen)) or lost or any(map(self._counters.idle, fallen)):
             return False
         self._failures.fell(self._pool.deaths, self._pool.started, self._pool.lived)
         if 0 in fallen:  # it may have ended before it said that the step before is finished
-            words[words_of.DONE] = max(words[words_of.DONE], step)
+            counters.confirmed = max(counters.confirmed, step)
         self._replace(fallen, step, joining=True)
         return True
 
     def _mend(self) -> None:
         """All that live are idle: take the state back if it is torn, replace those that ended, tell the others."""
         fallen = sorted(self._pool.deaths)
-        step, torn = judge(self._control.places())
+        step, torn = judge(self._counters.progress())
         if not self._portable and (torn or 0 in fallen):
             raise LostError(
                 f"worker {fallen[0]} {self._pool.deaths[fallen[0]].why} in step {step}, and the optimizer is not one "
@@ -214,17 +214,15 @@ class Supervisor:
     def _resume(self, step: int, fallen: Sequence[int]) -> None:
         """All go on at ``step``; some may not have been told that the one before is done."""
         self._unfinished = self._resume, step
-        words = self._control.words
-        words[words_of.DONE] = max(words[words_of.DONE], step)
+        self._counters.confirmed = max(self._counters.confirmed, step)
         self._replace(fallen, step)
         if self._told("resume", {"step": step, "loss": self._loss(step - 1) if step > self._begun else 0.0}):
             self._unfinished = None
 
     def _take_back(self, torn: int, fallen: Sequence[int]) -> None:
         """Step ``torn`` left no state of its own: take that of the newest snapshot, and save more often for a while."""
-        words = self._control.words
-        words[words_of.EAGER] = self._done + EAGER_STEPS
-        self._go_back(newest_whole(words[words_of.SNAPSHOT_DUE], words[words_of.SNAPSHOT_STEP], torn), fallen)
+        self._counters.eager = self._done + EAGER_STEPS
+        self._go_back(newest_whole(self._counters.snapshot_due, self._counters.snapshot_step, torn), fallen)
 
     def _go_back(self, kept: int, fallen: Sequence[int]) -> None:
         """Take the state of an earlier step: the caller's own, or the snapshot. Goes on next time if somebody falls."""
@@ -241,21 +239,20 @@ class Supervisor:
 
     def _do_again(self, step: int) -> None:
         """Do a finished step again, as it was lost."""
-        words = self._control.words
         batch = self._batches.get(step)
         if batch is not None:
             self._mailbox.write(batch)
-        words[words_of.UNTIL] = step + 1
+        self._counters.horizon = step + 1
         self._first = step
-        self._pool.grant(words_of.STEPS if batch is None else words_of.BATCH)
-        self._pool.wait(lambda: self._control.all_idle() or bool(self._pool.deaths), LONG)
+        self._pool.grant(STEPS if batch is None else BATCH)
+        self._pool.wait(lambda: self._counters.all_idle() or bool(self._pool.deaths), LONG)
 
     def _told(self, task: str, facts: Mapping[str, Any]) -> bool:
         """Have all workers do something about the state; False if one fell meanwhile."""
         if not self._pool.deaths:
             pack({**facts, "task": task}, self._mailbox, reduced)
-            self._pool.grant(words_of.TASK)
-            self._pool.wait(lambda: self._control.all_idle() or bool(self._pool.deaths), LONG)
+            self._pool.grant(TASK)
+            self._pool.wait(lambda: self._counters.all_idle() or bool(self._pool.deaths), LONG)
             self._pool.told = self._errors()
             if any(isinstance(told.content, LostError) for told in self._pool.told):
                 raise first_error(self._pool.told)
@@ -280,14 +277,12 @@ class Supervisor:
         }
 
     def _loss(self, step: int) -> float:
-        return self._course.loss_history[step] if step < self._seen else self._control.reports.read(step)[0]
+        return self._course.loss_history[step] if step < self._seen else self._counters.reports.read(step)[0]
 
     def _replace(self, workers: Sequence[int], step: int, *, joining: bool = False) -> None:
         """Start workers at ``step``; returns when they are ready, or have ended again."""
-        grant = self._control.words[words_of.GRANT]
+        grant = self._counters.grant
         pack({**self._described(step), "grant": grant, "joining": joining}, self._orders, reduced)
-        for worker in workers:
-            self._control.words[self._control.place(worker, words_of.COUNT)] = 0
         self._failures.start()
         self._pool.start(workers, WARM)
         self._failures.started(self._pool.deaths, step)
