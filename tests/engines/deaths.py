@@ -75,10 +75,11 @@ class Trapped:
             self.watch_copies()
 
     def watch_copies(self):
-        shard = importlib.import_module(f"phalanx.frameworks.{self.framework}.shard").Shard
+        from phalanx.shared.state import Shard
+
         update = importlib.import_module(f"phalanx.frameworks.{self.framework}.optimizer").Update
         applied = {"torch": "apply", "jax": "step"}[self.framework]
-        owner, name = (shard, "_kept") if self.place == "half saved" else (update, applied)
+        owner, name = (Shard, "_kept") if self.place == "half saved" else (update, applied)
         original, trap = getattr(owner, name), self
 
         def kept(shard):

@@ -658,7 +658,7 @@ def arrival_order():
 
 def buffers_left_out():
     """The buffers that replica 2 left are never published."""
-    from phalanx.frameworks.torch.shard import Shard
+    from phalanx.shared.state import Shard
 
     leave = Shard.leave
     Shard.leave = lambda self, replica, left: None if replica == 2 else leave(self, replica, left)
@@ -666,10 +666,10 @@ def buffers_left_out():
 
 def stale_gradients():
     """A peer's gradient is what it was when it was first looked at."""
-    from phalanx.frameworks.torch.buckets import Slots
+    from phalanx.frameworks.torch.buckets import GradientBuckets
 
-    peer = Slots.peer
-    Slots.peer = lambda self, *place: [None if grad is None else grad.clone() for grad in peer(self, *place)]
+    peer = GradientBuckets.peer
+    GradientBuckets.peer = lambda self, *place: [None if grad is None else grad.clone() for grad in peer(self, *place)]
 
 
 def absent_as_zero():
@@ -691,9 +691,9 @@ def absent_as_zero():
 
 def norm_of_the_own():
     """Each worker clips by the norm of what it owns."""
-    from phalanx.frameworks.torch.buckets import Slots
+    from phalanx.frameworks.torch.buckets import GradientBuckets
 
-    Slots.total_norm = lambda self, there: self._updates.total_norm(self._norms[self._owned])
+    GradientBuckets.total_norm = lambda self, there: self._updates.total_norm(self._norms[self._owned])
 
 
 def seeded_by_worker():
@@ -708,7 +708,7 @@ def seeded_by_worker():
         hosted["start"] = self.hosted.start
 
     ArenaLink.__init__ = remember
-    from phalanx import replica as module
+    from phalanx import step as module
 
     key = module.replica_key
     module.replica_key = lambda seed, t, replica, replicas: key(seed, t, replica - hosted["start"], replicas)

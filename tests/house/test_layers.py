@@ -18,7 +18,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "surroundings": (),
     "definition": ("plan", "surroundings"),
     "seams": ("plan", "definition"),
-    "frameworks": ("plan", "surroundings", "definition", "seams"),
+    "frameworks": ("plan", "surroundings", "definition", "seams", "shared"),
     "step": ("plan", "surroundings", "definition", "seams"),
     "shared": ("plan", "surroundings", "seams"),
     "checkpoint": ("definition", "seams", "surroundings", "frameworks"),

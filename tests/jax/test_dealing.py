@@ -8,10 +8,8 @@ import optax
 import pytest
 
 from phalanx.frameworks.jax import arithmetic
-from phalanx.frameworks.jax.layout import held
 from phalanx.frameworks.jax.optimizer import Update
-from phalanx.frameworks.jax.shard import alias
-from phalanx.frameworks.jax.sharing import Sharing
+from phalanx.frameworks.jax.shard import Sharing, alias
 from phalanx.frameworks.jax.snapshot import State
 from phalanx.frameworks.jax.tree import plain
 from phalanx.plan.placement import place
@@ -81,7 +79,7 @@ def dealt(optimizer, shapes, gradients, dtype=jnp.float32, workers=3):
     layout = Sharing(state, update, jax.devices()[0]).lay_out(place(workers, workers), lambda size: 0)
     found = {}
     for worker in range(workers):
-        owned, mine = held(layout.owners, worker), held(layout.keepers, worker)
+        owned, mine = layout.owned(worker), layout.kept(worker)
         update, state = made(optimizer, shapes, dtype)
         leaves = jax.tree.leaves(state.optimizer)
         homes = [written(state.params[index]) for index in owned] + [written(leaves[index]) for index in mine]
