@@ -34,8 +34,7 @@ bench: $(INSTALLED)  ## time steps and scaling beside the plain loop and DDP; ab
 
 chaos: $(INSTALLED)  ## kill workers at random for five minutes, then hosts, and all long tests; every digest must be right
 	@$(BIN)/python benchmarks/chaos.py --minutes 5
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m campaign
-	@OMP_NUM_THREADS=1 PHALANX_CAMPAIGN=1 $(BIN)/python -m pytest -q -n 2 tests/engines/test_same_bits.py tests/contract
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "campaign or sampled"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/hosts
 
 campaign: chaos  ## make chaos, then random attacks (Ctrl-C, threads, kills, forks, full disks), MINUTES=10 each: hours
