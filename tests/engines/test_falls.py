@@ -15,8 +15,8 @@ import torch
 from torch.nn import functional as F
 
 import phalanx
-from phalanx.engines.processes import supervisor
-from phalanx.engines.processes.supervisor import Supervisor
+from phalanx.engines.recovery import supervisor
+from phalanx.engines.recovery.supervisor import Supervisor
 from tests.engines.deaths import HALVES, PLACES, Trapped, hunted, once, sprung, strike
 from tests.families import ADAMW, FAMILIES, FEATURES, SGD, Elsewhere, conv_norm, mlp
 
@@ -125,7 +125,8 @@ def test_a_snapshot_in_memory_is_checked(tmp_path, wanted, monkeypatch, flipped)
 
     def flip(supervisor, task, facts):
         if task == "take" and flipped:
-            supervisor._mirror._arena[supervisor._mirror._layout.snapshot[0][0]] ^= 4
+            mirror = supervisor._record._mirror
+            mirror._arena[mirror._layout.snapshot[0][0]] ^= 4
         return told(supervisor, task, facts)
 
     monkeypatch.setattr(Supervisor, "_told", flip)
@@ -217,7 +218,7 @@ def test_batches_are_not_kept_without_bound(monkeypatch, most, eager):
         for _ in range(7):
             run.step((FEATURES[0][:9], FEATURES[1][:9]))
         assert (run._engine.counters.eager > 0) == eager
-        assert not eager or len(run._engine.supervisor._batches) <= 3  # one more than it takes to be told of
+        assert not eager or len(run._engine.supervisor._record.batches) <= 3  # one more than it takes to be told of
 
 
 def fatal_accuracy(folder, output, target):

@@ -13,7 +13,7 @@ with ``Counters.checked``, a write by anybody else fails.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Final, Protocol, cast
 
 from phalanx.plan.lifecycle import Phase, Progress
@@ -102,7 +102,7 @@ class WorkerCounters:
         self._floats[part] += seconds
 
     @property
-    def spent(self) -> list[float]:
+    def spent(self) -> Sequence[float]:
         """Seconds that its place has spent in each of ``PARTS`` so far."""
         return self._floats[: TIMES - 1].tolist()
 

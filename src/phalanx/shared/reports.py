@@ -26,7 +26,7 @@ class Parts:
                 self._floats[position] = value
                 position += 1
 
-    def read(self) -> list[list[float]]:
+    def read(self) -> Sequence[Sequence[float]]:
         """The rows of all replicas; complete after a barrier."""
         values = self._floats.tolist()
         return [values[position : position + PART] for position in range(0, len(values), PART)]

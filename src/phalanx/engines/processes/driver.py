@@ -14,13 +14,14 @@ from typing import Any
 
 from phalanx.definition.evaluation import averaged
 from phalanx.definition.fields import Definition
-from phalanx.engines.processes.deadline import Deadline
 from phalanx.engines.processes.environment import described
-from phalanx.engines.processes.failures import FailureLog
-from phalanx.engines.processes.messages import WHERE, LostError, WorkerMessage, first_error
+from phalanx.engines.processes.messages import WHERE, LostError, WorkerMessage, caused, first_error
 from phalanx.engines.processes.pool import LONG, WorkerPool
 from phalanx.engines.processes.serialization import pack
-from phalanx.engines.processes.supervisor import Supervisor
+from phalanx.engines.recovery.deadline import Deadline
+from phalanx.engines.recovery.failures import FailureLog
+from phalanx.engines.recovery.state_record import StateRecord
+from phalanx.engines.recovery.supervisor import Supervisor
 from phalanx.errors import PhalanxError, RunError, WorkerError
 from phalanx.frameworks.registry import reduced
 from phalanx.plan.placement import Placement
@@ -89,21 +90,14 @@ class Processes:
         self._mirror = self._framework.sharing.mirror(plan.layout, mapped)
         pack({**described(self._framework.name), "threads": self._definition.threads}, environment_memory, reduced)
         fields = {item.name: getattr(self._definition, item.name) for item in dataclasses.fields(Definition)}
-        facts = {
-            "placement": placement,
-            "signature": plan.layout.signature(),
-            "fields": fields,
-            "hosts": self._rendezvous,
-        }
-        pack(facts, parcel, reduced)
-        self._pool = WorkerPool(memories, self.counters, self._deadline)
+        facts = {"placement": placement, "signature": plan.layout.signature(), "hosts": self._rendezvous}
+        pack({**facts, "fields": fields}, parcel, reduced)
+        record = StateRecord(self._mirror, self.run_state, self.counters.reports)
         self._failures = FailureLog(self._definition, self._framework, placement, self.counters, self.run_state)
-        self.supervisor = Supervisor(
-            placement, self._pool, self._mirror, mailbox, orders, self.run_state, self._failures
-        )
+        self._pool = WorkerPool(memories, self.counters, self._deadline, self._failures.vacancies, record)
+        self.supervisor = Supervisor(placement, self._pool, record, mailbox, orders, self._failures)
         try:
-            with self._watching():
-                self.supervisor.begin()
+            self.supervisor.begin()
         except BaseException:
             self._pool.end()
             raise
@@ -127,7 +121,7 @@ class Processes:
                 self._go_on(t, horizon)
             else:  # there is a report already: only see to it that the workers need not stop
                 counters.horizon = max(counters.horizon, min(horizon, t + RING))
-                if counters.trouble or self._pool.deaths:
+                if counters.trouble or self._failures.dead:
                     self.supervisor.wait(lambda: True, t)
         report = self._absorb() if counters.done > t else None
         if report is None or any(told.step == t for told in self._pool.told):
@@ -184,11 +178,17 @@ class Processes:
                 self._closed = True
                 self._pool.end()
 
-    def hand_back(self) -> None:
-        """Take the state home, or raise; another engine goes on from the framework."""
+    def hand_back(self) -> bool:
+        """Take the state home, or raise; another engine goes on from the framework.
+
+        False, with nothing done, while steps that the caller has not seen are done, or somebody reads the snapshot.
+        """
+        if not self._closed and (not self.pause() or self.supervisor.held):
+            return False
         self.close()
         if self._lost:
             self._check_able()
+        return True
 
     @property
     def _steps(self) -> int:
@@ -226,9 +226,7 @@ class Processes:
             failed = any(told.kind != "result" for told in self._pool.told)
             if whole or failed or (kind == BATCH and self.counters.done > t):
                 break
-        if kind == BATCH:
-            return []
-        return self._settle()
+        return [] if kind == BATCH else self._settle()
 
     def _settle(self) -> list[WorkerMessage]:
         """Take in what the workers told: whether the run can go on after it."""
@@ -294,9 +292,7 @@ class Processes:
         error = first_error(told)
         if isinstance(error, PhalanxError) or not self._ended:
             return error
-        failure = WorkerError(self._ended, step=t)
-        failure.__cause__ = error
-        return failure
+        return caused(WorkerError(self._ended, step=t), error)
 
     def _check_able(self) -> None:
         if self._ended:

@@ -14,12 +14,14 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from phalanx.engines.processes.deadline import Deadline, Watch
 from phalanx.engines.processes.environment import Imported
 from phalanx.engines.processes.handle import WorkerHandle
 from phalanx.engines.processes.launch import Warm
 from phalanx.engines.processes.messages import BROKEN_OFF, End, LostError, WorkerMessage, ended
 from phalanx.engines.processes.output import Output
+from phalanx.engines.recovery.deadline import Deadline, Watch
+from phalanx.engines.recovery.failures import Vacancies
+from phalanx.engines.recovery.state_record import StateRecord
 from phalanx.plan.lifecycle import Phase
 from phalanx.plan.tally import Cause
 from phalanx.shared.counters import GO_ON, LEAVE, TASK, Counters
@@ -42,37 +44,40 @@ class WorkerPool:
         What workers inherit; closed when the pool ends.
     counters : Counters
     deadline : Deadline
+    vacancies : Vacancies
+        Where it is noted who has ended.
+    record : StateRecord
+        Where it is noted what workers tell of the state.
 
     Attributes
     ----------
     told : list of WorkerMessage
         What the workers told, in the order in which it was read.
-    housed : list of (step, description)
-        Where optimizer state lies from a step on, as its owners told.
-    scheduled : list of (step, options)
-        What schedulers had come to before a step, where that cannot be done again; since the last snapshot.
-    deaths : dict
-        Worker to its end, of those that are to be replaced.
     started : int
         How many were ready so far.
     interrupted : bool
         Whether Ctrl-C ended a wait, and the workers were asked to stop; they may not have come to it yet.
     """
 
-    def __init__(self, memories: Sequence[Memory], counters: Counters, deadline: Deadline) -> None:
+    def __init__(
+        self,
+        memories: Sequence[Memory],
+        counters: Counters,
+        deadline: Deadline,
+        vacancies: Vacancies,
+        record: StateRecord,
+    ) -> None:
         self.told: list[WorkerMessage] = []
-        self.housed: list[tuple[int, Any]] = []
-        self.scheduled: list[tuple[int, Any]] = []
-        self.deaths: dict[int, End] = {}
         self.started = 0
         self.interrupted = False
         self._memories = memories
         self.counters = counters
         self._deadline = deadline
+        self._vacancies = vacancies
+        self._record = record
         self._handles: dict[int, WorkerHandle] = {}
         self._starting: set[int] = set()
         self._owner = os.getpid()
-        self._lives = 0
         self._lived = 0.0  # seconds, of those that have ended
         self._output = Output()
         self._poller = select.poll()
@@ -90,10 +95,6 @@ class WorkerPool:
         """The workers that can be waited for."""
         return [number for number, handle in self._handles.items() if not handle.ended]
 
-    def options_at(self, step: int, begun: tuple[int, Any]) -> tuple[int, Any]:
-        """The newest (step, options) up to ``step``; ``begun`` was known before workers told any."""
-        return max([begun, *(item for item in self.scheduled if item[0] <= step)], key=lambda item: item[0])
-
     @property
     def lived(self) -> float:
         """Seconds that all workers together have lived so far."""
@@ -106,7 +107,7 @@ class WorkerPool:
             self._imported.publish()
         for number in numbers:
             handle = warm.handle(number, [memory.fd for memory in self._memories])
-            self.deaths.pop(number, None)
+            self._vacancies.fill(number)
             self._handles[number] = handle
             self._starting.add(number)
             self._output.follow(handle.pipes)
@@ -137,7 +138,7 @@ class WorkerPool:
         self.counters.pause = LEAVE
 
         def idle() -> bool:
-            if self.deaths:  # nobody waits for those that ended
+            if self._vacancies.dead:  # nobody waits for those that ended
                 self.counters.trouble = 1
             return self.counters.all_idle(self.alive)
 
@@ -148,8 +149,7 @@ class WorkerPool:
             self.wait(lambda: idle() or late(), LONG)
             for handle in self._living() if not idle() else ():
                 if self._in_user_code(handle.number):
-                    self.deaths[handle.number] = self._end_of(handle, BROKEN_OFF, Cause.CALLER)
-                    self._died(handle)
+                    self._died(handle, (BROKEN_OFF, Cause.CALLER))
             self.wait(idle, LONG)  # those that waited for them, and those that were updating
         self.interrupted = False
 
@@ -189,8 +189,7 @@ class WorkerPool:
         for handle in self._living():
             if handle.number in late:
                 why = f"hung for {self._deadline.seconds:.0f} s and was killed"
-                self.deaths[handle.number] = self._end_of(handle, why, Cause.ITSELF)
-                self._died(handle)
+                self._died(handle, (why, Cause.ITSELF))
 
     def _living(self) -> list[WorkerHandle]:
         return [handle for handle in self._handles.values() if not handle.ended]
@@ -242,11 +241,10 @@ class WorkerPool:
             self._starting.discard(handle.number)
             self.started += 1
         elif kind == "housed":
-            self.housed.append(facts)
+            self._record.note_optimizer(*facts)
         elif kind == "scheduled":
-            step, kept = facts[0], self.counters.snapshot_step
-            since = kept if kept >= 0 else step - 1
-            self.scheduled = [item for item in self.scheduled if since <= item[0] != step] + [facts]
+            step, options = facts
+            self._record.note_scheduled(step, options, kept=self.counters.snapshot_step)
         elif kind == "warning":
             self._output.warn(*facts)
         elif kind == "imported":
@@ -256,8 +254,8 @@ class WorkerPool:
             if kind == "failed":
                 self._starting.discard(handle.number)
 
-    def _died(self, handle: WorkerHandle) -> None:
-        """A worker ended by itself; its end is confirmed before anybody takes its place."""
+    def _died(self, handle: WorkerHandle, known: tuple[str, Cause] | None = None) -> None:
+        """A worker ended, or is ended here for a reason that is ``known``; confirmed before anybody takes its place."""
         for fd in handle.watched:
             try:
                 self._poller.unregister(fd)
@@ -268,12 +266,8 @@ class WorkerPool:
         self._lived += time.monotonic() - handle.born
         with interrupts.shielded():
             status = handle.end()
-        why, cause = ended(None if status is None else os.waitstatus_to_exitcode(status))
-        self.deaths.setdefault(handle.number, self._end_of(handle, why, cause))
-
-    def _end_of(self, handle: WorkerHandle, why: str, cause: Cause) -> End:
-        self._lives += 1
-        return End(why, cause, handle.ready, handle.since, time.monotonic(), self._lives)
+        why, cause = known or ended(None if status is None else os.waitstatus_to_exitcode(status))
+        self._vacancies.fell(handle.number, End(why, cause, handle.ready, handle.since, time.monotonic()))
 
     def leave(self) -> None:
         """See ``forks.Owned``."""

@@ -21,15 +21,16 @@ from phalanx.definition.batches import BatchShares
 from phalanx.definition.data import Share
 from phalanx.definition.fields import Definition
 from phalanx.engines.hosts.link import HostLink
-from phalanx.engines.processes.deadline import SnapshotTimer
 from phalanx.engines.processes.environment import adopt_environment
 from phalanx.engines.processes.link import ArenaLink
 from phalanx.engines.processes.messages import DriverChannel, LostError, as_told
 from phalanx.engines.processes.serialization import unpack
+from phalanx.engines.recovery.deadline import SnapshotTimer
 from phalanx.errors import UsageError
 from phalanx.frameworks.jax.outside import threads
 from phalanx.frameworks.registry import open_framework
 from phalanx.plan import evaluation_key
+from phalanx.plan.lifecycle import next_snapshot
 from phalanx.plan.shares import share_bounds
 from phalanx.seams import Framework
 from phalanx.shared.arena import Plan
@@ -218,9 +219,9 @@ class Worker:
         counters.reports.write(t, loss, norm, lr, samples, started, time.perf_counter())
         if counters.snapshot_due == t:
             counters.snapshot_step = t  # all have met since they saved
-        due = t < counters.eager or t + 1 - counters.snapshot_due >= self._timer.interval()
-        if due and not counters.held:
-            counters.snapshot_due = t + 1
+        counters.snapshot_due = next_snapshot(
+            t, counters.snapshot_due, self._timer.interval(), eager=counters.eager, held=bool(counters.held)
+        )
 
     def _come_to(self, step: int) -> None:
         self._step = step
