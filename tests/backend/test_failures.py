@@ -8,10 +8,13 @@ import pytest
 
 from phalanx.backend import memory
 from phalanx.errors import UsageError
+from tests.sampling import cover
 
 
-@pytest.mark.parametrize("how", ["between", "within", "leaves"])
-@pytest.mark.parametrize(("size", "count"), [(2, 1), (2, 2_000_000), (3, 2_000_000)])
+@pytest.mark.parametrize(
+    ("size", "count", "how"),
+    cover("dead ranks", [(2, 1), (2, 2_000_000), (3, 2_000_000)], ["between", "within", "leaves"]),
+)
 def test_a_dead_rank_is_an_error_on_all_others(ran, size, count, how):
     """SIGKILL of a rank between or in the middle of all-reduces, or its quiet end, ends all others with an error."""
     codes, told = ran(size, "failures.dies", count, how)

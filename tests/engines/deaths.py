@@ -108,18 +108,25 @@ def sprung(folder):
 
 @contextlib.contextmanager
 def hunted(run, pause, most=40):
-    """Inside, up to ``most`` workers are ended, as ``pause()`` returns; yields the list of those that were."""
+    """Inside, up to ``most`` workers are ended, as ``pause()`` returns; yields the list of those that were.
+
+    Between two of them the run has done a step, however slow the machine is: a run in which nobody gets anything done
+    is ended on purpose.
+    """
     import threading
 
     ended, stop = [], threading.Event()
 
     def hunt():
-        while len(ended) < most and not stop.wait(pause()):
-            pids = run.worker_pids
-            if pids:
+        before = -1
+        while len(ended) < most and not stop.is_set():
+            pids, steps = run.worker_pids, run.steps
+            if pids and steps > before:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pids[len(ended) % len(pids)], signal.SIGKILL)
                     ended.append(pids)
+                    before = steps
+            stop.wait(pause())
 
     hunter = threading.Thread(target=hunt)
     hunter.start()

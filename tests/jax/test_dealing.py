@@ -14,6 +14,7 @@ from phalanx.frameworks.jax.snapshot import State
 from phalanx.frameworks.jax.tree import plain
 from phalanx.plan.placement import place
 from tests.jax.families import FAMILIES, OPTIMIZERS, normal
+from tests.sampling import sample
 
 STEPS = 3
 SHAPES = {
@@ -105,7 +106,11 @@ def whole(optimizer, shapes, gradients, dtype=jnp.float32):
 
 @pytest.mark.parametrize(
     ("name", "shapes"),
-    [*((name, "alike") for name in NAMES), *((name, "mixed") for name in ("adafactor", *BY_SHAPE))],
+    [
+        *sample("dealing", [(name, "alike") for name in NAMES if name not in TOGETHER], 3),
+        *sample("dealing of all", [(name, "alike") for name in NAMES if name in TOGETHER], 1),
+        *sample("dealing by shape", [(name, "mixed") for name in ("adafactor", *BY_SHAPE)], 2),
+    ],
 )
 def test_every_part_has_the_bits_of_the_whole(name, shapes):
     """Three workers end in the bits of one update; one of them updates all where parameters look at each other."""

@@ -36,6 +36,7 @@ from tests.families import (
     token_loss,
     whole,
 )  # fmt: skip
+from tests.sampling import cover
 
 ALGORITHMS = ["ordered", "ring", "naive"]
 MLP = FAMILIES["mlp"]
@@ -71,16 +72,14 @@ def trained(recipe):
     return [result.digest] * recipe.replicas, result.loss_history
 
 
-@pytest.mark.parametrize("replicas", [1, 3, 4])
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize(("name", "replicas"), cover("manual steps", PLAIN, [1, 3, 4]))
 def test_a_step_has_the_bits_of_a_recipe(name, replicas):
     """Weights, buffers, optimizer state and losses of every replica are those of the recipe with as many."""
     recipe = FAMILIES[name].recipe(replicas)
     assert by_manual(recipe) == trained(recipe)
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 5, 7, 10, 20])
-@pytest.mark.parametrize("replicas", [2, 3, 6, 7])
+@pytest.mark.parametrize(("replicas", "batch_size"), cover("manual shares", [2, 3, 6, 7], [1, 2, 5, 7, 10, 20]))
 def test_uneven_and_small_batches(replicas, batch_size):
     """Uneven shares weigh as many samples as they hold, and empty ones nothing."""
     for family in (MLP, FAMILIES["constant_buffers"], FAMILIES["partly_unused"], FAMILIES["counting"]):
