@@ -49,7 +49,7 @@ class Held:
     def leave(self) -> None:
         """In a child: close the copies, and leave the lock alone."""
         if self._finalizer.detach() is not None:
-            _close(self._descriptors)
+            _close(self._descriptors)  # closing a copy keeps the lock, which ends with the last copy; unlocking ends it
 
 
 def locked(path: pathlib.Path) -> int:

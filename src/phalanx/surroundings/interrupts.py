@@ -72,11 +72,11 @@ class _Process:
     def received(self, number: int, frame: FrameType | None) -> None:
         """Handle SIGINT: keep it, unless user code had its time to finish."""
         if self.opened:
-            self.opened = False
+            self.opened = False  # first: the handler usually raises, and who is above in the stack must be guarded then
             self.before(number, frame)
             self.opened = True  # the handler did not raise
             return
-        now, late = time.monotonic(), self._late
+        now, late = time.monotonic(), self._late  # late: our own alarm sent it, and nobody pressed anything
         self._late, self._frame = False, frame
         if not self.pressed:
             self._since = now
@@ -93,6 +93,7 @@ class _Process:
         """In the child of a fork: if another thread forked it, nobody is there who would deliver what is kept."""
         self.main = threading.get_ident()
         if self.installed and threading.get_ident() != self.thread:
+            # The thread that installed the handler, and would put the caller's back, does not exist in the child.
             self.installed = self.breakable = self.opened = False
             self.shields = self.pressed = 0
             signal.signal(signal.SIGINT, self.before)
@@ -119,6 +120,7 @@ class _Process:
         """Wake the main thread, in the alarm's thread, if what was pressed is still kept."""
         if serial == self._serial and self.pressed and self.breakable:
             self._late = True
+            # To the main thread itself: a signal to the process may reach another, and then no system call is woken.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 

@@ -108,6 +108,7 @@ class Turns(contextlib.AbstractContextManager["Turns"]):
             while not turn.come.is_set() and not turn.come.wait(SLICE_SECONDS):
                 interrupts.check()
         except BaseException:
+            # Ctrl-C: the turn may have come meanwhile. It is passed on then, or those behind would wait for ever.
             with self._lock:
                 if turn.come.is_set():
                     self._pass_on()
@@ -119,7 +120,7 @@ class Turns(contextlib.AbstractContextManager["Turns"]):
         self._owner = 0
         if self._waiting:
             turn = self._waiting.popleft()
-            self._owner = turn.thread
+            self._owner = turn.thread  # before it wakes, so that nobody who comes now takes the turn in between
             turn.come.set()
 
 
