@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from typing import Any
 
-from phalanx.backend.room import PeerError, Room
+from phalanx.backend.room import Room
+from phalanx.errors import PeerError
 
 Steps = Generator[Sequence[int], None, Any]  # yields the ranks that it waits for
 SPIN_SECONDS = 0.0003

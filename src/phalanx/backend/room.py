@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.errors import RunError, UsageError
+from phalanx.errors import UsageError
 from phalanx.shared.memory import Memory
 
 LINE = 8  # words in a cache line: writers do not share one
@@ -27,10 +27,6 @@ SLOT = 1 << 20  # bytes that a rank shows in one round, twice: while others stil
 PIPE = 1 << 16  # bytes of a message that are under way from one rank to another
 PIPE_WORDS = 2 * LINE  # bytes written and bytes read, each in a line of its own
 POLL_SECONDS = 0.02  # between two looks at whether the others are alive
-
-
-class PeerError(RunError, RuntimeError):
-    """Another rank is gone, does something else, or does not come; the group cannot be used any more."""
 
 
 class Room:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.backend.progress import Steps
-from phalanx.backend.room import ARRIVED, SLOT, TAGS, PeerError, Room
+from phalanx.backend.room import ARRIVED, SLOT, TAGS, Room
+from phalanx.errors import PeerError
 from phalanx.shared.control import order
 
 KEPT_VIEWS = 64

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from phalanx.errors import Trouble
 from phalanx.plan.lifecycle import Phase, Progress
 
 LINE: Final = 8  # words in a cache line: writers do not share one
@@ -53,10 +54,6 @@ def word_count(workers: int) -> int:
 def float_count(workers: int, replicas: int) -> int:
     """Floats that rows, reports, times and beginnings take."""
     return ROW * replicas + REPORT * RING + len(PHASES) * workers + workers
-
-
-class Trouble(Exception):  # noqa: N818  not an error: how a step is left
-    """Another worker failed, or the run is over: leave the step as it is."""
 
 
 class Control:

@@ -12,12 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 from phalanx.definition.fingerprint import arrays
-from phalanx.definition.fingerprint.arrays import Contents, ForeignError
+from phalanx.definition.fingerprint.arrays import Contents
 from phalanx.definition.fingerprint.functions import Functions, Hidden
 from phalanx.definition.fingerprint.graph import Edge, Part
 from phalanx.definition.fingerprint.objects import Objects, Owner, held_by
 from phalanx.definition.fingerprint.packages import Packages
 from phalanx.definition.fingerprint.source import Sources
+from phalanx.errors import ForeignError
 
 FEW = 32  # items that are told one by one
 MOST_ITEMS = 1000  # of a list of objects; more are sampled

@@ -17,11 +17,11 @@ from phalanx.definition.fields import Definition
 from phalanx.engines.processes.deadline import Deadline
 from phalanx.engines.processes.environment import described
 from phalanx.engines.processes.failures import FailureLog
-from phalanx.engines.processes.messages import WHERE, LostError, WorkerMessage, first_error
+from phalanx.engines.processes.messages import WHERE, WorkerMessage, first_error
 from phalanx.engines.processes.pool import LONG, WorkerPool
 from phalanx.engines.processes.serialization import pack
 from phalanx.engines.processes.supervisor import Supervisor
-from phalanx.errors import PhalanxError, RunError, WorkerError
+from phalanx.errors import LostError, PhalanxError, RunError, WorkerError
 from phalanx.frameworks.registry import reduced
 from phalanx.plan.placement import Placement
 from phalanx.seams import Exported, Framework, RunState

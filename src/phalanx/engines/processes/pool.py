@@ -18,8 +18,9 @@ from phalanx.engines.processes.deadline import Deadline, Watch
 from phalanx.engines.processes.environment import Imported
 from phalanx.engines.processes.handle import WorkerHandle
 from phalanx.engines.processes.launch import Warm
-from phalanx.engines.processes.messages import BROKEN_OFF, End, LostError, WorkerMessage, ended
+from phalanx.engines.processes.messages import BROKEN_OFF, End, WorkerMessage, ended
 from phalanx.engines.processes.output import Output
+from phalanx.errors import LostError
 from phalanx.plan.lifecycle import Phase
 from phalanx.plan.tally import Cause
 from phalanx.shared import control as words_of

@@ -12,9 +12,10 @@ from typing import Any
 
 from phalanx.engines.processes.failures import FailureLog
 from phalanx.engines.processes.launch import WARM
-from phalanx.engines.processes.messages import LostError, WorkerMessage, first_error, unfit
+from phalanx.engines.processes.messages import WorkerMessage, first_error, unfit
 from phalanx.engines.processes.pool import LONG, WorkerPool
 from phalanx.engines.processes.serialization import pack
+from phalanx.errors import LostError
 from phalanx.frameworks.registry import reduced
 from phalanx.plan.lifecycle import joinable, judge, newest_whole
 from phalanx.plan.placement import Placement

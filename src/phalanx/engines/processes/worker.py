@@ -24,9 +24,9 @@ from phalanx.engines.hosts.link import HostLink
 from phalanx.engines.processes.deadline import SnapshotTimer
 from phalanx.engines.processes.environment import adopt_environment
 from phalanx.engines.processes.link import ArenaLink
-from phalanx.engines.processes.messages import DriverChannel, LostError, as_told
+from phalanx.engines.processes.messages import DriverChannel, as_told
 from phalanx.engines.processes.serialization import unpack
-from phalanx.errors import UsageError
+from phalanx.errors import LostError, Trouble, UsageError
 from phalanx.frameworks.jax.outside import threads
 from phalanx.frameworks.registry import open_framework
 from phalanx.plan import evaluation_key
@@ -34,7 +34,7 @@ from phalanx.plan.shares import share_bounds
 from phalanx.seams import Framework
 from phalanx.shared import control as words_of
 from phalanx.shared.arena import Plan
-from phalanx.shared.control import Barrier, Control, Trouble, fence, order
+from phalanx.shared.control import Barrier, Control, fence, order
 from phalanx.shared.heap import give_back
 from phalanx.shared.memory import Memory
 from phalanx.step import commit, measure, propose
