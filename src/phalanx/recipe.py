@@ -83,7 +83,7 @@ class Recipe(Definition):
     if not TYPE_CHECKING:  # type checkers see the dataclass's own
 
         @functools.wraps(Definition.__init__)
-        def __init__(self, *arguments: Any, **fields: Any) -> None:
+        def __init__(self, *arguments: object, **fields: object) -> None:
             for name in fields:
                 if name not in RECIPE_FIELDS:
                     raise UsageError(unknown(name, RECIPE_FIELDS))

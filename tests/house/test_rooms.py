@@ -72,7 +72,6 @@ NAMED: dict[str, tuple[str, str]] = {
 
 # Who takes any arguments at all, so that no type checker looks at them, how often, and why.
 ANY_ARGUMENTS = {
-    "recipe.py": (1, "the face: it may be called by position, and refuses unknown names in words"),
     "engines/hosts/gloo.py": (1, "calls whatever it is given"),
     "engines/hosts/link.py": (1, "inherits the link over processes, which it is to hold"),
     "engines/hosts/world.py": (1, "calls whatever it is given"),

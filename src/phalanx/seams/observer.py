@@ -37,7 +37,8 @@ class Observer:
     def horizon(self, steps: int) -> int:
         """How many finished steps the run may have before this must see the state again; ``steps`` are finished.
 
-        Asked before every step. Workers run no further ahead than the nearest horizon of all observers.
+        Asked before every step after which the caller does not look at the run. Workers run no further ahead than the
+        nearest horizon of all observers.
         """
         return NEVER
 
