@@ -38,12 +38,12 @@ def measure(column: str, model: str, pairs: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         saving = {"run_dir": folder, "snapshot_every": EVERY} if column == DISK else {}
         with recipe.start(workers=2, engine="processes", progress=False, **saving) as run:
-            saver, run._watched = run._saver, False
+            observers, run._watched = run._loop._observers, False
             found: list[list[float]] = [[], []]
             for number in range(2 * (pairs + 1)):
                 kept = (number + number // 2) % 2  # off on, on off, off on
                 found[kept].append(
-                    block(run, saver if kept and column == DISK else None, memory=kept or column == DISK)
+                    block(run, observers if kept and column == DISK else (), memory=kept or column == DISK)
                 )
     off, on = found[0][1:], found[1][1:]  # the first ones warm up
     return {
@@ -52,17 +52,17 @@ def measure(column: str, model: str, pairs: int) -> dict:
     }  # fmt: skip
 
 
-def block(run, saver, *, memory) -> float:
-    """Seconds a step of a block, with the saver of a run or none, with snapshots in memory or none."""
+def block(run, observers, *, memory) -> float:
+    """Seconds a step of a block, with the observers of a run or none, with snapshots in memory or none."""
     end = run.steps + BLOCK
-    run._saver = saver
-    run._horizon = lambda batch: end if saver is None else min(end, saver.horizon(run.steps))
+    run._loop._observers = observers
+    run._loop._horizon = lambda: min([end, *[observer.horizon(run.steps) for observer in observers]])
     run._engine.supervisor.hold(reading=not memory)  # nothing is saved in memory while somebody reads what was
     began = time.perf_counter()
     while run.steps < end:
         next(run)
-    if saver is not None:
-        saver.settle()
+    if observers:
+        run._saver.settle()
     return (time.perf_counter() - began) / BLOCK
 
 

@@ -5,8 +5,10 @@ Start reading at ``recipe``: ``Recipe.train`` -> ``run`` -> ``engines.inline`` -
 
 from __future__ import annotations
 
+from phalanx.checkpoint.resume import Loaded
 from phalanx.definition.evaluation import Evaluation
 from phalanx.errors import (
+    LeftError,
     NonFiniteError,
     PhalanxError,
     Preempted,
@@ -21,7 +23,7 @@ from phalanx.plan import Plan
 from phalanx.recipe import Recipe, close, load, train
 from phalanx.run.result import Result
 from phalanx.run.run import Run
-from phalanx.seams.events import Evaluated, StepReport
+from phalanx.seams.events import Evaluated, Incident, StepReport
 from phalanx.surroundings.sources import SOURCES
 
 SOURCES.install()
@@ -30,6 +32,9 @@ __version__ = "0.1.0"
 __all__ = [
     "Evaluated",
     "Evaluation",
+    "Incident",
+    "LeftError",
+    "Loaded",
     "NonFiniteError",
     "PhalanxError",
     "Plan",

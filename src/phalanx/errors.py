@@ -1,4 +1,4 @@
-"""The exception tree. Every error carries its facts as fields, not only as text.
+"""The exception tree: every exception class of the package, each with its facts as fields, not only as text.
 
 PhalanxError
 ├── UsageError          the call is wrong (also a ValueError); names the argument, the value, the way out
@@ -7,7 +7,14 @@ PhalanxError
     ├── NonFiniteError  a loss or a gradient is not finite
     ├── SnapshotError   a snapshot cannot be written or used
     ├── LeftError       another process of the world ended the run early
-    └── Preempted       SIGTERM came; a snapshot was written
+    ├── Preempted       SIGTERM came; a snapshot was written
+    ├── LostError       workers ended in a way that took the run's state with them
+    ├── StartError      the process that starts workers has ended
+    ├── SeveredError    the connection to another host is gone
+    └── PeerError       another rank of the backend is gone (also a RuntimeError); ``phalanx.backend.PeerError``
+
+LostError, StartError and SeveredError reach users as the RunError that they are. Two more never leave the package:
+Trouble and ForeignError, which end a computation within it.
 """
 
 from __future__ import annotations
@@ -81,6 +88,40 @@ class LeftError(RunError):
 
 class Preempted(RunError):  # noqa: N818  the field's word
     """SIGTERM came while ``train`` ran with a ``run_dir``: the state was saved; the same call again continues."""
+
+
+class LostError(RunError):
+    """The state of a run is lost."""
+
+
+class StartError(RunError):
+    """The process that starts workers has ended, or does nothing any more and was killed.
+
+    Attributes
+    ----------
+    outside : bool
+        Whether somebody else may have ended it, so that another may live longer.
+    """
+
+    def __init__(self, message: str, *, outside: bool) -> None:
+        super().__init__(message)
+        self.outside = outside
+
+
+class SeveredError(RunError):
+    """The connection to another host is gone, or what came over it is not of this run."""
+
+
+class PeerError(RunError, RuntimeError):
+    """Another rank is gone, does something else, or does not come; the group cannot be used any more."""
+
+
+class Trouble(Exception):  # noqa: N818  not an error: how a step is left
+    """Another worker failed, or the run is over: leave the step as it is."""
+
+
+class ForeignError(Exception):
+    """What is fingerprinted holds something that is neither plain nor an array."""
 
 
 def spell_samples(samples: Collection[int]) -> str:

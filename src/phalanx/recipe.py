@@ -13,13 +13,15 @@ from phalanx.checkpoint.resume import Loaded, ResumeState, loaded
 from phalanx.definition import checks
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
+from phalanx.run.loop import Loop
+from phalanx.run.observers import watching
 from phalanx.run.options import Options, settle, unknown
-from phalanx.run.progress import ProgressBar
 from phalanx.run.result import Result
 from phalanx.run.run import Run
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.interrupts import on_sigterm
 from phalanx.surroundings.presence import rank
+from phalanx.surroundings.turns import Turns
 
 RECIPE_FIELDS = frozenset(field.name for field in dataclasses.fields(Definition))
 
@@ -81,7 +83,7 @@ class Recipe(Definition):
     if not TYPE_CHECKING:  # type checkers see the dataclass's own
 
         @functools.wraps(Definition.__init__)
-        def __init__(self, *arguments: Any, **fields: Any) -> None:
+        def __init__(self, *arguments: object, **fields: object) -> None:
             for name in fields:
                 if name not in RECIPE_FIELDS:
                     raise UsageError(unknown(name, RECIPE_FIELDS))
@@ -125,8 +127,7 @@ class Recipe(Definition):
         on_snapshot_error : "continue" or "stop"
             What to do if one cannot be written; those before stay whole.
         warm_start : path-like, optional
-            A snapshot, as ``run.save`` writes it: begin from its weights and buffers, unless the
-            run is resumed.
+            A snapshot, as ``run.save`` writes it: begin from its weights and buffers, unless the run is resumed.
 
         Returns
         -------
@@ -135,11 +136,21 @@ class Recipe(Definition):
         Raises
         ------
         UsageError
-            The call is wrong.
+            The call is wrong, ``run_dir`` is in use or another recipe's, or data was changed in place.
         WorkerError
             User code raised; ``__cause__`` is its exception, ``result`` the state after the last good step.
         NonFiniteError
             See ``on_nonfinite``.
+        SnapshotError
+            No snapshot in ``run_dir``, or that to begin from, can be used; or ``on_snapshot_error`` is "stop", and one
+            could not be written.
+        LeftError
+            Another process of a torch.distributed world ended the run early.
+        Preempted
+            SIGTERM came, and there is a ``run_dir``: the state was saved there.
+        RunError
+            The base of all but UsageError. Itself, it says that the run cannot go on, and why: workers that die again
+            and again or take the state with them, a lost host, a batch in which nothing counts.
         KeyboardInterrupt
             Ctrl-C; carries ``result`` too.
         """
@@ -171,6 +182,11 @@ class Recipe(Definition):
         ------
         UsageError
             The call is wrong, or what ``make_model``, ``optimizer`` or ``scheduler`` returned cannot be used.
+        SnapshotError
+            No snapshot in ``run_dir``, or that to begin from, can be used; or ``on_snapshot_error`` is "stop", and the
+            first one could not be written.
+        RunError
+            Workers cannot be started, or another process of a torch.distributed world did not come.
         """
         run = None
         try:
@@ -192,19 +208,22 @@ class Recipe(Definition):
         from phalanx.engines.selection import distributes, open_engine  # the first run imports what starts processes
 
         if distributes(settled.engine) and rank() > 0:  # the first process reports and saves, and sends its state
-            settled = dataclasses.replace(settled, saving=None, warm_start=None, callbacks=(), progress=False)
+            settled = dataclasses.replace(settled, run_dir=None, warm_start=None, callbacks=(), progress=False)
         with contextlib.ExitStack() as undo:
-            past = ResumeState(self, settled.saving, settled.warm_start)
+            past = ResumeState(self, settled.run_dir, settled.resume, settled.keep_snapshots, settled.warm_start)
             undo.callback(past.close)
             engine = open_engine(
                 self, settled.engine, settled.workers, settled.devices, settled.deadline_seconds, past.begin
             )
             undo.callback(engine.close)
-            saver = past.saver(engine)
-            total = None if self.data is None else self.plan.steps
-            progress = ProgressBar(settled.progress, total, len(engine.run_state.loss_history))
-            run = Run(self, engine, settled.callbacks, settled.evaluation, progress, called, saver)
-            run.metric_history.extend(engine.run_state.evaluated)
+            turn, total = Turns(), None if self.data is None else self.plan.steps
+            keeping = past.observers(settled.snapshot_every, stop=settled.on_snapshot_error == "stop")
+            observers = [*watching(settled.progress, settled.callbacks, total, turn), *keeping]
+            for observer in observers:
+                observer.begin(engine)
+                undo.callback(observer.end)
+            loop = Loop(self, engine, settled.evaluation, observers)
+            run = Run(self, engine, loop, keeping[-1] if keeping else None, turn, called)
             undo.pop_all()
         return run
 
@@ -222,6 +241,13 @@ def train(make_model: Any, data: Any, loss_fn: Any = None, **arguments: Any) -> 
     Returns
     -------
     Result
+
+    Raises
+    ------
+    UsageError
+        An argument is wrong; the message names it, its value and the way out.
+    RunError
+        The run went wrong; ``Recipe.train`` says which classes of it there are.
 
     Examples
     --------

@@ -10,6 +10,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from phalanx.shared.control import RING
 from torch import nn
 from torch.autograd import Variable
 from torch.nn import functional as F
@@ -18,7 +19,6 @@ import phalanx
 from phalanx.engines.processes.driver import Processes
 from phalanx.frameworks.registry import open_framework
 from phalanx.plan.placement import Placement
-from phalanx.shared.control import RING
 from tests.families import DATA, FAMILIES, FEATURES, OPTIMIZERS, SAMPLES, SCHEDULERS, muon_and_adamw, normal, whole
 from tests.sampling import cover, sample
 

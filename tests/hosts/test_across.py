@@ -8,8 +8,8 @@ import torch
 from torch import distributed as dist
 
 from phalanx.engines.hosts import slices
-from phalanx.engines.hosts.gloo import SeveredError
 from phalanx.engines.hosts.rendezvous import Across, Rendezvous
+from phalanx.errors import SeveredError
 from phalanx.plan.fold import fold_values
 from phalanx.plan.placement import hosts
 from phalanx.seams import Part

@@ -13,6 +13,7 @@ SOURCE = ROOT / "src"
 PACKAGE = "phalanx"
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Documented = ast.Module | ast.ClassDef | Function
 
 
 class Import(NamedTuple):
@@ -64,6 +65,21 @@ def module_imports(name: str) -> list[Import]:
 def functions(tree: ast.AST) -> Iterator[tuple[str, Function, bool]]:
     """Every function with its qualified name, and whether it is a method; nested ones too."""
     yield from _functions(tree, "", False)
+
+
+def docstrings(tree: ast.AST) -> Iterator[ast.Expr]:
+    """The docstring of every module, class and function in a tree, as the statement that it is."""
+    for node in ast.walk(tree):
+        if isinstance(node, Documented) and ast.get_docstring(node, clean=False) is not None:
+            docstring = node.body[0]
+            assert isinstance(docstring, ast.Expr)
+            yield docstring
+
+
+@functools.cache
+def python_files(folder: Path) -> dict[str, Path]:
+    """Every Python file below a folder, by its path from there, with slashes."""
+    return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.py"))}
 
 
 def is_within(module: str, package: str) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +13,7 @@ import reading
 
 pytestmark = pytest.mark.house
 
-PACKAGE_LINES = 22_500
+CODE_LINES = 14_020  # of the package, imports included; docstrings, comments and blanks cost nothing. The goal: 10,000
 FILE_LINES = 300
 FUNCTION_LINES = 40
 PARAMETERS = 8
@@ -31,6 +33,7 @@ MANY_METHODS = {
     "phalanx.backend.group.Group": "torch.distributed says which methods a process group has",
 }
 
+NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 RECORDS = ("NamedTuple", "TypedDict")
 PROPERTIES = ("property", "cached_property", "setter", "getter", "deleter")
 UNDONE = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b(?!.*(https?://|#\d))")
@@ -76,6 +79,25 @@ def fields(node: ast.ClassDef) -> int:
     return sum("init=False" not in ast.unparse(item).replace(" ", "") for item in annotated)
 
 
+def code_lines(text: str) -> int:
+    """Lines of a file on which there is code: docstrings, comments and blank lines do not count, imports do.
+
+    A text that is not a docstring is code in all its lines, and so is each line of a statement that goes over several.
+    """
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in NO_CODE:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    for docstring in reading.docstrings(ast.parse(text)):
+        lines -= set(range(docstring.lineno, (docstring.end_lineno or docstring.lineno) + 1))
+    return len(lines)
+
+
+def code_figures() -> Figures:
+    """Lines of code of every file."""
+    return {name: code_lines(path.read_text(encoding="utf-8")) for name, path in reading.modules().items()}
+
+
 def file_figures() -> Figures:
     """Lines of every file."""
     return {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in reading.modules().items()}
@@ -115,7 +137,7 @@ def maxima() -> str:
         f"parameters (at most {PARAMETERS})": parameter_figures(),
         f"public methods of a class (at most {PUBLIC_METHODS})": method_figures(),
     }
-    total = f"lines of the package (at most {PACKAGE_LINES}): {sum(file_figures().values())}"
+    total = f"lines of code of the package (at most {CODE_LINES}): {sum(code_figures().values())}"
     return "\n".join([total, *(f"{kind}: {_largest(figures)}" for kind, figures in kinds.items())])
 
 
@@ -125,8 +147,8 @@ def over(figures: Figures, budget: int, allowed: dict[str, str] | None = None) -
 
 
 def test_the_package_is_small():
-    """All of the package fits in its budget."""
-    assert sum(file_figures().values()) <= PACKAGE_LINES, maxima()
+    """The code of the package fits in its budget."""
+    assert sum(code_figures().values()) <= CODE_LINES, maxima()
 
 
 def test_files_are_short():
@@ -176,6 +198,19 @@ def test_what_is_undone_has_a_link():
         if UNDONE.search(line)
     ]
     assert not undone, "\n".join(undone)
+
+
+def test_the_counting_of_code_is_right():
+    """Docstrings, comments and blanks are not counted; imports, decorators and long texts are, line by line."""
+    text = (
+        '"""A module\nof two lines."""\n\nimport ast  # why\n\n# alone\n@cached\n'
+        'def f(\n    a,\n\n    # in between\n):\n    """One line."""\n    return """not\n\n    a docstring"""\n\n\n'
+        'class A:\n    """Two\n    lines."""\n'
+        "    x = 1; y = 2\n    'no docstring any more'\n"
+    )
+    assert code_lines(text) == 11
+    assert code_lines(text.replace("x = 1", "x = 1\n    z = 3")) == 12
+    assert code_lines('"""Nothing."""\n\n# else\n') == 0
 
 
 def test_the_counting_is_right():

@@ -13,8 +13,11 @@ import phalanx
 pytestmark = pytest.mark.house
 
 FIRST_RUNG = {"Recipe", "Plan", "Result", "train", "load", "close", "digest", "weighted"}
-SECOND_RUNG = {"Run", "StepReport", "Evaluation", "Evaluated"}
-ERRORS = {"PhalanxError", "UsageError", "RunError", "WorkerError", "NonFiniteError", "SnapshotError", "Preempted"}
+SECOND_RUNG = {"Run", "StepReport", "Evaluation", "Evaluated", "Incident", "Loaded"}
+ERRORS = {
+    "PhalanxError", "UsageError", "RunError", "WorkerError", "NonFiniteError", "SnapshotError", "LeftError",
+    "Preempted",
+}  # fmt: skip
 
 
 def members(owner: type) -> Iterator[tuple[str, Any]]:

@@ -9,7 +9,8 @@ from typing import Any
 
 import phalanx_backend
 from phalanx.backend.group import Group
-from phalanx.backend.memory import PeerError, join
+from phalanx.backend.memory import join
+from phalanx.errors import PeerError
 
 __all__ = ["Group", "PeerError", "create"]
 

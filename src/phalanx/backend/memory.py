@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.errors import RunError, UsageError
+from phalanx.errors import UsageError
 from phalanx.shared.memory import Memory
 from phalanx.shared.ordering import order
 
@@ -28,10 +28,6 @@ SLOT = 1 << 20  # bytes that a rank shows in one round, twice: while others stil
 PIPE = 1 << 16  # bytes of a message that are under way from one rank to another
 WRITTEN, READ, PIPE_WORDS = 0, LINE, 2 * LINE  # words of a pipe: bytes written, bytes read, each in its own line
 POLL_SECONDS = 0.02  # between two looks at whether the others are alive
-
-
-class PeerError(RunError, RuntimeError):
-    """Another rank is gone, does something else, or does not come; the group cannot be used any more."""
 
 
 class GroupMemory:

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.backend.memory import GroupMemory, PeerError
+from phalanx.backend.memory import GroupMemory
+from phalanx.errors import PeerError
 
 Steps = Generator[Sequence[int], None, Any]  # yields the ranks that it waits for
 SPIN_SECONDS = 0.0003

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.backend.memory import SLOT, GroupMemory, PeerError
+from phalanx.backend.memory import SLOT, GroupMemory
 from phalanx.backend.progress import Steps
+from phalanx.errors import PeerError
 from phalanx.shared.ordering import order
 
 KEPT_VIEWS = 64

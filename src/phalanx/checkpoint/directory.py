@@ -10,11 +10,15 @@ import pathlib
 import re
 import time
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from phalanx.checkpoint import files, lock, snapshot
 from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.errors import SnapshotError, UsageError
+from phalanx.seams import Engine, RunState
+from phalanx.seams.events import Incident, StepReport
+from phalanx.seams.observer import Observer
 
 SNAPSHOTS, LOG, LOCK = "snapshots", "events.jsonl", "lock"
 NAME = re.compile(r"step-(\d{12})")
@@ -94,6 +98,49 @@ class RunDirectory:
     def close(self) -> None:
         """Let others work here."""
         self._held.let_go()
+
+
+class EventLog(Observer):
+    """Writes what happens in a run into the log of its directory, a line for each step and each incident.
+
+    Parameters
+    ----------
+    directory : RunDirectory
+        Closed at the end: no observer that began after this one needs it any more.
+    differs : sequence of str
+        How the recipe differs from that of the snapshot from which the run goes on.
+    """
+
+    def __init__(self, directory: RunDirectory, differs: Sequence[str]) -> None:
+        self._directory = directory
+        self._facts: dict[str, Any] = {"differs": list(differs)} if differs else {}
+        self._run_state = RunState()
+
+    def begin(self, engine: Engine) -> None:
+        """Note how the run begins."""
+        self._run_state = engine.run_state
+        kind = "start" if engine.run_state.resumed_from is None else "resume"
+        self._directory.note(kind, step=self._steps, workers=engine.workers, pid=os.getpid(), **self._facts)
+
+    def happened(self, incident: Incident) -> None:
+        """Note it."""
+        self._directory.note(incident.kind, step=incident.step, worker=incident.worker, why=incident.why)
+
+    def step(self, report: StepReport) -> None:
+        """Note what the step was."""
+        facts = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": report.lr, "seconds": report.seconds}
+        if report.metric is not None:
+            facts["metric"] = report.metric
+        self._directory.note("step", step=report.step, epoch=report.epoch, samples=report.samples, **facts)
+
+    def end(self) -> None:
+        """Note that the run ended, and let go of the directory. A forked child holds it not, and does neither."""
+        self._directory.note("end", step=self._steps)
+        self._directory.close()
+
+    @property
+    def _steps(self) -> int:
+        return len(self._run_state.loss_history)
 
 
 def _made(path: pathlib.Path) -> pathlib.Path:

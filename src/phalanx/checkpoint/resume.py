@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.checkpoint import snapshot
-from phalanx.checkpoint.directory import SNAPSHOTS, RunDirectory, newest_of
+from phalanx.checkpoint.directory import SNAPSHOTS, EventLog, RunDirectory, newest_of
 from phalanx.checkpoint.saver import LOSSES, Saver
 from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.definition.fields import Definition
 from phalanx.definition.fingerprint import compare, fingerprint
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.registry import recorded_environment, tensor_of
-from phalanx.seams import Engine, Framework, RunState
+from phalanx.seams import Framework, RunState
 from phalanx.seams.events import Evaluated
 from phalanx.seams.snapshots import Captured
 
 ANYWAY = "anyway"  # for resume: go on although the recipe differs
-
-
-@dataclass(frozen=True)
-class Saving:
-    """Options about a run's directory after checking."""
-
-    run_dir: pathlib.Path
-    resume: bool | str
-    every: int | None
-    keep: int
-    stop: bool
 
 
 class ResumeState:
@@ -40,7 +28,10 @@ class ResumeState:
     Parameters
     ----------
     definition : Definition
-    saving : Saving or None
+    run_dir : path or None
+    resume : bool or "anyway"
+    keep : int
+        How many snapshots stay in ``run_dir``.
     warm_start : path or None
 
     Raises
@@ -51,19 +42,25 @@ class ResumeState:
         All of its snapshots are damaged, or that to begin from is.
     """
 
-    def __init__(self, definition: Definition, saving: Saving | None, warm_start: pathlib.Path | None) -> None:
-        self._saving = saving
-        self._steps = None if definition.data is None else definition.plan.steps
+    def __init__(
+        self,
+        definition: Definition,
+        run_dir: pathlib.Path | None,
+        resume: bool | str,
+        keep: int,
+        warm_start: pathlib.Path | None,
+    ) -> None:
+        self._resume = resume
         self._definition = definition
-        self._recipe = fingerprint(definition) if saving is not None else {}
+        self._recipe = fingerprint(definition) if run_dir is not None else {}
         self._differs: list[str] = []
         self._directory: RunDirectory | None = None
         self._found: Snapshot | None = None
         self._weights: Snapshot | None = None
         try:
-            if saving is not None:
-                self._directory = RunDirectory(saving.run_dir, saving.keep)
-                self._found = self._checked(saving, self._directory.newest())
+            if run_dir is not None:
+                self._directory = RunDirectory(run_dir, keep)
+                self._found = self._checked(run_dir, self._directory.newest())
             if warm_start is not None and self._found is None:
                 self._weights = read_any(warm_start)
         except BaseException:
@@ -86,38 +83,32 @@ class ResumeState:
             raise SnapshotError("the snapshot's evaluations are none") from error
         return RunState(losses_in(found), found.samples, resumed_from=found.step, evaluated=metrics)
 
-    def saver(self, engine: Engine) -> Saver | None:
-        """What saves the run from here on."""
-        if self._saving is None or self._directory is None:
-            return None
-        made = Saver(
-            self._directory, self._saving.every, stop=self._saving.stop, recipe=self._recipe,
-            environment=recorded_environment(),
-        )  # fmt: skip
-        facts: dict[str, Any] = {"workers": engine.workers, "pid": os.getpid()}
-        if self._differs:
-            facts["differs"] = self._differs
-        made.begin(engine.run_state, engine, None if self._found is None else self._found.step, facts)
-        return made
+    def observers(self, every: int | None, *, stop: bool) -> tuple[EventLog, Saver] | tuple[()]:
+        """What keeps the run from here on, in the order in which it looks on; nothing without a directory."""
+        if self._directory is None:
+            return ()
+        log = EventLog(self._directory, self._differs)
+        return log, Saver(self._directory, every, stop=stop, recipe=self._recipe)
 
     def close(self) -> None:
         """Let go of the directory, as there will be no run."""
         if self._directory is not None:
             self._directory.close()
 
-    def _checked(self, saving: Saving, found: Snapshot | None) -> Snapshot | None:
+    def _checked(self, run_dir: pathlib.Path, found: Snapshot | None) -> Snapshot | None:
         if found is None:
             return None
-        if not saving.resume:
+        if not self._resume:
             raise UsageError(
-                f"run_dir is {str(saving.run_dir)!r}, which has a run of {found.step} steps, and resume is False; "
+                f"run_dir is {str(run_dir)!r}, which has a run of {found.step} steps, and resume is False; "
                 "choose another directory, or go on from there with resume=True"
             )
-        self._compare(saving, found)
-        if self._steps is not None and self._steps < found.step:
+        self._compare(found)
+        steps = None if self._definition.data is None else self._definition.plan.steps
+        if steps is not None and steps < found.step:
             raise UsageError(
-                f"run_dir is {str(saving.run_dir)!r}, which has a run of {found.step} steps, and the recipe has "
-                f"{self._steps}; raise steps or epochs, or choose another directory"
+                f"run_dir is {str(run_dir)!r}, which has a run of {found.step} steps, and the recipe has "
+                f"{steps}; raise steps or epochs, or choose another directory"
             )
         now = recorded_environment()
         differing = [name for name in {**now, **found.environment} if now.get(name) != found.environment.get(name)]
@@ -127,14 +118,14 @@ class ResumeState:
                           stacklevel=2)  # fmt: skip
         return found
 
-    def _compare(self, saving: Saving, found: Snapshot) -> None:
+    def _compare(self, found: Snapshot) -> None:
         """Refuse another recipe, or note how it differs; warn of what may differ."""
         try:
             comparison = compare(self._definition, self._recipe, found.recipe)
         except ValueError as error:
             raise SnapshotError(f"the snapshot of step {found.step} cannot be used: {error}") from error
         told = "; ".join(comparison.differs)
-        if told and saving.resume != ANYWAY:
+        if told and self._resume != ANYWAY:
             raise UsageError(
                 f"run_dir has snapshots of another recipe: {told}. Use that recipe, choose another run_dir, or "
                 f"go on all the same with resume={ANYWAY!r}, which is noted in the log"

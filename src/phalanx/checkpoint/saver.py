@@ -8,7 +8,6 @@ import pathlib
 import threading
 import time
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 from phalanx.checkpoint import snapshot
@@ -19,7 +18,8 @@ from phalanx.definition.fingerprint import fingerprint
 from phalanx.errors import PhalanxError, RunError, SnapshotError
 from phalanx.frameworks.registry import recorded_environment
 from phalanx.seams import Engine, RunState
-from phalanx.seams.events import Evaluated, Incident, StepReport
+from phalanx.seams.events import StepReport
+from phalanx.seams.observer import Observer
 from phalanx.seams.snapshots import Captured, Tensor
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import SLICE_SECONDS
@@ -29,7 +29,7 @@ SHARE = 0.01  # of the time, at most, with "auto"
 LOSSES = "loss_history"
 
 
-class Saver:
+class Saver(Observer):
     """Writes snapshots of a run into its directory, one at a time, in a thread of its own.
 
     Parameters
@@ -39,38 +39,44 @@ class Saver:
         Steps from one snapshot to the next; None: as seldom as costs next to nothing.
     stop : bool
         Whether a snapshot that cannot be written ends the run.
-    recipe, environment : dict
-        Go into each snapshot.
+    recipe : dict
+        Its fingerprint, which goes into each snapshot.
     """
 
-    def __init__(
-        self, directory: RunDirectory, every: int | None, *, stop: bool, recipe: dict[str, Any], environment: Any
-    ) -> None:
+    needs_evaluation = True
+
+    def __init__(self, directory: RunDirectory, every: int | None, *, stop: bool, recipe: dict[str, Any]) -> None:
         self._directory = directory
         self._every = every
         self._stop = stop
         self._recipe = recipe
-        self._environment = environment
+        self._environment = recorded_environment()
+        self._engine: Engine | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._saved = -1  # the step of the newest snapshot
         self._next = 0  # the step at which workers stop, to see whether it is time
         self._since = time.monotonic()
-        self._told = 0  # incidents in the log
         self._pace = 0.0  # seconds of the latest step
         self._cost = 0.0  # seconds that the latest snapshot took, from beginning to end
 
-    def begin(self, run_state: RunState, engine: Engine, resumed: int | None, facts: dict[str, Any]) -> None:
-        """Say in the log how the run begins; save at once if nothing was, as a full disk is better found now."""
-        self._directory.note("start" if resumed is None else "resume", step=len(run_state.loss_history), **facts)
-        if resumed is None:
-            self.save(engine, [])
+    def begin(self, engine: Engine) -> None:
+        """Save at once if nothing was saved before: a full disk is better found now.
+
+        Raises
+        ------
+        SnapshotError
+            It could not be written, and that ends the run.
+        """
+        self._engine = engine
+        if engine.run_state.resumed_from is None:
+            self.save()
             self.settle()
         else:
-            self._saved = resumed
+            self._saved = engine.run_state.resumed_from
 
     def horizon(self, steps: int) -> int:
-        """How many steps may be done before this wants to be asked again; workers run no further ahead."""
+        """The step after which the next snapshot is due, or, with "auto", probably is."""
         if self._next <= steps:
             if self._every is not None:
                 self._next = (steps // self._every + 1) * self._every
@@ -79,33 +85,26 @@ class Saver:
                 self._next = steps + (max(1, int(left / self._pace)) if self._pace else 1)
         return self._next
 
-    def note(self, report: StepReport, incidents: Sequence[Incident]) -> None:
-        """A step was done, and these things happened to workers so far."""
+    def step(self, report: StepReport) -> None:
+        """Save the state after this step if a snapshot is due.
+
+        Raises
+        ------
+        SnapshotError
+            The one before could not be written, and that ends the run.
+        """
         self._pace = report.seconds
-        for one in incidents[self._told :]:
-            self._directory.note(one.kind, step=one.step, worker=one.worker, why=one.why)
-        self._told = len(incidents)
-        facts = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": report.lr, "seconds": report.seconds}
-        if report.metric is not None:
-            facts["metric"] = report.metric
-        self._directory.note("step", step=report.step, epoch=report.epoch, samples=report.samples, **facts)
+        if self._is_due(report.step + 1):
+            self.save()
 
-    def due(self, steps: int) -> bool:
-        """Whether a snapshot should be written after so many steps."""
-        if steps <= self._saved or steps < self._next:
-            return False
-        if self._every is not None:
-            return steps % self._every == 0
-        busy = self._thread is not None and self._thread.is_alive()
-        return not busy and time.monotonic() - self._since >= self._pause()
-
-    def save(self, engine: Engine, metrics: Sequence[Evaluated]) -> None:
+    def save(self) -> None:
         """Copy the state, and begin to write it; waits only for the snapshot before."""
+        assert self._engine is not None, "nobody saves before begin"
         self.settle()
         began = time.monotonic()
-        captured = engine.capture()
+        captured = self._engine.capture()
         try:
-            state = snapshot_of(engine.run_state, captured, metrics, self._recipe, self._environment)
+            state = snapshot_of(self._engine.run_state, captured, self._recipe, self._environment)
             thread = threading.Thread(target=self._write, args=(state, captured, began), name="phalanx-snapshot")
             thread.start()
         except BaseException:
@@ -133,34 +132,50 @@ class Saver:
             warnings.warn(f"{why}; the run goes on, and those before are whole", stacklevel=2)
         return error is None
 
-    def last_word(self, engine: Engine, metrics: Sequence[Evaluated], steps: int) -> str:
+    def last_word(self) -> str:
         """Save the state, if it is there, and say whether that was done."""
         self.settle()
-        if steps > self._saved:
+        if self._steps > self._saved:
             try:
-                self.save(engine, metrics)
+                self.save()
             except RunError:  # the state is lost
                 return "the state was not saved"
-        saved = f"the state after {steps} steps was saved; the same call again goes on there"
+        saved = f"the state after {self._steps} steps was saved; the same call again goes on there"
         return saved if self.settle() else "the state was not saved"
 
-    def close(self, engine: Engine, metrics: Sequence[Evaluated], steps: int) -> None:
-        """Save what was not saved, if the state is there, and let go of the directory. A forked child does neither."""
+    def end(self) -> None:
+        """Save what was not saved, if the state is there. A forked child, which does not hold the directory, does not.
+
+        Raises
+        ------
+        SnapshotError
+            It, or the one before, could not be written, and that ends the run.
+        """
         if not self._directory.held:
             return
         try:
             failed = self._failure()
-            if steps > self._saved:
+            if self._steps > self._saved:
                 with contextlib.suppress(PhalanxError):  # the state may be lost
-                    self.save(engine, metrics)
+                    self.save()
             failed = self._failure() or failed
             if failed is not None:
                 raise failed
         finally:
             if self._thread is not None:  # Ctrl-C while it was waited for: nobody writes into a directory let go of
                 self._wait(self._thread)
-            self._directory.note("end", step=steps)
-            self._directory.close()
+
+    @property
+    def _steps(self) -> int:
+        return 0 if self._engine is None else len(self._engine.run_state.loss_history)
+
+    def _is_due(self, steps: int) -> bool:
+        if steps <= self._saved or steps < self._next:
+            return False
+        if self._every is not None:
+            return steps % self._every == 0
+        busy = self._thread is not None and self._thread.is_alive()
+        return not busy and time.monotonic() - self._since >= self._pause()
 
     @staticmethod
     def _wait(thread: threading.Thread) -> None:
@@ -194,7 +209,6 @@ class Saver:
 def snapshot_of(
     run_state: RunState,
     captured: Captured,
-    metrics: Sequence[Evaluated],
     recipe: dict[str, Any],
     environment: dict[str, Any],
     digest: str | None = None,
@@ -208,15 +222,13 @@ def snapshot_of(
         training={**captured.training, LOSSES: Tensor("float64", (len(history),), history)},
         facts=captured.facts,
         samples=run_state.samples,
-        metrics=[[evaluated.steps, repr(evaluated.value), evaluated.name] for evaluated in metrics],
+        metrics=[[evaluated.steps, repr(evaluated.value), evaluated.name] for evaluated in run_state.evaluated],
         recipe=recipe,
         environment=environment,
     )
 
 
-def write_apart(
-    target: pathlib.Path, definition: Definition, engine: Engine, metrics: Sequence[Evaluated], digest: str
-) -> None:
+def write_apart(target: pathlib.Path, definition: Definition, engine: Engine, digest: str) -> None:
     """Write the state now as a folder of its own.
 
     Raises
@@ -228,7 +240,7 @@ def write_apart(
     captured = engine.capture()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        snapshot.write(snapshot_of(engine.run_state, captured, metrics, recipe, environment, digest), target)
+        snapshot.write(snapshot_of(engine.run_state, captured, recipe, environment, digest), target)
     except OSError as error:
         raise SnapshotError(f"the snapshot could not be written to {str(target)!r}: {error}") from error
     finally:

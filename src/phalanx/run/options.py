@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from phalanx.checkpoint.resume import ANYWAY, Saving
+from phalanx.checkpoint.resume import ANYWAY
 from phalanx.definition import checks
 from phalanx.definition.evaluation import Evaluation
 from phalanx.errors import UsageError
@@ -45,13 +45,17 @@ NEEDS_RUN_DIR: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Settled:
-    """Options after checking."""
+    """Options after checking: None stands for "auto", and for a ``run_dir`` or ``warm_start`` that there is not."""
 
     workers: int | None
     engine: str
     devices: tuple[str, ...]
     deadline_seconds: float | None
-    saving: Saving | None
+    run_dir: pathlib.Path | None
+    resume: bool | str
+    snapshot_every: int | None
+    keep_snapshots: int
+    on_snapshot_error: str
     warm_start: pathlib.Path | None
     evaluation: Evaluation | None
     callbacks: tuple[Callable[[StepReport], Any], ...]
@@ -76,12 +80,21 @@ def settle(options: Mapping[str, Any], replicas: int) -> Settled:
     _check_engine(engine, workers, devices)
     progress = options.get("progress", "auto")
     checks.choice("progress", progress, (True, False, "auto"))
+    saving = {**NEEDS_RUN_DIR, **options}
+    keep = checks.integer("keep_snapshots", saving["keep_snapshots"], least=1)
+    every = _checked_every(saving["snapshot_every"])
+    run_dir = _path("run_dir", options.get("run_dir"))
+    _check_saving(saving, run_dir)
     return Settled(
         workers=workers,
         engine=engine,
         devices=devices,
         deadline_seconds=_checked_deadline(options.get("deadline_seconds", "auto")),
-        saving=_checked_saving(options),
+        run_dir=run_dir,
+        resume=saving["resume"],
+        snapshot_every=every,
+        keep_snapshots=keep,
+        on_snapshot_error=saving["on_snapshot_error"],
         warm_start=_path("warm_start", options.get("warm_start")),
         evaluation=_checked_evaluation(options.get("evaluation")),
         callbacks=_checked_callbacks(options.get("callbacks", ())),
@@ -122,21 +135,20 @@ def _check_engine(engine: Any, workers: int | None, devices: tuple[str, ...]) ->
         raise UsageError("worker processes need Linux or macOS; use engine='inline' (same answer)")
 
 
-def _checked_saving(options: Mapping[str, Any]) -> Saving | None:
-    given = {**NEEDS_RUN_DIR, **options}
-    every, keep = given["snapshot_every"], checks.integer("keep_snapshots", given["keep_snapshots"], least=1)
-    count = None if every == "auto" else checks.integer("snapshot_every", every, least=1, hint="or 'auto'")
-    checks.choice("resume", given["resume"], (True, False, ANYWAY))
-    checks.choice("on_snapshot_error", given["on_snapshot_error"], ("continue", "stop"))
-    run_dir = _path("run_dir", options.get("run_dir"))
+def _checked_every(every: Any) -> int | None:
+    """Steps from one snapshot to the next; None for 'auto'."""
+    return None if every == "auto" else checks.integer("snapshot_every", every, least=1, hint="or 'auto'")
+
+
+def _check_saving(saving: Mapping[str, Any], run_dir: pathlib.Path | None) -> None:
+    checks.choice("resume", saving["resume"], (True, False, ANYWAY))
+    checks.choice("on_snapshot_error", saving["on_snapshot_error"], ("continue", "stop"))
     if run_dir is None:
         for name, default in NEEDS_RUN_DIR.items():
-            if given[name] != default:
+            if saving[name] != default:
                 raise UsageError(
-                    f"{name} is {checks.shown(given[name])}, but there is no run_dir; give one, or leave it"
+                    f"{name} is {checks.shown(saving[name])}, but there is no run_dir; give one, or leave it"
                 )
-        return None
-    return Saving(run_dir, given["resume"], count, keep, given["on_snapshot_error"] == "stop")
 
 
 def _path(name: str, value: Any) -> pathlib.Path | None:

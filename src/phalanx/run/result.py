@@ -90,9 +90,7 @@ class Result:
         return plot_history(self.loss_history, self.metric_history, self.steps_per_epoch, title, ax)
 
 
-def result_of(
-    definition: Definition, engine: Engine, metrics: Sequence[Evaluated], called: float, opened: float, *, copy: bool
-) -> Result:
+def result_of(definition: Definition, engine: Engine, called: float, opened: float, *, copy: bool) -> Result:
     """The state of a run now, which was called for and opened at these times; ``copy``: independent of the run."""
     exported, run_state = engine.export(copy=copy), engine.run_state
     began, ended = run_state.span or (opened, opened)
@@ -100,7 +98,7 @@ def result_of(
         model=exported.model,
         params=exported.params,
         loss_history=list(run_state.loss_history),
-        metric_history=list(metrics),
+        metric_history=list(run_state.evaluated),
         digest=exported.digest,
         steps=len(run_state.loss_history),
         samples=run_state.samples,

@@ -9,18 +9,15 @@ from typing import Any
 
 from phalanx.checkpoint.saver import Saver, write_apart
 from phalanx.definition import checks
-from phalanx.definition.batches import Unchanged
-from phalanx.definition.evaluation import DEFAULT_BATCH, Evaluation, check_evaluation
+from phalanx.definition.evaluation import DEFAULT_BATCH, check_evaluation
 from phalanx.definition.fields import Definition
 from phalanx.errors import LeftError, PhalanxError, Preempted, SnapshotError, UsageError
-from phalanx.run.progress import ProgressBar
+from phalanx.run.loop import Loop
 from phalanx.run.result import Result, result_of
 from phalanx.seams import Engine
-from phalanx.seams.events import Evaluated, Incident, StepReport
+from phalanx.seams.events import Incident, StepReport
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import ALONE, Turns, verb
-
-Callback = Callable[[StepReport], Any]
 
 
 class Run:
@@ -35,26 +32,17 @@ class Run:
     """
 
     def __init__(
-        self,
-        definition: Definition,
-        engine: Engine,
-        callbacks: Sequence[Callback],
-        evaluation: Evaluation | None,
-        progress: ProgressBar,
-        called: float,
-        saver: Saver | None = None,
+        self, definition: Definition, engine: Engine, loop: Loop, saver: Saver | None, turn: Turns, called: float
     ) -> None:
         self._definition = definition
         self._engine = engine
-        self._callbacks = tuple(callbacks)
-        self._evaluation = evaluation
-        self._progress = progress
+        self._loop = loop
+        self._saver = saver  # also one of the observers in the loop
         self._called = called
-        self._saver = saver
-        self._data = Unchanged(definition.source)
+        self._opened = time.perf_counter()
         self._terminated = self._closed = False
-        self._opened, self._watched = time.perf_counter(), True
-        self.turn, self.metric_history = Turns(), list[Evaluated]()
+        self._watched = True  # whether the caller may look at the state after each step
+        self.turn, self.metric_history = turn, engine.run_state.evaluated
 
     def __enter__(self) -> Run:
         return self
@@ -73,10 +61,20 @@ class Run:
 
     @verb
     def __next__(self) -> StepReport:
+        """Do the next planned step.
+
+        Raises
+        ------
+        StopIteration
+            The run is closed, or all planned steps are done.
+        UsageError
+            There is no data, or it was changed in place.
+        RunError
+            The step failed; the state is the one before it, and ``error.result`` holds it.
+        """
         if self._definition.data is None:
             raise UsageError("there is no data to iterate over (data=None): bring each batch with run.step(batch)")
         if self._closed or self.steps >= self._definition.plan.steps:
-            self._progress.close()
             raise StopIteration
         try:
             return self._advance(None)
@@ -85,8 +83,19 @@ class Run:
 
     @verb
     def finish(self) -> None:
-        """Do all planned steps that are left. Between them the run keeps its environment, if no callback looks."""
-        self._watched = bool(self._callbacks)
+        """Do all planned steps that are left. Between them the run keeps its environment, if no callback looks.
+
+        Raises
+        ------
+        UsageError
+            There is no data, or it was changed in place.
+        RunError
+            A step or an evaluation failed, or a snapshot (``on_snapshot_error="stop"``). As with whatever a callback
+            raises, and with Ctrl-C, ``error.result`` holds the last good state.
+        Preempted
+            ``terminate`` was called.
+        """
+        self._watched = self._loop.runs_user_code
         try:
             going_on = True
             while going_on:
@@ -101,7 +110,7 @@ class Run:
     @property
     def steps(self) -> int:
         """How many steps are done."""
-        return len(self._engine.run_state.loss_history)
+        return self._loop.steps
 
     @property
     def incidents(self) -> Sequence[Incident]:
@@ -125,7 +134,7 @@ class Run:
         Raises
         ------
         UsageError
-            The run is closed, or has no planned step left.
+            The run is closed, or has no planned step left; the batch cannot be dealt; data was changed in place.
         RunError
             The step failed; the state is the one before it, and ``error.result`` holds it.
         """
@@ -155,14 +164,20 @@ class Run:
         -------
         float
             The mean over all samples, weighted by chunk size or returned weights, float64; kept in ``metric_history``.
+
+        Raises
+        ------
+        UsageError
+            The run is closed, or this cannot be evaluated: the message names the argument.
+        WorkerError
+            ``metric_fn``, the model or the data raised; ``samples`` are those of the chunk. The run can go on.
+        RunError
+            The run cannot go on, or its workers were lost.
         """
         self._check_open()
         check_evaluation(metric_fn, data, batch_size)
         with self._handing_over():
-            value = self._engine.evaluate(metric_fn, data, batch_size)
-        name = getattr(metric_fn, "__name__", "metric").replace("<lambda>", "metric")
-        self.metric_history.append(Evaluated(self.steps, value, name))
-        return value
+            return self._loop.evaluate(metric_fn, data, batch_size)
 
     @verb
     def save(self, path: Any) -> None:
@@ -185,28 +200,36 @@ class Run:
         if target.exists() or target.is_symlink():
             raise UsageError(f"path is {str(path)!r}, which exists already; choose another name, or remove it")
         digest = self._result(copy=False).digest
-        write_apart(target, self._definition, self._engine, self.metric_history, digest)
+        write_apart(target, self._definition, self._engine, digest)
 
     @verb
     def result(self) -> Result:
-        """The state now as a Result of your own: training on does not change it."""
+        """The state now as a Result of your own: training on does not change it.
+
+        Raises
+        ------
+        RunError
+            There is no whole state: an update broke off, or the workers were lost with it.
+        """
         return self._result(copy=not self._closed)
 
     @verb
     def close(self) -> None:
-        """End the run and its workers. ``result()`` still works; steps do not."""
-        self._progress.close()
-        if not self._closed:
-            self._closed = True
-            try:
-                if self._saver is not None:
-                    self._saver.close(self._engine, self.metric_history, self.steps)
-            except SnapshotError as error:
-                self._engine.close()
-                self._hand_over(error)
-                raise
-            finally:
-                self._engine.close()
+        """End the run and its workers. ``result()`` still works; steps do not.
+
+        Raises
+        ------
+        SnapshotError
+            The last snapshot could not be written (``on_snapshot_error="stop"``).
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._loop.end()
+        except SnapshotError as error:
+            self._hand_over(error)
+            raise
 
     def terminate(self) -> None:
         """After the step that is being done, save (in ``run_dir``) and raise ``Preempted``; for signal handlers."""
@@ -220,50 +243,19 @@ class Run:
         self._check_open()
         interrupts.check()
         with self._handing_over():
-            self._data.check(contents=False)
             try:
-                report = self._engine.advance(batch, self._horizon(batch))
+                report = self._loop.advance(batch, watched=self._watched)
             except LeftError as error:
                 raise self._preempted() if self._terminated else error from None
-        try:
-            if (due := self._evaluation) is not None and self._due(report):
-                report = report._replace(metric=self.evaluate(due.metric_fn, due.data, due.batch_size))
-        finally:  # observers see each step, also one whose evaluation failed
-            self._progress.show(report, self.metric_history)
-            for callback in self._callbacks:
-                with self.turn.lent(), interrupts.opened():
-                    callback(report)
-        with self._handing_over():
-            if self._due(report):
-                self._data.check(contents=True)
-            if self._saver is not None:
-                self._saver.note(report, self._engine.run_state.incidents)
-                if self._saver.due(self.steps):
-                    self._saver.save(self._engine, self.metric_history)
             if self._terminated and self._engine.pause():
                 raise self._preempted()
         return report
 
     def _preempted(self) -> Preempted:
-        told, saver = "nothing is saved here: there is no run_dir, or it is that of process 0", self._saver
-        told = told if saver is None else saver.last_word(self._engine, self.metric_history, self.steps)
-        return Preempted(f"SIGTERM came, and {told}", step=self.steps - 1)
-
-    def _horizon(self, batch: Any) -> int:
-        """How many steps may be done before the state is looked at."""
-        if self._watched or batch is not None:
-            return self.steps + 1
-        plan = self._definition.plan
-        limits = [plan.steps]
-        if self._evaluation is not None:
-            limits.append((self.steps // plan.steps_per_epoch + 1) * plan.steps_per_epoch)
+        outcome = "nothing is saved here: there is no run_dir, or it is that of process 0"
         if self._saver is not None:
-            limits.append(self._saver.horizon(self.steps))
-        return min(limits)
-
-    def _due(self, report: StepReport) -> bool:
-        plan = None if report.epoch is None else self._definition.plan
-        return plan is not None and (self.steps % plan.steps_per_epoch == 0 or self.steps == plan.steps)
+            outcome = self._saver.last_word()
+        return Preempted(f"SIGTERM came, and {outcome}", step=self.steps - 1)
 
     def _check_open(self) -> None:
         self.turn.check()
@@ -295,4 +287,4 @@ class Run:
     def _result(self, *, copy: bool) -> Result:
         if self._saver is not None and not self._closed:
             self._saver.settle()
-        return result_of(self._definition, self._engine, self.metric_history, self._called, self._opened, copy=copy)
+        return result_of(self._definition, self._engine, self._called, self._opened, copy=copy)

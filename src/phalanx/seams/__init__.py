@@ -218,7 +218,7 @@ class RunState:
     resumed_from : int or None
         How many steps an earlier run had done, if this one goes on from its snapshot.
     evaluated : list of Evaluated
-        The evaluations of that earlier run.
+        Every evaluation so far, those of that earlier run first.
     """
 
     loss_history: list[float] = field(default_factory=list[float])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 
+from phalanx.errors import Trouble
 from phalanx.plan.lifecycle import Phase
 from phalanx.shared.counters import WAIT, Counters, WorkerCounters
 from phalanx.shared.ordering import order
@@ -12,10 +13,6 @@ from phalanx.shared.ordering import order
 ROUNDS = 32  # bits for the barriers within a grant
 SPIN_SECONDS = 0.0002
 NAP_SECONDS, LONGEST_NAP_SECONDS = 0.00002, 0.0005
-
-
-class Trouble(Exception):  # noqa: N818  not an error: how a step is left
-    """Another worker failed, or the run is over: leave the step as it is."""
 
 
 class Barrier:

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.errors import ForeignError
+
 WHOLE_BYTES = 64 << 20  # of an array; 40 ms where the processor has instructions for SHA-256
 LIST_BYTES = 256 << 20  # of a list of samples; about a second
 TOTAL_BYTES = 512 << 20  # of a recipe; what comes after that is sampled
@@ -20,10 +22,6 @@ NESTED = (list, tuple, dict)
 KEYS = "key<"  # how the dtypes of jax's random keys begin
 SHOWN = 60  # characters
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
-
-
-class ForeignError(Exception):
-    """There is something that is neither plain nor an array."""
 
 
 class Contents:

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from phalanx.definition.fingerprint import arrays
-from phalanx.definition.fingerprint.arrays import Contents, ForeignError
+from phalanx.definition.fingerprint.arrays import Contents
 from phalanx.definition.fingerprint.graph import Edge, Owner, Part
 from phalanx.definition.fingerprint.objects import Hidden, Objects
 from phalanx.definition.packages import Packages
 from phalanx.definition.reachable import held_by
+from phalanx.errors import ForeignError
 
 FEW = 32  # items that are told one by one
 MOST_ITEMS = 1000  # of a list of objects; more are sampled

@@ -15,15 +15,11 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from phalanx.errors import RunError
+from phalanx.errors import SeveredError
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 GROUP: Any = dist.ProcessGroupGloo
 TCP: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
-
-class SeveredError(RunError):
-    """The connection to another host is gone, or what came over it is not of this run."""
 
 
 class Gloo:

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
-from phalanx.engines.hosts.gloo import TCP, Gloo, SeveredError
+from phalanx.engines.hosts.gloo import TCP, Gloo
 from phalanx.engines.hosts.slices import Mask
 from phalanx.engines.hosts.sums import ReceiveBuffers, Sums
+from phalanx.errors import SeveredError
 from phalanx.plan.placement import remaining
 from phalanx.seams import Part
 

@@ -15,14 +15,14 @@ from typing import Any
 from phalanx.definition.evaluation import averaged
 from phalanx.definition.fields import Definition
 from phalanx.engines.processes.environment import described
-from phalanx.engines.processes.messages import WHERE, LostError, WorkerMessage, caused, first_error
+from phalanx.engines.processes.messages import WHERE, WorkerMessage, caused, first_error
 from phalanx.engines.processes.pool import LONG, WorkerPool
 from phalanx.engines.processes.serialization import pack
 from phalanx.engines.recovery.deadline import Deadline
 from phalanx.engines.recovery.failures import FailureLog
 from phalanx.engines.recovery.state_record import StateRecord
 from phalanx.engines.recovery.supervisor import Supervisor
-from phalanx.errors import PhalanxError, RunError, WorkerError
+from phalanx.errors import LostError, PhalanxError, RunError, WorkerError
 from phalanx.frameworks.registry import reduced
 from phalanx.plan.placement import Placement
 from phalanx.seams import Exported, Framework, RunState

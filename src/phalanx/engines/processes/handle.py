@@ -12,24 +12,10 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Protocol
 
-from phalanx.errors import RunError
+from phalanx.errors import StartError
 from phalanx.surroundings import forks
 
 GONE_MILLISECONDS = 5000  # that a process which was killed may take to be gone
-
-
-class StartError(RunError):
-    """The process that starts workers has ended, or does nothing any more and was killed.
-
-    Attributes
-    ----------
-    outside : bool
-        Whether somebody else may have ended it, so that another may live longer.
-    """
-
-    def __init__(self, message: str, *, outside: bool) -> None:
-        super().__init__(message)
-        self.outside = outside
 
 
 class Starter(Protocol):

@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.errors import Trouble
 from phalanx.plan.fold import Fold
 from phalanx.plan.lifecycle import Phase
 from phalanx.plan.placement import Placement, additions, most_held
 from phalanx.seams import Part, Steppable
 from phalanx.seams.sharing import Shard, Vector
 from phalanx.shared.arena import Plan
-from phalanx.shared.barrier import Barrier, Trouble
+from phalanx.shared.barrier import Barrier
 from phalanx.shared.counters import COMPUTE, FOLD, LEAVE, UPDATE
 
 PATTERNS = 64  # of which gradients are there; a mixture of experts may have more, and is then looked up anew

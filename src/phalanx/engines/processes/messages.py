@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from phalanx.engines.processes.serialization import picklable
-from phalanx.errors import PhalanxError, RunError, UsageError
+from phalanx.errors import PhalanxError, UsageError
 from phalanx.plan.tally import Cause
 
 BROKEN_OFF = "stayed in user code after Ctrl-C and was ended"  # a death that the caller caused
@@ -52,10 +52,6 @@ class End(NamedTuple):
     ready: bool
     since: float
     when: float
-
-
-class LostError(RunError):
-    """The state of a run is lost."""
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,12 @@ from typing import Any
 from phalanx.engines.processes.environment import Imported
 from phalanx.engines.processes.handle import WorkerHandle
 from phalanx.engines.processes.launch import Warm
-from phalanx.engines.processes.messages import BROKEN_OFF, End, LostError, WorkerMessage, ended
+from phalanx.engines.processes.messages import BROKEN_OFF, End, WorkerMessage, ended
 from phalanx.engines.processes.output import Output
 from phalanx.engines.recovery.deadline import Deadline, Watch
 from phalanx.engines.recovery.failures import Vacancies
 from phalanx.engines.recovery.state_record import StateRecord
+from phalanx.errors import LostError
 from phalanx.plan.lifecycle import Phase
 from phalanx.plan.tally import Cause
 from phalanx.shared.counters import GO_ON, LEAVE, TASK, Counters

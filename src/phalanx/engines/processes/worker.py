@@ -23,10 +23,10 @@ from phalanx.definition.fields import Definition
 from phalanx.engines.hosts.link import HostLink
 from phalanx.engines.processes.environment import adopt_environment
 from phalanx.engines.processes.link import ArenaLink
-from phalanx.engines.processes.messages import DriverChannel, LostError, as_told
+from phalanx.engines.processes.messages import DriverChannel, as_told
 from phalanx.engines.processes.serialization import unpack
 from phalanx.engines.recovery.deadline import SnapshotTimer
-from phalanx.errors import UsageError
+from phalanx.errors import LostError, Trouble, UsageError
 from phalanx.frameworks.jax.outside import threads
 from phalanx.frameworks.registry import open_framework
 from phalanx.plan import evaluation_key
@@ -34,7 +34,7 @@ from phalanx.plan.lifecycle import next_snapshot
 from phalanx.plan.shares import share_bounds
 from phalanx.seams import Framework
 from phalanx.shared.arena import Plan
-from phalanx.shared.barrier import Barrier, Trouble
+from phalanx.shared.barrier import Barrier
 from phalanx.shared.counters import BATCH, LEAVE, STEPS
 from phalanx.shared.heap import give_back
 from phalanx.shared.memory import Memory

@@ -9,8 +9,8 @@ from typing import Any
 
 from phalanx.definition.batches import BatchShares
 from phalanx.definition.fields import Definition
-from phalanx.engines.processes.messages import End, LostError
-from phalanx.errors import RunError, spell_samples
+from phalanx.engines.processes.messages import End
+from phalanx.errors import LostError, RunError, spell_samples
 from phalanx.plan.lifecycle import Phase, Progress
 from phalanx.plan.placement import Placement
 from phalanx.plan.tally import Cause, Death, Poison, Spot, Tally

@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, assert_never
 
 from phalanx.engines.processes.launch import WARM
-from phalanx.engines.processes.messages import LostError, WorkerMessage, first_error, unfit
+from phalanx.engines.processes.messages import WorkerMessage, first_error, unfit
 from phalanx.engines.processes.pool import LONG, WorkerPool
 from phalanx.engines.processes.serialization import pack
 from phalanx.engines.recovery.failures import FailureLog
 from phalanx.engines.recovery.state_record import StateRecord
+from phalanx.errors import LostError
 from phalanx.frameworks.registry import reduced
 from phalanx.plan.lifecycle import Action, Decision, Repair, Seen, Situation, decide
 from phalanx.plan.placement import Placement

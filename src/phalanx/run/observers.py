@@ -1,0 +1,115 @@
+"""Who looks on at a run for the user: a progress bar on stderr, and the user's own callbacks."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from phalanx.seams import Engine
+from phalanx.seams.events import Evaluated, StepReport
+from phalanx.seams.observer import Observer
+from phalanx.surroundings import interrupts
+from phalanx.surroundings.turns import Turns
+
+REFRESH_SECONDS = 0.1
+DELAY_SECONDS = 0.5
+
+Callback = Callable[[StepReport], Any]
+
+
+def watching(progress: bool | str, callbacks: Sequence[Callback], total: int | None, turn: Turns) -> list[Observer]:
+    """The observers that a user asked for; none where there is nothing to show and nobody to call.
+
+    Parameters
+    ----------
+    progress : bool or "auto"
+        "auto": show a bar if stderr is a terminal, once the run takes longer than half a second.
+    callbacks : sequence of callable
+    total : int or None
+        Steps to expect; None where the caller brings the batches.
+    turn : Turns
+        The run's own, which is lent to others while callbacks run.
+    """
+    observers: list[Observer] = []
+    if progress is True or (progress == "auto" and sys.stderr.isatty()):
+        observers.append(ProgressBar(total, 0.0 if progress is True else DELAY_SECONDS))
+    if callbacks:
+        observers.append(Callbacks(callbacks, turn))
+    return observers
+
+
+class ProgressBar(Observer):
+    """Shows finished steps, loss and the last metric. Costs one clock read a step between refreshes.
+
+    Parameters
+    ----------
+    total : int or None
+    delay_seconds : float
+        How long a run takes before its bar appears.
+    """
+
+    def __init__(self, total: int | None, delay_seconds: float) -> None:
+        self._total = total
+        self._delay_seconds = delay_seconds
+        self._bar: Any = None
+        self._metrics: Sequence[Evaluated] = ()
+        self._next_refresh = 0.0
+        self._pending = 0
+
+    def begin(self, engine: Engine) -> None:
+        """Draw the bar; it starts at what an earlier run had done."""
+        from tqdm import tqdm
+
+        self._metrics = engine.run_state.evaluated
+        self._bar = tqdm(
+            total=self._total, initial=len(engine.run_state.loss_history), unit="step", delay=self._delay_seconds,
+            mininterval=0, dynamic_ncols=True, desc="phalanx",
+        )  # fmt: skip
+
+    def step(self, report: StepReport) -> None:
+        """Count a finished step; redraw a few times a second, with the newest metric, and at the last step."""
+        if self._bar is None:
+            return
+        self._pending += 1
+        now, is_last = time.monotonic(), self._bar.n + self._pending == self._total
+        if is_last or now >= self._next_refresh:
+            self._next_refresh = now + REFRESH_SECONDS
+            metric = {self._metrics[-1].name: f"{self._metrics[-1].value:.4g}"} if self._metrics else {}
+            self._bar.set_postfix(loss=f"{report.loss:.4g}", **metric, refresh=False)
+            self._bar.update(self._pending)
+            self._pending = 0
+        if is_last:
+            self.end()
+
+    def end(self) -> None:
+        """Leave the bar as it stands; what is printed next begins on a line of its own."""
+        if self._bar is not None:
+            self._bar.update(self._pending)
+            self._bar.close()
+            self._bar = None
+
+
+class Callbacks(Observer):
+    """Calls the user's functions with every report, in the thread that does the steps.
+
+    While they run, this thread's turn is lent, so that a callback may wait for a thread that uses the same run, and
+    Ctrl-C is the caller's: nothing of the run is half done there.
+    """
+
+    runs_user_code = True
+
+    def __init__(self, callbacks: Sequence[Callback], turn: Turns) -> None:
+        self._callbacks = tuple(callbacks)
+        self._turn = turn
+
+    def horizon(self, steps: int) -> int:
+        """A callback may look at the state, so no step is done ahead of the one that it is told of."""
+        return steps + 1
+
+    def step(self, report: StepReport) -> None:
+        """Call all of them in order; what one raises reaches the caller, and the others are not called."""
+        for callback in self._callbacks:
+            with self._turn.lent(), interrupts.opened():
+                callback(report)

@@ -1,0 +1,141 @@
+"""Who looks on at a run: told in one order, waited for no longer than each says, and ended whatever another raises."""
+
+import functools
+
+import numpy as np
+import pytest
+
+import phalanx
+from phalanx.run.loop import Loop
+from phalanx.run.observers import Callbacks, watching
+from phalanx.seams import RunState
+from phalanx.seams.observer import Observer
+from phalanx.surroundings.turns import Turns
+
+STEPS, PER_EPOCH = 10, 4
+
+
+class Engine:
+    """Does nothing but count steps; notes how far it may run ahead, and fails where it is told to."""
+
+    def __init__(self):
+        self.run_state = RunState()
+        self.horizons, self.closed = [], False
+        self.error = None
+
+    def advance(self, batch, horizon):
+        self.horizons.append(horizon)
+        step = len(self.run_state.loss_history)
+        self.run_state.add(0.5, 1)
+        return phalanx.StepReport(step, None if batch else step // PER_EPOCH, 0.5, 1.0, 0.1, 1, 0.01)
+
+    def evaluate(self, metric_fn, data, batch_size):
+        if self.error is not None:
+            raise self.error
+        return 0.75
+
+    def close(self):
+        self.closed = True
+
+
+class Witness(Observer):
+    """Notes in a list shared with others whatever it is told."""
+
+    def __init__(self, name, seen, ahead=None, error=None):
+        self.name, self.seen, self.ahead, self.error = name, seen, ahead, error
+
+    def horizon(self, steps):
+        return super().horizon(steps) if self.ahead is None else steps + self.ahead
+
+    def happened(self, incident):
+        self.seen.append((self.name, incident.kind))
+
+    def step(self, report):
+        self.seen.append((self.name, report.step, report.metric))
+
+    def end(self):
+        self.seen.append((self.name, "end"))
+        if self.error is not None:
+            raise self.error
+
+
+class Keeper(Witness):
+    """One that keeps what it sees, like snapshots do."""
+
+    needs_evaluation = True
+
+
+def loop_of(*observers, evaluation=None):
+    """A loop over an engine that only counts, and that engine."""
+    engine, data = Engine(), (np.zeros(8), np.zeros(8))
+    definition = phalanx.Recipe(lambda: None, data, sum, batch_size=2, replicas=1, steps=STEPS)
+    due = phalanx.Evaluation(max, data) if evaluation else None
+    return Loop(definition, engine, due, observers), engine
+
+
+def test_without_observers_an_engine_may_run_to_the_end():
+    """Nobody looks on, so nothing stops the engine before the last step; a caller who looks stops it at each."""
+    loop, engine = loop_of()
+    loop.advance(None, watched=False)
+    loop.advance(None, watched=True)
+    loop.advance((1, 2), watched=False)
+    assert engine.horizons == [STEPS, 2, 3]
+    assert watching(False, (), STEPS, Turns()) == []
+
+
+def test_the_nearest_horizon_counts():
+    """An engine runs no further ahead than any observer, or a due evaluation, allows."""
+    seen = []
+    loop, engine = loop_of(Witness("far", seen), Witness("near", seen, 3), Witness("further", seen, 5))
+    loop.advance(None, watched=False)
+    evaluated, other = loop_of(Witness("far", seen), evaluation=True)
+    evaluated.advance(None, watched=False)
+    called, third = loop_of(Callbacks([print], Turns()), evaluation=True)
+    assert engine.horizons == [3]
+    assert other.horizons == [PER_EPOCH]
+    assert (loop.runs_user_code, called.runs_user_code) == (False, True)
+    assert third.horizons == []
+
+
+def test_all_are_told_of_everything_in_one_order():
+    """Incidents come before the step during which they happened, each once; ends come from the last to the first."""
+    seen = []
+    loop, engine = loop_of(Witness("a", seen), Witness("b", seen))
+    loop.advance(None, watched=True)
+    engine.run_state.incidents.append(phalanx.Incident(1.0, "death", 0, 1))
+    loop.advance(None, watched=True)
+    loop.advance(None, watched=True)
+    loop.end()
+    told = [("a", 0, None), ("b", 0, None), ("a", "death"), ("b", "death"), ("a", 1, None), ("b", 1, None)]
+    assert seen == [*told, ("a", 2, None), ("b", 2, None), ("b", "end"), ("a", "end")]
+    assert engine.closed
+
+
+def test_a_step_whose_evaluation_failed_is_seen_but_not_kept():
+    """The value of a due evaluation is in the report; if it fails, whoever keeps states does not see that step."""
+    seen = []
+    loop, engine = loop_of(Witness("shows", seen), Keeper("keeps", seen), evaluation=True)
+    advance = functools.partial(loop.advance, None, watched=True)
+    for _ in range(PER_EPOCH):
+        advance()
+    assert seen[-2:] == [("shows", 3, 0.75), ("keeps", 3, 0.75)]
+    assert [(kept.steps, kept.value, kept.name) for kept in engine.run_state.evaluated] == [(4, 0.75, "max")]
+    engine.error = phalanx.WorkerError("metric")
+    for _ in range(PER_EPOCH - 1):
+        advance()
+    with pytest.raises(phalanx.WorkerError, match="metric"):
+        advance()
+    assert seen[-2:] == [("keeps", 6, None), ("shows", 7, None)]
+    assert len(engine.run_state.evaluated) == 1
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_an_end_that_fails_keeps_no_other_from_ending(failing):
+    """Whichever observer cannot end, the others and the engine do, and its error reaches the caller."""
+    seen = []
+    errors = [phalanx.SnapshotError("full") if number == failing else None for number in range(3)]
+    loop, engine = loop_of(*[Witness(number, seen, error=error) for number, error in enumerate(errors)])
+    with pytest.raises(phalanx.SnapshotError, match="full"):
+        loop.end()
+    assert seen == [(2, "end"), (1, "end"), (0, "end")]
+    assert engine.closed
