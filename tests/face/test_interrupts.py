@@ -85,7 +85,6 @@ def lines_of(call, at=None):
         return trace
 
     before = sys.gettrace()
-    gc.collect()
     gc.disable()  # lines of finalizers are not the verb's: Python swallows what is raised there
     sys.settrace(trace)
     try:
