@@ -14,7 +14,7 @@ help:  ## this text
 demo: $(INSTALLED)  ## train a small model on handwritten digits and draw how it went
 	@$(BIN)/phalanx demo digits
 
-test: $(INSTALLED)  ## all tests, in two processes
+test: $(INSTALLED)  ## the tests, in two processes; of long lists of cases some, drawn by the seed that is printed
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 check: $(INSTALLED)  ## lint, format, types and the house rules; under a minute
@@ -32,10 +32,9 @@ bench: $(INSTALLED)  ## time steps and scaling beside the plain loop and DDP; ab
 	@$(BIN)/python benchmarks/step.py --framework jax --rounds 3 --save
 	@$(BIN)/python benchmarks/hosts.py --replicas 4 --save
 
-chaos: $(INSTALLED)  ## kill workers at random for five minutes, then hosts, and all long tests; every digest must be right
+chaos: $(INSTALLED)  ## kill workers at random for five minutes, then hosts, all long tests and all cases; every digest must be right
 	@$(BIN)/python benchmarks/chaos.py --minutes 5
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m campaign
-	@OMP_NUM_THREADS=1 PHALANX_CAMPAIGN=1 $(BIN)/python -m pytest -q -n 2 tests/engines/test_same_bits.py tests/contract
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "campaign or sampled"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/hosts
 
 campaign: chaos  ## make chaos, then random attacks (Ctrl-C, threads, kills, forks, full disks), MINUTES=10 each: hours

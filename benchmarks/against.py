@@ -72,9 +72,12 @@ def work(model: str, column: str) -> None:
     engine = "inline" if workers == 1 else "processes"
     with recipe.start(workers=workers, engine=engine, progress=False) as run:
         for line in sys.stdin:
+            end = run.steps + int(line)
+            run._horizon = lambda batch: end  # noqa: B023  workers may run ahead as far as ``finish`` would let them
             began = time.perf_counter()
-            for _ in itertools.islice(run, int(line)):
-                pass
+            with run._engine.environment:  # as ``finish`` holds it
+                for _ in itertools.islice(run, int(line)):
+                    pass
             print(time.perf_counter() - began, flush=True)
 
 

@@ -79,7 +79,7 @@ def phalanx_facts(case: models.Case, replicas: int, workers: int) -> dict:
 
 def clocks(run) -> dict[str, float]:
     """Seconds spent in each phase so far, mean of the workers. The engine is nobody's business but a profile's."""
-    return {name: statistics.mean(times) for name, times in run._engine.control.phases().items()}
+    return {name: statistics.mean(times) for name, times in run._engine.counters.seconds().items()}
 
 
 def measure(column: str, case: models.Case) -> dict:

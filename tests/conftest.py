@@ -5,7 +5,14 @@ import os
 import pytest
 import torch
 
+from tests.sampling import SEED
+
 os.environ["NPROC"] = "1"  # jax computes with one thread; read when it makes its first array in a process
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The seed, with which the same cases are drawn again."""
+    terminalreporter.write_line(f"PHALANX_SEED={SEED} draws these cases again")
 
 
 @pytest.fixture(autouse=True)

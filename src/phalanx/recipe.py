@@ -19,7 +19,7 @@ from phalanx.run.options import DEFAULTS, Options, settle, unknown
 from phalanx.run.result import Result
 from phalanx.run.run import Run
 from phalanx.surroundings import interrupts
-from phalanx.surroundings.preemption import on_sigterm
+from phalanx.surroundings.interrupts import on_sigterm
 from phalanx.surroundings.presence import rank
 from phalanx.surroundings.turns import Turns
 

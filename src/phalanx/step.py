@@ -68,7 +68,7 @@ def propose(framework: Steppable, link: Link, definition: Definition, t: int, sh
             for replica in link.hosted
         ]
         parts = link.all_gather(mine)
-        _check_consistent(parts)
+        check_consistent(parts)
         loss, weight = _mean(t, parts)
         gradient = link.mean(weight)
         norm = link.norm(gradient)
@@ -103,39 +103,52 @@ def _part(
         link.push(replica, 0, None, [])
         return ABSENT
     computed = compute(computing, t, replica, share)
-    part = _weigh(framework.arithmetic, definition.replicas, known, computed, len(share.samples))
-    link.push(replica, len(share.samples), computed.gradient if part.weight else None, computed.buffers)
+    part = weighed(computed.loss, computed.weight, known, len(share.samples), definition.replicas)
+    gradient = computed.gradient if part.weight else None
+    if gradient is not None and part.weight != 1:
+        gradient = framework.arithmetic.scale(gradient, part.weight)
+    link.push(replica, len(share.samples), gradient, computed.buffers)
     return part
 
 
-def _weigh(arithmetic: Arithmetic, replicas: int, known: float, computed: Computed, samples: int) -> Part:
-    """Multiply a replica's loss and gradient by its weight; a lone replica is multiplied by nothing."""
-    returned = computed.weight is not None
-    weight = known if computed.weight is None else computed.weight
-    if weight == 0 or computed.gradient is None:
-        return Part(0.0, 0.0, returned, samples)
+def weighed(loss: float, returned: float | None, known: float, samples: int, replicas: int) -> Part:
+    """What a replica adds to the mean: its loss times its weight. A lone replica is multiplied by nothing.
+
+    ``returned`` is the weight that the loss told, ``known`` the one that counts where it told none.
+    """
+    weight = known if returned is None else returned
+    told = returned is not None
+    if weight == 0:
+        return Part(0.0, 0.0, told, samples)
     if weight == 1 or replicas == 1:
-        return Part(computed.loss, 1.0, returned, samples)
-    computed.gradient = arithmetic.scale(computed.gradient, weight)
-    return Part(weight * computed.loss, weight, returned, samples)
+        return Part(loss, 1.0, told, samples)
+    return Part(weight * loss, weight, told, samples)
 
 
-def _check_consistent(parts: Sequence[Part]) -> None:
+def check_consistent(parts: Sequence[Part]) -> None:
+    """Refuse a step in which some replicas told their weights and others did not: those would not be comparable."""
     if len({part.returned for part in parts if part.samples}) > 1:
         raise UsageError("loss_fn returned a weight for some replicas and none for others; return it always or never")
 
 
-def _mean(t: int, parts: Sequence[Part]) -> tuple[float, float]:
-    """The mean loss, and the sum of weights that the gradient is divided by."""
+def mean_of(parts: Sequence[Part]) -> tuple[float, float] | None:
+    """The mean loss, and the sum of weights that the gradient is divided by; None where every weight is 0."""
     loss = fold_values([part.loss if part.weight else None for part in parts], operator.add)
     weight = fold_values([part.weight or None for part in parts], operator.add)
     if loss is None or weight is None:
+        return None
+    return (loss if weight == 1 else loss / weight), weight
+
+
+def _mean(t: int, parts: Sequence[Part]) -> tuple[float, float]:
+    mean = mean_of(parts)
+    if mean is None:
         raise RunError(
             f"every replica of step {t} has weight 0: loss_fn counted nothing to average over in the whole batch; "
             "leave such batches out, or raise batch_size",
             step=t,
         )
-    return (loss if weight == 1 else loss / weight), weight
+    return mean
 
 
 def _finite(arithmetic: Arithmetic, link: Link, loss: float, norm: float, gradient: Vector) -> bool:

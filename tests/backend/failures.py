@@ -12,7 +12,7 @@ import torch.distributed as dist
 import phalanx
 from phalanx.backend import PeerError
 
-SOON = 5.0  # seconds within which a death must be an error everywhere
+SOON = 15.0  # seconds within which a death must be an error everywhere, on a busy machine
 
 
 def dies(rank, size, count, how):
@@ -80,12 +80,21 @@ def late(rank, size):
 
     group = dist.new_group(list(range(size)), timeout=datetime.timedelta(seconds=0.5))
     if rank == 1:
-        time.sleep(2)
+        wait_for("gave up")
         return
-    began = time.monotonic()
     with pytest.raises(PeerError, match=r"all_reduce: rank 1 did not come within 0\.5 s"):
         dist.all_reduce(torch.ones(3), group=group)
-    assert time.monotonic() - began < 1.5
+    tell("gave up")
+
+
+def tell(event):
+    """Let other ranks know that something has happened."""
+    dist.distributed_c10d._get_default_store().set(event, "1")
+
+
+def wait_for(event):
+    """Until another rank has told of it."""
+    dist.distributed_c10d._get_default_store().wait([event])
 
 
 def refused(rank, size):
@@ -174,12 +183,11 @@ def slow_and_dead(rank, size):
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1:
-        time.sleep(3)
+        wait_for("noticed")
         return
-    began = time.monotonic()
     with pytest.raises(PeerError, match=r"rank 2 .* has ended"):
         dist.all_reduce(torch.ones(3))
-    assert time.monotonic() - began < 2
+    tell("noticed")
 
 
 def from_who_is_left(rank, size):
@@ -188,14 +196,14 @@ def from_who_is_left(rank, size):
         dist.send(torch.tensor([1]), 0)
         return
     if rank == 2:
-        time.sleep(1)
+        wait_for("rank 1 is done")
         dist.send(torch.tensor([2]), 0)
         return
     found = torch.zeros(1, dtype=torch.int64)
     for source in (1, 2):
-        time.sleep(0.3)
         assert dist.recv(found) == source
         assert found.item() == source
+        tell(f"rank {source} is done")
     with pytest.raises(PeerError, match=r"recv from any rank, tag 0: rank 1 .* has ended"):
         dist.recv(found)
 

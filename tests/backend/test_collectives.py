@@ -3,34 +3,34 @@
 import pytest
 
 from tests.backend import jobs
+from tests.sampling import cover, sample
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", sample("all_reduce of ranks", [1, 2, 3, 4], 2))
 def test_all_reduce(right, size):
     """All dtypes, operations and sizes: the fold by rank, rounded once where the dtype is narrow."""
     right(size, "jobs.all_reduces")
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", sample("big tensors of ranks", [2, 3, 5], 1))
 def test_big_all_reduce(right, size):
     """Tensors that go through in several pieces."""
     right(size, "jobs.big_all_reduces")
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", sample("reduce of ranks", [1, 2, 3], 2))
 def test_reduce(right, size):
     """The root has the reduction, the others keep theirs."""
     right(size, "jobs.reduces")
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("name", list(jobs.MOVES))
+@pytest.mark.parametrize(("size", "name"), cover("moves of ranks", [1, 2, 3], jobs.MOVES))
 def test_moves(right, size, name):
     """What only moves arrives as it was: any dtype, any size, any root, uneven parts."""
     right(size, "jobs.moves", name)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", sample("reduce_scatter of ranks", [1, 2, 3], 2))
 def test_reduce_scatter(right, size):
     """Each rank has the reduction of its part, in both forms."""
     right(size, "jobs.reduce_scatters")
@@ -41,8 +41,7 @@ def test_barrier(right, tmp_path):
     right(3, "jobs.barriers", str(tmp_path))
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("job", ["messages", "batched_messages"])
+@pytest.mark.parametrize(("size", "job"), cover("messages of ranks", [2, 3], ["messages", "batched_messages"]))
 def test_messages(right, size, job):
     """send, recv and their kin: longer than a pipe, both ways at once, by tag, from anybody."""
     right(size, f"jobs.{job}")

@@ -6,12 +6,15 @@ import signal
 
 import pytest
 
-from phalanx.backend import room
+from phalanx.backend import memory
 from phalanx.errors import UsageError
+from tests.sampling import cover
 
 
-@pytest.mark.parametrize("how", ["between", "within", "leaves"])
-@pytest.mark.parametrize(("size", "count"), [(2, 1), (2, 2_000_000), (3, 2_000_000)])
+@pytest.mark.parametrize(
+    ("size", "count", "how"),
+    cover("dead ranks", [(2, 1), (2, 2_000_000), (3, 2_000_000)], ["between", "within", "leaves"]),
+)
 def test_a_dead_rank_is_an_error_on_all_others(ran, size, count, how):
     """SIGKILL of a rank between or in the middle of all-reduces, or its quiet end, ends all others with an error."""
     codes, told = ran(size, "failures.dies", count, how)
@@ -76,10 +79,10 @@ class Store(dict):
 @pytest.mark.parametrize("changed", [{"where": "another boot", "host": "other"}, {"uid": 4}])
 def test_several_hosts_are_refused(changed):
     """Ranks that cannot share memory are refused with the reason, before anything is opened."""
-    mine = {"host": "here", "where": room._where(), "uid": __import__("os").getuid(), "pid": 1, "fd": 3}
+    mine = {"host": "here", "where": memory._where(), "uid": __import__("os").getuid(), "pid": 1, "fd": 3}
     store = Store({"1 rank 1": json.dumps(mine | changed)})
     with pytest.raises(UsageError, match=r"rank 1 runs on .* one host, one user.*gloo"):
-        room.join(store, 0, 2)
+        memory.join(store, 0, 2)
 
 
 def test_only_the_expected_memory_is_opened(tmp_path):
@@ -87,7 +90,7 @@ def test_only_the_expected_memory_is_opened(tmp_path):
     with (tmp_path / "file").open("wb") as file:
         pathlib.Path(file.name).write_bytes(b"x" * 100)
         with pytest.raises(UsageError, match="is not the memory that rank 0 shares"):
-            room._opened(__import__("os").getpid(), file.fileno(), 100)
+            memory._opened(__import__("os").getpid(), file.fileno(), 100)
 
 
 def test_nothing_is_left(right):

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from tests.backend import scripts
+from tests.sampling import sample
 
 NEEDS = {"Lightning Fabric": "lightning_fabric", "Accelerate": "accelerate"}
 
 
-@pytest.mark.parametrize("name", list(scripts.SCRIPTS))
+@pytest.mark.parametrize("name", sample("scripts", scripts.SCRIPTS, 8))
 def test_script(right, tmp_path, name):
     """Two runs end in equal bits, and near to what Gloo gives."""
     if name in NEEDS:

@@ -1,4 +1,4 @@
-"""WorkerHandle-written reductions and awkward tensors for the tests of the collectives. numpy only, where numpy can."""
+"""Hand-written reductions and awkward tensors for the tests of the collectives. numpy only, where numpy can."""
 
 import itertools
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from tests import by_hand, families
 from tests.jax import by_hand as jax_by_hand
 from tests.jax import families as jax_families
 
-CAMPAIGN = "PHALANX_CAMPAIGN" in os.environ  # `make chaos` tries more than `make test`
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
@@ -26,8 +24,6 @@ class Kit:
 
     Attributes
     ----------
-    tried : list of str
-        The families that are tried on their own.
     families : dict of str to Family
         Models with data, loss and optimizer; "mlp" and "dropout" among them, and "plain", whose factory takes no key.
     optimizers : dict of str to optimizer
@@ -40,7 +36,6 @@ class Kit:
     """
 
     name: str
-    tried: list[str]
     families: dict[str, Any]
     optimizers: dict[str, Any]
     adaptive: Any
@@ -61,7 +56,6 @@ def jax_metric(output, target):
 
 TORCH = Kit(
     "torch",
-    ["lenet", "transformer", "conv_norm", "masked_tokens"],
     {
         **{name: families.FAMILIES[name] for name in ("mlp", "lenet", "transformer", "conv_norm", "masked_tokens")},
         "dropout": families.FAMILIES["transformer"],
@@ -74,13 +68,8 @@ TORCH = Kit(
 )
 JAX = Kit(
     "jax",
-    ["masked_tokens", *(["dropout", "bfloat16", "lenet", "whole_loss"] if CAMPAIGN else [])],
     {**jax_families.FAMILIES, "plain": dataclasses.replace(jax_families.FAMILIES["no_key"], steps=4)},
-    {
-        name: make()
-        for name, make in jax_families.OPTIMIZERS.items()
-        if name == "noise" or (CAMPAIGN and name in ("adam_schedule", "rates", "unless_nan"))
-    },
+    {name: jax_families.OPTIMIZERS[name]() for name in ("noise", "adam_schedule", "rates", "unless_nan")},
     jax_families.OPTIMIZERS["adamw"](),
     jax_by_hand.answer,
     jax_metric,

@@ -14,10 +14,28 @@ import pytest
 import phalanx
 from tests.engines.deaths import PLACES, Trapped, sprung
 from tests.engines.moving import hurry, moves, turn_back
+from tests.sampling import cover, sample
 from tests.state.runs import ROOT, engine_of
 
+KITS = ("torch", "jax")
 EVERY = (1, 2, 3, 5, 8)
 STEPS = 6
+FAMILIES = {
+    "torch": ["lenet", "transformer", "conv_norm", "masked_tokens"],
+    "jax": ["masked_tokens", "dropout", "bfloat16", "lenet", "whole_loss"],
+}
+OPTIMIZERS = {"torch": ["sgd_nesterov", "adamw", "adafactor"], "jax": ["noise", "adam_schedule", "rates", "unless_nan"]}
+
+
+def with_kits(names, pairs):
+    """Cases that each name the kit that they are tried with, before other values."""
+    return pytest.mark.parametrize(("kit", *names), pairs, indirect=["kit"])
+
+
+def of_each(name, choices, count=1):
+    """Pairs of a kit and one of its choices; so many of each kit's are drawn."""
+    pairs = {kit: [(kit, choice) for choice in choices[kit]] for kit in KITS}
+    return [case for kit in KITS for case in sample(f"{name} of {kit}", pairs[kit], count)]
 
 
 def course(recipe, metric=None, **options):
@@ -31,33 +49,33 @@ def course(recipe, metric=None, **options):
 
 
 def same(recipe, workers, metric=None):
-    """Compare numbers of workers with one process; returns what all of them answered."""
+    """Compare workers with one process; returns what both answered."""
     wanted = course(recipe, metric, engine="inline")
-    for count in workers:
-        assert course(recipe, metric, engine="processes", workers=count) == wanted, f"{count} workers"
+    assert course(recipe, metric, engine="processes", workers=workers) == wanted, f"{workers} workers"
     return wanted
 
 
-def test_any_number_of_workers(kit):
+@with_kits(["workers"], of_each("any number of workers", dict.fromkeys(KITS, EVERY)))
+def test_any_number_of_workers(kit, workers):
     """Eight replicas of uneven shares, and a last batch with empty ones: the same on 1 to 8 workers."""
     recipe = kit.recipe(8, batch_size=13, steps=5, optimizer=kit.adaptive)
     assert {len(share) for step in range(2) for share in recipe.plan.shares(step)} == {0, 1, 2}
-    same(recipe, EVERY, kit.metric)
+    same(recipe, workers, kit.metric)
 
 
-def test_families(kit):
+@with_kits(["name"], of_each("families", FAMILIES))
+def test_families(kit, name):
     """Every model, with five replicas, ends in the same state, losses and evaluation on three workers."""
-    for name in kit.tried:
-        same(kit.recipe(5, name), (3,), None if name == "whole_loss" else kit.metric)
+    same(kit.recipe(5, name), 3, None if name == "whole_loss" else kit.metric)
 
 
-def test_optimizers(kit):
+@with_kits(["name"], of_each("optimizers", OPTIMIZERS))
+def test_optimizers(kit, name):
     """An optimizer over what a worker owns has the bits of one over everything."""
-    for optimizer in kit.optimizers.values():
-        same(kit.recipe(3, steps=4, optimizer=optimizer), (2,))
+    same(kit.recipe(3, steps=4, optimizer=kit.optimizers[name]), 2)
 
 
-@pytest.mark.parametrize("replicas", [1, 4])
+@with_kits(["replicas"], cover("loop by hand", KITS, [1, 4]))
 def test_the_loop_by_hand(kit, replicas):
     """Two workers, or the only one, end in the bits of a loop that anyone could write."""
     recipe = kit.recipe(replicas, optimizer=kit.adaptive)
@@ -70,21 +88,22 @@ def test_another_answer(kit):
     """Other replicas, another seed, or one step fewer is another digest: equal ones mean something."""
     recipes = [kit.recipe(2, "dropout"), kit.recipe(3, "dropout"), kit.recipe(2, "dropout", seed=1)]
     recipes.append(kit.recipe(2, "dropout", steps=recipes[0].plan.steps - 1))
-    assert len({course(recipe, engine="processes", workers=2)[0] for recipe in recipes}) == 4
+    assert len({course(recipe, engine="inline")[0] for recipe in recipes}) == 4
 
 
-def test_clipping(kit):
+@pytest.mark.parametrize("workers", sample("clipping of kits", [2, 3], 1))
+def test_clipping(kit, workers):
     """The norm is that of all gradients, wherever they are owned."""
-    assert same(kit.recipe(5, max_norm=0.05), (2, 3))[0] != course(kit.recipe(5), engine="inline")[0]
+    assert same(kit.recipe(5, max_norm=0.05), workers)[0] != course(kit.recipe(5), engine="inline")[0]
 
 
-@pytest.mark.parametrize("on_nonfinite", ["skip", "ignore"])
+@with_kits(["on_nonfinite"], cover("not finite, any kit", KITS, ["skip", "ignore"]))
 def test_steps_that_are_not_finite(kit, on_nonfinite):
     """A step with NaN in one share is skipped by all workers, or taken by all of them."""
     x, y = (np.asarray(column).copy() for column in kit.recipe(1).data)
     x[11, 0] = np.nan
     recipe = kit.recipe(5, data=(x, y), on_nonfinite=on_nonfinite)
-    assert "nan" in same(recipe, (2,))[1]
+    assert "nan" in same(recipe, 2)[1]
 
 
 def test_batches_that_the_caller_brings(kit):
@@ -140,7 +159,7 @@ def test_evaluation_after_each_epoch(kit):
     assert one.digest == other.digest == recipe.train(engine="inline").digest
 
 
-@pytest.mark.parametrize("place", PLACES)
+@with_kits(["place"], of_each("deaths", dict.fromkeys(KITS, PLACES), 2))
 def test_a_death_at_every_named_point(kit, tmp_path, place):
     """SIGKILL of either worker at each point of the protocol: the digest is that of a quiet run."""
     plain = kit.families["plain"]
@@ -152,7 +171,7 @@ def test_a_death_at_every_named_point(kit, tmp_path, place):
     assert sprung(tmp_path) == 1
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 1)])
+@with_kits(["before", "after"], cover("going on", KITS, [(1, 2), (2, 3), (3, 1)]))
 def test_going_on_with_other_workers(kit, tmp_path, before, after):
     """A run goes on from its directory with other workers, to the bits of one that was never interrupted."""
     whole = kit.recipe(4, steps=STEPS, optimizer=kit.adaptive).train(engine="inline")

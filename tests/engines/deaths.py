@@ -60,15 +60,14 @@ class Trapped:
         return self.make_model()
 
     def set(self):
-        from phalanx.shared.control import LINE, PLACE, WORKERS, Barrier
+        from phalanx.shared.barrier import Barrier
 
         trap, at = self, Barrier.at
 
-        def watched(meeting, point):
-            at(meeting, point)
-            meeting.here = (meeting._place - WORKERS - PLACE) // LINE
-            trap.seen = (meeting.here, meeting._step)
-            if trap.place == point.name:
+        def watched(barrier, phase):
+            at(barrier, phase)
+            trap.seen = (barrier.worker, barrier.step)
+            if trap.place == phase.name:
                 trap.spring()
 
         Barrier.at = watched
@@ -76,10 +75,11 @@ class Trapped:
             self.watch_copies()
 
     def watch_copies(self):
-        shard = importlib.import_module(f"phalanx.frameworks.{self.framework}.shard").Shard
+        from phalanx.shared.state import Shard
+
         update = importlib.import_module(f"phalanx.frameworks.{self.framework}.optimizer").Update
         applied = {"torch": "apply", "jax": "step"}[self.framework]
-        owner, name = (shard, "_kept") if self.place == "half saved" else (update, applied)
+        owner, name = (Shard, "_kept") if self.place == "half saved" else (update, applied)
         original, trap = getattr(owner, name), self
 
         def kept(shard):
@@ -108,18 +108,25 @@ def sprung(folder):
 
 @contextlib.contextmanager
 def hunted(run, pause, most=40):
-    """Inside, up to ``most`` workers are ended, as ``pause()`` returns; yields the list of those that were."""
+    """Inside, up to ``most`` workers are ended, as ``pause()`` returns; yields the list of those that were.
+
+    Between two of them the run has done a step, however slow the machine is: a run in which nobody gets anything done
+    is ended on purpose.
+    """
     import threading
 
     ended, stop = [], threading.Event()
 
     def hunt():
-        while len(ended) < most and not stop.wait(pause()):
-            pids = run.worker_pids
-            if pids:
+        before = -1
+        while len(ended) < most and not stop.is_set():
+            pids, steps = run.worker_pids, run.steps
+            if pids and steps > before:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pids[len(ended) % len(pids)], signal.SIGKILL)
                     ended.append(pids)
+                    before = steps
+            stop.wait(pause())
 
     hunter = threading.Thread(target=hunt)
     hunter.start()

@@ -12,8 +12,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import phalanx
 from phalanx.engines import auto
-from phalanx.shared import control
-from phalanx.shared.control import Barrier, Control
+from phalanx.shared import ordering
+from phalanx.shared.barrier import Barrier
+from phalanx.shared.counters import COMPUTE, FOLD, Counters, float_count, word_count
 from tests.engines.moving import hurry, moves, turn_back
 from tests.families import ADAMW, FAMILIES, FEATURES, Elsewhere, mlp
 
@@ -59,20 +60,20 @@ def test_workers_are_judged_by_all_that_a_step_costs(eager, monkeypatch):
 @pytest.mark.parametrize("ordered", [True, False])
 def test_meetings_hold_with_and_without_the_kernel(monkeypatch, ordered):
     """Processors that reorder memory take another way; what was written before a meeting is seen after it."""
-    monkeypatch.setattr(control, "ORDERED", ordered)
+    monkeypatch.setattr(ordering, "ORDERED", ordered)
     workers, rounds = 3, 50
-    words = memoryview(bytearray(8 * control.word_count(workers))).cast("q")
-    floats = memoryview(bytearray(8 * control.float_count(workers, workers))).cast("d")
-    block = Control(words, floats, workers, workers)
+    words = memoryview(bytearray(8 * word_count(workers))).cast("q")
+    floats = memoryview(bytearray(8 * float_count(workers, workers))).cast("d")
+    counters = Counters(words, floats, workers, workers)
     seen = [[] for _ in range(workers)]
 
     def work(worker):
-        meeting = Barrier(block, worker)
+        barrier = Barrier(counters, worker)
         for number in range(rounds):
-            block.rows[worker] = number
-            meeting.meet(control.COMPUTE, control.FOLD)
-            seen[worker].append(block.rows[:workers].tolist())
-            meeting.meet(control.FOLD, control.COMPUTE)
+            counters.parts.write(worker, [(number, 0, 0, 0)])
+            barrier.wait(COMPUTE)
+            seen[worker].append([row[0] for row in counters.parts.read()])
+            barrier.wait(FOLD)
 
     threads = [threading.Thread(target=work, args=(worker,)) for worker in range(workers)]
     for thread in threads:

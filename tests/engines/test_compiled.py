@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import phalanx
 from phalanx.frameworks.torch import environment
+from tests.sampling import cover, sample
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -62,7 +63,7 @@ def squared(output, target):
     return (output - target).square().mean()
 
 
-@pytest.mark.parametrize("make_model", [made, Lazy])
+@pytest.mark.parametrize("make_model", sample("compiled models", [made, Lazy], 1))
 def test_uneven_shares(make_model):
     """With shares of 17, 17 and 16, workers that see one size compute what a process that sees both does."""
     wanted = recipe(make_model).train(engine="inline")
@@ -102,8 +103,9 @@ def test_settings_of_the_compiler_are_the_callers_again():
 UNEVEN = {"uneven shares": {}, "a short batch": {"replicas": 1, "batch_size": 20}}
 
 
-@pytest.mark.parametrize("name", UNEVEN)
-@pytest.mark.parametrize("options", [{"engine": "inline"}, {"engine": "processes", "workers": 1}], ids=["inline", "1"])
+@pytest.mark.parametrize(
+    ("name", "options"), cover("symbolic sizes", UNEVEN, [{"engine": "inline"}, {"engine": "processes", "workers": 1}])
+)
 def test_symbolic_sizes_are_refused_for_uneven_shares(name, options):
     """A model compiled with dynamic=True is refused, with the way out, where shares differ in size."""
     with pytest.raises(phalanx.UsageError, match=r"dynamic=True, and .*drop_last=True"):

@@ -7,6 +7,7 @@ of both engines itself, and the test compares them with that of this process.
 import collections
 import contextlib
 import io
+import itertools
 import json
 import os
 import pathlib
@@ -27,6 +28,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import phalanx
+from tests.sampling import cover
 
 JOB = """
 import torch
@@ -517,10 +519,11 @@ def lines_of(train):
     return collections.Counter(out.getvalue().splitlines())
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("callbacks", [[], [lambda report: None]])
-@pytest.mark.parametrize("length", [0, 20_000, 200_000])
-def test_each_line_that_user_code_prints_arrives_once(length, callbacks, workers):
+@pytest.mark.parametrize(
+    ("workers", "length", "callbacks"),
+    cover("lines", [1, 2, 3], itertools.product([0, 20_000, 200_000], [[], [lambda report: None]])),
+)
+def test_each_line_that_user_code_prints_arrives_once(workers, length, callbacks):
     """Whole lines, one per replica-step, also long ones from several workers at once, also when nobody watches."""
     recipe = speaking(length, steps=8)
     expected = lines_of(lambda: recipe.train(engine="inline"))

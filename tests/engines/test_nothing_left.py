@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import phalanx
+from tests.sampling import sample
 
 REPEATS = int(os.environ.get("PHALANX_REPEATS", "1"))
 GONE_SECONDS = 5
@@ -132,7 +133,6 @@ WAYS = {
         0,
     ),
 }
-OFTEN = {"normal, with a helper", "os._exit", "SIGINT", "SIGTERM", "SIGKILL, all stopped"}  # the others in campaigns
 KINDS = pytest.mark.parametrize("repeat", range(REPEATS))
 
 
@@ -186,9 +186,7 @@ def cleared_away(tag):
 
 
 @KINDS
-@pytest.mark.parametrize(
-    "way", [way if way in OFTEN else pytest.param(way, marks=pytest.mark.campaign) for way in WAYS]
-)
+@pytest.mark.parametrize("way", sample("ways to end", WAYS, 4))
 def test_nothing_is_left_when_an_interpreter_ends(way, repeat, tmp_path):
     """Whatever ends the caller's process: within seconds no process, shared memory or file of the run is left."""
     code, send, status = WAYS[way]
@@ -388,7 +386,7 @@ def below():
 
 
 @KINDS
-@pytest.mark.parametrize("ending", ENDINGS, ids=lambda ending: ending.__name__)
+@pytest.mark.parametrize("ending", sample("endings", ENDINGS, 8), ids=lambda ending: ending.__name__)
 def test_nothing_is_left_in_a_process_that_goes_on(ending, repeat, monkeypatch, tmp_path):
     """Closed, dropped, failed or killed: no descriptor, map, child, zombie, file or shared memory stays."""
     finished()  # a zygote stays warm between runs

@@ -10,6 +10,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from phalanx.shared.control import RING
 from torch import nn
 from torch.autograd import Variable
 from torch.nn import functional as F
@@ -19,14 +20,14 @@ from phalanx.engines.processes.driver import Processes
 from phalanx.frameworks.registry import open_framework
 from phalanx.plan.placement import Placement
 from tests.families import DATA, FAMILIES, FEATURES, OPTIMIZERS, SAMPLES, SCHEDULERS, muon_and_adamw, normal, whole
+from tests.sampling import cover, sample
 
 MLP = FAMILIES["mlp"]
 HELD_OUT = 13
 CHUNK = 3
-CAMPAIGN = "PHALANX_CAMPAIGN" in os.environ  # `make chaos` tries more numbers of workers than `make test`
-EVERY = (1, 2, 3, 4, 5, 7, 8) if CAMPAIGN else (1, 3, 8)
-ALL_WORKERS = {"mlp": 8, "counting": 8, "partly_unused": 8}  # replicas of the families that are tried with every W
-FEW = (2, 3, 5) if CAMPAIGN else (3,)
+EVERY = (1, 2, 3, 4, 5, 7, 8)
+ALL_WORKERS = ("mlp", "counting", "partly_unused")  # the families that are tried with every number of workers
+FEW = (2, 3, 5)
 
 
 def held_out(data):
@@ -59,13 +60,21 @@ def answer(digest, losses, metrics):
     return digest, [loss.hex() for loss in losses], [(step, value.hex(), name) for step, value, name in metrics]
 
 
-def same(recipe, workers=FEW, evaluation=None):
-    """Compare every number of workers with the inline engine; returns what all of them answered."""
+def same(recipe, workers, evaluation=None):
+    """Compare workers with the inline engine; returns what both answered."""
     expected = course(recipe, evaluation, engine="inline")
-    for count in workers:
-        if count <= recipe.replicas:
-            assert course(recipe, evaluation, engine="processes", workers=count) == expected, f"{count} workers"
+    assert course(recipe, evaluation, engine="processes", workers=workers) == expected, f"{workers} workers"
     return expected
+
+
+def few(name):
+    """The test ``name`` is tried with one of the usual numbers of workers."""
+    return pytest.mark.parametrize("workers", sample(name, FEW, 1))
+
+
+def two_or_three(name):
+    """The test ``name`` is tried with two workers, or with three."""
+    return pytest.mark.parametrize("workers", sample(name, (2, 3), 1))
 
 
 def evaluation_of(recipe):
@@ -75,100 +84,118 @@ def evaluation_of(recipe):
 # Whole recipes.
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ALL_WORKERS])
-def test_families_with_some_workers(name):
+@pytest.mark.parametrize(
+    ("name", "workers"), cover("families", [name for name in FAMILIES if name not in ALL_WORKERS], FEW)
+)
+def test_families_with_some_workers(name, workers):
     """Every family, with five replicas, ends in the same state, losses and evaluation on 2, 3 and 5 workers."""
-    same(FAMILIES[name].recipe(5))
+    same(FAMILIES[name].recipe(5), workers)
 
 
-@pytest.mark.parametrize(("name", "replicas"), ALL_WORKERS.items())
-def test_families_with_any_number_of_workers(name, replicas):
+@pytest.mark.parametrize(("name", "workers"), cover("any number of workers", ALL_WORKERS, EVERY))
+def test_families_with_any_number_of_workers(name, workers):
     """Eight replicas of uneven shares, and a last batch with empty ones: the same on 1 to 8 workers."""
-    recipe = FAMILIES[name].recipe(replicas, batch_size=13, steps=5)
+    recipe = FAMILIES[name].recipe(8, batch_size=13, steps=5)
     assert {len(share) for step in range(2) for share in recipe.plan.shares(step)} == {0, 1, 2}
-    same(recipe, EVERY)
+    same(recipe, workers)
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize(("name", "replicas"), [("conv_norm", 3), ("transformer", 7), ("spectral", 6), ("lstm", 2)])
 def test_families_with_other_replicas(name, replicas):
     """Counts of replicas that no number of workers divides."""
-    same(FAMILIES[name].recipe(replicas), (1, 2, replicas - 1, replicas))
+    for workers in {1, 2, replicas - 1, replicas}:
+        same(FAMILIES[name].recipe(replicas), workers)
 
 
-@pytest.mark.parametrize("name", [*OPTIMIZERS, "muon_and_adamw"])
-def test_optimizers(name):
+@two_or_three("optimizers")
+@pytest.mark.parametrize("name", sample("optimizers", [*OPTIMIZERS, "muon_and_adamw"], 8))
+def test_optimizers(name, workers):
     """Every optimizer, restricted to the tensors that a worker owns, gives the bits of one over all of them."""
-    same(MLP.recipe(3, steps=5, optimizer=OPTIMIZERS.get(name, muon_and_adamw)), (2, 3))
+    same(MLP.recipe(3, steps=5, optimizer=OPTIMIZERS.get(name, muon_and_adamw)), workers)
 
 
-@pytest.mark.parametrize("name", ["sgd_nesterov", "adamw", "adafactor"])
+@pytest.mark.parametrize("name", sample("one replica", ["sgd_nesterov", "adamw", "adafactor"], 1))
 def test_one_replica(name):
     """One worker for the one replica there is: the bits of the plain loop."""
-    same(MLP.recipe(1, optimizer=OPTIMIZERS[name]), (1,))
+    same(MLP.recipe(1, optimizer=OPTIMIZERS[name]), 1)
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers(name):
+@two_or_three("schedulers")
+@pytest.mark.parametrize(
+    "name", [*sample("schedulers", [name for name in SCHEDULERS if name != "plateau"], 3), "plateau"]
+)
+def test_schedulers(name, workers):
     """Every scheduler runs in every worker as it does inline; ReduceLROnPlateau sees the same mean loss."""
-    same(MLP.recipe(3, steps=6, optimizer=OPTIMIZERS["sgd_nesterov"], scheduler=SCHEDULERS[name]), (2, 3))
+    same(MLP.recipe(3, steps=6, optimizer=OPTIMIZERS["sgd_nesterov"], scheduler=SCHEDULERS[name]), workers)
 
 
-@pytest.mark.parametrize("name", DATA)
+@pytest.mark.parametrize("name", sample("data", DATA, 5))
 def test_data(name):
     """Every kind of data reaches workers as it is, and is evaluated there after each epoch too."""
     recipe = MLP.recipe(3, steps=6, **DATA[name])
-    assert len(same(recipe, (2,), evaluation_of(recipe))[2]) >= 2
+    assert len(same(recipe, 2, evaluation_of(recipe))[2]) >= 2
 
 
-@pytest.mark.parametrize("name", ["mlp", "conv_norm", "transformer"])
-def test_evaluation_between_epochs(name):
+@few("evaluation between epochs")
+@pytest.mark.parametrize("name", sample("evaluation between epochs", ["mlp", "conv_norm", "transformer"], 1))
+def test_evaluation_between_epochs(name, workers):
     """Values in the middle of a run are the same, and taking them changes nothing that follows."""
     recipe = FAMILIES[name].recipe(5, epochs=3)
-    plain, watched = same(recipe, (2,)), same(recipe, FEW, evaluation_of(recipe))
+    plain, watched = same(recipe, workers), same(recipe, workers, evaluation_of(recipe))
     assert watched[:2] == plain[:2]
     assert len(watched[2]) == 4
 
 
-@pytest.mark.parametrize("samples", [1, 2, 3, 4, 7, 12, SAMPLES])
-def test_evaluations_of_any_length(samples):
+@pytest.mark.parametrize(
+    "samples",
+    [pytest.param((1, 4, SAMPLES), marks=pytest.mark.sampled), pytest.param((2, 3, 7, 12), marks=pytest.mark.campaign)],
+)
+@few("evaluations of any length")
+def test_evaluations_of_any_length(samples, workers):
     """Fewer chunks than workers, as many, and more: the same value."""
-    data = tuple(column[:samples] for column in FEATURES)
     values = set()
-    for options in ({"engine": "inline"}, *({"engine": "processes", "workers": count} for count in (2, 3, 5))):
+    for options in ({"engine": "inline"}, {"engine": "processes", "workers": workers}):
         with MLP.recipe(5).start(**options) as run:
-            for batch_size in (1, 3, 256):
-                values.add((batch_size, run.evaluate(metric, data, batch_size).hex()))
-    assert len(values) == 3
+            for count, batch_size in itertools.product(samples, (1, 3, 256)):
+                data = tuple(column[:count] for column in FEATURES)
+                values.add((count, batch_size, run.evaluate(metric, data, batch_size).hex()))
+    assert len(values) == 3 * len(samples)
 
 
-def test_a_weighted_metric():
+@few("weighted metric")
+def test_a_weighted_metric(workers):
     """A metric that brings its own weight, some of them 0, is averaged in the order of chunks."""
     metric = lambda output, target: (output.mean(), float(target[0]))  # noqa: E731
     values = set()
-    for options in ({"engine": "inline"}, *({"engine": "processes", "workers": count} for count in (2, 3, 5))):
+    for options in ({"engine": "inline"}, {"engine": "processes", "workers": workers}):
         with MLP.recipe(5).start(**options) as run:
             run.step()
             values.add(run.evaluate(metric, FEATURES, 2).hex())
     assert len(values) == 1
 
 
-@pytest.mark.parametrize("max_norm", [0.05, 1e6])
-@pytest.mark.parametrize("name", ["mlp", "partly_unused", "mixed_dtypes", "tied", "odd_tensors", "shared_grad"])
-def test_clipping(name, max_norm):
+CLIPPED = ["mlp", "partly_unused", "mixed_dtypes", "tied", "odd_tensors", "shared_grad"]
+
+
+@pytest.mark.parametrize(
+    ("name", "max_norm", "workers"), cover("clipping", CLIPPED, itertools.product((0.05, 1e6), (2, 3)))
+)
+def test_clipping(name, max_norm, workers):
     """The norm is that of all gradients, wherever they are owned; what is absent is not in it."""
-    same(FAMILIES[name].recipe(5, max_norm=max_norm), (2, 3))
+    same(FAMILIES[name].recipe(5, max_norm=max_norm), workers)
 
 
-@pytest.mark.parametrize("seed", [1, 2**64 - 1])
-def test_seeds(seed):
+@pytest.mark.parametrize(("seed", "workers"), cover("seeds", [1, 2**64 - 1], (2, 3)))
+def test_seeds(seed, workers):
     """Dropout, sample order and the model's own numbers follow from the seed, in any worker."""
-    same(FAMILIES["transformer"].recipe(5, seed=seed), (2, 3))
+    same(FAMILIES["transformer"].recipe(5, seed=seed), workers)
 
 
-def test_threads():
+@two_or_three("threads")
+def test_threads(workers):
     """Workers compute with the recipe's threads."""
-    answers = [same(FAMILIES["wide_sum"].recipe(3, threads=threads), (2, 3)) for threads in (1, 2)]
+    answers = [same(FAMILIES["wide_sum"].recipe(3, threads=threads), workers) for threads in (1, 2)]
     assert answers[0] != answers[1]
 
 
@@ -182,41 +209,49 @@ def test_batches_smaller_than_r(name, batch_size):
     """Replicas, and whole workers, without a sample are absent, not zeros."""
     recipe = FAMILIES[name].recipe(7, batch_size=batch_size)
     assert 0 in {len(share) for share in recipe.plan.shares(0)}
-    same(recipe, (2, 4, 7))
+    for workers in (2, 4, 7):
+        same(recipe, workers)
 
 
-@pytest.mark.parametrize("drop_last", [True, False])
-def test_a_short_last_batch(drop_last):
+@pytest.mark.parametrize(("drop_last", "workers"), cover("short last batch", [True, False], FEW[:2]))
+def test_a_short_last_batch(drop_last, workers):
     """The last batch of an epoch is dropped or dealt as it is, with fewer samples than replicas."""
     recipe = FAMILIES["counting"].recipe(5, batch_size=9, epochs=3, drop_last=drop_last)
     assert min(len(recipe.plan.indices(step)) for step in range(recipe.plan.steps)) == (9 if drop_last else 2)
-    same(recipe)
+    same(recipe, workers)
 
 
-def test_unshuffled():
+@two_or_three("unshuffled")
+def test_unshuffled(workers):
     """The order of the data, as it is."""
-    same(MLP.recipe(5, shuffle=False, epochs=2), (2, 3))
+    same(MLP.recipe(5, shuffle=False, epochs=2), workers)
 
 
-def test_masked_shares():
+@pytest.mark.parametrize("workers", sample("masked shares", EVERY, 2))
+def test_masked_shares(workers):
     """Shares of weight 0 are left out, wherever they are computed; some are in every step."""
     recipe = FAMILIES["masked_tokens"].recipe(8)
     counts = [[int((recipe.data[1][share] != -100).sum()) for share in recipe.plan.shares(t)] for t in range(4)]
     assert sum(0 in count for count in counts) >= 2
-    same(recipe, EVERY)
+    same(recipe, workers)
 
 
-@pytest.mark.parametrize("alone", range(5))
-def test_only_one_replica_counts(alone):
+@few("only one replica counts")
+@pytest.mark.parametrize("alone", sample("only one replica counts", range(5), 2))
+def test_only_one_replica_counts(alone, workers):
     """All others have weight 0: their workers publish nothing, and the one gradient is the mean."""
     weights = [1.0 if replica == alone else 0.0 for replica in range(5)]
-    same(bringing(weights))
+    same(bringing(weights), workers)
 
 
-@pytest.mark.parametrize("weights", [[0.5, 3.0, 0.0, 1e-3, 7.0], [0.0, 0.0, 2.0, 0.0, 3.0], [1e5, 1.0, 1.0, 1.0, 0.1]])
-def test_weights_that_the_loss_returns(weights):
+WEIGHTS = [[0.5, 3.0, 0.0, 1e-3, 7.0], [0.0, 0.0, 2.0, 0.0, 3.0], [1e5, 1.0, 1.0, 1.0, 0.1]]
+
+
+@few("weights")
+@pytest.mark.parametrize("weights", sample("weights", WEIGHTS, 2))
+def test_weights_that_the_loss_returns(weights, workers):
     """Any weights, zeros among them, in any worker."""
-    same(bringing(weights))
+    same(bringing(weights), workers)
 
 
 def bringing(weights):
@@ -251,22 +286,23 @@ def spoilt(index):
     return x, FEATURES[1]
 
 
-@pytest.mark.parametrize("on_nonfinite", ["skip", "ignore"])
-@pytest.mark.parametrize("index", [0, 11, 19])
-def test_steps_that_are_not_finite(index, on_nonfinite):
+@few("not finite")
+@pytest.mark.parametrize(("index", "on_nonfinite"), cover("not finite", [0, 11, 19], ["skip", "ignore"]))
+def test_steps_that_are_not_finite(index, on_nonfinite, workers):
     """A step with inf in one share is skipped by all workers, buffers too, or taken by all of them."""
     recipe = MLP.recipe(5, make_model=Overflowing, data=spoilt(index), steps=6, on_nonfinite=on_nonfinite)
     _, losses, _ = course(recipe, engine="inline")
     assert any(loss in ("inf", "nan") for loss in losses)
-    same(recipe)
+    same(recipe, workers)
 
 
-def test_a_norm_that_overflows_is_not_an_infinite_gradient():
+@few("norm that overflows")
+def test_a_norm_that_overflows_is_not_an_infinite_gradient(workers):
     """Workers agree that every element is finite although the norm is not, and do not skip the step."""
     recipe = MLP.recipe(5, loss_fn=lambda output, target: F.cross_entropy(output, target) * 1e30, on_nonfinite="skip")
     with recipe.start(engine="inline") as run:
         assert next(run).grad_norm == float("inf")
-    assert same(recipe, FEW)[0] != course(MLP.recipe(5, steps=0), engine="inline")[0]
+    assert same(recipe, workers)[0] != course(MLP.recipe(5, steps=0), engine="inline")[0]
 
 
 def test_a_gradient_that_overflows_in_the_fold_is_skipped_by_all():
@@ -297,21 +333,19 @@ def test_a_gradient_that_overflows_in_the_fold_is_skipped_by_all():
     with recipe.start(engine="inline") as run:
         norms = [report.grad_norm for report in run]
     assert [norm == float("inf") for norm in norms] == [True, False, True, False, False, False]
-    same(recipe, (1, 2))
+    for workers in (1, 2):
+        same(recipe, workers)
 
 
 def output_only(output, target):
     return output
 
 
-@pytest.mark.parametrize("workers", [2, 3, 5])
+@few("no sample")
 def test_a_worker_that_had_no_sample_takes_over_the_settled_buffers(workers):
     """One sample, which only the first replica gets, then more: all replicas start from what it left."""
-    feed(
-        FAMILIES["counting"].recipe(5, data=None, steps=None),
-        [tuple(c[:n] for c in FEATURES) for n in (1, 9)],
-        (workers,),
-    )
+    batches = [tuple(column[:count] for column in FEATURES) for count in (1, 9)]
+    feed(FAMILIES["counting"].recipe(5, data=None, steps=None), batches, workers)
 
 
 def test_a_worker_that_evaluated_and_then_had_no_sample_takes_over_the_settled_buffers():
@@ -336,7 +370,8 @@ class OwnSGD(torch.optim.SGD):
 def test_an_optimizer_from_elsewhere(max_norm):
     """It runs whole on one worker, clipped or not; the others step with nothing."""
     optimizer = lambda named: OwnSGD(named, lr=0.1, momentum=0.9)  # noqa: E731
-    same(MLP.recipe(5, optimizer=optimizer, max_norm=max_norm), (1, 2, 5))
+    for workers in (1, 2, 5):
+        same(MLP.recipe(5, optimizer=optimizer, max_norm=max_norm), workers)
 
 
 def test_a_schedule_goes_on_over_skipped_steps():
@@ -350,14 +385,14 @@ def test_a_schedule_goes_on_over_skipped_steps():
         on_nonfinite="skip",
         scheduler=SCHEDULERS["exponential"],
     )
-    same(recipe, (2,))
+    same(recipe, 2)
 
 
 # Runs that are held.
 
 
-@pytest.mark.parametrize("workers", FEW)
-@pytest.mark.parametrize("name", ["counting", "transformer", "two_groups"])
+@few("held reports")
+@pytest.mark.parametrize("name", sample("held reports", ["counting", "transformer", "two_groups"], 1))
 def test_the_state_while_you_hold_a_report(name, workers):
     """After each step the digest is exactly that step's, whatever is evaluated in between."""
     recipe = FAMILIES[name].recipe(5, epochs=2)
@@ -379,7 +414,7 @@ def held(recipe, **options):
             yield before.digest, tuple(report[:6]), value.hex()
 
 
-@pytest.mark.parametrize("looks", [{0}, {1}, {4}, {0, 5}, {1, 2, 5}, set(range(6))])
+@pytest.mark.parametrize("looks", sample("looks", [{0}, {1}, {4}, {0, 5}, {1, 2, 5}, set(range(6))], 2))
 def test_looking_at_any_steps(looks):
     """Taking results and evaluating after some steps and not after others gives the same states, and the same end."""
     recipe = FAMILIES["counting"].recipe(5, steps=6)
@@ -395,11 +430,11 @@ def look(recipe, looks, **options):
     return seen, run.result().digest, run.result().loss_history
 
 
-@pytest.mark.parametrize("steps", [0, 1, 3])
-def test_a_run_that_is_left_early(steps):
+@pytest.mark.parametrize(("steps", "workers"), cover("left early", [0, 1, 3], [2, 5]))
+def test_a_run_that_is_left_early(steps, workers):
     """What is taken home is the state after the last step that was asked for."""
     digests = set()
-    for options in ({"engine": "inline"}, {"engine": "processes", "workers": 2}, {"engine": "processes", "workers": 5}):
+    for options in ({"engine": "inline"}, {"engine": "processes", "workers": workers}):
         with FAMILIES["counting"].recipe(5, steps=6).start(**options) as run:
             for _ in range(steps):
                 run.step()
@@ -409,7 +444,7 @@ def test_a_run_that_is_left_early(steps):
 
 def test_more_steps_than_reports_have_room():
     """A run that is longer than the ring of reports loses none of them."""
-    same(MLP.recipe(2, steps=1100, batch_size=2), (2,))
+    same(MLP.recipe(2, steps=RING + 76, batch_size=2), 2)
 
 
 # Batches that the caller brings.
@@ -423,11 +458,10 @@ def fed(recipe, batches, **options):
     return answer(result.digest, result.loss_history, [])
 
 
-def feed(recipe, batches, workers=FEW):
+def feed(recipe, batches, workers):
     expected = fed(recipe, batches, engine="inline")
     assert len(expected[1]) == len(batches)
-    for count in workers:
-        assert fed(recipe, batches, engine="processes", workers=count) == expected, f"{count} workers"
+    assert fed(recipe, batches, engine="processes", workers=workers) == expected, f"{workers} workers"
 
 
 SIZES = [7, 1, 5, 20, 2, 13]
@@ -450,24 +484,26 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("kind", BATCHES)
-def test_brought_batches(kind):
+@pytest.mark.parametrize(("kind", "workers"), cover("brought batches", BATCHES, FEW))
+def test_brought_batches(kind, workers):
     """Batches of any form and any size, growing and shrinking, are dealt to workers as inline."""
-    feed(MLP.recipe(5, data=None, steps=None), cut(BATCHES[kind]))
+    feed(MLP.recipe(5, data=None, steps=None), cut(BATCHES[kind]), workers)
 
 
-@pytest.mark.parametrize("kind", ["tensors", "numpy"])
-def test_brought_columns_by_name(kind):
+@few("brought columns")
+@pytest.mark.parametrize("kind", sample("brought columns", ["tensors", "numpy"], 1))
+def test_brought_columns_by_name(kind, workers):
     """A batch may be a dict of columns."""
     recipe = MLP.recipe(5, data=None, steps=None, **{k: v for k, v in DATA["dict"].items() if k != "data"})
-    feed(recipe, [dict(zip("xy", batch, strict=True)) for batch in cut(BATCHES[kind])])
+    feed(recipe, [dict(zip("xy", batch, strict=True)) for batch in cut(BATCHES[kind])], workers)
 
 
-def test_a_batch_that_grows_beyond_the_mailbox():
+@two_or_three("mailbox")
+def test_a_batch_that_grows_beyond_the_mailbox(workers):
     """From some bytes to some megabytes and back: the shared memory that brings batches grows with them."""
     recipe = phalanx.Recipe(lambda: nn.Linear(3, 1), None, F.mse_loss, replicas=5)
     sizes = (4, 70_000, 6, 300_000, 5)
-    feed(recipe, [(normal(size, 3, seed=size), normal(size, 1, seed=size + 1)) for size in sizes], (2, 3))
+    feed(recipe, [(normal(size, 3, seed=size), normal(size, 1, seed=size + 1)) for size in sizes], workers)
 
 
 def test_a_batch_that_is_changed_after_its_step():
@@ -484,7 +520,8 @@ def test_a_batch_that_is_changed_after_its_step():
     assert len(answers) == 1
 
 
-def test_planned_and_brought_steps_mixed():
+@few("mixed steps")
+def test_planned_and_brought_steps_mixed(workers):
     """Steps of both kinds, with looks between, in one run."""
     recipe, batches = MLP.recipe(5, steps=8), cut(BATCHES["tensors"])
 
@@ -494,8 +531,7 @@ def test_planned_and_brought_steps_mixed():
             seen += [run.evaluate(metric, held_out(recipe.data), CHUNK), run.step(batches[1]), *(r.loss for r in run)]
         return seen, run.result().digest
 
-    expected = mixed(engine="inline")
-    assert [mixed(engine="processes", workers=count) for count in FEW] == [expected] * len(FEW)
+    assert mixed(engine="processes", workers=workers) == mixed(engine="inline")
 
 
 # Memory layout is part of the data: convolutions have other bits where pixels lie before channels.
@@ -521,26 +557,26 @@ def images(data, **changes):
     return phalanx.Recipe(convolutions, data, F.cross_entropy, replicas=2, batch_size=8, **changes)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", sample("layouts of columns", LAYOUTS, 3))
 def test_memory_layouts_of_columns(layout):
     """Views of arrays reach workers with the strides that they have here."""
-    same(images((LAYOUTS[layout], FEATURES[1]), steps=3), (2,))
+    same(images((LAYOUTS[layout], FEATURES[1]), steps=3), 2)
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", sample("layouts of samples", [name for name in LAYOUTS if "mirrored" not in name], 3)
+)
 def test_memory_layouts_of_samples(layout):
-    """So do the arrays in a list of samples, as far as torch can read them."""
-    if "mirrored" in layout:
-        pytest.skip("torch reads no negative strides")
-    same(images(list(zip(LAYOUTS[layout], FEATURES[1].tolist(), strict=True)), steps=3), (2,))
+    """So do the arrays in a list of samples, as far as torch can read them: it reads no negative strides."""
+    same(images(list(zip(LAYOUTS[layout], FEATURES[1].tolist(), strict=True)), steps=3), 2)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", sample("layouts of batches", LAYOUTS, 3))
 def test_memory_layouts_of_brought_batches(layout):
     """So do views in batches that the caller brings."""
     x, y = LAYOUTS[layout], FEATURES[1]
-    feed(images(None), [(x[:8], y[:8]), (x[7:], y[7:])], (2,))
+    feed(images(None), [(x[:8], y[:8]), (x[7:], y[7:])], 2)
 
 
 def test_memory_layout_is_part_of_the_answer():
@@ -582,10 +618,10 @@ class Late(nn.Module):
 
 @pytest.mark.parametrize("way", ["hooks", "end"])
 def test_gradients_that_are_changed_late(way):
-    """What user code does to gradients after they have been computed is done before workers all_gather them."""
+    """What user code does to gradients after they have been computed is done before workers exchange them."""
     x, y = torch.randn(16, 8, generator=torch.Generator().manual_seed(1)), torch.arange(16) % 3
     recipe = phalanx.Recipe(functools.partial(Late, way), (x, y), F.cross_entropy, replicas=2, batch_size=8, steps=3)
-    same(recipe, (2,))
+    same(recipe, 2)
     plain = dataclasses.replace(recipe, make_model=functools.partial(Late, "never"))
     assert course(recipe, engine="inline")[0] != course(plain, engine="inline")[0]
 
@@ -617,12 +653,12 @@ def placed(recipe, blocks):
     return answer(digest, engine.run_state.loss_history, [(recipe.plan.steps, value, "metric")])
 
 
-@pytest.mark.parametrize("blocks", PLACEMENTS.values(), ids=PLACEMENTS)
-@pytest.mark.parametrize("name", ["mlp", "counting", "partly_unused", "masked_tokens"] if CAMPAIGN else ["counting"])
-def test_any_placement(name, blocks):
+@pytest.mark.parametrize("placement", sample("placements", PLACEMENTS, 4))
+@pytest.mark.parametrize("name", sample("placements", ["mlp", "counting", "partly_unused", "masked_tokens"], 1))
+def test_any_placement(name, placement):
     """Who hosts which replicas, how many, and in which order among the workers, moves no bit."""
     recipe = FAMILIES[name].recipe(8, max_norm=0.3, batch_size=13, steps=5)
-    assert placed(recipe, blocks) == course(recipe, engine="inline")
+    assert placed(recipe, PLACEMENTS[placement]) == course(recipe, engine="inline")
 
 
 # What would go wrong is noticed: each fault below is planted in the workers and ends in other bits.
@@ -658,7 +694,7 @@ def arrival_order():
 
 def buffers_left_out():
     """The buffers that replica 2 left are never published."""
-    from phalanx.frameworks.torch.shard import Shard
+    from phalanx.shared.state import Shard
 
     leave = Shard.leave
     Shard.leave = lambda self, replica, left: None if replica == 2 else leave(self, replica, left)
@@ -666,10 +702,10 @@ def buffers_left_out():
 
 def stale_gradients():
     """A peer's gradient is what it was when it was first looked at."""
-    from phalanx.frameworks.torch.buckets import Slots
+    from phalanx.frameworks.torch.buckets import GradientBuckets
 
-    peer = Slots.peer
-    Slots.peer = lambda self, *place: [None if grad is None else grad.clone() for grad in peer(self, *place)]
+    peer = GradientBuckets.peer
+    GradientBuckets.peer = lambda self, *place: [None if grad is None else grad.clone() for grad in peer(self, *place)]
 
 
 def absent_as_zero():
@@ -691,9 +727,9 @@ def absent_as_zero():
 
 def norm_of_the_own():
     """Each worker clips by the norm of what it owns."""
-    from phalanx.frameworks.torch.buckets import Slots
+    from phalanx.frameworks.torch.buckets import GradientBuckets
 
-    Slots.total_norm = lambda self, there: self._updates.total_norm(self._norms[self._owned])
+    GradientBuckets.total_norm = lambda self, there: self._updates.total_norm(self._norms[self._owned])
 
 
 def seeded_by_worker():
@@ -708,20 +744,32 @@ def seeded_by_worker():
         hosted["start"] = self.hosted.start
 
     ArenaLink.__init__ = remember
-    from phalanx import replica as module
+    from phalanx import step as module
 
     key = module.replica_key
     module.replica_key = lambda seed, t, replica, replicas: key(seed, t, replica - hosted["start"], replicas)
 
 
 FAULTS = [
-    (arrival_order, "mlp", 5, 5, {"batch_size": 13}),
-    (arrival_order, "mlp", 8, 8, {}),
-    (arrival_order, "lenet", 8, 3, {}),
-    (buffers_left_out, "conv_norm", 5, 2, {}),
-    (buffers_left_out, "counting", 8, 8, {}),
-    (stale_gradients, "mlp", 5, 2, {}),
-    (stale_gradients, "unused", 2, 2, {}),
+    *sample(
+        "faults of arrival order",
+        [
+            (arrival_order, "mlp", 5, 5, {"batch_size": 13}),
+            (arrival_order, "mlp", 8, 8, {}),
+            (arrival_order, "lenet", 8, 3, {}),
+        ],
+        1,
+    ),
+    *sample(
+        "faults of buffers",
+        [(buffers_left_out, "conv_norm", 5, 2, {}), (buffers_left_out, "counting", 8, 8, {})],
+        1,
+    ),
+    *sample(
+        "faults of stale gradients",
+        [(stale_gradients, "mlp", 5, 2, {}), (stale_gradients, "unused", 2, 2, {})],
+        1,
+    ),
     (absent_as_zero, "partly_unused", 5, 5, {"steps": 8}),
     (norm_of_the_own, "mlp", 5, 2, {"max_norm": 0.05}),
     (seeded_by_worker, "transformer", 5, 2, {}),
@@ -751,7 +799,7 @@ def test_arrival_order_goes_unnoticed_where_there_is_no_other():
     recipe = family.recipe(8, make_model=Planted(family.make_model, arrival_order))
     assert course(recipe, engine="processes", workers=2) == course(family.recipe(8), engine="inline")
     with pytest.raises(AssertionError, match="8 workers"):
-        same(recipe, (8,))
+        same(recipe, 8)
 
 
 def test_evaluations_out_of_order_are_seen(monkeypatch):
@@ -766,8 +814,9 @@ def test_evaluations_out_of_order_are_seen(monkeypatch):
         assert run.evaluate(metric, (x, x), 1) != inline.evaluate(metric, (x, x), 1)
 
 
-@pytest.mark.parametrize("kind", [np.float32, np.float64])
-def test_memory_maps_as_data(tmp_path, kind):
+@two_or_three("memory maps")
+@pytest.mark.parametrize("kind", sample("memory maps", [np.float32, np.float64], 1))
+def test_memory_maps_as_data(tmp_path, kind, workers):
     """Data in files, mapped, in rows or in columns: workers map the same files."""
     columns = []
     for number, order in enumerate("CF"):
@@ -776,4 +825,4 @@ def test_memory_maps_as_data(tmp_path, kind):
         mapped.flush()
         columns.append(np.memmap(tmp_path / f"{number}", dtype=kind, mode="r", shape=(SAMPLES, 5), order=order))
     model = functools.partial(nn.Linear, 5, 5, dtype=torch.float32 if kind is np.float32 else torch.float64)
-    same(phalanx.Recipe(model, tuple(columns), F.mse_loss, replicas=5, batch_size=7, steps=4), (2, 3))
+    same(phalanx.Recipe(model, tuple(columns), F.mse_loss, replicas=5, batch_size=7, steps=4), workers)

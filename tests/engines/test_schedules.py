@@ -13,6 +13,7 @@ from phalanx.engines.processes.worker import Worker
 from phalanx.frameworks.torch.optimizer import Update
 from tests.engines.deaths import Trapped, sprung
 from tests.families import ADAMW, FAMILIES, OPTIMIZERS, SCHEDULERS
+from tests.sampling import cover, sample
 
 MLP = FAMILIES["mlp"]
 MAKE = MLP.recipe(3).make_model
@@ -130,21 +131,22 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_workers_change_nothing(name):
+@pytest.mark.parametrize(("name", "workers"), cover("schedules that look", CASES, [1, 2, 3]))
+def test_workers_change_nothing(name, workers):
     """A scheduler that looks at parameters ends in the inline digest, which is not that of a plain one."""
     recipe = give(*CASES[name])
     wanted = recipe.train(engine="inline")
     assert wanted.digest != give(Plain, CASES[name][1]).train(engine="inline").digest
-    for workers in (1, 2, 3):
-        result = recipe.train(engine="processes", workers=workers)
-        assert (result.digest, result.loss_history) == (wanted.digest, wanted.loss_history)
-        flags = [[item.requires_grad for item in found.model.parameters()] for found in (result, wanted)]
-        assert flags[0] == flags[1]
+    result = recipe.train(engine="processes", workers=workers)
+    assert (result.digest, result.loss_history) == (wanted.digest, wanted.loss_history)
+    flags = [[item.requires_grad for item in found.model.parameters()] for found in (result, wanted)]
+    assert flags[0] == flags[1]
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("worker", "step", "place"), [(0, 4, "COMPUTING"), (1, 6, "half updated"), (0, 5, "UPDATED")])
+FALLS = [(0, 4, "COMPUTING"), (1, 6, "half updated"), (0, 5, "UPDATED")]
+
+
+@pytest.mark.parametrize(("name", "worker", "step", "place"), cover("deaths in schedules", CASES, FALLS))
 def test_deaths_change_nothing(tmp_path, name, worker, step, place):
     """A worker that ends after the scheduler looked at parameters is replaced; nothing is done again with others."""
     scheduler, optimizer = CASES[name]
@@ -170,8 +172,7 @@ def test_a_planted_fault_shows(tmp_path):
     assert sprung(tmp_path) == 1
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("half", [2, 4, 6])
+@pytest.mark.parametrize(("name", "half"), cover("resumed schedules", CASES, [2, 4, 6]))
 def test_a_resumed_run_goes_on_alike(tmp_path, name, half):
     """A run that goes on from a snapshot has the groups, flags and rates that it had there."""
     wanted = give(*CASES[name]).train(engine="inline").digest
@@ -233,18 +234,23 @@ class Renewing(Plain):
         self.optimizer.state = {}
 
 
+WRITING = [
+    (Clamping, "wrote parameter"),
+    (ClampingData, "wrote parameter"),
+    (Replacing, "wrote parameter"),
+    (Forgetting, "optimizer's state"),
+    (Renewing, "optimizer's state"),
+]
+
+
 @pytest.mark.parametrize(
-    ("scheduler", "told"),
+    ("options", "scheduler", "told"),
     [
-        (Clamping, "wrote parameter"),
-        (ClampingData, "wrote parameter"),
-        (Replacing, "wrote parameter"),
-        (Forgetting, "optimizer's state"),
-        (Renewing, "optimizer's state"),
+        *(({"engine": "inline"}, *case) for case in WRITING),
+        *sample("writing schedules", [({"engine": "processes", "workers": 2}, *case) for case in WRITING], 2),
     ],
 )
-@pytest.mark.parametrize("options", [{"engine": "inline"}, {"engine": "processes", "workers": 2}], ids=["inline", "2"])
-def test_writing_is_refused(scheduler, told, options):
+def test_writing_is_refused(options, scheduler, told):
     """A scheduler that writes weights or looks at optimizer state is refused in every engine, with a way out."""
     with pytest.raises(phalanx.UsageError, match=rf"(?s){told}.*register_step_post_hook"):
         give(scheduler).train(**options)

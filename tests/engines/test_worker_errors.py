@@ -25,6 +25,7 @@ from torch.utils.data import default_collate
 
 import phalanx
 from tests.families import TrappedNet
+from tests.sampling import cover, sample
 
 SAMPLES, STEPS, FAILING, MARK, REPLICAS = 96, 6, 3, 50.0, 4
 SOON = 15  # seconds within which nothing may hang, on a busy machine
@@ -151,8 +152,7 @@ def notes(error):
 # User code
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "workers"), cover("errors in user code", PLACES, [2, 3]))
 def test_an_error_in_user_code_arrives_as_inline(place, workers):
     """A WorkerError from the user's exception, with step, replica, samples, remote traceback and last good state."""
     changes = failing_at(place, raising(lambda: KeyError("no such image")))
@@ -209,7 +209,7 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("kind", ERRORS)
+@pytest.mark.parametrize("kind", sample("errors of users", ERRORS, 5))
 def test_the_cause_is_of_the_users_own_class(kind):
     """``except`` and ``isinstance`` work on the cause: it has the class, text and attributes of what was raised."""
     changes = failing_at("loss", raising(ERRORS[kind]))
@@ -259,8 +259,7 @@ def test_an_error_that_cannot_be_shown_does_not_hang():
             recipe(**failing_at("loss", raising(Mute))).train(**options)
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4])
-@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize(("workers", "slow"), cover("several errors", [2, 3, 4], [False, True]))
 def test_of_several_errors_the_one_of_the_lowest_replica_is_raised(slow, workers):
     """Whichever worker fails first: the error is that of the lowest replica, as one process would have met it."""
 
@@ -294,7 +293,7 @@ def failing_once(path):
     return explode
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", sample("going on after an error", PLACES, 3))
 def test_a_run_goes_on_after_an_error(place, tmp_path):
     """A step that failed once can be done again, by iterating or stepping, to the digest of an undisturbed run."""
     changes = failing_at(place, failing_once(tmp_path / "failed"))
@@ -362,8 +361,7 @@ def bad_value(kind):
     return {"data": marked(1, 3, x=None, y=float(kind))}
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("kind", ["nan", "inf", "gradient"])
+@pytest.mark.parametrize(("kind", "workers"), cover("values not finite", ["nan", "inf", "gradient"], [2, 3]))
 def test_a_value_that_is_not_finite_is_told_as_inline(kind, workers):
     """A NonFiniteError with the same words, step, replica, samples and state, whoever computed the replica."""
     several = workers_error(workers, **bad_value(kind))
@@ -372,12 +370,11 @@ def test_a_value_that_is_not_finite_is_told_as_inline(kind, workers):
     assert_same(several, inline_error(**bad_value(kind)))
 
 
-@pytest.mark.parametrize("kind", ["nan", "inf", "gradient"])
-def test_skip_and_ignore_do_as_inline(kind):
+@pytest.mark.parametrize(("kind", "choice"), cover("skip and ignore", ["nan", "inf", "gradient"], ["skip", "ignore"]))
+def test_skip_and_ignore_do_as_inline(kind, choice):
     """With on_nonfinite='skip' and 'ignore' the digests agree."""
-    for choice in ("skip", "ignore"):
-        made = recipe(**bad_value(kind), on_nonfinite=choice)
-        assert made.train(workers=3, engine="processes").digest == made.train(engine="inline").digest
+    made = recipe(**bad_value(kind), on_nonfinite=choice)
+    assert made.train(workers=3, engine="processes").digest == made.train(engine="inline").digest
 
 
 def test_a_step_in_which_nothing_counts_is_told_as_inline():
@@ -558,8 +555,7 @@ DEATHS = {
 }
 
 
-@pytest.mark.parametrize("place", ["model", pytest.param("dataset", marks=pytest.mark.campaign)])
-@pytest.mark.parametrize("way", DEATHS)
+@pytest.mark.parametrize(("way", "place"), cover("what ends workers", DEATHS, ["model", "dataset"]))
 def test_what_ends_every_worker_is_told_soon(way, place):
     """os._exit, a segmentation fault or a signal in user code, each time: a RunError says where and how; no hang."""
     with recipe(**failing_at(place, lambda: die_by(way))).start(workers=2, engine="processes") as run:
@@ -596,8 +592,10 @@ def test_what_ends_workers_while_everybody_runs_ahead_is_told():
     assert_no_workers()
 
 
-@pytest.mark.parametrize("number", [0, 1])
-@pytest.mark.parametrize("when", ["between steps", "in a step", "in an evaluation", "before close"])
+MOMENTS = ["between steps", "in a step", "in an evaluation", "before close"]
+
+
+@pytest.mark.parametrize(("when", "number"), cover("killed workers", MOMENTS, [0, 1]))
 def test_a_worker_that_is_killed_is_replaced(when, number):
     """SIGKILL from outside, whenever it comes: the run goes on with another, close() works, nothing is left."""
 
@@ -709,8 +707,9 @@ def all_steps(made, call):
             run.step() if call == "step" else next(run)
 
 
-@pytest.mark.parametrize("replicas", [(2,), (0, 1, 2, 3)])
-@pytest.mark.parametrize("call", ["train", "iterate", "step"])
+@pytest.mark.parametrize(
+    ("call", "replicas"), cover("Ctrl-C in a long step", ["train", "iterate", "step"], [[2], [0, 1, 2, 3]])
+)
 def test_ctrl_c_in_a_long_step_comes_back_with_the_state(call, replicas, tmp_path):
     """A step that would take 60 s is left at once; ``error.result`` is the state after the last whole step."""
     sleeping = tmp_path / "sleeping"
@@ -746,7 +745,7 @@ def test_a_run_goes_on_after_ctrl_c(tmp_path):
         assert run.result().digest == recipe(data=marked(2)).train(engine="inline").digest
 
 
-@pytest.mark.parametrize("then", ["step", "result", "evaluate"])
+@pytest.mark.parametrize("then", sample("after Ctrl-C", ["step", "result", "evaluate"], 2))
 def test_a_run_goes_on_after_ctrl_c_in_an_evaluation(then, tmp_path):
     """Interrupted in a metric, the run is whole: steps, result and evaluations are as if nothing had been."""
     sleeping = tmp_path / "sleeping"
@@ -815,7 +814,7 @@ def test_ctrl_c_pressed_twice_comes_back_from_stubborn_code(tmp_path):
 # Evaluation
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", sample("errors in a metric", [2, 3], 1))
 def test_an_error_in_a_metric_arrives_as_inline(workers):
     """A WorkerError from the user's exception, with the samples of the first failing chunk; the run goes on."""
     x = X.copy()

@@ -1,5 +1,7 @@
 """R = k has the bits of a plain loop that computes k shares alone and adds them in the fixed order."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ from torch.nn import functional as F
 import phalanx
 from tests.by_hand import answer, compute, evaluate, fold, folded, one, read, settle, start, update
 from tests.families import DATA, FAMILIES, OPTIMIZERS, SAMPLES, SCHEDULERS, PartlyUnused, muon_and_adamw
+from tests.sampling import cover
 
 MLP = FAMILIES["mlp"]
 CASES = [(name, replicas) for name, family in FAMILIES.items() for replicas in family.replicas]
@@ -49,18 +52,21 @@ def test_the_order_of_the_fold():
     assert fold([None, Term(1), None, Term(3)]) == "(1+3)"
 
 
-@pytest.mark.parametrize("batch_size", [7, 9, 10, 13, SAMPLES])
-@pytest.mark.parametrize("replicas", [2, 3, 6, 7, 8])
-@pytest.mark.parametrize("name", ["mlp", "constant_buffers"])
+UNEVEN = itertools.product(["mlp", "constant_buffers"], [2, 3, 6, 7, 8])
+SMALLER = itertools.product([1, 2, 5], [7, 8, 13])
+
+
+@pytest.mark.parametrize(("name", "replicas", "batch_size"), cover("uneven", UNEVEN, [7, 9, 10, 13, SAMPLES]))
 def test_uneven_shares(name, replicas, batch_size):
     """Shares that differ by one sample weigh as many samples as they hold."""
     recipe = FAMILIES[name].recipe(replicas, batch_size=batch_size)
     assert trained(recipe) == answer(recipe)
 
 
-@pytest.mark.parametrize("replicas", [7, 8, 13])
-@pytest.mark.parametrize("batch_size", [1, 2, 5])
-@pytest.mark.parametrize("name", ["mlp", "transformer", "counting", "partly_unused", "masked_tokens"])
+@pytest.mark.parametrize(
+    ("name", "batch_size", "replicas"),
+    cover("smaller than R", ["mlp", "transformer", "counting", "partly_unused", "masked_tokens"], SMALLER),
+)
 def test_batches_smaller_than_r(name, batch_size, replicas):
     """Replicas without a sample are absent: not zeros, not in the mean, not in the buffers."""
     family, five = FAMILIES[name], [1, 2, 3, 5, 6]  # those that have tokens in masked_tokens
@@ -69,8 +75,7 @@ def test_batches_smaller_than_r(name, batch_size, replicas):
     assert trained(recipe) == answer(recipe)
 
 
-@pytest.mark.parametrize("max_norm", [0.05, 1e6])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "max_norm"), cover("clipping of families", FAMILIES, [0.05, 1e6]))
 def test_clipping(name, max_norm):
     """The mean gradient is clipped, not the replicas', with the bits of ``clip_grad_norm_``."""
     recipe = FAMILIES[name].recipe(3, max_norm=max_norm)
@@ -97,8 +102,7 @@ def test_a_list_of_optimizers():
     assert trained(recipe) == answer(recipe)
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
-@pytest.mark.parametrize("name", DATA)
+@pytest.mark.parametrize(("name", "replicas"), cover("data by hand", DATA, [2, 3]))
 def test_data(name, replicas):
     """Every kind of data is read and collated share by share, with the random numbers of the loop by hand."""
     recipe = MLP.recipe(replicas, steps=6, **DATA[name])

@@ -12,6 +12,7 @@ from torch.optim import lr_scheduler
 import phalanx
 from tests.by_hand import answer, folded, one
 from tests.families import DATA, FAMILIES, FEATURES, OPTIMIZERS, SAMPLES, SCHEDULERS, Unused, mlp, muon_and_adamw
+from tests.sampling import cover
 
 MLP = FAMILIES["mlp"]
 
@@ -55,8 +56,7 @@ def test_parameters_without_an_optimizer(max_norm):
     assert trained(recipe) == answer(recipe)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd_nesterov", "adamw"])
-@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize(("name", "optimizer"), cover("schedulers by hand", SCHEDULERS, ["sgd_nesterov", "adamw"]))
 def test_schedulers(name, optimizer):
     """Every scheduler is stepped once a step after the optimizers, as by hand; without it the end differs."""
     changes = {"steps": 6, "optimizer": OPTIMIZERS[optimizer]}
@@ -65,8 +65,10 @@ def test_schedulers(name, optimizer):
     assert trained(recipe) != trained(MLP.recipe(1, **changes))
 
 
-@pytest.mark.parametrize("max_norm", [0.05, 1.0, 1e6])
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "shared_grad"])
+@pytest.mark.parametrize(
+    ("name", "max_norm"),
+    cover("clipping by hand", [name for name in FAMILIES if name != "shared_grad"], [0.05, 1.0, 1e6]),
+)
 def test_clipping(name, max_norm):
     """Clipping, far below, near and far above the norm, has the bits of ``clip_grad_norm_``."""
     recipe = FAMILIES[name].recipe(1, max_norm=max_norm)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import phalanx
 from tests.by_hand import answer
 from tests.families import DATA, FAMILIES
+from tests.sampling import cover
 
 TRANSFORMER = FAMILIES["transformer"]
 EVERY_GENERATOR = FAMILIES["mlp"].recipe(2, **DATA["dataset_and_drawing_collate"])
@@ -114,8 +115,10 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["transformer", "conv_norm", "bfloat16", "bfloat16_reused", "own_autocast"])
+CAST = ["transformer", "conv_norm", "bfloat16", "bfloat16_reused", "own_autocast"]
+
+
+@pytest.mark.parametrize(("name", "mode"), cover("modes of the caller", CAST, MODES))
 def test_the_caller_s_modes_change_nothing(name, mode):
     """Whatever grad mode, inference mode or autocast the caller is in, the answer is the same, and so is the model."""
     recipe = FAMILIES[name].recipe(3)
@@ -232,8 +235,7 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize(("name", "mode"), cover("failures in modes", FAILURES, MODES))
 def test_failures_leave_the_surroundings(name, mode):
     """After any failure, Ctrl-C included, the surroundings are the caller's."""
     kind, changes, callbacks = FAILURES[name]

@@ -21,12 +21,12 @@ import phalanx
 from phalanx.engines import auto
 from phalanx.engines.processes import pool as crew
 from phalanx.surroundings import interrupts
+from tests.sampling import SEED, generator
 
 X = torch.randn(48, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.randn(48, 1, generator=torch.Generator().manual_seed(1))
 STEPS = 12
 SWALLOWED = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Ctrl-C in a finalizer
-SEED = int(os.environ.get("PHALANX_SEED", "0")) or random.SystemRandom().randrange(1 << 30)  # printed where it fails
 
 
 class Net(nn.Module):
@@ -108,14 +108,15 @@ VERBS = {
 
 
 @SWALLOWED
+@pytest.mark.parametrize("lines", [3, pytest.param(30, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("verb", VERBS)
-def test_ctrl_c_at_any_line_inline(verb, tmp_path):
+def test_ctrl_c_at_any_line_inline(verb, lines, tmp_path):
     """Wherever in a verb Ctrl-C comes, the process is as before, modules keep their modes, and the run can go on."""
-    rng = random.Random(SEED)
+    rng = generator(f"{lines} lines of {verb}")
     call = VERBS[verb]
     with recipe().start(engine="inline") as run:
         count, _ = lines_of(lambda: call(run, tmp_path))
-    for at in sorted(rng.sample(range(1, count), 12)):
+    for at in sorted(rng.sample(range(1, count), lines)):
         before = surroundings()
         with recipe().start(engine="inline") as run:
             lines_of(lambda: call(run, tmp_path), at)
@@ -127,17 +128,18 @@ def test_ctrl_c_at_any_line_inline(verb, tmp_path):
 
 
 @SWALLOWED
-def test_ctrl_c_at_any_line_with_workers(tmp_path):
+@pytest.mark.parametrize("steps", [10, pytest.param(60, marks=pytest.mark.campaign)])
+def test_ctrl_c_at_any_line_with_workers(steps, tmp_path):
     """With workers the run goes on to the same digest, however often Ctrl-C comes, in whatever verb."""
-    rng = random.Random(SEED)
+    rng = generator(f"lines of {steps} steps")
     before = surroundings()
-    with recipe(steps=40).start(engine="processes", workers=2) as run:
-        while run.steps < 30:
+    with recipe(steps=steps + 10).start(engine="processes", workers=2) as run:
+        while run.steps < steps:
             call = VERBS[rng.choice(list(VERBS))]
             lines_of(lambda: call(run, tmp_path), rng.randrange(1, 600))  # noqa: B023  called at once
             assert all(module.training for module in run.result().model.modules())
         run.finish()
-        assert run.result().digest == digest_after(40), f"PHALANX_SEED={SEED}"
+        assert run.result().digest == digest_after(steps + 10), f"PHALANX_SEED={SEED}"
     assert surroundings() == before
 
 

@@ -70,7 +70,8 @@ class Network:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            process.file.close()
+            if process.file is not None:
+                process.file.close()
         for name in [*self.hosts, self.bridge]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
@@ -103,19 +104,19 @@ class Network:
         command = ["ip", "netns", "exec", self.hosts[number], "cat", path]
         return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
-    def start(self, number, *command, **environment):
-        """Run something on a host; its output and errors are in ``process.output``."""
+    def start(self, number, *command, streams=None, **environment):
+        """Run something on a host; its output and errors are in ``process.file``, or where ``streams`` say."""
         told = {"OMP_NUM_THREADS": "1", "NPROC": "1", "PYTHONPATH": f"{ROOT}/src:{ROOT}", **environment}
-        file = tempfile.TemporaryFile("w+")  # noqa: SIM115  read when it has ended
+        file = tempfile.TemporaryFile("w+") if streams is None else None  # noqa: SIM115  read when it has ended
         process = subprocess.Popen(
-            ["ip", "netns", "exec", self.hosts[number], *command], stdout=file, stderr=subprocess.STDOUT,
-            env={**os.environ, **told}, start_new_session=True, cwd=ROOT,
+            ["ip", "netns", "exec", self.hosts[number], *command], env={**os.environ, **told}, start_new_session=True,
+            cwd=ROOT, **(streams or {"stdout": file, "stderr": subprocess.STDOUT}),
         )  # fmt: skip
         process.file = file
         self.processes.append(process)
         return process
 
-    def ranks(self, code, *arguments, each=1, **environment):
+    def ranks(self, code, *arguments, each=1, streams=None, **environment):
         """``each`` processes of a script per host, as a launcher would start them; by rank."""
         size = len(self.hosts) * each
         world = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": str(29500 + next(NUMBERS)), "WORLD_SIZE": str(size),
@@ -129,6 +130,7 @@ class Network:
                 *arguments,
                 RANK=str(rank),
                 LOCAL_RANK=str(rank % each),
+                streams=streams,
                 **world,
             )
             for rank in range(size)

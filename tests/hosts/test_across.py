@@ -8,7 +8,7 @@ import torch
 from torch import distributed as dist
 
 from phalanx.engines.hosts import slices
-from phalanx.engines.hosts.rendezvous import Across, Barrier
+from phalanx.engines.hosts.rendezvous import Across, Rendezvous
 from phalanx.errors import SeveredError
 from phalanx.plan.fold import fold_values
 from phalanx.plan.placement import hosts
@@ -27,7 +27,7 @@ def together(count, replicas, work, blanks):
 
     def host(rank):
         try:
-            rendezvous = Barrier(("127.0.0.1", store.port), run, rank, blocks, 20.0, "lo")
+            rendezvous = Rendezvous(("127.0.0.1", store.port), run, rank, blocks, 20.0, "lo")
             found[rank] = work(rank, Across(rendezvous, 0, replicas, blanks, range(len(blanks))))
         except BaseException as error:
             found[rank] = error

@@ -1,6 +1,8 @@
 """Many hosts, one answer: digests over network namespaces, refusals at the start, and hosts that are lost."""
 
+import functools
 import importlib.util
+import itertools
 import json
 import signal
 import sys
@@ -10,41 +12,38 @@ import pytest
 import torch
 
 import phalanx
-from phalanx.checkpoint.wire import packed, unpacked
+from phalanx.checkpoint.tensors import packed, unpacked
 from phalanx.engines.hosts.slices import chunks, stretches
 from phalanx.plan.placement import additions, hosts, remaining
 from tests.families import FAMILIES
 from tests.hosts.network import Network, descendants, gone, output, strike, until, why_not
+from tests.hosts.worlds import BEGIN, END, Pair
+from tests.sampling import sample
 
 WHY_NOT = why_not()
 NEEDS_NAMESPACES = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 JAX = pytest.mark.skipif(importlib.util.find_spec("optax") is None, reason="needs jax and optax")
 
 TRAIN = """
-import json, os, sys
-kind, name, replicas, workers = sys.argv[1:]
-families = __import__("tests.jax.families" if kind == "jax" else "tests.families", fromlist=["FAMILIES"]).FAMILIES
-recipe = families[name].recipe(int(replicas))
-import phalanx
-x, y = recipe.data
-with recipe.start(workers=int(workers)) as run:
+families = __import__({module!r}, fromlist=["FAMILIES"]).FAMILIES
+with families[{name!r}].recipe({replicas}).start(workers={workers}) as run:
     run.finish()
     result = run.result()
-print(json.dumps({"digest": result.digest, "losses": result.loss_history, "workers": result.workers}))
+told += [result.digest, result.loss_history, result.workers]
 """
 SENT = """
-import pathlib, sys, phalanx, torch
+import pathlib
 steps, made = 6, lambda: torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.ReLU(), torch.nn.Linear(300, 10))
 torch.manual_seed(0)
 x, y = torch.randn(64, 300), torch.randint(10, (64,))
 recipe = phalanx.Recipe(made, (x, y), torch.nn.functional.cross_entropy, replicas=8, batch_size=16, steps=steps + 2)
 count = sum(parameter.numel() for parameter in made().parameters())
 sent = lambda: int(pathlib.Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
-with recipe.start(workers=int(sys.argv[1])) as run:
+with recipe.start(workers={workers}) as run:
     for report in run:
         if report.step == 1:
             before = sent()
-    print((sent() - before) / steps / 4 / count)
+    told.append((sent() - before) / steps / 4 / count)
 """
 ENDLESS = """
 import os, sys, phalanx
@@ -62,10 +61,9 @@ except phalanx.RunError as error:
 """
 
 
-def trained(network, kind, name, replicas, workers, each=1):
-    """What every process of a run printed."""
-    processes = network.ranks(TRAIN, kind, name, str(replicas), str(workers), each=each)
-    found = [output(process) for process in processes]
+def anew(network, code, each=1):
+    """What every process of a run told, each started for it alone."""
+    found = [output(process) for process in network.ranks(BEGIN + code + END, each=each)]
     assert [status for status, _ in found] == [0] * len(found), found
     return [json.loads(text.splitlines()[-1]) for _, text in found]
 
@@ -78,22 +76,25 @@ def two():
 
 
 @pytest.fixture(scope="module")
+def pair(two):
+    """Runs a program on both hosts, in processes that stay for all programs; see ``Pair``."""
+    made = Pair(lambda code, **streams: two.ranks(code, streams=streams))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
 def three():
     """Three hosts."""
     with Network(3) as network:
         yield network
 
 
-def check(network, kind, name, replicas, workers, each=1):
-    """Every process ends with the digest and losses of one process alone."""
-    if kind == "jax":
-        from tests.jax.families import FAMILIES as families
-    else:
-        families = FAMILIES
-    wanted = families[name].recipe(replicas).train(engine="inline")
-    for found in trained(network, kind, name, replicas, workers, each):
-        assert (found["digest"], found["losses"]) == (wanted.digest, wanted.loss_history)
-        assert found["workers"] == workers
+def check(run, module, name, replicas, workers):
+    """Every process ends with the digest and losses of one process alone; ``run(code)`` is what they told."""
+    wanted = importlib.import_module(module).FAMILIES[name].recipe(replicas).train(engine="inline")
+    for told in run(TRAIN.format(module=module, name=name, replicas=replicas, workers=workers)):
+        assert told == [wanted.digest, wanted.loss_history, workers]
 
 
 @NEEDS_NAMESPACES
@@ -107,9 +108,10 @@ def check(network, kind, name, replicas, workers, each=1):
         ),
     ],
 )
-def test_two_hosts(two, name, workers, each):
+def test_two_hosts(two, pair, name, workers, each):
     """Two hosts with one worker or two, one process per host or per worker: the digest of one process."""
-    check(two, "torch", name, 8, workers, each)
+    run = pair if each == 1 else functools.partial(anew, two, each=each)
+    check(run, "tests.families", name, 8, workers)
 
 
 @NEEDS_NAMESPACES
@@ -118,23 +120,22 @@ def test_two_hosts(two, name, workers, each):
 )
 def test_three_hosts(three, name, replicas):
     """Three hosts, whose blocks are no whole branches of the fold's tree: the digest of one process."""
-    check(three, "torch", name, replicas, 3)
+    check(functools.partial(anew, three), "tests.families", name, replicas, 3)
 
 
 @JAX
 @NEEDS_NAMESPACES
-def test_jax(two):
+def test_jax(pair):
     """A jax recipe on two hosts."""
-    check(two, "jax", "mlp", 4, 2)
+    check(pair, "tests.jax.families", "mlp", 4, 2)
 
 
 @NEEDS_NAMESPACES
 @pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.campaign), 4])
-def test_bytes_between_two_hosts(two, workers):
+def test_bytes_between_two_hosts(pair, workers):
     """Each host sends 2 N (H - 1) / H floats a step, within a tenth, however many workers it has."""
-    found = [output(process) for process in two.ranks(SENT, str(workers))]
-    sent = float(found[0][1].splitlines()[-1])
-    assert sent == pytest.approx(2 * (2 - 1) / 2, rel=0.1), found
+    [sent], _ = pair(SENT.format(workers=workers))
+    assert sent == pytest.approx(2 * (2 - 1) / 2, rel=0.1)
 
 
 @NEEDS_NAMESPACES
@@ -171,15 +172,7 @@ except phalanx.UsageError as error:
 
 @NEEDS_NAMESPACES
 @pytest.mark.parametrize(
-    ("how", "victim"),
-    [
-        ("stopped", 0),
-        ("cut", 2),
-        *(
-            pytest.param(*one, marks=pytest.mark.campaign)
-            for one in (("killed", 0), ("killed", 2), ("stopped", 2), ("cut", 0))
-        ),
-    ],
+    ("how", "victim"), sample("lost hosts", itertools.product(["killed", "stopped", "cut"], [0, 2]), 1)
 )
 def test_a_lost_host_is_named(tmp_path, how, victim):
     """SIGKILL, SIGSTOP or a link that is down: all others end in bounded time, name the host, and leave nothing.

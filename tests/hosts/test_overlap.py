@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 import phalanx
 from phalanx.engines.hosts.link import HostLink
-from tests.hosts.test_world import world
 
 WIDTH = 420  # a layer is more than what is sent at once
 PLAIN, ABSENT, WEIGHED, TWICE, NOTHING, LATE = range(6)
@@ -119,9 +118,9 @@ tried(lambda: digest({replicas}, {folder!r}, {trusting}, {steps}, workers=4, dea
 
 
 @pytest.mark.parametrize("replicas", [4, pytest.param(8, marks=pytest.mark.campaign)])
-def test_whatever_is_not_as_usual(tmp_path, replicas):
+def test_whatever_is_not_as_usual(pair, tmp_path, replicas):
     """Absent gradients, weights, layers used in a pass inside a pass, a short batch: the digest of one process."""
-    found = world(CODE.format(replicas=replicas, folder=str(tmp_path), trusting=False, steps=None))
+    found = pair(CODE.format(replicas=replicas, folder=str(tmp_path), trusting=False, steps=None))
     assert found == [[digest(replicas, engine="inline")]] * 2
     assert not noted(tmp_path, "kept"), "gradients that were told are let go of"
     again = noted(tmp_path, "again")
@@ -130,9 +129,9 @@ def test_whatever_is_not_as_usual(tmp_path, replicas):
     assert len(noted(tmp_path, "early")) == (4 if replicas == 4 else 0), "workers with one replica send as they compute"
 
 
-def test_taking_all_to_be_as_usual_is_another_answer(tmp_path):
+def test_taking_all_to_be_as_usual_is_another_answer(pair, tmp_path):
     """The comparison matters: without it, what was sent too early would be the answer."""
-    [[here], [there]] = world(CODE.format(replicas=4, folder=str(tmp_path), trusting=True, steps=4))
+    [[here], [there]] = pair(CODE.format(replicas=4, folder=str(tmp_path), trusting=True, steps=4))
     wanted = digest(4, steps=4, engine="inline")
     assert len(here) == len(there) == len(wanted)
     assert wanted not in (here, there)

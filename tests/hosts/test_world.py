@@ -1,76 +1,30 @@
 """A world of two processes on loopback: run after run, what all must have in common, and why one of them left."""
 
 import dataclasses
-import json
-import os
-import socket
-import subprocess
-import sys
 
 import pytest
 import torch
 
 import phalanx
 from tests.families import FAMILIES
-from tests.state.runs import ROOT
-
-BEGIN = """
-import dataclasses, json, os, sys, time
-import torch
-import torch.distributed as dist
-import phalanx
-from tests.families import FAMILIES
-rank, family = int(os.environ["RANK"]), FAMILIES["mlp"]
-told, results = [], []
-def tried(make):
-    started = time.monotonic()
-    try:
-        told.append(make())
-    except Exception as error:
-        told.append(f"{type(error).__name__}: {error}")
-        results.append(getattr(error, "result", None))
-    assert time.monotonic() - started < 25, told
-"""
-END = "\nprint(json.dumps(told))"
+from tests.hosts.worlds import world
 
 
-def world(code, size=2, seconds=90, **environment):
-    """What each of so many processes told."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", BEGIN + code + END], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env={**os.environ, **told, **environment, "RANK": str(rank)}, text=True,
-        )
-        for rank in range(size)
-    ]  # fmt: skip
-    try:
-        found = [process.communicate(timeout=seconds) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0] * size, found
-    return [json.loads(out.splitlines()[-1]) for out, _ in found]
-
-
-def test_run_after_run():
+def test_run_after_run(pair):
     """A process may train again and again, each run ends without a word, and the store listens on loopback.
 
     User code never sees a process group.
     """
-    found = world("""
+    found = pair("""
 from phalanx.engines.hosts.world import World
-World.tell = lambda world, why: told.append(why)
+tell, World.tell = World.tell, lambda world, why: told.append(why)
 def loss(output, target):
     assert not dist.is_initialized()
     return family.loss_fn(output, target)
 for replicas in (4, 3, 5):
     tried(lambda: family.recipe(replicas, loss_fn=loss).train(deadline_seconds=20).digest)
     told.append(dist.is_initialized())
+World.tell = tell
 port = f":{int(os.environ['MASTER_PORT']):04X}"
 lines = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}").read().splitlines()[1:]]
 told += [place for _, place, _, state, *_ in lines if place.endswith(port) and state == "0A"] if rank == 0 else []
@@ -94,9 +48,9 @@ told.append(ones.item())
     assert found == [[wanted, wanted, 2.0]] * 2
 
 
-def test_batches_that_all_bring():
+def test_batches_that_all_bring(pair):
     """The same batch everywhere ends in the bits of one process; another in one of them is refused in all."""
-    found = world("""
+    found = pair("""
 x, y = family.data
 def steps(run, *starts):
     for start in starts:
@@ -116,9 +70,9 @@ with family.recipe(4, data=None, steps=None).start(deadline_seconds=20) as run:
 
 
 @pytest.mark.parametrize("odd", [0, pytest.param(1, marks=pytest.mark.campaign)])
-def test_an_error_of_one_process_is_told_to_all(odd):
+def test_an_error_of_one_process_is_told_to_all(pair, odd):
     """What user code raises in one process ends the others in seconds, with its words; and so does leaving early."""
-    found = world(f"""
+    found = pair(f"""
 odd = {odd}
 def loss(output, target):
     loss.calls += 1
@@ -150,9 +104,9 @@ told.append([results[0].steps, results[0].digest])
     assert "left the run: it was closed after" in other[2]
 
 
-def test_a_run_goes_on(tmp_path):
+def test_a_run_goes_on(pair, tmp_path):
     """From the directory of rank 0, in all processes: digest, losses and evaluations of a run in one go."""
-    found = world(f"""
+    found = pair(f"""
 x, y = family.data
 evaluation = phalanx.Evaluation(lambda output, target: output.double().mean(), (x, y), batch_size=4)
 for epochs in (1, 2):
@@ -183,12 +137,12 @@ def test_a_store_that_torchrun_keeps():
         assert world(code, **told) == [wanted] * 2
 
 
-def test_what_differs_is_named():
+def test_what_differs_is_named(pair):
     """Other steps, workers, data, closures or code in one process are refused in all, and devices that cannot be.
 
     A global that differs is told: it may be the process's rank.
     """
-    found = world("""
+    found = pair("""
 tried(lambda: family.recipe(4, steps=3 + rank).train())
 tried(lambda: family.recipe(4).train(workers=2 + 2 * rank))
 tried(lambda: family.recipe(4, steps=2).train(devices=["cuda:0"]))
@@ -222,9 +176,9 @@ told[-1] = [told[-1], [str(one.message).partition(", ")[0] for one in caught]]
 
 
 @pytest.mark.parametrize("stopped", [pytest.param([0, 1], marks=pytest.mark.campaign), [1]])
-def test_sigterm(tmp_path, stopped):
+def test_sigterm(pair, tmp_path, stopped):
     """To one process or to all: it ends all of them after a step, process 0 saves that, and the run goes on from it."""
-    found = world(f"""
+    found = pair(f"""
 import signal
 options = {{"run_dir": {str(tmp_path)!r}, "deadline_seconds": 20}}
 recipe = family.recipe(4, steps=30)

@@ -12,9 +12,9 @@ import torch
 import phalanx
 from tests.jax.by_hand import answer, folded
 from tests.jax.families import FAMILIES, FEATURES, OPTIMIZERS, cross_entropy, normal
+from tests.sampling import sample
 
 MLP = FAMILIES["mlp"]
-OFTEN = ("default", "adam_schedule", "multi_steps", "noise")  # the other optimizers in campaigns
 
 
 def trained(recipe):
@@ -24,34 +24,28 @@ def trained(recipe):
     return result.digest, result.loss_history
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["mlp", "whole_loss", *(pytest.param(name, marks=pytest.mark.campaign) for name in ("lenet", "transformer"))],
-)
+@pytest.mark.parametrize("name", sample("one jax replica", ["mlp", "whole_loss", "lenet", "transformer"], 1))
 def test_one_replica(name):
     """A recipe ends in the bits and losses of the plain loop."""
     recipe = FAMILIES[name].recipe(1)
     assert trained(recipe) == answer(recipe)
 
 
-@pytest.mark.parametrize("name", ["dropout", "masked_tokens", "bfloat16", "no_key"])
+@pytest.mark.parametrize("name", sample("jax replicas", ["dropout", "masked_tokens", "bfloat16", "no_key"], 2))
 def test_several_replicas(name):
     """A recipe ends in the bits of its uneven shares, weighted and folded by hand."""
     recipe = FAMILIES[name].recipe(3)
     assert trained(recipe) == answer(recipe)
 
 
-@pytest.mark.parametrize("replicas", [4, 7])
+@pytest.mark.parametrize("replicas", sample("counts of jax replicas", [4, 7], 1))
 def test_replica_counts(replicas):
     """Even shares, uneven ones and empty ones are folded as by hand."""
     recipe = MLP.recipe(replicas)
     assert trained(recipe) == answer(recipe)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in OFTEN else pytest.param(name, marks=pytest.mark.campaign) for name in OPTIMIZERS],
-)
+@pytest.mark.parametrize("name", sample("jax optimizers", OPTIMIZERS, 3))
 def test_optimizers(name):
     """Optimizers, schedules and what draws random numbers end in the bits of the loop by hand, state included."""
     recipe = MLP.recipe(2, steps=5, batch_size=10, optimizer=OPTIMIZERS[name]())
@@ -64,7 +58,7 @@ def test_a_factory_of_an_optimizer():
     assert trained(made) == trained(MLP.recipe(2, optimizer=optax.sgd(0.1)))
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", sample("jax clipping", [1, 2], 1))
 def test_clipping(replicas):
     """``max_norm`` is optax.clip_by_global_norm before the optimizer, in one compiled function; it does change bits."""
     recipe = MLP.recipe(replicas, max_norm=0.05)
@@ -80,7 +74,7 @@ def test_same_bits_again_and_other_answers():
     assert len(set(digests)) == 4
 
 
-@pytest.mark.parametrize(("fault", "name"), [("left_to_right", "mlp"), ("one_key", "dropout")])
+@pytest.mark.parametrize(("fault", "name"), sample("jax faults", [("left_to_right", "mlp"), ("one_key", "dropout")], 1))
 def test_faults_in_the_loop(fault, name):
     """Adding in another order, or one random key for all replicas, ends in another digest."""
     recipe = FAMILIES[name].recipe(4)
@@ -88,7 +82,7 @@ def test_faults_in_the_loop(fault, name):
     assert trained(recipe)[0] == right != wrong
 
 
-@pytest.mark.parametrize("convert", [jnp.asarray, torch.from_numpy])
+@pytest.mark.parametrize("convert", sample("jax columns", [jnp.asarray, torch.from_numpy], 1))
 def test_columns_of_other_kinds(convert):
     """Columns of jax or torch give the bits of the same numbers in numpy."""
     assert trained(MLP.recipe(2, data=tuple(map(convert, FEATURES)))) == trained(MLP.recipe(2))

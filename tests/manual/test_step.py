@@ -15,8 +15,9 @@ from torch.nn import functional as F
 import phalanx
 from phalanx import manual
 from phalanx.frameworks.torch.gradient import drop
-from phalanx.manual import computing
 from phalanx.manual import step as stepping
+from phalanx.surroundings import lanes
+from phalanx.surroundings.lanes import Lane
 from tests.by_hand import start, take
 from tests.families import (
     DATA,
@@ -35,6 +36,7 @@ from tests.families import (
     token_loss,
     whole,
 )  # fmt: skip
+from tests.sampling import cover
 
 ALGORITHMS = ["ordered", "ring", "naive"]
 MLP = FAMILIES["mlp"]
@@ -70,16 +72,14 @@ def trained(recipe):
     return [result.digest] * recipe.replicas, result.loss_history
 
 
-@pytest.mark.parametrize("replicas", [1, 3, 4])
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize(("name", "replicas"), cover("manual steps", PLAIN, [1, 3, 4]))
 def test_a_step_has_the_bits_of_a_recipe(name, replicas):
     """Weights, buffers, optimizer state and losses of every replica are those of the recipe with as many."""
     recipe = FAMILIES[name].recipe(replicas)
     assert by_manual(recipe) == trained(recipe)
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 5, 7, 10, 20])
-@pytest.mark.parametrize("replicas", [2, 3, 6, 7])
+@pytest.mark.parametrize(("replicas", "batch_size"), cover("manual shares", [2, 3, 6, 7], [1, 2, 5, 7, 10, 20]))
 def test_uneven_and_small_batches(replicas, batch_size):
     """Uneven shares weigh as many samples as they hold, and empty ones nothing."""
     for family in (MLP, FAMILIES["constant_buffers"], FAMILIES["partly_unused"], FAMILIES["counting"]):
@@ -507,28 +507,28 @@ class Witness(nn.Module):
         return self.body(x)
 
 
-def each_alone(works):
-    return [[work] for work in works]
+def each_alone(devices):
+    return [Lane(device, (replica,)) for replica, device in enumerate(devices)]
 
 
 @pytest.mark.parametrize("cast", [False, True])
 def test_devices_run_at_the_same_time(cast, monkeypatch):
     """Lanes run in threads of their own, with the caller's autocast, and end in the bits of one after another."""
     ends = []
-    for lanes in (computing._lanes, each_alone):
-        monkeypatch.setattr(computing, "_lanes", lanes)
+    for dealt in (lanes.dealt, each_alone):
+        monkeypatch.setattr(lanes, "dealt", dealt)
         Witness.threads.clear()
         replicas, optimizers = ready(Witness())
         with torch.autocast("cpu", torch.bfloat16, enabled=cast):
             loss = manual.data_parallel_step(replicas, optimizers, FEATURES, F.cross_entropy)
         ends.append((loss, *digests(replicas, optimizers, 1)))
-        assert (threading.get_ident() in Witness.threads) == (lanes is not each_alone)
+        assert (threading.get_ident() in Witness.threads) == (dealt is not each_alone)
     assert ends[0] == ends[1]
 
 
 def test_a_failure_in_a_thread_reaches_the_caller(monkeypatch):
     """An error on another device is the same error, and no replica is updated."""
-    monkeypatch.setattr(computing, "_lanes", each_alone)
+    monkeypatch.setattr(lanes, "dealt", each_alone)
     replicas, optimizers = ready(TrappedNet(raising))
     before = state(replicas, optimizers)
     with pytest.raises(phalanx.WorkerError, match="replica 1") as caught:

@@ -5,7 +5,22 @@ import random
 
 import pytest
 
-from phalanx.plan.lifecycle import Phase, Progress, joinable, judge, newest_whole
+from phalanx.plan.lifecycle import (
+    TABLE,
+    Action,
+    Fallen,
+    Phase,
+    Progress,
+    Repair,
+    Seen,
+    Situation,
+    Standing,
+    decide,
+    joinable,
+    judge,
+    newest_whole,
+    next_snapshot,
+)
 
 STEPS = 5
 INTERVAL = 2
@@ -194,3 +209,166 @@ judge_of_the_library = judge
 def test_the_table(places, step, torn):
     """By hand: from where everyone stood to how the run goes on."""
     assert judge([Progress(step, Phase(phase)) for step, phase in places]) == (step, torn)
+
+
+class Hands:
+    """Does what the table says to simulated workers; now and then it is broken off, or somebody else falls."""
+
+    def __init__(self, wall, fallen, rng):
+        self.rng = rng
+        self.workers, self.due, self.kept = wall.workers, wall.due, wall.kept
+        self.done = wall.workers[0].place.step  # the first worker reports a step when it begins the next
+        self.fallen, self.at_work = set(fallen), {worker.number for worker in wall.workers}
+        self.repair = None
+
+    def situation(self):
+        seen = [Seen(w.place, w.number in self.fallen, w.number in self.at_work) for w in self.workers]
+        return Situation(seen, range(0), self.done, self.due, self.kept, self.repair, portable=True, alone=True)
+
+    def finish(self):
+        """Until there is nothing left to do; the state must then be that of the last finished step."""
+        taken = []
+        while (decision := decide(self.situation())).action is not Action.GO_ON:
+            taken.append(decision.action)
+            assert len(taken) < 200
+            getattr(self, decision.action.name.lower())(decision)
+        assert not self.fallen
+        assert self.repair is None
+        assert [(worker.owned, worker.half) for worker in self.workers] == [(self.done, False)] * len(self.workers)
+        return taken
+
+    def stop(self, decision):
+        self.at_work &= self.fallen
+
+    def resume(self, decision):
+        assert [(worker.owned, worker.half) for worker in self.workers] == [(decision.step, False)] * len(self.workers)
+        self.done = max(self.done, decision.step)
+        self.repair = Repair(Action.RESUME, decision.step)
+        self.tell(decision.step, self.workers)
+
+    def take_back(self, decision):
+        assert {worker.saved for worker in self.workers} == {(decision.back_to, False)} or decision.back_to < 0
+        self.go_back(decision)
+
+    def go_back(self, decision):
+        self.repair = Repair(Action.GO_BACK, decision.back_to)
+        step = max(decision.back_to, 0)
+        self.tell(step, self.workers, restored=True)
+
+    def do_again(self, decision):
+        assert decision.step < self.done
+        for worker in self.workers:
+            worker.half, worker.place = True, Progress(decision.step, Phase.UPDATING)
+            if self.rng.random() < 0.1:
+                self.fallen.add(worker.number)
+            else:
+                worker.owned, worker.half, worker.place = (
+                    decision.step + 1,
+                    False,
+                    Progress(decision.step, Phase.UPDATED),
+                )
+        if not self.fallen:
+            for worker in self.workers:
+                worker.place = Progress(decision.step + 1, Phase.SAVING)
+
+    def tell(self, step, workers, restored=False):
+        """Replacements begin at ``step``; then all are told, unless that is broken off or somebody falls."""
+        for number in self.fallen:
+            workers[number].place = Progress(step, Phase.SAVING)
+        self.fallen, self.at_work = set(), set()
+        for worker in workers:
+            if self.rng.random() < 0.1:  # Ctrl-C
+                return
+            if self.rng.random() < 0.1:
+                self.fallen.add(worker.number)
+                return
+            worker.place = Progress(step, Phase.SAVING)
+            if restored:
+                worker.owned, worker.half = step, False
+        self.repair = None
+
+
+def carried_out(seeds=2000):
+    """What was done to make good deaths at any time, in many runs."""
+    taken = []
+    for seed in range(seeds):
+        rng = random.Random(seed)
+        wall = Wall(rng.randint(1, 4))
+        fallen = wall.run(rng, lambda worker, rng=rng: rng.random() < 0.02)
+        if fallen:
+            taken += Hands(wall, fallen, rng).finish()
+    return set(taken)
+
+
+def test_what_the_table_says_leads_back_to_the_last_finished_step():
+    """Any deaths, repairs that are broken off, deaths in repairs and in replays: it ends, with the state whole."""
+    assert carried_out() == {Action.STOP, Action.RESUME, Action.TAKE_BACK, Action.GO_BACK, Action.DO_AGAIN}
+
+
+@pytest.mark.parametrize(
+    ("fallen", "standing", "action"),
+    [
+        (Fallen.ANYBODY, Standing.TORN, Action.RESUME),
+        (Fallen.NOBODY, Standing.GOING_BACK, Action.RESUME),
+        (Fallen.NOBODY, Standing.BEHIND, Action.GO_ON),
+        (Fallen.ANYBODY, Standing.GOING_BACK, Action.RESUME),
+    ],
+)
+def test_a_wrong_row_is_caught(monkeypatch, fallen, standing, action):
+    """With one wrong entry in the table, the simulation ends in a wrong state, or never."""
+    monkeypatch.setitem(TABLE[fallen], standing, action)
+    with pytest.raises(AssertionError):
+        carried_out()
+
+
+def test_the_table_has_an_answer_for_everything():
+    """Every row has every column; over several hosts every death ends the run; what only one knew is lost with it."""
+    assert {fallen: set(row) for fallen, row in TABLE.items()} == {fallen: set(Standing) for fallen in Fallen}
+    assert set(TABLE[Fallen.PARTNER].values()) == {Action.PART}
+    stopped = set(Standing) - {Standing.WAITING, Standing.AT_WORK}
+    assert {TABLE[Fallen.KEEPER][standing] for standing in stopped} == {Action.LOSE}
+
+
+def seen(*places):
+    """Workers by (step, phase, whether fallen, whether at work)."""
+    return [Seen(Progress(step, phase), fallen, at_work) for step, phase, fallen, at_work in places]
+
+
+C, U, D = Phase.COMPUTING, Phase.UPDATING, Phase.UPDATED
+USUAL = {"granted": range(3, 9), "done": 3, "due": 2, "kept": 1, "repair": None, "portable": True, "alone": True}
+
+
+@pytest.mark.parametrize(
+    ("places", "changes", "decision"),
+    [
+        ([(3, C, True, True), (3, C, False, True)], {}, (Action.JOIN, 3, -1)),
+        ([(3, C, True, True), (3, C, False, True)], {"granted": range(0)}, (Action.STOP, 3, -1)),
+        ([(9, C, True, True), (9, C, False, True)], {}, (Action.STOP, 9, -1)),
+        ([(3, C, True, False), (3, C, False, True)], {}, (Action.STOP, 3, -1)),
+        ([(3, C, True, True), (3, C, False, True)], {"portable": False}, (Action.STOP, 3, -1)),
+        ([(3, C, False, True), (3, C, True, True)], {"portable": False}, (Action.JOIN, 3, -1)),
+        ([(3, C, True, True), (3, C, False, True)], {"alone": False}, (Action.PART, 3, -1)),
+        ([(3, U, True, True), (3, D, False, False)], {}, (Action.TAKE_BACK, 3, 2)),
+        ([(3, U, True, True), (3, D, False, False)], {"due": 4}, (Action.TAKE_BACK, 3, 1)),
+        ([(3, U, True, True), (3, D, False, False)], {"portable": False}, (Action.LOSE, 3, -1)),
+        ([(3, U, False, False), (3, U, False, False)], {}, (Action.TAKE_BACK, 3, 2)),
+        ([(3, U, False, False), (3, U, False, False)], {"portable": False}, (Action.GO_ON, 3, -1)),
+        ([(3, D, True, True), (3, D, False, False)], {}, (Action.RESUME, 4, -1)),
+        ([(3, C, False, False)], {"repair": Repair(Action.GO_BACK, 2)}, (Action.GO_BACK, 3, 2)),
+        ([(3, C, False, False)], {"repair": Repair(Action.RESUME, 3)}, (Action.RESUME, 3, -1)),
+        ([(2, C, False, False)], {}, (Action.DO_AGAIN, 2, -1)),
+        ([(3, C, False, False)], {}, (Action.GO_ON, 3, -1)),
+    ],
+)
+def test_decisions(places, changes, decision):
+    """By hand: who fell where, what was granted and saved, and what is done next."""
+    assert decide(Situation(seen(*places), **(USUAL | changes))) == decision
+
+
+def test_snapshots_are_announced():
+    """One is due after the interval, at once while the run is eager, and none while somebody reads the latest."""
+    assert next_snapshot(7, 5, 3.0, eager=0, held=False) == 8
+    assert next_snapshot(6, 5, 3.0, eager=0, held=False) == 5
+    assert next_snapshot(6, 5, 3.0, eager=7, held=False) == 7
+    assert next_snapshot(7, 5, 3.0, eager=9, held=True) == 5
+    assert newest_whole(due=8, kept=5, torn=7) == 5  # announced for later: nobody has begun it

@@ -12,7 +12,7 @@ import sys
 import torch
 
 from phalanx.checkpoint import snapshot
-from phalanx.checkpoint.directory import SNAPSHOTS, places
+from phalanx.checkpoint.directory import SNAPSHOTS, snapshot_folders
 from phalanx.definition.plain import decoded
 from tests.families import ADAMW, FAMILIES, conv_norm
 
@@ -38,7 +38,7 @@ def engine_of(workers):
 
 def steps_in(run_dir):
     """Steps of the snapshots in a directory, oldest first."""
-    return [int(place.name.removeprefix("step-")) for place in reversed(places(pathlib.Path(run_dir)))]
+    return [int(place.name.removeprefix("step-")) for place in reversed(snapshot_folders(pathlib.Path(run_dir)))]
 
 
 def folder_of(run_dir, step):

@@ -14,7 +14,8 @@ import torch
 
 import phalanx
 from phalanx.checkpoint import snapshot, tensors
-from phalanx.checkpoint.directory import places
+from phalanx.checkpoint.directory import snapshot_folders
+from tests.sampling import cover
 from tests.state.runs import (
     NEWER,
     OLDER,
@@ -111,8 +112,11 @@ FILE_DAMAGES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", FILE_DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    cover("damaged files", FILE_DAMAGES, FILES),
+    ids=lambda value: getattr(value, "__name__", None),
+)
 def test_a_damaged_file(run_dir, wanted, damage, name):
     """The older snapshot is used, with a warning that names the file; the run ends as if nothing had been."""
     if damage is take_the_older and name == snapshot.MANIFEST:
@@ -524,4 +528,4 @@ def test_other_things_in_the_directory(run_dir, wanted):
         (run_dir / name).write_text("mine")
     assert_same(go_on(run_dir), wanted)
     assert (run_dir / "snapshots/step-5").read_text() == "mine"
-    assert len(places(run_dir)) == 3
+    assert len(snapshot_folders(run_dir)) == 3

@@ -15,7 +15,7 @@ import sys
 import pytest
 
 import phalanx
-from phalanx.checkpoint import lock, log
+from phalanx.checkpoint import files, lock
 from phalanx.checkpoint.directory import RunDirectory
 from tests.state.runs import NEWER, OLDER, assert_same, engine_of, folder_of, listed, norm_recipe, steps_in
 
@@ -344,7 +344,7 @@ class Disk:
 
     def __init__(self, monkeypatch, room, most=1 << 30):
         self.room, self.most, self.write = room, most, os.write
-        monkeypatch.setattr(log.os, "write", self)
+        monkeypatch.setattr(files.os, "write", self)
 
     def __call__(self, descriptor, data):
         count = min(len(data), self.room, self.most)
@@ -360,8 +360,8 @@ def test_a_disk_that_is_full_at_any_byte(tmp_path, monkeypatch):
     written = [json.dumps(line).encode() + b"\n" for line in lines]
     for room in range(sum(map(len, written)) + 1):
         path = tmp_path / str(room)
-        descriptor = log.opened(path)
-        found = log.Log(descriptor)
+        descriptor = files.open_log(path)
+        found = files.Log(descriptor)
         with monkeypatch.context() as patched:
             disk = Disk(patched, room, most=1 + room % 7)
             for line in written[:3]:
@@ -433,7 +433,7 @@ def test_a_run_on_a_full_disk(tmp_path, room):
 
 def test_gluing_would_be_noticed(tmp_path, monkeypatch):
     """Negative twin: written without care, a torn line takes the next one with it."""
-    descriptor = log.opened(tmp_path / "log")
+    descriptor = files.open_log(tmp_path / "log")
     disk = Disk(monkeypatch, room=5)
     for line in (b'{"a": 1}\n', b'{"b": 2}\n'):
         disk(descriptor, line)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from phalanx.definition.fingerprint import Comparison, arrays, bytecode, functions, graph, shared
+from phalanx.definition.fingerprint import Comparison, arrays, bytecode, graph, objects, shared
 from phalanx.definition.fingerprint.graph import CODE, TREE, Graph
 from phalanx.definition.fingerprint.look import Look
 from tests.families import FAMILIES
@@ -60,7 +60,7 @@ def test_code_of_another_python(make, monkeypatch):
     module = make()
     given = ["loss_fn=plain_loss", "loss_fn=lambda output, target: (output - target).mean()"]
     sourced, sourceless = (written(recipe_of(module, text)) for text in given)
-    monkeypatch.setattr(functions, "VERSION", "3.99")
+    monkeypatch.setattr(objects, "VERSION", "3.99")
     monkeypatch.setattr("phalanx.definition.fingerprint.VERSION", "3.99")
     original = bytecode.spelled
     monkeypatch.setattr(bytecode, "spelled", lambda code: original(code) + " other instructions")

@@ -12,7 +12,7 @@ import warnings
 import pytest
 
 import phalanx
-from phalanx.checkpoint import snapshot, tensors, wire
+from phalanx.checkpoint import snapshot, tensors
 from phalanx.seams.snapshots import Captured
 from tests.state.runs import NEWER, contents, folder_of, norm_recipe, reheaded, sealed
 
@@ -240,9 +240,9 @@ def resumed(run_dir):
 def test_a_state_that_was_cut_on_the_way(good, cut):
     """What another process sends is checked as files are."""
     found = snapshot.read(folder_of(pathlib.Path(good), NEWER))
-    sent = wire.packed(Captured(dict(found.weights), dict(found.training), found.facts), {"more": 1})
-    state, more = wire.unpacked(sent)
+    sent = tensors.packed(Captured(dict(found.weights), dict(found.training), found.facts), {"more": 1})
+    state, more = tensors.unpacked(sent)
     assert (list(state.weights), more) == (list(found.weights), {"more": 1})
     with pytest.raises(phalanx.SnapshotError, match="that rank 0 sent cannot be used"):
-        wire.unpacked(sent[:cut])
+        tensors.unpacked(sent[:cut])
     assert contents(found)

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import functools
 import io
+import itertools
 import os
 import pathlib
 import shutil
@@ -16,6 +17,7 @@ import pytest
 import phalanx
 from phalanx.checkpoint import files, snapshot
 from phalanx.checkpoint.directory import RunDirectory, newest_of
+from tests.sampling import cover, sample
 from tests.state.runs import NEWER, OLDER, assert_same, contents, folder_of, listed, norm_recipe, steps_in
 
 # Children only write files; where jax is loaded it warns of every fork.
@@ -96,6 +98,9 @@ def watch(count, when):
     Torn.count = count
 
 
+WAYS = [("before", 1), ("before", 2), ("after", 1), ("after", 2)]
+
+
 def write_and_die(run_dir, state, keep, fatal, when):
     """Write a snapshot in a process that dies at an operation; returns what that exited with."""
     child = os.fork()
@@ -110,14 +115,7 @@ def write_and_die(run_dir, state, keep, fatal, when):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.parametrize(
-    ("when", "keep"),
-    [
-        ("before", 1),
-        ("after", 2),
-        *(pytest.param(*one, marks=pytest.mark.campaign) for one in (("before", 2), ("after", 1))),
-    ],
-)
+@pytest.mark.parametrize(("when", "keep"), sample("deaths while writing", WAYS, 1))
 def test_a_death_at_every_operation(tmp_path, good, next_state, wanted, when, keep):
     """Killed at any operation of a write: the last good snapshot loads, nothing is in the way of the next run."""
     older, newer = contents(snapshot.read(folder_of(good, NEWER))), contents(next_state)
@@ -264,13 +262,15 @@ class Broken:
 PLACES = ("mkdir", "open", "write", "fsync", "rename", "fsync of a folder")
 
 
-@pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)
-@pytest.mark.parametrize("operation", PLACES)
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("workers", "operation", "number"),
+    [
+        *cover("failing writes", itertools.product([1], PLACES), ERRORS),
+        *sample("failing writes of workers", itertools.product([2], PLACES, [errno.ENOSPC]), 2),
+    ],
+)
 def test_a_write_that_fails_is_told(tmp_path, monkeypatch, wanted, operation, number, workers):
     """A warning says which and why; the run goes on to its digest, older snapshots are whole, and nothing is left."""
-    if workers == 2 and number != errno.ENOSPC:
-        pytest.skip("one kind of error is enough there")
     broken = Broken(monkeypatch, operation, number, lambda step: step in (3, 4))
     options = {"engine": "inline"} if workers == 1 else {"engine": "processes", "workers": 2}
     with pytest.warns(UserWarning, match=r"snapshot of step [34] could not be written to .*the run goes on") as told:
@@ -285,8 +285,7 @@ def test_a_write_that_fails_is_told(tmp_path, monkeypatch, wanted, operation, nu
         assert snapshot.read(folder_of(tmp_path, step)).step == step
 
 
-@pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)
-@pytest.mark.parametrize("operation", PLACES)
+@pytest.mark.parametrize(("operation", "number"), cover("writes that end the run", PLACES, ERRORS))
 def test_a_write_that_fails_ends_the_run(tmp_path, monkeypatch, wanted, operation, number):
     """With on_snapshot_error="stop": an error with the state; later, the run goes on from the snapshot before."""
     Broken(monkeypatch, operation, number, lambda step: step == 3)

@@ -9,7 +9,7 @@ from typing import Any
 
 import phalanx_backend
 from phalanx.backend.group import Group
-from phalanx.backend.room import join
+from phalanx.backend.memory import join
 from phalanx.errors import PeerError
 
 __all__ = ["Group", "PeerError", "create"]
@@ -17,9 +17,9 @@ __all__ = ["Group", "PeerError", "create"]
 
 def create(options: Any, _: Any) -> Group:
     """Make a group; torch.distributed calls this on every rank of it."""
-    room = join(options.store, options.group_rank, options.group_size)
-    room.names = tuple(options.global_ranks_in_group) or room.names
-    return Group(room, options.timeout.total_seconds())
+    memory = join(options.store, options.group_rank, options.group_size)
+    memory.names = tuple(options.global_ranks_in_group) or memory.names
+    return Group(memory, options.timeout.total_seconds())
 
 
 phalanx_backend.register()  # torch does so too, unless that was switched off

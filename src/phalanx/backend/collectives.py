@@ -1,22 +1,91 @@
 """The collectives of a group, each as rounds in slots; big tensors go through in pieces that stay in cache.
 
-Every function is a generator that yields the ranks it waits for. Tensors are flat and contiguous.
+Every function is a generator that yields the ranks it waits for. Tensors are flat and contiguous. Sums and other
+reductions are taken in a fixed order: pairs of neighbours, then pairs of pairs, by rank; that of the fold. float16 and
+bfloat16 are added in float32 and rounded once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from phalanx.backend.memory import SLOT
 from phalanx.backend.progress import Steps
-from phalanx.backend.reduction import Reduction
-from phalanx.backend.room import SLOT
-from phalanx.backend.rounds import MOST, SIZE, Rounds, signature
+from phalanx.backend.rounds import DTYPES, MOST, OPERATIONS, SIZE, Rounds, signature
 from phalanx.errors import UsageError
+from phalanx.plan.fold import fold_values
 from phalanx.plan.shares import share_bounds
 
 DIRECT = 1 << 14  # bytes up to which every rank adds all of it, however many there are
+Op = Callable[..., torch.Tensor]
+OPS: dict[str, Op] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+NARROW = (torch.float16, torch.bfloat16)
+
+
+@functools.lru_cache
+def reduction(op: Any, dtype: torch.dtype, ranks: int) -> Reduction:
+    """How values of several ranks become one; ``op`` is one of torch.distributed's."""
+    return Reduction(str(op).rpartition(".")[2], dtype, ranks)
+
+
+class Reduction:
+    """How values of several ranks become one.
+
+    Parameters
+    ----------
+    name : str
+        Of the operation.
+    dtype : torch.dtype
+    ranks : int
+
+    Raises
+    ------
+    UsageError
+        There is no such reduction.
+    """
+
+    def __init__(self, name: str, dtype: torch.dtype, ranks: int) -> None:
+        if name not in OPS:
+            raise UsageError(f"op is {name}, which backend 'phalanx' has not; use one of {', '.join(OPERATIONS)}")
+        if dtype not in DTYPES:
+            raise UsageError(f"a tensor of {dtype} cannot be reduced; convert it first, to float32 for example")
+        plain = not (dtype.is_floating_point or dtype.is_complex)
+        wrong = (
+            (name in ("BAND", "BOR", "BXOR") and not plain)
+            or (name in ("MIN", "MAX") and dtype.is_complex)
+            or (name == "AVG" and plain)
+        )
+        if wrong:
+            raise UsageError(f"op {name} cannot be done for {dtype}; use another op, or convert the tensor first")
+        self.number = OPERATIONS.index(name)
+        self._op = OPS[name]
+        self._narrow = dtype in NARROW
+        self._divisor = ranks if name == "AVG" else 1
+
+    def into(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Reduce ``parts``, one per rank, into ``out``, which may be none of them."""
+        op = self._op
+        if len(parts) == 2 and not self._narrow:
+            op(parts[0], parts[1], out=out)
+        else:
+            total = fold_values([part.float() for part in parts] if self._narrow else parts, op)
+            assert total is not None  # there is a part of every rank
+            out.copy_(total / self._divisor if self._narrow and self._divisor != 1 else total)
+        if self._divisor != 1 and not self._narrow:
+            (torch.view_as_real(out) if out.is_complex() else out).div_(self._divisor)
 
 
 def barrier(rounds: Rounds) -> Steps:
@@ -103,8 +172,8 @@ def scatter(rounds: Rounds, flat: torch.Tensor, inputs: Sequence[torch.Tensor], 
         yield from rounds.come(word)
         slot = rounds.slots(part.dtype, rounds.size * len(part))[root].view(rounds.size, len(part))
         if rounds.rank == root:
-            for place, value in zip(slot, inputs, strict=True):
-                place.copy_(value[start : start + len(part)])
+            for target, value in zip(slot, inputs, strict=True):
+                target.copy_(value[start : start + len(part)])
         rounds.show()
         if rounds.rank != root:
             yield from rounds.see((root,))
@@ -171,8 +240,8 @@ def _dealt(rounds: Rounds, word: int, parts: Sequence[torch.Tensor], step: int =
     step = step or len(parts[0])
     yield from rounds.come(word)
     slots = rounds.slots(parts[0].dtype, rounds.size * step)
-    for place, part in zip(slots[rounds.rank].view(rounds.size, step), parts, strict=True):
-        place[: len(part)].copy_(part)
+    for target, part in zip(slots[rounds.rank].view(rounds.size, step), parts, strict=True):
+        target[: len(part)].copy_(part)
     rounds.show()
     return slots
 

@@ -12,13 +12,11 @@ import torch
 import torch.distributed as dist
 
 from phalanx.backend import collectives
+from phalanx.backend.memory import GroupMemory
 from phalanx.backend.messages import Inbox, receive, receive_any, send
-from phalanx.backend.progress import Line, Operation, Steps, leave
-from phalanx.backend.reduction import reduction
-from phalanx.backend.room import Room
+from phalanx.backend.progress import Operation, Queue, Steps, Work, leave
 from phalanx.backend.rounds import Rounds
 from phalanx.backend.tensors import Back, Flat, fitting, flattened, movable, raw, rows, split, then
-from phalanx.backend.work import Work
 from phalanx.errors import UsageError
 
 Tensors = Sequence[torch.Tensor]
@@ -29,19 +27,19 @@ class Group(dist.ProcessGroup):
 
     Parameters
     ----------
-    room : Room
+    memory : GroupMemory
     seconds : float
         How long to wait for others, unless a call says otherwise.
     """
 
-    def __init__(self, room: Room, seconds: float) -> None:
-        super().__init__(room.rank, room.size)  # type: ignore[call-arg]
-        self._room = room
+    def __init__(self, memory: GroupMemory, seconds: float) -> None:
+        super().__init__(memory.rank, memory.size)  # type: ignore[call-arg]
+        self._memory = memory
         self._seconds = seconds
-        self._rounds = Rounds(room)
-        self._line = Line()
-        self._outboxes = {rank: Line() for rank in self._rounds.others}
-        self._inboxes = {rank: Inbox(room, rank) for rank in self._rounds.others}
+        self._rounds = Rounds(memory)
+        self._queue = Queue()
+        self._outboxes = {rank: Queue() for rank in self._rounds.others}
+        self._inboxes = {rank: Inbox(memory, rank) for rank in self._rounds.others}
         self._name = ""
 
     def getBackendName(self) -> str:  # noqa: N802
@@ -178,8 +176,8 @@ class Group(dist.ProcessGroup):
 
     def send(self, tensors: Tensors, target: int, tag: int = 0) -> Work:
         """Send a tensor to one rank; it must not be changed before the work is done."""
-        steps = send(self._room, self._peer(target), tag, raw(flattened(tensors[0])))
-        name = f"send to rank {self._room.names[target]}, tag {tag}"
+        steps = send(self._memory, self._peer(target), tag, raw(flattened(tensors[0])))
+        name = f"send to rank {self._memory.names[target]}, tag {tag}"
         return self._message(name, self._outboxes[target], steps, tensors, None)
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Work:
@@ -187,19 +185,21 @@ class Group(dist.ProcessGroup):
         back: Back = []
         flat = raw(flattened(tensors[0], back))
         steps = then([receive(self._inboxes[self._peer(source)], source, tag, flat)], back)
-        return self._message(f"recv from rank {self._room.names[source]}, tag {tag}", Line(), steps, tensors, [source])
+        return self._message(
+            f"recv from rank {self._memory.names[source]}, tag {tag}", Queue(), steps, tensors, [source]
+        )
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         """Receive a tensor from whichever rank sent one."""
         back: Back = []
-        found: list[int] = []
-        steps = then([receive_any(self._inboxes, tag, raw(flattened(tensors[0], back)), found)], back)
-        return self._message(f"recv from any rank, tag {tag}", Line(), steps, tensors, found, anyone=True)
+        sources: list[int] = []
+        steps = then([receive_any(self._inboxes, tag, raw(flattened(tensors[0], back)), sources)], back)
+        return self._message(f"recv from any rank, tag {tag}", Queue(), steps, tensors, sources, anyone=True)
 
     def shutdown(self) -> None:
         """Give back what the group holds, and give up what is under way."""
-        leave(self._room)
-        self._room.close()
+        leave(self._memory)
+        self._memory.close()
 
     abort = shutdown
 
@@ -226,12 +226,12 @@ class Group(dist.ProcessGroup):
         return collectives.all_to_all(self._rounds, outputs, inputs)
 
     def _reduced(self, collective: Any, flat: torch.Tensor, op: Any, *root: int) -> Steps:
-        return collective(self._rounds, flat, reduction(op, flat.dtype, self._rounds.size), *root)
+        return collective(self._rounds, flat, collectives.reduction(op, flat.dtype, self._rounds.size), *root)
 
     def _reduce_scattered(self, flat: torch.Tensor, parts: Tensors, opts: Any) -> Steps:
         inputs = fitting("inputs", parts, flat, self.size())
         return collectives.reduce_scatter(
-            self._rounds, flat, inputs, reduction(opts.reduceOp.op, flat.dtype, self.size())
+            self._rounds, flat, inputs, collectives.reduction(opts.reduceOp.op, flat.dtype, self.size())
         )
 
     def _all(self, name: str, tensors: Tensors, steps: Any, opts: Any) -> Work:
@@ -240,15 +240,22 @@ class Group(dist.ProcessGroup):
 
     def _begin(self, name: str, steps: Sequence[Steps], back: Back, outputs: Any, opts: Any) -> Work:
         whole = steps[0] if len(steps) == 1 and not back else then(steps, back)
-        operation = Operation(whole, self._room, name)
-        self._line.begin(operation)
+        operation = Operation(whole, self._memory, name)
+        self._queue.begin(operation)
         return Work(operation, _seconds(opts, self._seconds), outputs)
 
     def _message(
-        self, name: str, line: Line, steps: Steps, tensors: Tensors, sources: list[int] | None, *, anyone: bool = False
+        self,
+        name: str,
+        queue: Queue,
+        steps: Steps,
+        tensors: Tensors,
+        sources: list[int] | None,
+        *,
+        anyone: bool = False,
     ) -> Work:
-        operation = Operation(steps, self._room, name, anyone=anyone)
-        line.begin(operation)
+        operation = Operation(steps, self._memory, name, anyone=anyone)
+        queue.begin(operation)
         return Work(operation, self._seconds, tensors, sources)
 
 

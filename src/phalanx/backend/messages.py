@@ -12,29 +12,23 @@ from typing import Any
 
 import torch
 
+from phalanx.backend.memory import GroupMemory
 from phalanx.backend.progress import Steps
-from phalanx.backend.room import LINE, PIPE, Room
 from phalanx.errors import UsageError
-from phalanx.shared.control import order
 
 HEADER = struct.Struct("=qq")  # tag, bytes
 
 
-def send(room: Room, target: int, tag: int, flat: torch.Tensor) -> Steps:
+def send(memory: GroupMemory, target: int, tag: int, flat: torch.Tensor) -> Steps:
     """Write ``flat``, which is bytes, into the pipe to ``target``."""
-    words, (first, pipe) = room.words, room.pipe(room.rank, target)
-    written, read = first, first + LINE
+    pipe = memory.pipe(memory.rank, target)
     data: Any = flat.numpy()
     for content in (memoryview(HEADER.pack(tag, len(flat))), memoryview(data)):
         left = content
         while left:
-            at, size = words[written] % PIPE, min(len(left), PIPE - (words[written] - words[read]))
-            size = min(size, PIPE - at)
+            size = pipe.write(left)
             if size:
-                pipe[at : at + size] = left[:size]
-                order()
-                words[written] += size
-                room.moved += 1
+                memory.moved += 1
                 left = left[size:]
             else:
                 yield (target,)
@@ -45,7 +39,7 @@ class Inbox:
 
     Parameters
     ----------
-    room : Room
+    memory : GroupMemory
     source : int
 
     Attributes
@@ -54,12 +48,10 @@ class Inbox:
         The rank in the world.
     """
 
-    def __init__(self, room: Room, source: int) -> None:
-        self.name = room.names[source]
-        self._room = room
-        self._words = room.words
-        self._written, self._pipe = room.pipe(source, room.rank)
-        self._read = self._written + LINE
+    def __init__(self, memory: GroupMemory, source: int) -> None:
+        self.name = memory.names[source]
+        self._memory = memory
+        self._pipe = memory.pipe(source, memory.rank)
         self._part = bytearray()  # of a message, or of its header
         self._coming: tuple[int, int] | None = None
         self.kept: dict[int, deque[bytearray]] = defaultdict(deque)
@@ -67,18 +59,12 @@ class Inbox:
 
     def look(self) -> None:
         """Take out of the pipe what is there."""
-        words = self._words
         while True:
             need = (HEADER.size if self._coming is None else self._coming[1]) - len(self._part)
-            at, there = words[self._read] % PIPE, words[self._written] - words[self._read]
-            order()
-            size = min(need, there, PIPE - at)
+            size = self._pipe.read(need, self._part)
             if need and not size:
                 return
-            self._part += self._pipe[at : at + size]
-            order()
-            words[self._read] += size
-            self._room.moved += 1
+            self._memory.moved += 1
             if size == need:
                 self._whole()
 
@@ -115,13 +101,13 @@ def receive(inbox: Inbox, source: int, tag: int, flat: torch.Tensor) -> Steps:
             del inbox.wanted[tag]
 
 
-def receive_any(inboxes: dict[int, Inbox], tag: int, flat: torch.Tensor, found: list[int]) -> Steps:
-    """Read the next message of ``tag``, from whomever; appends that rank to ``found``."""
+def receive_any(inboxes: dict[int, Inbox], tag: int, flat: torch.Tensor, sources: list[int]) -> Steps:
+    """Read the next message of ``tag``, from whomever; appends that rank to ``sources``."""
     while True:
         for source, inbox in inboxes.items():
             inbox.look()
             if tag in inbox.kept and tag not in inbox.wanted:
-                found.append(source)
+                sources.append(source)
                 _fill(flat, inbox.take(tag), inbox.name)
                 return
         yield tuple(inboxes)

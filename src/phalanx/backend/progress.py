@@ -4,8 +4,12 @@ There is no thread. An operation begins when it is called, as far as it can; wai
 way in this process, so that two ranks may wait for two operations in different orders.
 """
 
+# torch's stubs name parameters that it never names.
+# pyright: reportIncompatibleMethodOverride=false, reportAssignmentType=false
+
 from __future__ import annotations
 
+import datetime
 import math
 import os
 import threading
@@ -14,7 +18,10 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from typing import Any
 
-from phalanx.backend.room import Room
+import torch
+import torch.distributed as dist
+
+from phalanx.backend.memory import GroupMemory
 from phalanx.errors import PeerError
 
 Steps = Generator[Sequence[int], None, Any]  # yields the ranks that it waits for
@@ -22,7 +29,7 @@ SPIN_SECONDS = 0.0003
 NAP_SECONDS, LONGEST_NAP_SECONDS = 0.00002, 0.0005
 
 LOCK = threading.RLock()
-LINES: list[Line] = []  # of all groups, where something is under way
+QUEUES: list[Queue] = []  # of all groups, where something is under way
 
 
 class Operation:
@@ -31,19 +38,19 @@ class Operation:
     Parameters
     ----------
     steps : generator
-    room : Room
+    memory : GroupMemory
     name : str
         For errors.
     anyone : bool
         Whether one of the ranks that it waits for is enough.
     """
 
-    def __init__(self, steps: Steps, room: Room, name: str, *, anyone: bool = False) -> None:
+    def __init__(self, steps: Steps, memory: GroupMemory, name: str, *, anyone: bool = False) -> None:
         self.steps = steps
-        self.room = room
+        self.memory = memory
         self.name = name
         self.anyone = anyone
-        self.line: Line | None = None
+        self.queue: Queue | None = None
         self.done = False
         self.error: BaseException | None = None
         self.awaited: Sequence[int] = ()
@@ -60,7 +67,7 @@ class Operation:
                 raise
 
 
-class Line:
+class Queue:
     """Operations that must happen one after another.
 
     Attributes
@@ -80,10 +87,10 @@ class Line:
                 raise PeerError(
                     f"this group could not go on, start all ranks again; before, {self.broken}"
                 ) from self.broken
-            operation.line = self
+            operation.queue = self
             self.operations.append(operation)
             if len(self.operations) == 1:
-                LINES.append(self)
+                QUEUES.append(self)
                 self.advance()
 
     def advance(self) -> None:
@@ -100,8 +107,8 @@ class Line:
                 return
             if self.operations:
                 self.operations.popleft()
-        if self in LINES:
-            LINES.remove(self)
+        if self in QUEUES:
+            QUEUES.remove(self)
 
     def fail(self, error: BaseException) -> None:
         """After an error ranks no longer agree on what comes next: nothing does."""
@@ -117,15 +124,15 @@ class Line:
             operation.steps.close()
             operation.done, operation.error = True, operation.error or self.broken
         self.operations.clear()
-        if self in LINES:
-            LINES.remove(self)
+        if self in QUEUES:
+            QUEUES.remove(self)
 
 
 def advance() -> None:
     """Let everything that is under way go on as far as possible."""
     with LOCK:
-        for line in LINES[:]:
-            line.advance()
+        for queue in QUEUES[:]:
+            queue.advance()
 
 
 def poll(operation: Operation) -> bool:
@@ -136,12 +143,12 @@ def poll(operation: Operation) -> bool:
     return operation.done
 
 
-def leave(room: Room) -> None:
-    """Give up what is under way in a room."""
+def leave(memory: GroupMemory) -> None:
+    """Give up what is under way in a group."""
     with LOCK:
-        for line in LINES[:]:
-            if line.operations[0].room is room:
-                line.fail(PeerError(f"{line.operations[0].name}: the group was destroyed before it was done"))
+        for queue in QUEUES[:]:
+            if queue.operations[0].memory is memory:
+                queue.fail(PeerError(f"{queue.operations[0].name}: the group was destroyed before it was done"))
 
 
 def finish(operation: Operation, seconds: float) -> None:
@@ -158,6 +165,64 @@ def finish(operation: Operation, seconds: float) -> None:
         raise operation.error
 
 
+class Work(dist.Work):
+    """A collective under way, as torch.distributed hands it out.
+
+    Parameters
+    ----------
+    operation : Operation
+    seconds : float
+        How long to wait for others.
+    outputs : list of torch.Tensor
+    sources : list of int
+        Where a message came from, once it is here.
+    """
+
+    def __init__(self, operation: Operation, seconds: float, outputs: Any, sources: list[int] | None = None) -> None:
+        super().__init__()
+        self._operation = operation
+        self._seconds = seconds
+        self._outputs = outputs
+        self._sources = sources
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Until it is done."""
+        given = 0.0 if timeout is None else timeout.total_seconds()
+        finish(self._operation, given if given > 0 else self._seconds)
+        return True
+
+    def get_future(self) -> Any:
+        """Waits: nothing goes on in the background."""
+        future = torch.futures.Future()
+        self.wait()
+        future.set_result(self._outputs)
+        return future
+
+    def is_completed(self) -> bool:
+        """Whether it is done; lets it go on as far as it can."""
+        return poll(self._operation)
+
+    def is_success(self) -> bool:
+        """Whether it is done, and went well."""
+        return self._operation.done and self._operation.error is None
+
+    def exception(self) -> BaseException | None:
+        """What went wrong."""
+        return self._operation.error
+
+    def result(self) -> Any:
+        """The tensors that were written."""
+        self.wait()
+        return self._outputs
+
+    def source_rank(self) -> int:
+        """Where a message came from."""
+        self.wait()
+        return self._sources[0] if self._sources else -1
+
+    _source_rank = source_rank
+
+
 def _await(operation: Operation, seconds: float) -> None:
     began, nap, moved = time.perf_counter(), NAP_SECONDS, -1
     while True:
@@ -165,8 +230,8 @@ def _await(operation: Operation, seconds: float) -> None:
         if operation.done:
             return
         now = time.perf_counter()
-        if operation.room.moved != moved:
-            began, nap, moved = now, NAP_SECONDS, operation.room.moved
+        if operation.memory.moved != moved:
+            began, nap, moved = now, NAP_SECONDS, operation.memory.moved
         waited = now - began
         if waited < SPIN_SECONDS:
             os.sched_yield()
@@ -179,25 +244,25 @@ def _await(operation: Operation, seconds: float) -> None:
 def _check(operation: Operation, waited: float, seconds: float) -> None:
     """Give up if a rank that is waited for is gone, or late: by ``operation`` or by what comes before it."""
     with LOCK:
-        if operation.done or operation.line is None:
+        if operation.done or operation.queue is None:
             return
-        line, first = operation.line, operation.line.operations[0]
+        queue, first = operation.queue, operation.queue.operations[0]
         gone = _gone(first)
         if gone:
             advance()  # it may have done its part before
             if first.done or not set(gone) <= set(first.awaited):
                 return
-            why = f"rank {first.room.names[gone[0]]} (process {first.room.pids[gone[0]]}) has ended"
+            why = f"rank {first.memory.names[gone[0]]} (process {first.memory.pids[gone[0]]}) has ended"
         elif waited > seconds:
-            why = f"{_spelled([first.room.names[rank] for rank in first.awaited])} did not come within {seconds:g} s"
+            why = f"{_spelled([first.memory.names[rank] for rank in first.awaited])} did not come within {seconds:g} s"
         else:
             return
-        line.fail(PeerError(f"{first.name}: {why}; this group cannot go on, start all ranks again"))
+        queue.fail(PeerError(f"{first.name}: {why}; this group cannot go on, start all ranks again"))
 
 
 def _gone(operation: Operation) -> Sequence[int]:
     """Ranks without which it cannot be done, and that have ended."""
-    gone = operation.room.gone(operation.awaited)
+    gone = operation.memory.gone(operation.awaited)
     return () if operation.anyone and len(gone) < len(operation.awaited) else gone
 
 

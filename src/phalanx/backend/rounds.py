@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
+from phalanx.backend.memory import SLOT, GroupMemory
 from phalanx.backend.progress import Steps
-from phalanx.backend.room import ARRIVED, SLOT, TAGS, Room
 from phalanx.errors import PeerError
-from phalanx.shared.control import order
+from phalanx.shared.ordering import order
 
 KEPT_VIEWS = 64
 SIZE = 26  # the bit of a signature from which on it holds a number of bytes
@@ -48,7 +48,7 @@ def spelled(word: int) -> str:
 
 @dataclass(frozen=True)
 class Shown:
-    """GradientBuckets of all ranks, as tensors of one dtype and length, for even and for odd rounds."""
+    """Slots of all ranks, as tensors of one dtype and length, for even and for odd rounds."""
 
     even: list[torch.Tensor]
     odd: list[torch.Tensor]
@@ -59,17 +59,13 @@ class Rounds:
 
     Parameters
     ----------
-    room : Room
+    memory : GroupMemory
     """
 
-    def __init__(self, room: Room) -> None:
-        self.rank, self.size = room.rank, room.size
-        self._room = room
-        self._words = room.words
-        self._slots = room.slots
-        self._lines = [room.line(rank) for rank in range(room.size)]
-        self._mine = room.line(room.rank)
-        self.others = [rank for rank in range(room.size) if rank != room.rank]
+    def __init__(self, memory: GroupMemory) -> None:
+        self.rank, self.size = memory.rank, memory.size
+        self._memory = memory
+        self.others = [rank for rank in range(memory.size) if rank != memory.rank]
         self._round = 0
         self._tag = 0
         self._unseen = 0  # ranks whose slot of this round was not looked at
@@ -99,11 +95,7 @@ class Rounds:
 
     def show(self) -> None:
         """Our slot is written, or need not be."""
-        parity = self._round & 1
-        self._words[self._mine + TAGS + parity] = self._tag
-        order()
-        self._words[self._mine + ARRIVED] = self._round
-        self._room.moved += 1
+        self._memory.arrive(self._round, self._tag)
 
     def see(self, ranks: Sequence[int]) -> Steps:
         """Wait until these ranks show theirs.
@@ -113,21 +105,21 @@ class Rounds:
         PeerError
             One of them does something else.
         """
-        words, number, tag = self._words, self._round, TAGS + (self._round & 1)
+        memory, number = self._memory, self._round
         for rank in ranks:
             self._unseen -= 1
-            line = self._lines[rank]
-            while words[line + ARRIVED] < number:
-                yield [other for other in self.others if words[self._lines[other] + ARRIVED] < number]
-            order()
-            if words[line + tag] != self._tag:
+            while memory.arrived(rank) < number:
+                yield [other for other in self.others if memory.arrived(other) < number]
+            order()  # the counter was read before the tag and the slot are
+            tag = memory.tag(rank, number)
+            if tag != self._tag:
                 raise PeerError(
-                    f"rank {self._room.names[rank]} does {spelled(words[line + tag])} while rank "
-                    f"{self._room.names[self.rank]} does {spelled(self._tag)}; all ranks of a group must call the same "
-                    "collectives in the same order, with equal sizes"
+                    f"rank {memory.names[rank]} does {spelled(tag)} while rank {memory.names[self.rank]} does "
+                    f"{spelled(self._tag)}; all ranks of a group must call the same collectives in the same order, "
+                    "with equal sizes"
                 )
 
     def _made(self, dtype: torch.dtype, count: int, parity: int) -> list[torch.Tensor]:
         size = count * dtype.itemsize
         starts = [(2 * rank + parity) * SLOT for rank in range(self.size)]
-        return [torch.frombuffer(self._slots[start : start + size], dtype=dtype) for start in starts]
+        return [torch.frombuffer(self._memory.slots[start : start + size], dtype=dtype) for start in starts]

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.checkpoint import files, lock, log, snapshot
+from phalanx.checkpoint import files, lock, snapshot
 from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.seams import Engine, RunState
@@ -46,7 +46,7 @@ class RunDirectory:
         try:
             self._root = _made(self.path)  # where it leads now, whatever becomes of links on the way
             self._held.add(lock.locked(self._root / LOCK))
-            self._log = log.Log(self._held.add(log.opened(self._root / LOG)))
+            self._log = files.Log(self._held.add(files.open_log(self._root / LOG)))
             files.clear_away(self._root / SNAPSHOTS)
         except BaseException as error:
             self._held.let_go()
@@ -80,11 +80,13 @@ class RunDirectory:
         if os.path.lexists(target):  # of an earlier run, and damaged, or it would not be written again
             files.remove(target)
         snapshot.write(state, target)
-        older = [place for place in places(self._root) if place.name <= target.name]  # newer ones could not be read
-        for place in older[self._keep :]:
+        older = [
+            path for path in snapshot_folders(self._root) if path.name <= target.name
+        ]  # newer ones could not be read
+        for path in older[self._keep :]:
             with contextlib.suppress(OSError):
-                if snapshot.is_one(place):  # what is no snapshot was put there by somebody else
-                    files.remove(place)
+                if snapshot.is_one(path):  # what is no snapshot was put there by somebody else
+                    files.remove(path)
 
     def note(self, kind: str, **facts: Any) -> None:
         """Add a line to the log. A log that cannot be written stops nothing."""
@@ -186,15 +188,15 @@ def newest_of(path: pathlib.Path) -> Snapshot | None:
         There are some, and all are damaged.
     """
     refused: list[str] = []
-    for place in places(path):
+    for folder in snapshot_folders(path):
         try:
-            found = snapshot.read(place)
+            newest = snapshot.read(folder)
         except SnapshotError as error:
             refused.append(str(error))
             continue
         if refused:
-            warnings.warn(f"{'; '.join(refused)}; going on from step {found.step} instead", stacklevel=2)
-        return found
+            warnings.warn(f"{'; '.join(refused)}; going on from step {newest.step} instead", stacklevel=2)
+        return newest
     if refused:
         raise SnapshotError(
             f"no snapshot in {str(path)!r} can be used: {'; '.join(refused)}; mend them, or choose another run_dir to "
@@ -203,7 +205,7 @@ def newest_of(path: pathlib.Path) -> Snapshot | None:
     return None
 
 
-def places(path: pathlib.Path) -> list[pathlib.Path]:
+def snapshot_folders(path: pathlib.Path) -> list[pathlib.Path]:
     """Folders of a run's snapshots, newest first.
 
     Raises
@@ -215,10 +217,10 @@ def places(path: pathlib.Path) -> list[pathlib.Path]:
     if folder.is_symlink():
         raise SnapshotError(f"{str(folder)!r} is a symbolic link, which is not followed; give the run that it leads to")
     try:
-        found = [place for place in folder.iterdir() if NAME.fullmatch(place.name)]
+        snapshots = [path for path in folder.iterdir() if NAME.fullmatch(path.name)]
     except OSError as error:
         raise SnapshotError(f"{str(folder)!r} cannot be read: {error.strerror}") from error
-    return sorted(found, key=lambda place: place.name, reverse=True)
+    return sorted(snapshots, key=lambda path: path.name, reverse=True)
 
 
 def _odd(value: Any) -> bool:

@@ -7,9 +7,9 @@ import gc
 import os
 import pathlib
 import weakref
-from typing import Final
 
 from phalanx.checkpoint import files
+from phalanx.surroundings import forks
 
 try:
     import fcntl
@@ -30,7 +30,7 @@ class Held:
         self._owner = os.getpid()
         self._finalizer = weakref.finalize(self, _let_go, self._descriptors, self._owner)
         self._finalizer.atexit = False  # the end of the process closes them
-        ALL.add(self)
+        forks.own(self)
 
     def add(self, descriptor: int) -> int:
         """Hold this one too: from here on nobody else closes it."""
@@ -46,22 +46,10 @@ class Held:
         """Unlock and close them; does nothing the second time."""
         self._finalizer()
 
-    def forked(self) -> None:
+    def leave(self) -> None:
         """In a child: close the copies, and leave the lock alone."""
         if self._finalizer.detach() is not None:
-            _close(self._descriptors)
-
-
-ALL: Final[weakref.WeakSet[Held]] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    for held in list(ALL):
-        held.forked()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+            _close(self._descriptors)  # closing a copy keeps the lock, which ends with the last copy; unlocking ends it
 
 
 def locked(path: pathlib.Path) -> int:
@@ -74,18 +62,18 @@ def locked(path: pathlib.Path) -> int:
     OSError
         The file cannot be opened.
     """
-    found = os.open(path, os.O_CREAT | os.O_RDWR | files.NOFOLLOW, files.MODE)
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | files.NOFOLLOW, files.MODE)
     try:
         if fcntl is not None:
             try:
-                fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 gc.collect()  # a holder that was dropped may wait for this
-                fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BaseException:
-        os.close(found)
+        os.close(descriptor)
         raise
-    return found
+    return descriptor
 
 
 def _let_go(descriptors: list[int], owner: int) -> None:

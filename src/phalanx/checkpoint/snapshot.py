@@ -66,10 +66,10 @@ def write(snapshot: Snapshot, target: pathlib.Path) -> None:
     OSError
         The disk is full, or may not be written.
     """
-    with files.whole_folder(target) as place:
+    with files.whole_folder(target) as draft:
         parts = {WEIGHTS: snapshot.weights, TRAINING: snapshot.training}
         hashes = {
-            name: files.write(place / name, functools.partial(tensors.write, tensors=part))
+            name: files.write(draft / name, functools.partial(tensors.write, tensors=part))
             for name, part in parts.items()
         }
         text = json.dumps({
@@ -77,9 +77,9 @@ def write(snapshot: Snapshot, target: pathlib.Path) -> None:
             "environment": snapshot.environment, "facts": snapshot.facts, "metrics": snapshot.metrics,
             "hashes": hashes,
         }, allow_nan=False).encode()  # fmt: skip
-        files.write(place / FACTS, lambda file: file.write(text))
+        files.write(draft / FACTS, lambda file: file.write(text))
         seal = json.dumps({"schema": SCHEMA, FACTS: hashlib.sha256(text).hexdigest()}).encode()
-        files.write(place / MANIFEST, lambda file: file.write(seal))
+        files.write(draft / MANIFEST, lambda file: file.write(seal))
 
 
 def is_one(folder: pathlib.Path) -> bool:
@@ -96,41 +96,41 @@ def read(folder: pathlib.Path) -> Snapshot:
     SnapshotError
         It is not whole, damaged, or of another version; says what of it.
     """
-    place = folder
+    path = folder
     try:
         if not files.is_folder(folder):
             raise ValueError("it is no folder" if folder.exists() else "there is no such folder")
-        place = folder / MANIFEST
-        seal = _object(files.read(place, MOST_JSON), {"schema": object, FACTS: str})
+        path = folder / MANIFEST
+        seal = _object(files.read(path, MOST_JSON), {"schema": object, FACTS: str})
         if seal["schema"] != SCHEMA:
             raise ValueError(f"it is of version {seal['schema']!r}, and this phalanx reads version {SCHEMA}")
-        place = folder / FACTS
-        text = files.read(place, MOST_JSON)
+        path = folder / FACTS
+        text = files.read(path, MOST_JSON)
         if hashlib.sha256(text).hexdigest() != seal[FACTS]:
             raise ValueError("it is damaged: its checksum differs")
         facts = _object(text, FIELDS)
-        found: dict[str, dict[str, Tensor]] = {}
+        parts: dict[str, dict[str, Tensor]] = {}
         for name in (WEIGHTS, TRAINING):
-            place = folder / name
-            found[name] = tensors.read(memoryview(files.read(place, MOST_TENSORS)), facts["hashes"][name])
+            path = folder / name
+            parts[name] = tensors.read(memoryview(files.read(path, MOST_TENSORS)), facts["hashes"][name])
         del facts["hashes"]
-        return Snapshot(weights=found[WEIGHTS], training=found[TRAINING], **facts)
+        return Snapshot(weights=parts[WEIGHTS], training=parts[TRAINING], **facts)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise SnapshotError(f"{place} cannot be used: {why}") from error
+        raise SnapshotError(f"{path} cannot be used: {why}") from error
 
 
 def _object(text: bytes, fields: dict[str, Any]) -> dict[str, Any]:
-    found = json.loads(text, parse_constant=_refused)
-    if not isinstance(found, dict):
+    facts = json.loads(text, parse_constant=_refused)
+    if not isinstance(facts, dict):
         raise ValueError("it holds no object")
-    unknown, missing = set(found) - set(fields), set(fields) - set(found)
+    unknown, missing = set(facts) - set(fields), set(fields) - set(facts)
     if unknown or missing:
         raise ValueError(f"it has unknown fields {sorted(unknown)}, and lacks {sorted(missing)}")
     for name, kind in fields.items():
-        if not isinstance(found[name], kind) or isinstance(found[name], bool):
+        if not isinstance(facts[name], kind) or isinstance(facts[name], bool):
             raise ValueError(f"its field {name!r} is of the wrong kind")
-    return found
+    return facts
 
 
 def _refused(name: str) -> Any:

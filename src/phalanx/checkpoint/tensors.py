@@ -1,17 +1,23 @@
-"""Tensors in a file, in the safetensors format: a length, a JSON header, bytes. Written in one go, read with limits."""
+"""Tensors in a file, in the safetensors format: a length, a JSON header, bytes. Written in one go, read with limits.
+
+``packed`` makes bytes of a whole state in the same way, to travel from one process of a run to the others.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import struct
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
-from phalanx.seams.snapshots import CODES, Tensor
+from phalanx.errors import SnapshotError
+from phalanx.seams.snapshots import CODES, Captured, Tensor
 
 LENGTH = struct.Struct("<Q")
+LENGTHS = struct.Struct("<3Q")
 HEADER_BYTES = 100_000_000
 ALIGNMENT = 8
 MOST_DIMENSIONS, MOST_BYTES = 64, 1 << 63  # of a tensor, in torch and numpy
@@ -57,7 +63,7 @@ def read(data: memoryview, hashes: Mapping[str, str]) -> dict[str, Tensor]:
     if not isinstance(header, dict) or set(header) - {METADATA} != set(hashes):
         raise ValueError("its tensors are not those that were written")
     header.pop(METADATA, None)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     expected = 0
     for name, entry in header.items():
         dtype, shape, start, end = _described(name, entry)
@@ -65,11 +71,44 @@ def read(data: memoryview, hashes: Mapping[str, str]) -> dict[str, Tensor]:
             raise ValueError(f"tensor {name!r} is not where it should be, or cut off")
         if _hash(entry["dtype"], shape, body[start:end]) != hashes[name]:
             raise ValueError(f"tensor {name!r} is damaged: its checksum differs")
-        found[name] = Tensor(dtype, shape, body[start:end])
+        tensors[name] = Tensor(dtype, shape, body[start:end])
         expected = end
     if expected != len(body):
         raise ValueError("there is something behind its tensors")
-    return found
+    return tensors
+
+
+def packed(state: Captured, more: dict[str, Any]) -> bytes:
+    """``state``, and JSON values beside it."""
+    files = [io.BytesIO(), io.BytesIO()]
+    parts = (state.weights, state.training)
+    hashes = [write(file, part) for file, part in zip(files, parts, strict=True)]
+    text = json.dumps({"facts": state.facts, "hashes": hashes, "more": more}).encode()
+    pieces = [text, *(file.getvalue() for file in files)]
+    return LENGTHS.pack(*map(len, pieces)) + b"".join(pieces)
+
+
+def unpacked(data: bytes) -> tuple[Captured, dict[str, Any]]:
+    """What was packed.
+
+    Raises
+    ------
+    SnapshotError
+        It is not what ``packed`` makes, or was damaged on the way.
+    """
+    try:
+        first, second, third = LENGTHS.unpack_from(data)
+        start = LENGTHS.size
+        if len(data) != start + first + second + third:
+            raise ValueError("its length is wrong")
+        header = json.loads(data[start : start + first])
+        view = memoryview(data)[start + first :]
+        weights, training = (
+            read(part, hashes) for part, hashes in zip((view[:second], view[second:]), header["hashes"], strict=True)
+        )
+        return Captured(weights, training, header["facts"]), header["more"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
+        raise SnapshotError(f"the state that rank 0 sent cannot be used: {error}") from error
 
 
 def _described(name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:

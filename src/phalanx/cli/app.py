@@ -92,8 +92,8 @@ def demo(
     quiet: Quiet = False,
 ) -> None:
     """Train on real data and draw a picture; fashion-mnist with one worker, and then with all."""
-    from phalanx.cli.demos.catalog import CHAPTER
-    from phalanx.cli.demos.catalog import demo as chosen
+    from phalanx.cli.demos import CHAPTER
+    from phalanx.cli.demos import demo as chosen
 
     _check_picture(plot)
     shown = chosen(name, framework, data, digits_instead=digits)

@@ -74,8 +74,8 @@ def dense(name: str, value: Any) -> None:
         raise UsageError(f"{name} is {checks.shown(value)} ({type(value).__name__}); it must be a torch.Tensor")
     kinds = {"nested": value.is_nested, "quantized": value.is_quantized, "meta": value.is_meta}
     kinds[str(value.layout)] = value.layout != torch.strided
-    for kind, found in kinds.items():
-        if found:
+    for kind, applies in kinds.items():
+        if applies:
             raise UsageError(f"{name} is a {kind} tensor; it must be a dense one with data, as .to_dense() gives it")
     if value.untyped_storage().nbytes() < (value.storage_offset() + _extent(value)) * value.element_size():
         raise UsageError(
@@ -136,20 +136,20 @@ def _neighbours(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
         tensor = tensors[index]
         if not tensor.numel():
             continue
-        found = groups.setdefault(tensor.device, [])
+        on_device = groups.setdefault(tensor.device, [])
         if tensor.data_ptr() < reached.get(tensor.device, 0):
-            found[-1].append(index)
+            on_device[-1].append(index)
         else:
-            found.append([index])
+            on_device.append([index])
         end = tensor.data_ptr() + _extent(tensor) * tensor.element_size()
         reached[tensor.device] = max(end, reached.get(tensor.device, 0))
-    return [sorted(group) for found in groups.values() for group in found if len(group) > 1]
+    return [sorted(group) for on_device in groups.values() for group in on_device if len(group) > 1]
 
 
 def _overlap(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether an element lies where another one does: each marks its place, and marks are counted."""
-    places = [tensor.data_ptr() // tensor.element_size() for tensor in tensors]
-    starts = [place - min(places) for place in places]
+    elements = [tensor.data_ptr() // tensor.element_size() for tensor in tensors]
+    starts = [element - min(elements) for element in elements]
     ends = [start + _extent(tensor) for start, tensor in zip(starts, tensors, strict=True)]
     marks = torch.zeros(max(ends), dtype=torch.bool, device="cpu")
     for start, tensor in zip(starts, tensors, strict=True):

@@ -1,9 +1,14 @@
-"""Deals batches to replicas: turns the plan, or a batch that the caller brought, into shares that can be fetched."""
+"""Deals batches to replicas: turns the plan, or a batch that the caller brought, into shares that can be fetched.
+
+Columns must stay what they are while a run is open: workers have them as they were, this process as they are.
+``Unchanged`` notices where they do not.
+"""
 
 from __future__ import annotations
 
 import functools
 import warnings
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +16,15 @@ from typing import Any
 import numpy as np
 
 from phalanx.definition import generators
-from phalanx.definition.data import Columns, Samples, SeedSample, Share, Source, alike, open_batch, open_data
+from phalanx.definition.data import Columns, Samples, SeedSample, Share, Source, alike, content, open_batch, open_data
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.plan import Indices, evaluation_sample_key
 from phalanx.plan.shares import share_bounds
 
 EVALUATION = "evaluation data"
+WHOLE_BYTES = 1 << 18  # of a column that is compared whole
+ROWS = 32  # of others
 
 
 class BatchShares:
@@ -122,9 +129,9 @@ class _First:
         if not self._due:
             return samples
         self._due = False
-        found = self._find()
-        if found.keys() - self._owned.keys():
-            self._owned.update(found)
+        owned = self._find()
+        if owned.keys() - self._owned.keys():
+            self._owned.update(owned)
             samples = read(indices)
         if not alike(samples[0], read(indices[:1])[0]):
             warnings.warn(
@@ -157,3 +164,53 @@ class Chunks(Sequence[Share]):
 
 def _unseeded(index: int) -> None:
     """Samples that the caller brought are there already: reading them draws nothing."""
+
+
+class Unchanged:
+    """Notices that the caller changes columns in place.
+
+    Tensors count their changes. Arrays of numpy do not, so they are compared, whole or at some rows, when asked for.
+
+    Parameters
+    ----------
+    source : Columns, Samples or None
+    """
+
+    def __init__(self, source: Columns | Samples | None) -> None:
+        self._arrays = source.arrays if isinstance(source, Columns) else ()
+        self._versions = [_version(array) for array in self._arrays]
+        self._sums = [_checksum(array) for array in self._arrays]
+
+    def check(self, *, contents: bool) -> None:
+        """Refuse to go on with other data; ``contents``: look at what numpy's arrays hold, too.
+
+        Raises
+        ------
+        UsageError
+            A column was changed since this was made.
+        """
+        for number, array in enumerate(self._arrays):
+            changed = _version(array) != self._versions[number]
+            if changed or (contents and _checksum(array) != self._sums[number]):
+                raise UsageError(
+                    f"data was changed in place while the run was open (column {number} of {len(self._arrays)}), which "
+                    "workers do not see; change it between runs, pass a dataset that computes samples, or bring "
+                    "batches yourself: data=None, then run.step(batch)"
+                )
+
+
+def _version(array: Any) -> int | None:
+    """How often a tensor was changed; None for what does not count."""
+    try:
+        return getattr(array, "_version", None)
+    except RuntimeError:  # made in inference mode
+        return None
+
+
+def _checksum(array: Any) -> int | None:
+    if _version(array) is not None:
+        return None
+    if array.nbytes <= WHOLE_BYTES:
+        return zlib.crc32(content(array)[-1])
+    rows = np.unique(np.linspace(0, array.shape[0] - 1, ROWS).astype(np.int64))
+    return zlib.crc32(b"".join(content(array[int(row)])[-1] for row in rows))

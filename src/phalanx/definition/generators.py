@@ -52,7 +52,7 @@ def find(roots: Mapping[str, Any]) -> Owned:
         known += [torch.default_generator, *torch.cuda.default_generators]
         kinds += (torch.Generator,)
     strangers = set(map(id, known))
-    return {path: thing for path, thing in reachable(roots) if isinstance(thing, kinds) and id(thing) not in strangers}
+    return {path: value for path, value in reachable(roots) if isinstance(value, kinds) and id(value) not in strangers}
 
 
 @contextlib.contextmanager

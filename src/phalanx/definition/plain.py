@@ -78,6 +78,6 @@ def decoded(value: Any, find: Callable[[Any], Any]) -> Any:
             if kind == "tuple":
                 return tuple(decoded(item, find) for item in content)
             if kind in ("dict", "counter") and all(isinstance(pair, list) and len(pair) == 2 for pair in content):
-                found = {decoded(key, find): decoded(item, find) for key, item in content}
-                return found if kind == "dict" else collections.Counter(found)
+                pairs = {decoded(key, find): decoded(item, find) for key, item in content}
+                return pairs if kind == "dict" else collections.Counter(pairs)
     raise ValueError(f"a field of an unknown kind: {kind!r}")

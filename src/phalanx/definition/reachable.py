@@ -1,29 +1,29 @@
-"""What user code holds: every object that functions, datasets and models of a recipe lead to.
+"""What user code holds: every object that functions, datasets and models of a recipe lead to. Runs none of that code.
 
 Followed are attributes, items of containers, arguments of partials, and of functions closures, defaults and the globals
 that they name. Not followed: code of installed packages (attributes of their objects are), sets, which have no order,
-and containers of more than ``MOST`` items, which hold data. A path names the same object in every process.
+and containers of more than ``MOST`` items, which hold data. A path names the same object in every process; the seeds
+of random generators follow from paths, so their spelling decides bits. (``fingerprint`` has another walk: it asks
+classes what their objects are made of, which runs user code, and follows of a value only what the code reads of it.)
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import os
-import sys
-import sysconfig
+import inspect
 from collections import deque
 from collections.abc import Iterator, Mapping
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
+
+from phalanx.definition.packages import Packages
+from phalanx.surroundings.sources import nested
 
 MOST = 1000  # items of a container
 ALL = 100_000  # objects
 PLAIN = (str, bytes, bytearray, int, float, complex, type(None), range)
-INSTALLED = tuple(
-    os.path.join(path, "")
-    for path in {*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), os.path.dirname(__file__)}
-    if path
-)
+PACKAGES = Packages()
 
 
 def reachable(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -31,99 +31,73 @@ def reachable(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     left = deque(roots.items())
     seen: dict[int, Any] = {}  # objects are kept, so that no other gets their id meanwhile
     while left and len(seen) < ALL:
-        path, thing = left.popleft()
-        if not isinstance(thing, PLAIN) and id(thing) not in seen:
-            seen[id(thing)] = thing
-            yield path, thing
-            left.extend((path + step, part) for step, part in _parts(thing))
+        path, value = left.popleft()
+        if not isinstance(value, PLAIN) and id(value) not in seen:
+            seen[id(value)] = value
+            yield path, value
+            left.extend((path + step, part) for step, part in _parts(value))
 
 
-def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(thing, ModuleType):
+def held_by(value: Any) -> dict[str, Any]:
+    """Attributes that lie in an object itself, in its slots and its dict: what its class computes is none."""
+    held: dict[str, Any] = {}
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            name = name if name in vars(kind) else f"_{kind.__name__.lstrip('_')}{name}"  # a private one
+            slot = vars(kind).get(name)
+            if inspect.ismemberdescriptor(slot):
+                with contextlib.suppress(AttributeError):  # not assigned yet
+                    held.setdefault(name, slot.__get__(value))
+    with contextlib.suppress(AttributeError, TypeError):
+        held |= object.__getattribute__(value, "__dict__")
+    return held
+
+
+def function_of(value: Any) -> Any:
+    """The function in what a class body holds under a name: below static and class methods, and properties."""
+    if isinstance(value, (staticmethod, classmethod)):
+        value = value.__func__
+    return value.fget if isinstance(value, property) else value
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, ModuleType):
         return
-    if isinstance(thing, FunctionType):
-        yield from _of_function(thing)
-    elif isinstance(thing, functools.partial):
-        yield from ((".func", thing.func), (".args", thing.args), (".keywords", thing.keywords))
-    elif isinstance(thing, MethodType):
-        yield from ((".__self__", thing.__self__), (".__func__", thing.__func__))
-    elif isinstance(thing, BuiltinFunctionType):
-        yield ".__self__", thing.__self__
-    elif isinstance(thing, dict) and len(thing) <= MOST:
-        for number, (key, value) in enumerate(thing.items()):
-            yield f"[{key!r}]" if isinstance(key, (str, int)) else f"[item {number}]", value
-    elif isinstance(thing, (list, tuple, deque)) and len(thing) <= MOST:
-        for number, value in enumerate(thing):
-            yield f"[{number}]", value
-    if isinstance(thing, type):
-        if not _installed(thing.__module__):
-            yield from _named(dict(vars(thing)))
-            yield from ((f".__bases__[{number}]", base) for number, base in enumerate(thing.__bases__))
-    else:
-        yield from _named(_attributes(thing))
-        yield ".__class__", type(thing)
+    if isinstance(value, FunctionType):
+        yield from _of_function(value)
+    elif isinstance(value, functools.partial):
+        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
+    elif isinstance(value, MethodType):
+        yield from ((".__self__", value.__self__), (".__func__", value.__func__))
+    elif isinstance(value, BuiltinFunctionType):
+        yield ".__self__", value.__self__
+    elif isinstance(value, dict) and len(value) <= MOST:
+        for number, (key, item) in enumerate(value.items()):
+            yield f"[{key!r}]" if isinstance(key, (str, int)) else f"[item {number}]", item
+    elif isinstance(value, (list, tuple, deque)) and len(value) <= MOST:
+        for number, item in enumerate(value):
+            yield f"[{number}]", item
+    if not isinstance(value, type):
+        yield from ((f".{name}", function_of(item)) for name, item in held_by(value).items())
+        yield ".__class__", type(value)
+    elif not PACKAGES.has(value.__module__):
+        yield from ((f".{name}", function_of(item)) for name, item in list(vars(value).items()))
+        yield from ((f".__bases__[{number}]", base) for number, base in enumerate(value.__bases__))
 
 
 def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
+        with contextlib.suppress(ValueError):  # not assigned yet
             yield f" (its variable {name})", cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
     yield ".__defaults__", function.__defaults__
     yield ".__kwdefaults__", function.__kwdefaults__
-    if not _installed(function.__module__):
-        names = dict.fromkeys(_names(function.__code__))
+    if not PACKAGES.has(function.__module__):
+        names = dict.fromkeys(name for code in nested(function.__code__) for name in code.co_names)
         for name in names:
             value = function.__globals__.get(name)
             if not isinstance(value, ModuleType):
                 yield f" (its global {name})", value
-            elif not _installed(value.__name__):
+            elif not PACKAGES.has(value.__name__):
                 for inner in names:
                     yield f" (its global {name}.{inner})", vars(value).get(inner)
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """Globals and attributes that code names, nested functions included."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
-
-
-def _named(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in attributes.items():
-        if isinstance(value, (staticmethod, classmethod)):
-            value = value.__func__
-        if isinstance(value, property):
-            value = value.fget
-        yield f".{name}", value
-
-
-def _attributes(thing: Any) -> dict[str, Any]:
-    """Those that an object has without running its code."""
-    found: dict[str, Any] = {}
-    for kind in type(thing).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            try:
-                found[name] = object.__getattribute__(thing, name)
-            except AttributeError:
-                continue
-    try:
-        found.update(object.__getattribute__(thing, "__dict__"))
-    except (AttributeError, TypeError):
-        return found
-    return found
-
-
-@functools.lru_cache(maxsize=4096)
-def _installed(module: str | None) -> bool:
-    """Whether code of this module is the interpreter's, or an installed package's; what has no file is the user's."""
-    if module == "__main__":
-        return False
-    found = sys.modules.get(module or "")
-    file = getattr(found, "__file__", None)
-    if found is None or file is None:
-        return module in sys.builtin_module_names
-    return file.startswith(INSTALLED)

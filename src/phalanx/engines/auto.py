@@ -18,9 +18,9 @@ from typing import Any
 
 from phalanx.definition.fields import Definition
 from phalanx.engines.inline import Inline
-from phalanx.engines.processes.deadline import Deadline
 from phalanx.engines.processes.driver import Processes
 from phalanx.engines.processes.launch import WARM
+from phalanx.engines.recovery.deadline import Deadline
 from phalanx.plan.placement import place
 from phalanx.seams import Engine, Exported, Framework, RunState
 from phalanx.seams.events import StepReport
@@ -149,9 +149,8 @@ class Auto:
     def _move_back(self) -> None:
         """As soon as nothing is ahead of the caller, and nobody reads the state to write it down."""
         assert self._processes is not None
-        if self._processes.pause() and not self._processes.supervisor.held:
+        if self._processes.hand_back():
             self._consider = None
-            self._processes.hand_back()
             self._engine = Inline(self._definition, self._framework, self.run_state)
 
     def _gain(self) -> float:

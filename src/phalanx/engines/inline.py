@@ -1,23 +1,26 @@
-"""The inline engine: one worker, this process, all replicas one after another. The reference: simple before fast."""
+"""The inline engine: one worker, this process, all replicas one after another. The reference: simple before fast.
+
+Its link reaches no other worker: it hosts every replica and owns everything.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from phalanx.definition.batches import BatchShares
 from phalanx.definition.evaluation import averaged
 from phalanx.definition.fields import Definition
-from phalanx.engines.local_link import LocalLink
 from phalanx.errors import PhalanxError, RunError, WorkerError
 from phalanx.plan import evaluation_key
-from phalanx.seams import Exported, Framework, RunState
+from phalanx.plan.fold import Fold
+from phalanx.seams import Exported, Framework, Part, RunState, Steppable, Vector
 from phalanx.seams.events import StepReport
 from phalanx.seams.snapshots import Captured
 from phalanx.step import Proposal, commit, measure, propose
-from phalanx.surroundings import interrupts
+from phalanx.surroundings import interrupts, lanes
 
 
 class Inline:
@@ -45,7 +48,8 @@ class Inline:
         self.run_state = RunState() if run_state is None else run_state
         self._definition = definition
         self._framework = framework
-        self._link = LocalLink(framework, definition.replicas)
+        self._lanes = lanes.dealt([framework] * definition.replicas)  # one: a framework has its state on one device
+        self._link = LocalLink(framework, self._lanes[0].replicas)
         self._dealer = BatchShares(definition, framework.opened)
         self._torn = False
         self._ended = ""
@@ -62,7 +66,9 @@ class Inline:
         with self.environment, self._unbroken(f"at step {t}"):
             shares = self._dealer.planned(t) if batch is None else self._dealer.brought(batch)
             self._link.begin()
-            proposal = propose(self._framework, self._link, self._definition, t, shares)
+            (proposal,) = lanes.run(
+                self._lanes, lambda lane: propose(lane.device, self._link, self._definition, t, shares)
+            )
             samples = sum([len(share.samples) for share in shares])
             self._commit(t, proposal, samples)
         epoch = self._definition.plan.epoch(t) if batch is None else None
@@ -134,3 +140,54 @@ class Inline:
     def _check_able(self) -> None:
         if self._ended:
             raise RunError(f"this run cannot go on: {self._ended}; start another")
+
+
+class LocalLink:
+    """Implements ``seams.Link`` for a worker that has no others: it hosts every replica and owns everything.
+
+    Parameters
+    ----------
+    framework : Steppable
+    hosted : sequence of int
+        All replicas, in order.
+    """
+
+    def __init__(self, framework: Steppable, hosted: Sequence[int]) -> None:
+        self.hosted = hosted
+        self._framework = framework
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what an earlier step left."""
+        self._fold: Fold[Vector] = Fold(len(self.hosted), self._framework.arithmetic.add)
+        self._buffers: list[tuple[int, list[Any]]] = []
+
+    def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:
+        """See ``seams.Link.push``."""
+        self._fold.push(replica, gradient)
+        if samples:
+            self._buffers.append((samples, buffers))
+        interrupts.check()
+
+    def all_gather(self, parts: Sequence[Part]) -> list[Part]:
+        """See ``seams.Link.all_gather``."""
+        return list(parts)
+
+    def mean(self, weight: float) -> Vector:
+        """See ``seams.Link.mean``."""
+        total = self._fold.total()
+        assert total is not None
+        return total if weight == 1 else self._framework.arithmetic.divide(total, weight)
+
+    def norm(self, gradient: Vector) -> float:
+        """See ``seams.Link.norm``."""
+        return self._framework.norm(gradient)
+
+    def all_true(self, opinion: bool) -> bool:
+        """See ``seams.Link.all_true``."""
+        return opinion
+
+    def commit(self, step: int, gradient: Vector | None) -> None:
+        """See ``seams.Link.commit``."""
+        if gradient is not None:
+            self._framework.update(step, gradient, self._buffers)

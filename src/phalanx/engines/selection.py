@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from phalanx.definition.fields import Definition
 from phalanx.engines.auto import Auto
 from phalanx.engines.inline import Inline
-from phalanx.engines.processes.deadline import Deadline
 from phalanx.engines.processes.driver import Processes
 from phalanx.engines.processes.launch import WARM
+from phalanx.engines.recovery.deadline import Deadline
 from phalanx.frameworks.registry import open_framework
 from phalanx.plan.placement import place
 from phalanx.seams import Engine, Framework, RunState

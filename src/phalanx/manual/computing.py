@@ -1,14 +1,10 @@
-"""What replicas compute in a step: loss, gradient and buffers of each share, device by device.
-
-Several devices run at the same time, each in a thread of its own; replicas on one device run one after another.
-"""
+"""What replicas compute in a step: loss, gradient and buffers of each share, each device in a lane of its own."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,10 +19,11 @@ from phalanx.frameworks.torch.environment import plain_autograd
 from phalanx.frameworks.torch.forward import Forward
 from phalanx.manual.gradients import check_dense
 from phalanx.manual.shards import is_samples
+from phalanx.surroundings import lanes
 
 
 @dataclass(slots=True)
-class Work:
+class ReplicaStep:
     """One replica with its share of the batch, and what it computed: loss, returned weight, buffers as it left them."""
 
     replica: int
@@ -44,29 +41,14 @@ class Work:
         return next(self.model.parameters()).device
 
 
-def compute(definition: Definition, works: Sequence[Work]) -> None:
-    """Each device in a thread of its own if there are several; autocast is a thread's own, so it is handed on."""
+def compute(definition: Definition, works: Sequence[ReplicaStep]) -> None:
+    """Compute all works, each device in a lane; autocast is a thread's own, so it is handed on to theirs."""
     torch.clear_autocast_cache()  # it may hold casts of weights from before the last update
-    lanes = _lanes(works)
-    if len(lanes) == 1:
-        _run(definition, lanes[0])
-        return
-    modes = [_autocast(lane[0].device.type) for lane in lanes]
-
-    def threaded(lane: Sequence[Work], mode: contextlib.AbstractContextManager[Any]) -> None:
-        with mode:
-            _run(definition, lane)
-
-    with ThreadPoolExecutor(len(lanes)) as pool:
-        list(pool.map(threaded, lanes, modes))
-
-
-def _lanes(works: Sequence[Work]) -> list[list[Work]]:
-    """Works by device: those of one run one after another."""
-    lanes: dict[torch.device, list[Work]] = {}
-    for work in works:
-        lanes.setdefault(work.device, []).append(work)
-    return list(lanes.values())
+    lanes.run(
+        lanes.dealt([work.device for work in works]),
+        lambda lane: _run(definition, lane.device, [works[replica] for replica in lane.replicas]),
+        lambda lane: _autocast(lane.device.type),
+    )
 
 
 def _autocast(kind: str) -> contextlib.AbstractContextManager[Any]:
@@ -82,10 +64,9 @@ def _handed_on(kind: str, dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
-def _run(definition: Definition, lane: Sequence[Work]) -> None:
-    device = lane[0].device
+def _run(definition: Definition, device: torch.device, works: Sequence[ReplicaStep]) -> None:
     with plain_autograd(), torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        for work in lane:
+        for work in works:
             where = f"replica {work.replica} on {device}, samples {spell_samples(work.samples)} of the batch"
             try:
                 _differentiate(definition, work)
@@ -101,7 +82,7 @@ def _run(definition: Definition, lane: Sequence[Work]) -> None:
             _check_finite(work, where)
 
 
-def _differentiate(definition: Definition, work: Work) -> None:
+def _differentiate(definition: Definition, work: ReplicaStep) -> None:
     """Loss, gradient and buffers of one share; at weight 0 the gradient is not computed."""
     if is_samples(work.share):
         work.share = default_collate(work.share)
@@ -115,7 +96,7 @@ def _differentiate(definition: Definition, work: Work) -> None:
     work.left = work.buffers.left()
 
 
-def _check_finite(work: Work, where: str) -> None:
+def _check_finite(work: ReplicaStep, where: str) -> None:
     """The norm screens; elements are looked at only where it is not finite, since it may merely overflow."""
     if work.weight == 0:
         return

@@ -80,10 +80,10 @@ def tensors_of(replicas: Sequence[Replica], *, buffers: bool = False) -> list[Na
     """
     if not isinstance(replicas, (list, tuple)) or not replicas:
         raise UsageError(f"replicas is {checks.shown(replicas)}; {LISTED}")
-    found = [_tensors(number, replica, buffers=buffers) for number, replica in enumerate(replicas)]
-    _check_alike(found)
-    _check_independent(found)
-    return found
+    named = [_tensors(number, replica, buffers=buffers) for number, replica in enumerate(replicas)]
+    _check_alike(named)
+    _check_independent(named)
+    return named
 
 
 def check_trained(argument: str, parameters: Named) -> None:
@@ -159,8 +159,8 @@ def _tensors(number: int, replica: Any, *, buffers: bool) -> Named:
     )
 
 
-def _check_alike(found: list[Named]) -> None:
-    spelled = [[_spell(name, tensor) for name, tensor in replica] for replica in found]
+def _check_alike(named: list[Named]) -> None:
+    spelled = [[_spell(name, tensor) for name, tensor in replica] for replica in named]
     for number, other in enumerate(spelled):
         for expected, got in itertools.zip_longest(spelled[0], other, fillvalue="nothing"):
             if expected != got:
@@ -174,9 +174,9 @@ def _spell(name: str, tensor: torch.Tensor) -> str:
     return f"{name!r}: {'trained' if tensor.requires_grad else 'fixed'} {tensor.dtype} {tuple(tensor.shape)}"
 
 
-def _check_independent(found: list[Named]) -> None:
+def _check_independent(named: list[Named]) -> None:
     owners: dict[int, int] = {}
-    for number, replica in enumerate(found):
+    for number, replica in enumerate(named):
         for name, tensor in replica:
             owner = owners.setdefault(_address(tensor), number) if tensor.numel() else number
             if owner != number:

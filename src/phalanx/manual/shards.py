@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
 from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 
 from phalanx.definition import checks
-from phalanx.definition.data import is_array
+from phalanx.definition.data import is_array, leaves, map_tree
 from phalanx.errors import UsageError
 from phalanx.plan.shares import share_bounds
 
@@ -37,16 +37,17 @@ def shard_batch(batch: Any, n: int) -> list[Any]:
         Parts of the batch differ in length, or cannot be cut.
     """
     count = checks.integer("n", n, least=1)
-    return [_rows(batch, start, end) for start, end in share_bounds(samples_in(batch), count)]
+    bounds = share_bounds(samples_in(batch), count)
+    return [map_tree(functools.partial(_rows, start=start, end=end), batch, is_samples) for start, end in bounds]
 
 
 def samples_in(batch: Any) -> int:
     """Length of the first axis, equal for everything in the batch."""
-    columns = list(_columns(batch, "batch"))
-    if not columns:
+    lengths = [(path, _length(path, column)) for path, column in leaves(batch, "batch", is_samples)]
+    if not lengths:
         raise UsageError(f"batch is an empty {type(batch).__name__}; it needs at least one array")
-    name, samples = columns[0]
-    for other, length in columns:
+    name, samples = lengths[0]
+    for other, length in lengths:
         if length != samples:
             raise UsageError(f"{name} has {samples} samples and {other} has {length}; cut them to the same number")
     return samples
@@ -59,47 +60,30 @@ def is_samples(value: Any) -> TypeGuard[list[Any]]:
 
 def tensors_in(batch: Any) -> Any:
     """The batch with its numpy arrays copied into tensors; lists of samples stay as they are."""
-    if isinstance(batch, np.ndarray):
-        try:
-            return torch.tensor(np.ascontiguousarray(batch))
-        except (TypeError, ValueError) as error:
-            raise UsageError(f"batch holds an array of {batch.dtype}, which no tensor can hold: {error}") from error
-    return _mapped(tensors_in, batch) if _is_structure(batch) else batch
+    return map_tree(_tensor, batch, is_samples)
 
 
-def _rows(value: Any, start: int, end: int) -> Any:
-    if _is_structure(value):
-        return _mapped(lambda item: _rows(item, start, end), value)
-    if is_samples(value):
-        return value[start:end]
-    return value[torch.arange(start, end) if isinstance(value, torch.Tensor) else np.arange(start, end)]
+def _tensor(column: Any) -> Any:
+    if not isinstance(column, np.ndarray):
+        return column
+    try:
+        return torch.tensor(np.ascontiguousarray(column))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"batch holds an array of {column.dtype}, which no tensor can hold: {error}") from error
 
 
-def _is_structure(value: Any) -> bool:
-    return isinstance(value, (tuple, list, Mapping)) and not is_samples(value)
+def _rows(column: Any, start: int, end: int) -> Any:
+    if is_samples(column):
+        return column[start:end]
+    return column[torch.arange(start, end) if isinstance(column, torch.Tensor) else np.arange(start, end)]
 
 
-def _mapped(function: Any, structure: Any) -> Any:
-    if isinstance(structure, Mapping):
-        return {key: function(item) for key, item in structure.items()}
-    items = [function(item) for item in structure]
-    if isinstance(structure, list):
-        return items
-    named = getattr(structure, "_make", tuple)
-    return named(items)
-
-
-def _columns(value: Any, path: str) -> Iterator[tuple[str, int]]:
-    """(path, length) of everything that is cut."""
-    if _is_structure(value):
-        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _columns(item, f"{path}[{key!r}]")
-    elif is_samples(value):
-        yield path, len(value)
-    elif is_array(value) and len(value.shape):
-        yield path, int(value.shape[0])
-    else:
-        raise UsageError(
-            f"{path} is {checks.shown(value)} ({type(value).__name__}), which has no first axis to cut; make it an "
-            "array or a list with one item per sample, or leave it out of the batch"
-        )
+def _length(path: str, column: Any) -> int:
+    if is_samples(column):
+        return len(column)
+    if is_array(column) and len(column.shape):
+        return int(column.shape[0])
+    raise UsageError(
+        f"{path} is {checks.shown(column)} ({type(column).__name__}), which has no first axis to cut; make it an "
+        "array or a list with one item per sample, or leave it out of the batch"
+    )

@@ -13,14 +13,16 @@ from phalanx.definition.fields import Definition
 from phalanx.errors import RunError, UsageError
 from phalanx.frameworks.torch.buffers import Buffers, Left
 from phalanx.frameworks.torch.forward import AmbiguousMean, check_stateless
-from phalanx.manual.computing import Work, compute
-from phalanx.manual.gradients import ALGORITHMS, ORDERED, average, total
-from phalanx.manual.optimizers import check_optimizers
+from phalanx.manual.computing import ReplicaStep, compute
+from phalanx.manual.gradients import ALGORITHMS, ORDERED, average
 from phalanx.manual.replicas import check_trained, tensors_of
 from phalanx.manual.shards import samples_in, shard_batch, tensors_in
 from phalanx.plan.shares import share_bounds, share_weights
+from phalanx.step import ABSENT, check_consistent, mean_of, weighed
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import alone
+
+WAY_OUT = "as in [torch.optim.AdamW(replica.parameters(), lr=1e-3) for replica in replicas]"
 
 
 @alone
@@ -121,56 +123,95 @@ def _checked(replicas: Any, optimizers: Any, loss_fn: Any, algorithm: Any, max_n
                 "manual.replicate(model, devices)"
             )
     check_trained("replicas", list(replicas[0].named_parameters()))
-    check_optimizers(optimizers, replicas)
+    _check_optimizers(optimizers, replicas)
     checks.choice("algorithm", algorithm, ALGORITHMS)
     check_stateless(loss_fn)
     return Definition(replicas[0], None, loss_fn, replicas=len(replicas), max_norm=max_norm)
 
 
-def _deal(replicas: Sequence[torch.nn.Module], batch: Any) -> list[Work]:
+def _check_optimizers(optimizers: Any, replicas: Sequence[torch.nn.Module]) -> None:
+    """Refuse optimizers that are not one per replica, over its own parameters, with the options of the first.
+
+    Raises
+    ------
+    UsageError
+        Also for LBFGS, which evaluates the loss several times a step.
+    """
+    if not isinstance(optimizers, (list, tuple)):
+        raise UsageError(f"optimizers is {checks.shown(optimizers)}; it must be a list with one per replica, {WAY_OUT}")
+    if len(optimizers) != len(replicas):
+        raise UsageError(f"optimizers has {len(optimizers)} for {len(replicas)} replicas; give one to each, {WAY_OUT}")
+    described = [_described(number, optimizer, replicas[number]) for number, optimizer in enumerate(optimizers)]
+    for number, other in enumerate(described):
+        unlike = [what for what in {**described[0], **other} if described[0].get(what) != other.get(what)]
+        if unlike:
+            raise UsageError(
+                f"optimizers[{number}] is unlike optimizers[0] in {', '.join(unlike)}, so the replicas would drift "
+                "apart; make all alike, and give a scheduler to each"
+            )
+
+
+def _described(number: int, optimizer: Any, replica: torch.nn.Module) -> dict[str, Any]:
+    """What decides the update, by name: the kind, and per group its parameters by position and its options."""
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError(
+            f"optimizers[{number}] is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer that needs one "
+            f"gradient a step, {WAY_OUT}"
+        )
+    positions = {id(parameter): position for position, parameter in enumerate(replica.parameters())}
+    facts: dict[str, Any] = {"its type": type(optimizer)}
+    for index, group in enumerate(optimizer.param_groups):
+        strangers = sum(id(parameter) not in positions for parameter in group["params"])
+        if strangers:
+            raise UsageError(
+                f"optimizers[{number}] has {strangers} parameters in group {index} that are not those of "
+                f"replicas[{number}], so it would not update it; give each its own replica's, {WAY_OUT}"
+            )
+        facts[f"the parameters of group {index}"] = [positions[id(parameter)] for parameter in group["params"]]
+        for key, value in group.items():
+            if key not in ("params", "param_names"):
+                facts[f"{key!r} of group {index}"] = value.item() if isinstance(value, torch.Tensor) else value
+    return facts
+
+
+def _deal(replicas: Sequence[torch.nn.Module], batch: Any) -> list[ReplicaStep]:
     samples = samples_in(batch)
     if not samples:
         raise UsageError("batch is empty (its length is 0); it needs at least one sample")
     shards = shard_batch(tensors_in(batch), len(replicas))
     bounds = share_bounds(samples, len(replicas))
     return [
-        Work(number, model, Buffers(model), range(*ends), shard)
+        ReplicaStep(number, model, Buffers(model), range(*ends), shard)
         for number, (model, ends, shard) in enumerate(zip(replicas, bounds, shards, strict=True))
     ]
 
 
-def _drop(works: Sequence[Work]) -> None:
+def _drop(works: Sequence[ReplicaStep]) -> None:
     """Leave no gradient behind: a stale one would be added to the next, or averaged in its place."""
     for work in works:
         for parameter in work.model.parameters():
             parameter.grad = None
 
 
-def _average(definition: Definition, works: Sequence[Work], algorithm: str) -> float:
+def _average(definition: Definition, works: Sequence[ReplicaStep], algorithm: str) -> float:
     """Compute all shares and average their gradients; the mean loss."""
     with interrupts.breakable():
         compute(definition, [work for work in works if work.samples])
     AmbiguousMean(definition).warn(works[0].weight, works[0].share)
-    weights = _weights(works)
-    average([list(work.model.named_parameters()) for work in works], weights, algorithm)
-    losses = [weight * work.loss if weight else 0.0 for weight, work in zip(weights, works, strict=True)]
-    return total(losses) / total(weights)
-
-
-def _weights(works: Sequence[Work]) -> list[float]:
-    """What each gradient is multiplied by, as in a recipe; 0 for an empty share; a lone replica by nothing."""
-    returned = [work.weight for work in works if work.samples and work.weight is not None]
-    computed = sum(bool(work.samples) for work in works)
-    if not returned:
-        return share_weights([len(work.samples) for work in works])
-    if len(returned) != computed:
-        raise UsageError("loss_fn returned a weight for some replicas and none for others; return it always or never")
-    if not any(returned):
+    known = share_weights([len(work.samples) for work in works])
+    parts = [
+        weighed(work.loss, work.weight, share, len(work.samples), len(works)) if work.samples else ABSENT
+        for work, share in zip(works, known, strict=True)
+    ]
+    check_consistent(parts)
+    mean = mean_of(parts)
+    if mean is None:
         raise RunError("loss_fn returned the weight 0 for every share: it counted nothing to average over in the batch")
-    return [1.0] if len(works) == 1 else [work.weight or 0.0 for work in works]
+    average([list(work.model.named_parameters()) for work in works], [part.weight for part in parts], algorithm)
+    return mean[0]
 
 
-def _settle(works: Sequence[Work]) -> None:
+def _settle(works: Sequence[ReplicaStep]) -> None:
     """Buffers by the recipe's rule on the first replica, then the same bytes on the others."""
     first, others = works[0].buffers, works[1:]
     homes = first.starts

@@ -1,15 +1,18 @@
-"""Where a run stands when workers have ended, and how it goes on: a pure table over (step, phase) of every worker.
+"""How a run goes on when workers have fallen: a pure table over who fell and how the run stands.
 
-A step has named points. Weights change only between ``UPDATING`` and ``UPDATED``, and no worker comes there before all
+A step has named phases. Weights change only between ``UPDATING`` and ``UPDATED``, and no worker comes there before all
 have ``FOLDED``; none begins the next step before all have ``UPDATED``. So workers are never more than a step apart, and
 where each was last seen tells whether the state is that before a step, that after it, or torn.
+
+``decide`` looks up what to do next; ``engines.recovery`` does it, and asks again until there is nothing left to do.
+Nothing here waits or knows a process, so every interleaving of workers, barriers and deaths can be tried in a test.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from enum import IntEnum
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from enum import Enum, IntEnum, auto
+from typing import Final, NamedTuple
 
 
 class Phase(IntEnum):
@@ -71,3 +74,181 @@ def newest_whole(due: int, kept: int, torn: int) -> int:
     One that was due by then is whole, as all workers have met since they saved. One announced for later is not begun.
     """
     return due if kept < due <= torn else kept
+
+
+def next_snapshot(step: int, due: int, interval: float, *, eager: int, held: bool) -> int:
+    """Before which step all workers save next, as the first worker announces it in ``step``, before the last barrier.
+
+    Parameters
+    ----------
+    due : int
+        What was announced before.
+    interval : float
+        Steps from one snapshot to the next.
+    eager : int
+        Each step before this one is followed by a snapshot.
+    held : bool
+        Whether somebody reads the snapshot, so that it has to stay.
+    """
+    return step + 1 if not held and (step < eager or step + 1 - due >= interval) else due
+
+
+class Fallen(Enum):
+    """Who has ended, as far as that matters."""
+
+    NOBODY = auto()
+    ANYBODY = auto()  # others can take the places: the whole state lies in the arena, or is known
+    OTHERS = auto()  # not the first worker, which keeps a part of the state to itself
+    KEEPER = auto()  # the first worker, with the part that only it has
+    PARTNER = auto()  # workers that those of other hosts are connected to
+
+
+class Standing(Enum):
+    """How far those are that live, and what of the state is there."""
+
+    WAITING = auto()  # they wait, or will, at the barrier before gradients are exchanged, for those that fell
+    AT_WORK = auto()  # they are at what was granted
+    GOING_BACK = auto()  # they are idle; going back to a snapshot was broken off
+    RESUMING = auto()  # they are idle; being told where to go on was broken off
+    TORN = auto()  # they are idle; an update broke off, so the state is that of no step
+    BEHIND = auto()  # they are idle; steps that had been finished were lost with the state after them
+    WHOLE = auto()  # they are idle, with the state after the last finished step
+
+
+class Action(Enum):
+    """What to do next."""
+
+    GO_ON = auto()  # nothing is left to do
+    STOP = auto()  # have the living leave what was granted, and wait until they are idle
+    JOIN = auto()  # start others in the places of those that fell, in the step that the living are in
+    RESUME = auto()  # start others in the places of those that fell, and tell all at which step to go on
+    TAKE_BACK = auto()  # the same with the state of the newest snapshot, or with what the run began with
+    GO_BACK = auto()  # finish that, where it was broken off
+    DO_AGAIN = auto()  # do a lost step again
+    LOSE = auto()  # end the run: a part of the state is lost
+    PART = auto()  # end the run: over several hosts nobody is replaced
+
+
+class Repair(NamedTuple):
+    """What was begun and is not finished: RESUME at a step, or GO_BACK to the state of a step (negative: the first)."""
+
+    action: Action
+    step: int
+
+
+class Seen(NamedTuple):
+    """What is seen of a worker.
+
+    Attributes
+    ----------
+    progress : Progress
+        Where it is, or was when it ended.
+    fallen : bool
+        Whether it has ended and is to be replaced.
+    at_work : bool
+        Whether it is not, or was not, done with what was granted.
+    """
+
+    progress: Progress
+    fallen: bool
+    at_work: bool
+
+
+class Situation(NamedTuple):
+    """All that a decision depends on.
+
+    Attributes
+    ----------
+    workers : sequence of Seen
+    granted : range
+        The steps that workers may do now; empty if they are to leave, or do something else.
+    done : int
+        How many steps are finished.
+    due, kept : int
+        The newest snapshot that was announced, and the newest that is known to be whole.
+    repair : Repair or None
+    portable : bool
+        Whether no worker keeps a part of the state to itself.
+    alone : bool
+        Whether all replicas are on this host.
+    """
+
+    workers: Sequence[Seen]
+    granted: range
+    done: int
+    due: int
+    kept: int
+    repair: Repair | None
+    portable: bool
+    alone: bool
+
+    @property
+    def fallen(self) -> list[int]:
+        """Those that are to be replaced, in order."""
+        return [number for number, worker in enumerate(self.workers) if worker.fallen]
+
+    @property
+    def progress(self) -> list[Progress]:
+        """Where every worker is, or was when it ended."""
+        return [worker.progress for worker in self.workers]
+
+
+class Decision(NamedTuple):
+    """What to do next, and at which step; ``back_to``: the snapshot to go back to, negative for the run's beginning."""
+
+    action: Action
+    step: int
+    back_to: int = -1
+
+
+A, F, S = Action, Fallen, Standing
+TABLE: Final[Mapping[Fallen, Mapping[Standing, Action]]] = {
+    fallen: dict(zip(Standing, actions, strict=True))
+    for fallen, actions in {
+        #             WAITING AT_WORK GOING_BACK RESUMING  TORN         BEHIND      WHOLE
+        F.NOBODY:  (A.STOP, A.STOP, A.GO_BACK, A.RESUME, A.TAKE_BACK, A.DO_AGAIN, A.GO_ON),
+        F.ANYBODY: (A.JOIN, A.STOP, A.GO_BACK, A.RESUME, A.TAKE_BACK, A.RESUME, A.RESUME),
+        F.OTHERS:  (A.JOIN, A.STOP, A.LOSE, A.RESUME, A.LOSE, A.RESUME, A.RESUME),
+        F.KEEPER:  (A.STOP, A.STOP, A.LOSE, A.LOSE, A.LOSE, A.LOSE, A.LOSE),
+        F.PARTNER: (A.PART, A.PART, A.PART, A.PART, A.PART, A.PART, A.PART),
+    }.items()
+}  # fmt: skip
+
+
+def decide(run: Situation) -> Decision:
+    """What to do next; asked again after that until it is GO_ON."""
+    verdict = judge(run.progress)
+    action = TABLE[who_fell(run)][stands(run, verdict)]
+    if action is Action.JOIN:
+        return Decision(action, run.progress[run.fallen[0]].step)
+    if action is Action.TAKE_BACK:
+        return Decision(action, verdict.step, newest_whole(run.due, run.kept, verdict.step))
+    if action is Action.GO_BACK and run.repair is not None:
+        return Decision(action, verdict.step, run.repair.step)
+    return Decision(action, verdict.step)
+
+
+def who_fell(run: Situation) -> Fallen:
+    """The row of the table."""
+    if not run.fallen:
+        return Fallen.NOBODY
+    if not run.alone:
+        return Fallen.PARTNER
+    if run.portable:
+        return Fallen.ANYBODY
+    return Fallen.KEEPER if 0 in run.fallen else Fallen.OTHERS
+
+
+def stands(run: Situation, verdict: Verdict) -> Standing:
+    """The column of the table."""
+    fallen, progress = run.fallen, run.progress
+    broke_off = bool(fallen) and all(run.workers[worker].at_work for worker in fallen)
+    if broke_off and joinable(progress, fallen) and progress[fallen[0]].step in run.granted:
+        return Standing.WAITING
+    if any(worker.at_work and not worker.fallen for worker in run.workers):
+        return Standing.AT_WORK
+    if run.repair is not None:
+        return Standing.GOING_BACK if run.repair.action is Action.GO_BACK else Standing.RESUMING
+    if verdict.torn and (fallen or run.portable):  # nobody fell: an optimizer raised, and only torch's own can go back
+        return Standing.TORN
+    return Standing.BEHIND if verdict.step < run.done else Standing.WHOLE

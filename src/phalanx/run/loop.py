@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from phalanx.definition.batches import Unchanged
 from phalanx.definition.evaluation import Evaluation
 from phalanx.definition.fields import Definition
-from phalanx.definition.unchanged import Unchanged
 from phalanx.seams import Engine
 from phalanx.seams.events import Evaluated, StepReport
 from phalanx.seams.observer import Observer
@@ -54,13 +54,14 @@ class Loop:
         self._tell_incidents()
         epoch_ended = report.epoch is not None and self._ends_epoch()
         try:
+            if epoch_ended:
+                self._data.check(contents=True)
             if epoch_ended and (due := self._evaluation) is not None:
                 report = report._replace(metric=self.evaluate(due.metric_fn, due.data, due.batch_size))
         except BaseException:  # the step is done all the same, and they see it
             self._show(report, [observer for observer in self._observers if not observer.needs_evaluation])
             raise
         self._show(report, self._observers)
-        self._data.check(contents=epoch_ended)
         return report
 
     def evaluate(self, metric_fn: Callable[..., Any], data: Any, batch_size: int) -> float:

@@ -9,6 +9,8 @@ import mmap
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
+
 from phalanx.plan.placement import Placement
 
 Vector = list[Any]
@@ -59,6 +61,90 @@ class GradientBuckets(Protocol):
 
     def total_norm(self, there: Sequence[int] | None) -> float:
         """The global norm, out of what all published; ``there``: which parameters have a gradient, None for all."""
+        ...
+
+
+class Arrays(Protocol):
+    """How a framework's arrays lie over memory; see ``shared.layout.Spec`` for what they look like."""
+
+    def view(self, memory: mmap.mmap, offset: int, spec: Any) -> Any:
+        """An array over memory."""
+        ...
+
+    def write(self, target: Any, source: Any) -> None:
+        """Copy an array into another of the same shape and dtype."""
+        ...
+
+
+class WorkerState(Protocol):
+    """What a framework keeps in a worker process, while weights, buffers and optimizer state lie in the arena."""
+
+    @property
+    def buckets(self) -> GradientBuckets:
+        """Gradients."""
+        ...
+
+    @property
+    def starts(self) -> Sequence[Any]:
+        """The buffers at the step's start, which lie in the arena."""
+        ...
+
+    def used(self, piece: int) -> int:
+        """Bytes of a piece of optimizer state that hold something."""
+        ...
+
+    def place_in_arena(self) -> bool:
+        """Move optimizer state that this worker owns into the arena, as far as it is not there; True if some was."""
+        ...
+
+    def described(self) -> Any:
+        """The optimizer state that this worker owns; can be pickled, and stays true as long as nothing is housed."""
+        ...
+
+    def options(self) -> Any:
+        """Options of optimizers and schedules; can be pickled."""
+        ...
+
+    @property
+    def scheduled(self) -> Any:
+        """Options after the schedulers' last step, if that cannot be done again from a loss; else None."""
+        ...
+
+    def take(self, optimizers: Sequence[Any], options: Any) -> None:
+        """Continue from what was described, earlier descriptions first, and from options."""
+        ...
+
+
+class CallerState(Protocol):
+    """A framework's state in the caller's process, to be copied into an arena and out of it."""
+
+    @property
+    def starts(self) -> Sequence[Any]:
+        """The buffers."""
+        ...
+
+    def weights(self) -> Sequence[np.ndarray]:
+        """The bytes of each storage, in the layout's order."""
+        ...
+
+    def put_optimizers(self) -> Any:
+        """Copy optimizer state into the arena; returns a description of it."""
+        ...
+
+    def options(self) -> Any:
+        """Options of optimizers and schedules; can be pickled."""
+        ...
+
+    def take_weights(self, contents: Sequence[np.ndarray]) -> None:
+        """Take the bytes of all storages as the weights; what is passed may change later."""
+        ...
+
+    def take_buffers(self, buffers: Sequence[Any]) -> None:
+        """Take the buffers; what is passed may change later."""
+        ...
+
+    def take_optimizers(self, described: Sequence[Any], options: Any, *, saved: bool) -> None:
+        """Take the optimizer state that each worker described, out of the arena or out of the snapshot in it."""
         ...
 
 

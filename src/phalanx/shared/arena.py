@@ -1,4 +1,4 @@
-"""The arena of a run: one stretch of shared memory with a control block, flags, and the framework's state in it.
+"""The arena of a run: one stretch of shared memory with counters, flags, and the framework's state in it.
 
 Its plan follows from the model and the placement alone, so that every process computes the same one.
 """
@@ -9,7 +9,7 @@ import mmap
 
 from phalanx.plan.placement import Placement, remaining
 from phalanx.seams.sharing import Sharing
-from phalanx.shared.control import Control, float_count, word_count
+from phalanx.shared.counters import Counters, float_count, word_count
 from phalanx.shared.memory import Carver
 
 WORD = 8
@@ -51,12 +51,12 @@ class Plan:
         self.layout = sharing.lay_out(placement, carver.take)
         self.size = carver.size
 
-    def control(self, arena: mmap.mmap) -> Control:
-        """The control block in a mapped arena."""
+    def counters(self, arena: mmap.mmap) -> Counters:
+        """The counters in a mapped arena."""
         workers, replicas = self._placement.workers, self._placement.replicas
         words = memoryview(arena)[self._words :][: WORD * word_count(workers)].cast("q")
         floats = memoryview(arena)[self._floats :][: WORD * float_count(workers, replicas)].cast("d")
-        return Control(words, floats, workers, replicas)
+        return Counters(words, floats, workers, replicas)
 
     def flags(self, arena: mmap.mmap) -> memoryview:
         """Per partial sum: which vector of its publisher holds it (0: none, else counted from 1), and its entries."""

@@ -1,1 +1,1 @@
-"""What of the user's process a run has to respect: Ctrl-C, forks, other threads, the code that it imported."""
+"""What a run has to respect of the process that it runs in: Ctrl-C, forks, threads, devices, the code it imported."""

@@ -24,16 +24,20 @@ class Owned(Protocol):
 _OWNED: weakref.WeakSet[Owned] = weakref.WeakSet()
 
 
-def own(thing: Owned) -> None:
-    """Have ``thing`` leave in every child that this process forks from here on."""
-    _OWNED.add(thing)
+def own(owned: Owned) -> None:
+    """Have ``owned`` leave in every child that this process forks from here on; in a child's own children it does not.
+
+    What a child goes on using, such as a lock, owns itself anew when it leaves.
+    """
+    _OWNED.add(owned)
 
 
 def _leave_all() -> None:
-    for thing in list(_OWNED):
-        with contextlib.suppress(Exception):
-            thing.leave()
+    inherited = list(_OWNED)
     _OWNED.clear()
+    for owned in inherited:
+        with contextlib.suppress(Exception):
+            owned.leave()
 
 
 if hasattr(os, "register_at_fork"):  # where processes can be forked

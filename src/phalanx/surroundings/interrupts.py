@@ -8,6 +8,9 @@ ours is half done. User code that does not come to such a point is broken off af
 Ctrl-C half a second after the first or later, or some seconds after it. Whoever allows that must not go on with what
 user code left behind.
 
+SIGTERM, which schedulers of clusters send before they take a machine back, only notes that the run is to end
+(``on_sigterm``).
+
 How signals are handled is a property of the process, so its state is the module's. Only the main thread handles
 signals; in others all of this does nothing. A SIGINT without a Python handler (ignored, or the default) is left alone.
 """
@@ -19,6 +22,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -68,11 +72,11 @@ class _Process:
     def received(self, number: int, frame: FrameType | None) -> None:
         """Handle SIGINT: keep it, unless user code had its time to finish."""
         if self.opened:
-            self.opened = False
+            self.opened = False  # first: the handler usually raises, and who is above in the stack must be guarded then
             self.before(number, frame)
             self.opened = True  # the handler did not raise
             return
-        now, late = time.monotonic(), self._late
+        now, late = time.monotonic(), self._late  # late: our own alarm sent it, and nobody pressed anything
         self._late, self._frame = False, frame
         if not self.pressed:
             self._since = now
@@ -89,6 +93,7 @@ class _Process:
         """In the child of a fork: if another thread forked it, nobody is there who would deliver what is kept."""
         self.main = threading.get_ident()
         if self.installed and threading.get_ident() != self.thread:
+            # The thread that installed the handler, and would put the caller's back, does not exist in the child.
             self.installed = self.breakable = self.opened = False
             self.shields = self.pressed = 0
             signal.signal(signal.SIGINT, self.before)
@@ -115,6 +120,7 @@ class _Process:
         """Wake the main thread, in the alarm's thread, if what was pressed is still kept."""
         if serial == self._serial and self.pressed and self.breakable:
             self._late = True
+            # To the main thread itself: a signal to the process may reach another, and then no system call is woken.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
@@ -246,6 +252,33 @@ def pressed() -> int:
 def breaks() -> int:
     """How often user code was broken off in this process; if that changes, its state may be half done."""
     return _PROCESS.breaks
+
+
+@contextlib.contextmanager
+def on_sigterm(terminate: Callable[[], None] | None) -> Iterator[None]:
+    """Call ``terminate`` when SIGTERM comes, if there is something to call and this is the main thread.
+
+    A handler that was there before is called too, and is there again afterwards.
+    """
+    if terminate is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before, owner = signal.getsignal(signal.SIGTERM), os.getpid()
+
+    def received(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:  # a forked child ends as it would without us
+            signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        terminate()
+        if callable(before):
+            before(number, frame)
+
+    signal.signal(signal.SIGTERM, received)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
 
 def _here() -> bool:

@@ -22,7 +22,7 @@ from phalanx.errors import UsageError
 
 STANDARD = os.path.dirname(os.__file__) + os.sep
 INSTALLED = ("site-packages", "dist-packages")
-OURS = os.path.dirname(__file__) + os.sep  # imported by workers before they could be given anything
+OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep  # imported by workers before they could be given anything
 
 
 class Source(NamedTuple):
@@ -124,11 +124,11 @@ def finders() -> Iterator[Any]:
             yield finder
 
 
-def _installed(place: str) -> bool:
-    if place.startswith((STANDARD, OURS)) or any(part in INSTALLED for part in place.split(os.sep)):
+def _installed(path: str) -> bool:
+    if path.startswith((STANDARD, OURS)) or any(part in INSTALLED for part in path.split(os.sep)):
         return True
     folders = [entry for entry in sys.path if isinstance(entry, str) and entry]
-    return any(place.startswith(os.path.join(folder, "")) and _has_packages(folder) for folder in folders)
+    return any(path.startswith(os.path.join(folder, "")) and _has_packages(folder) for folder in folders)
 
 
 @functools.cache
@@ -166,15 +166,16 @@ def _spec(name: str, source: Source) -> ModuleSpec | None:
 
 def _agrees(module: ModuleType, source: Source) -> bool:
     """Whether the functions and methods of a module are those of the source."""
-    known = set(_nested(SourceFileLoader(module.__name__, source.origin).source_to_code(source.text, source.origin)))
+    known = set(nested(SourceFileLoader(module.__name__, source.origin).source_to_code(source.text, source.origin)))
     return all(code in known for code in _codes(module) if code.co_filename == source.origin)
 
 
-def _nested(code: CodeType) -> Iterator[CodeType]:
+def nested(code: CodeType) -> Iterator[CodeType]:
+    """A code object, and those of the functions and classes inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _nested(constant)
+            yield from nested(constant)
 
 
 def _codes(module: ModuleType) -> Iterator[CodeType]:

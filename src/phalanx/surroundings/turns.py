@@ -8,22 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from phalanx.errors import UsageError
-from phalanx.surroundings import interrupts
+from phalanx.surroundings import forks, interrupts
 
 P = ParamSpec("P")
 T = TypeVar("T")
 SLICE_SECONDS = 0.1  # between two looks at Ctrl-C while waiting
-
-
-_ALL: weakref.WeakSet[Turns] = weakref.WeakSet()
 
 
 class Turns(contextlib.AbstractContextManager["Turns"]):
@@ -36,14 +31,15 @@ class Turns(contextlib.AbstractContextManager["Turns"]):
         self._owner = self._depth = 0
         self._torn = False
         self._begin()
-        _ALL.add(self)
+        forks.own(self)
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
         self._waiting: deque[_Turn] = deque()
 
-    def forked(self) -> None:
+    def leave(self) -> None:
         """In the child of a fork there is one thread: what others held or waited for is free."""
+        forks.own(self)  # the child uses it, too
         self._begin()
         if self._owner != threading.get_ident():
             self._torn = bool(self._owner)
@@ -112,6 +108,7 @@ class Turns(contextlib.AbstractContextManager["Turns"]):
             while not turn.come.is_set() and not turn.come.wait(SLICE_SECONDS):
                 interrupts.check()
         except BaseException:
+            # Ctrl-C: the turn may have come meanwhile. It is passed on then, or those behind would wait for ever.
             with self._lock:
                 if turn.come.is_set():
                     self._pass_on()
@@ -123,7 +120,7 @@ class Turns(contextlib.AbstractContextManager["Turns"]):
         self._owner = 0
         if self._waiting:
             turn = self._waiting.popleft()
-            self._owner = turn.thread
+            self._owner = turn.thread  # before it wakes, so that nobody who comes now takes the turn in between
             turn.come.set()
 
 
@@ -134,15 +131,6 @@ class _Turn:
 
 
 ALONE = Turns()  # who is inside may change generators and modes of the process, and restores them before leaving
-
-
-def _forked() -> None:
-    for turns in list(_ALL):
-        turns.forked()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
 
 
 class HasTurn(Protocol):
@@ -158,11 +146,11 @@ def verb(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], 
     """Make a method wait until no other thread is in one; Ctrl-C comes where nothing is held."""
 
     @functools.wraps(method)
-    def call(thing: S, *arguments: P.args, **options: P.kwargs) -> T:
-        if thing.turn.mine:  # called by another verb
-            return method(thing, *arguments, **options)
-        with interrupts.guarded(), thing.turn:
-            return method(thing, *arguments, **options)
+    def call(owner: S, *arguments: P.args, **options: P.kwargs) -> T:
+        if owner.turn.mine:  # called by another verb
+            return method(owner, *arguments, **options)
+        with interrupts.guarded(), owner.turn:
+            return method(owner, *arguments, **options)
 
     return call
 

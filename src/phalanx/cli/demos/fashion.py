@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.cli.demos import idx
-from phalanx.cli.demos.parts import Demo, accuracy, bundled
+from phalanx.cli.demos.bundled import Demo, accuracy, bundled
 from phalanx.definition.evaluation import Evaluation
 from phalanx.errors import UsageError
 from phalanx.recipe import Recipe
@@ -127,9 +127,9 @@ def _jax(job: Job) -> Recipe:
 
     def lenet(key: Any) -> Any:
         params = {}
-        for place, (name, shape) in zip(jax.random.split(key, len(shapes)), shapes.items(), strict=True):
+        for subkey, (name, shape) in zip(jax.random.split(key, len(shapes)), shapes.items(), strict=True):
             outputs = shape[0] if name.startswith("conv") else shape[-1]
-            weight = jax.random.normal(place, shape) * (outputs / np.prod(shape)) ** 0.5
+            weight = jax.random.normal(subkey, shape) * (outputs / np.prod(shape)) ** 0.5
             params[name] = {"weight": weight, "bias": jnp.zeros(outputs)}
         return params
 

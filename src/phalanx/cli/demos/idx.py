@@ -90,9 +90,9 @@ def _present(folder: pathlib.Path, name: str) -> pathlib.Path:
             f"{folder} has no {name} or {name}.gz, and {address} cannot be reached ({error}); put the four files "
             "there, give another folder with --data DIR, or use --digits, which needs no network"
         ) from error
-    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
-    if found != CHECKSUMS[name]:
-        raise UsageError(f"{address} has the MD5 {found} instead of {CHECKSUMS[name]}; get the file from elsewhere")
+    digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    if digest != CHECKSUMS[name]:
+        raise UsageError(f"{address} has the MD5 {digest} instead of {CHECKSUMS[name]}; get the file from elsewhere")
     folder.mkdir(parents=True, exist_ok=True)
     target.write_bytes(content)
     return target

@@ -1,8 +1,8 @@
 """What defines the answer, as values that can be written down and compared. Never a hash of pickles.
 
-``look`` says what a value is made of (``functions``, ``objects``, ``arrays`` say it of their kinds; ``source`` and
-``bytecode`` read code, ``packages`` tells the user's from what is installed), ``graph`` makes hashes and paths of that,
-and ``compare`` says what differs. ``named`` is how it was done before, for snapshots of that time.
+``look`` says what a value is made of (``objects`` and ``arrays`` say it of their kinds; ``source`` and ``bytecode``
+read code, ``definition.packages`` tells the user's from what is installed), ``graph`` makes hashes and paths of that,
+and ``compare`` says what differs. ``first_format`` is how it was done before, for snapshots of that time.
 """
 
 from __future__ import annotations
@@ -11,19 +11,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from phalanx.definition.fields import Definition
-from phalanx.definition.fingerprint import named
+from phalanx.definition.fingerprint import first_format
 from phalanx.definition.fingerprint.arrays import hashed
-from phalanx.definition.fingerprint.compare import Comparison, compared, first_format
-from phalanx.definition.fingerprint.functions import VERSION
+from phalanx.definition.fingerprint.compare import FUNCTIONS, VALUES, Comparison, compared, placed
 from phalanx.definition.fingerprint.graph import CODE, SHARED, TREE, Graph
 from phalanx.definition.fingerprint.look import Look
+from phalanx.definition.fingerprint.objects import VERSION
 
 __all__ = ["Comparison", "compare", "fingerprint", "hashed", "shared"]
 
 FORMAT = 2
-VALUES = ("replicas", "batch_size", "lr", "max_norm", "shuffle", "drop_last", "seed", "precision", "threads",
-          "on_nonfinite")  # fmt: skip
-FUNCTIONS = ("make_model", "loss_fn", "forward_fn", "target_fn", "optimizer", "scheduler", "collate_fn")
 
 
 def fingerprint(definition: Definition) -> dict[str, Any]:
@@ -53,14 +50,10 @@ def shared(definition: Definition) -> tuple[dict[str, str], dict[str, str]]:
     should: dict[str, str] = {}
     for name, graph in _graphs(definition, look).items():
         for path, told in graph.named(SHARED).items():  # the nearest to the root first, each without what it holds
-            must[_placed(name, path)] = " ".join([told[0], *told[2:]])
+            must[placed(name, path)] = " ".join([told[0], *told[2:]])
         must[f"{name} as a whole"] = graph.hash(SHARED)
-        should |= {_placed(name, path): told for path, told in graph.ambient().items()}
+        should |= {placed(name, path): told for path, told in graph.ambient().items()}
     return must | {f"version of {name}": version for name, version in look.packages.versions().items()}, should
-
-
-def _placed(name: str, path: str) -> str:
-    return f"{name}: {path}" if path else name
 
 
 def compare(definition: Definition, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Comparison:
@@ -72,7 +65,7 @@ def compare(definition: Definition, mine: Mapping[str, Any], theirs: Mapping[str
         That is no fingerprint.
     """
     if "format" not in theirs:
-        return first_format(named.fingerprint(definition, VALUES, FUNCTIONS), theirs, named.SOURCE)
+        return first_format.compared(definition, theirs)
     if theirs["format"] != FORMAT:
         raise ValueError(f"its recipe is of format {theirs['format']!r}, and this phalanx reads formats 1 and {FORMAT}")
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -40,15 +41,15 @@ class Contents:
         head = _headed(value)
         if head.startswith(KEYS):
             value = sys.modules["jax"].random.key_data(value)
-        if _count(value) == 1:
+        if math.prod(value.shape) == 1:
             return f"{head} {value.tolist()!r}", ""
         limit = WHOLE_BYTES if self._spent < TOTAL_BYTES else SAMPLED_BYTES
         size = _bytes(value)
-        found = hashlib.sha256()
+        sha = hashlib.sha256()
         for piece in [value] if size <= limit else _sample(value):
-            found.update(_content(piece))
+            sha.update(_content(piece))
         self._spent += min(size, limit)
-        return head + " sampled" * (size > limit), found.hexdigest()[:16]
+        return head + " sampled" * (size > limit), sha.hexdigest()[:16]
 
     def container(self, value: Any) -> tuple[str, str]:
         """Length of a list, tuple or dict of plain values, arrays and more such containers, and a hash of its content.
@@ -58,37 +59,27 @@ class Contents:
         ForeignError
             It holds something else.
         """
-        found = hashlib.sha256()
+        sha = hashlib.sha256()
         items: Any = list(value.items()) if isinstance(value, dict) else value
         if set(map(type, items)) <= {bool, int, float, str, type(None)}:
-            found.update(repr(items).encode(errors="surrogatepass"))
-            return f"{type(value).__name__} of {len(items)}", found.hexdigest()[:16]
+            sha.update(repr(items).encode(errors="surrogatepass"))
+            return f"{type(value).__name__} of {len(items)}", sha.hexdigest()[:16]
         limit = LIST_BYTES if self._spent < TOTAL_BYTES else SAMPLED_BYTES
         most = max(SAMPLED_ROWS, limit // max(1, _cost(items[0])))
         for number in rows(len(items), most):
             for piece in _pieces(items[number], DEEP):
-                found.update(piece)
+                sha.update(piece)
                 self._spent += len(piece)
-        return f"{type(value).__name__} of {len(items)}" + " sampled" * (len(items) > most), found.hexdigest()[:16]
+        return f"{type(value).__name__} of {len(items)}" + " sampled" * (len(items) > most), sha.hexdigest()[:16]
 
 
 def plain(value: Any) -> str:
-    """A plain value as text; hashed if it is long."""
-    told = repr(value)
-    if len(told) <= SHOWN:
+    """A plain value as text, and a set of them, which come in any order; hashed if it is long."""
+    is_set = isinstance(value, (set, frozenset))
+    told = f"{type(value).__name__}({', '.join(sorted(map(repr, value)))})" if is_set else repr(value)
+    if len(told) <= SHOWN or not hasattr(value, "__len__"):
         return told
-    return f"{type(value).__name__} of {len(value)} {short(told)}" if hasattr(value, "__len__") else told
-
-
-def plain_set(value: Any) -> str:
-    """A set of plain values, which come in any order; hashed if it is long."""
-    told = f"{type(value).__name__}({', '.join(sorted(map(repr, value)))})"
-    return told if len(told) <= SHOWN else f"{type(value).__name__} of {len(value)} {short(told)}"
-
-
-def converted(value: Any) -> Any:
-    """Something that numpy can read, such as a picture, as an array."""
-    return np.asarray(value)
+    return f"{type(value).__name__} of {len(value)} {short(told)}"
 
 
 def short(text: str) -> str:
@@ -105,10 +96,10 @@ def rows(length: int, most: int) -> list[int]:
 
 def hashed(batch: Any) -> bytes:
     """32 bytes that are equal for equal batches: containers, arrays and tensors, and what else they hold as text."""
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for piece in _pieces(batch, None):
-        found.update(piece)
-    return found.digest()
+        sha.update(piece)
+    return sha.digest()
 
 
 def is_array(value: Any) -> bool:
@@ -160,10 +151,10 @@ def _content(array: Any) -> bytes | memoryview:
             array = tensor.view(sys.modules[type(array.dtype).__module__].uint8).numpy()
         except (TypeError, RuntimeError, AttributeError):  # quantized, sparse
             return repr(array.tolist()).encode()
-    found = np.asarray(array)
-    if found.dtype.hasobject:
+    values = np.asarray(array)
+    if values.dtype.hasobject:
         raise ForeignError("an array of objects")
-    return np.ascontiguousarray(found).reshape(-1).view(np.uint8).data
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
 
 
 def _sample(array: Any) -> Iterator[Any]:
@@ -177,16 +168,9 @@ def _sample(array: Any) -> Iterator[Any]:
         yield array[np.array(rows(length, min(SAMPLED_ROWS, SAMPLED_BYTES // row)))]
 
 
-def _count(array: Any) -> int:
-    count = 1
-    for size in array.shape:
-        count *= int(size)
-    return count
-
-
 def _bytes(array: Any) -> int:
     size = getattr(array, "itemsize", None) or getattr(array.dtype, "itemsize", 8)
-    return _count(array) * int(size)
+    return math.prod(array.shape) * int(size)
 
 
 def _cost(item: Any) -> int:

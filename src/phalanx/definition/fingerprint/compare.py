@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+VALUES = ("replicas", "batch_size", "lr", "max_norm", "shuffle", "drop_last", "seed", "precision", "threads",
+          "on_nonfinite")  # fmt: skip
+FUNCTIONS = ("make_model", "loss_fn", "forward_fn", "target_fn", "optimizer", "scheduler", "collate_fn")
 MOST = 5  # differences of a field that are told
 
 
@@ -33,52 +36,40 @@ def compared(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Comparison:
     KeyError, TypeError, AttributeError
         One is none.
     """
-    found = Comparison()
+    comparison = Comparison()
     for name in {**mine["values"], **theirs["values"]}:
         one, other = mine["values"].get(name), theirs["values"].get(name)
         if one != other:
-            found.differs.append(_between(name, one, other))
+            comparison.differs.append(between(name, one, other))
     for name in {**mine["fields"], **theirs["fields"]}:
-        _compare_field(name, mine["fields"].get(name), theirs["fields"].get(name), mine, theirs, found)
+        _compare_field(name, mine["fields"].get(name), theirs["fields"].get(name), mine, theirs, comparison)
     for name in sorted({**mine["packages"], **theirs["packages"]}):
         one, other = mine["packages"].get(name), theirs["packages"].get(name)
         if one is not None and other is not None and one != other:
-            found.doubts.append(f"{name} is {one} here, and {other} there")
-    return found
-
-
-def first_format(mine: Mapping[str, Any], theirs: Mapping[str, Any], source: str) -> Comparison:
-    """Compare two fingerprints of format 1, which knows source only as text."""
-    found = Comparison()
-    for name in {**mine, **theirs}:
-        if mine.get(name) != theirs.get(name):
-            if name.startswith(source):
-                found.doubts.append(f"the {name} changed, in which the snapshot does not tell comments from code")
-            else:
-                found.differs.append(_between(name, repr(mine.get(name)), repr(theirs.get(name))))
-    return found
+            comparison.doubts.append(f"{name} is {one} here, and {other} there")
+    return comparison
 
 
 def _compare_field(
-    name: str, one: Any, other: Any, mine: Mapping[str, Any], theirs: Mapping[str, Any], found: Comparison
+    name: str, one: Any, other: Any, mine: Mapping[str, Any], theirs: Mapping[str, Any], comparison: Comparison
 ) -> None:
     if one is None or other is None:
-        found.differs.append(f"{name} is known only {'there' if one is None else 'here'}")
+        comparison.differs.append(f"{name} is known only {'there' if one is None else 'here'}")
         return
     same = one["tree"] == other["tree"] or one["code"] == other["code"]
     if not same and _incomparable(one, other, mine, theirs):
-        found.doubts.append(
+        comparison.doubts.append(
             f"{name} cannot be compared: its code has no source, and is of Python {mine['python']} here, and of "
             f"{theirs['python']} there"
         )
     elif not same:
-        found.differs += _told(name, one["parts"], other["parts"])
+        comparison.differs += _told(name, one["parts"], other["parts"])
     else:
         changed = [
             path for path in {**one["soft"], **other["soft"]} if one["soft"].get(path) != other["soft"].get(path)
         ]
-        found.doubts += [f"{name}: {path} changed, which is written while it is used" for path in changed]
-    found.doubts += [f"{_at(name, path)} is {why}" for path, why in one["unseen"].items()]
+        comparison.doubts += [f"{name}: {path} changed, which is written while it is used" for path in changed]
+    comparison.doubts += [f"{placed(name, path)} is {why}" for path, why in one["unseen"].items()]
 
 
 def _incomparable(one: Any, other: Any, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
@@ -92,11 +83,11 @@ def _incomparable(one: Any, other: Any, mine: Mapping[str, Any], theirs: Mapping
 def _told(name: str, one: Mapping[str, list[str]], other: Mapping[str, list[str]]) -> list[str]:
     """The parts that are something else themselves; below the last that are noted, those whose contents are."""
     paths = [path for path in {**one, **other} if _own(one.get(path)) != _own(other.get(path))]
-    found = [path for path in paths if not any(_is_below(path, above) for above in paths)]
-    if not found:
+    nearest = [path for path in paths if not any(_is_below(path, above) for above in paths)]
+    if not nearest:
         paths = [path for path in one if one[path] != other.get(path)]
-        found = [path for path in paths if not any(_is_below(deeper, path) for deeper in paths)]
-    told = [_between(_at(name, path), _shown(one, path), _shown(other, path)) for path in found or [""]]
+        nearest = [path for path in paths if not any(_is_below(deeper, path) for deeper in paths)]
+    told = [between(placed(name, path), _shown(one, path), _shown(other, path)) for path in nearest or [""]]
     return told[:MOST] + [f"{name} differs in {len(told) - MOST} more places"] * (len(told) > MOST)
 
 
@@ -105,10 +96,11 @@ def _own(told: list[str] | None) -> list[str] | None:
     return None if told is None else [told[0], *told[2:]]
 
 
-def _between(place: str, one: Any, other: Any) -> str:
+def between(where: str, one: Any, other: Any) -> str:
+    """One difference in words."""
     if one == other:
-        return f"{place} is another {one} here than there"
-    return f"{place} is {one} here, and {other} there"
+        return f"{where} is another {one} here than there"
+    return f"{where} is {one} here, and {other} there"
 
 
 def _shown(parts: Mapping[str, list[str]], path: str) -> str:
@@ -119,5 +111,6 @@ def _is_below(path: str, above: str) -> bool:
     return path != above and (not above or path.startswith(f"{above}, "))
 
 
-def _at(name: str, path: str) -> str:
+def placed(name: str, path: str) -> str:
+    """A part of a field, by the field's name and the path to it."""
     return f"{name}: {path}" if path else name

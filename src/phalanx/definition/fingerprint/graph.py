@@ -30,6 +30,15 @@ class Edge(NamedTuple):
     ambient: bool = False
 
 
+@dataclass(frozen=True)
+class Owner:
+    """An object whose method is called, or whose attributes are set: what is written so changes while it is used."""
+
+    value: Any
+    method: str = ""
+    written: frozenset[str] = frozenset()
+
+
 @dataclass
 class Part:
     """One value, without what it holds.
@@ -125,16 +134,16 @@ class Graph:
         One that holds nothing has no hashes; its name says all.
         """
         kinds, _ = self._kinds(mode)
-        found: dict[str, list[str]] = {}
+        parts: dict[str, list[str]] = {}
         for number, path, edge in self._walk(mode, once=False):
-            if len(found) == MOST_NAMED:
+            if len(parts) == MOST_NAMED:
                 break
             if not edge.soft and not (edge.ambient and mode == SHARED):
                 part = self._parts[number]
                 whole = kinds[number] if number else self.hash(mode)  # in a circle, kinds do for a name
                 hashes = [whole, self._own(number, mode)]
-                found[path] = [part.shown or part.text, *(hashes if part.edges or part.code or part.shown else ())]
-        return found
+                parts[path] = [part.shown or part.text, *(hashes if part.edges or part.code or part.shown else ())]
+        return parts
 
     def ambient(self) -> dict[str, str]:
         """Plain values of the process, by their paths."""
@@ -146,12 +155,12 @@ class Graph:
 
     def unseen(self) -> dict[str, str]:
         """Paths of what cannot be seen into, and why."""
-        found: dict[str, str] = {}
+        reasons: dict[str, str] = {}
         for number, path, _ in self._walk(0, once=True):
             why = self._parts[number].unseen
-            if why and len(found) < MOST_NAMED and not (why == TOO_MANY and why in found.values()):
-                found[path] = why
-        return found
+            if why and len(reasons) < MOST_NAMED and not (why == TOO_MANY and why in reasons.values()):
+                reasons[path] = why
+        return reasons
 
     def _number(self, value: Any) -> int:
         number = self._numbers.setdefault(id(value), len(self._alive))

@@ -11,13 +11,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from phalanx.definition.fingerprint import arrays
 from phalanx.definition.fingerprint.arrays import Contents
-from phalanx.definition.fingerprint.functions import Functions, Hidden
-from phalanx.definition.fingerprint.graph import Edge, Part
-from phalanx.definition.fingerprint.objects import Objects, Owner, held_by
-from phalanx.definition.fingerprint.packages import Packages
-from phalanx.definition.fingerprint.source import Sources
+from phalanx.definition.fingerprint.graph import Edge, Owner, Part
+from phalanx.definition.fingerprint.objects import Hidden, Objects
+from phalanx.definition.packages import Packages
+from phalanx.definition.reachable import held_by
 from phalanx.errors import ForeignError
 
 FEW = 32  # items that are told one by one
@@ -37,15 +38,13 @@ class Look:
 
     def __init__(self) -> None:
         self.packages = Packages()
-        sources = Sources()
         self._contents = Contents()
-        self._functions = Functions(self.packages, sources)
-        self._objects = Objects(self.packages, sources)
+        self._objects = Objects(self.packages)
         self._rules: tuple[tuple[Any, Callable[[Any], Part]], ...] = (
             (SPELLED, lambda value: Part(arrays.plain(value))),
             (Hidden, lambda value: Part("hidden", unseen=value.why)),
             (Owner, self._owner),
-            (types.FunctionType, self._functions.part),
+            (types.FunctionType, self._objects.function),
             (types.MethodType, _method),
             (types.BuiltinFunctionType, self._builtin),
             (functools.partial, _partial),
@@ -72,15 +71,14 @@ class Look:
 
     def _part(self, value: Any, kind: type) -> Part:
         for kinds, rule in self._rules:
-            exact = kinds is SPELLED
-            if (kind in kinds) if exact else isinstance(value, kinds):
+            if kind in SPELLED if kinds is SPELLED else isinstance(value, kinds):
                 return rule(value)
         if arrays.is_array(value):
             return self._array(value)
         if isinstance(value, CONTAINERS):
             return self._container(value, kind)
         if hasattr(kind, "__array_interface__"):  # pictures
-            return _hashed(f"a {kind.__qualname__}", *self._contents.array(arrays.converted(value)))
+            return _hashed(f"a {kind.__qualname__}", *self._contents.array(np.asarray(value)))
         wrapped = getattr(value, "__wrapped__", None) if callable(value) else None
         if wrapped is not None and self.packages.has(kind.__module__):  # a function that was compiled or cached
             attributes = {name: item for name, item in sorted(held_by(value).items()) if not name.startswith("_")}
@@ -110,21 +108,18 @@ class Look:
         text = f"{kind.__name__} of {len(value)}" if hasattr(kind, "__len__") else kind.__name__
         if kind not in CONTAINERS:
             part = self._objects.part(value, self._items(value) or [Edge("items", ())])
-            part.text, part.shown = f"{part.text} of {len(value)}", part.shown
+            part.text = f"{part.text} of {len(value)}"
             return part
         if isinstance(value, (set, frozenset)):
-            return self._set(value, text)
+            if all(type(item) in arrays.PLAIN for item in value):
+                return Part(arrays.plain(value))
+            return Part(text, [Edge("an item", item) for item in value], unordered=True)
         if len(value) > FEW:
             try:
                 return _hashed(*self._contents.container(list(value) if kind is collections.deque else value))
             except ForeignError:
                 text += " sampled" * (len(value) > MOST_ITEMS)
         return Part(text, self._items(value))
-
-    def _set(self, value: Any, text: str) -> Part:
-        if all(type(item) in arrays.PLAIN for item in value):
-            return Part(arrays.plain_set(value))
-        return Part(text, [Edge("an item", item) for item in value], unordered=True)
 
     def _items(self, value: Any) -> list[Edge]:
         """What a container holds; nothing for other values."""
@@ -168,10 +163,8 @@ class Look:
         return Part(f"member {value.name}", [Edge("class", type(value))], str(value))
 
     def _module(self, value: types.ModuleType) -> Part:
-        if self.packages.has(value.__name__):
-            return Part(f"module {value.__name__}")
         why = f"the module {value.__name__} as a whole, of which nothing is compared"
-        return Part(f"module {value.__name__}", unseen=why)
+        return Part(f"module {value.__name__}", unseen="" if self.packages.has(value.__name__) else why)
 
 
 def _method(value: types.MethodType) -> Part:

@@ -1,21 +1,26 @@
-"""What classes and objects are made of: their code, and the attributes that they hold."""
+"""What functions, classes and objects are made of: their code, what it reads from outside, the attributes they hold."""
 
 from __future__ import annotations
 
+import builtins
 import collections
 import copyreg
 import functools
 import inspect
+import sys
 import types
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.definition.fingerprint import source
-from phalanx.definition.fingerprint.graph import Edge, Part
-from phalanx.definition.fingerprint.packages import Packages
+from phalanx.definition.fingerprint import bytecode, source
+from phalanx.definition.fingerprint.arrays import PLAIN, short
+from phalanx.definition.fingerprint.graph import Edge, Owner, Part
 from phalanx.definition.fingerprint.source import Sources
+from phalanx.definition.packages import Packages
+from phalanx.definition.reachable import function_of, held_by
 
+VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 MODULE_PARTS = ("_parameters", "_buffers", "_modules")  # of a torch module, each a dict by name
 GENERATORS = ("getstate", "get_state", "bit_generator")  # generators of random numbers have one of these
 CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__", "__setstate__"})
@@ -26,27 +31,90 @@ OPEN = (dict, list, tuple, set, frozenset, collections.deque, collections.Ordere
 
 
 @dataclass(frozen=True)
-class Owner:
-    """An object whose method is called, or whose attributes are set: what is written so changes while it is used."""
+class Hidden:
+    """Stands for a value that cannot be had, and says why."""
 
-    value: Any
-    method: str = ""
-    written: frozenset[str] = frozenset()
+    why: str
 
 
 class Objects:
-    """Looks into classes and objects.
+    """Looks into functions, classes and objects.
 
     Parameters
     ----------
     packages : Packages
-    sources : Sources
+        Notes those that are met.
     """
 
-    def __init__(self, packages: Packages, sources: Sources) -> None:
+    def __init__(self, packages: Packages) -> None:
         self._packages = packages
-        self._sources = sources
+        self._sources = Sources()
         self._known: dict[tuple[type, str], set[str]] = {}
+
+    def function(self, function: types.FunctionType) -> Part:
+        """A function: the user's by code and what it reads, an installed one by name and what it encloses."""
+        code, names = function.__code__, function.__globals__
+        home = names.get("__name__")
+        if self._packages.has(home, code.co_filename):
+            edges = [*self._enclosed(function, {}, set())]
+            if "<locals>" in code.co_qualname:
+                edges += _defaults(function)
+            return Part(f"{home}.{code.co_qualname}", edges)
+        node = self._sources.tree(code, names)
+        text = None if node is None else source.spelled(node)
+        instructions = short(f"{VERSION} {bytecode.spelled(code)}")
+        reads = bytecode.reads(code)
+        written = set() if node is None else source.writes(node)
+        edges = [
+            *self._enclosed(function, reads.names, written),
+            *_defaults(function),
+            *self._globals(function, reads, written),
+            *self._imports(reads, names),
+            *(
+                Edge(f"attribute `{name}`", value, f"{function.__name__}.{name}" in written)
+                for name, value in sorted(vars(function).items())
+                if not (name.startswith("__") and name.endswith("__"))
+            ),
+        ]
+        tree = instructions if text is None else short(text)
+        return Part("function", edges, f"function {function.__name__}", (tree, instructions))
+
+    def _enclosed(
+        self, function: types.FunctionType, names: Mapping[str, set[bytecode.Chain]], written: set[str]
+    ) -> Iterator[Edge]:
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not yet set
+                continue
+            for told, below, soft in bytecode.taken(name, value, names.get(name, {()}), written, self._packages):
+                yield Edge(f"closure variable `{told}`", below, soft)
+
+    def _globals(self, function: types.FunctionType, reads: bytecode.Reads, written: set[str]) -> Iterator[Edge]:
+        for name, chains in sorted(reads.names.items()):
+            if name in function.__code__.co_freevars:
+                continue
+            builtin = getattr(builtins, name, bytecode.ABSENT)
+            value = function.__globals__.get(name, builtin)
+            if value is builtin:
+                continue
+            for told, below, soft in bytecode.taken(name, value, chains, written, self._packages):
+                yield Edge(f"global `{told}`", below, soft, type(below) in PLAIN)
+
+    def _imports(self, reads: bytecode.Reads, names: Mapping[str, Any]) -> Iterator[Edge]:
+        """What import statements inside the function bring."""
+        ways = {(module, level): {(("attribute", name),) for name in taken} for module, level, taken in reads.imports}
+        for key in sorted({*ways, *reads.aliases}):
+            try:
+                module = self._packages.module(*key, names)
+            except Exception as error:  # whatever its code raises
+                why = f"importing it raised {type(error).__name__}"
+                yield Edge(f"module `{key[0]}`", Hidden(why))
+                continue
+            if module is not None:
+                chains = ways.get(key, set()) | reads.aliases.get(key, set())
+                for told, below, _ in bytecode.taken(key[0], module, chains, set(), self._packages):
+                    yield Edge(f"import `{told}`", below, ambient=type(below) in PLAIN)
 
     def class_part(self, kind: type, written: frozenset[str] = frozenset()) -> Part:
         """A class: the user's by its methods, attributes and bases, an installed one by name."""
@@ -103,7 +171,7 @@ class Objects:
             if name in (FORWARD, method) or (name.startswith("__") and name.endswith("__") and name not in CONSTRUCTORS)
         ]  # fmt: skip
         reached: set[str] = set()
-        found: set[str] = set()
+        written: set[str] = set()
         while waiting:
             name = waiting.pop()
             if name in reached or name not in methods or name in CONSTRUCTORS:
@@ -113,19 +181,26 @@ class Objects:
             arguments = [*node.args.posonlyargs, *node.args.args]
             owners = {kind.__name__, *(item.arg for item in arguments[:1])}
             pairs = [item.split(".") for item in source.writes(node) if "." in item]
-            found |= {attribute for owner, attribute in pairs if owner in owners}
+            written |= {attribute for owner, attribute in pairs if owner in owners}
             waiting += source.calls_of(node)
-        return found
+        return written
 
     def _methods(self, kind: type) -> Iterator[tuple[str, source.Node]]:
         if kind is object or self._packages.has(kind.__module__):
             return
         for name, value in vars(kind).items():
-            function = inspect.unwrap(_function_of(value))
+            function = inspect.unwrap(function_of(value))
             if isinstance(function, types.FunctionType):
                 node = self._sources.tree(function.__code__, function.__globals__)
                 if node is not None:
                     yield name, node
+
+
+def _defaults(function: types.FunctionType) -> Iterator[Edge]:
+    code, given = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(given) : code.co_argcount]
+    for name, value in [*zip(names, given, strict=True), *sorted((function.__kwdefaults__ or {}).items())]:
+        yield Edge(f"default `{name}`", value)
 
 
 def _class_of(value: Any) -> type:
@@ -154,12 +229,6 @@ def _attributes(kind: type, held: dict[str, Any], soft: Set[str]) -> list[Edge]:
     return edges
 
 
-def _function_of(value: Any) -> Any:
-    if isinstance(value, property):
-        return value.fget
-    return value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
-
-
 def _with(part: Part, edges: list[Edge]) -> Part:
     part.edges += edges
     return part
@@ -170,7 +239,7 @@ def _counts(name: str, value: Any) -> bool:
     if name == "_abc_impl" or inspect.isgetsetdescriptor(value) or inspect.ismemberdescriptor(value):
         return False
     special = name.startswith("__") and name.endswith("__")
-    return not special or name == "__wrapped__" or isinstance(_function_of(value), types.FunctionType)
+    return not special or name == "__wrapped__" or isinstance(function_of(value), types.FunctionType)
 
 
 def _is_opaque(kind: type) -> bool:
@@ -178,16 +247,6 @@ def _is_opaque(kind: type) -> bool:
     if kind in OPEN or kind.__base__ is None or any(name in vars(kind) for name in ("__slots__", "__dict__")):
         return False
     return kind.__basicsize__ > kind.__base__.__basicsize__ and "__weakref__" not in vars(kind)
-
-
-def held_by(value: Any) -> dict[str, Any]:
-    """Attributes that lie in an object itself."""
-    held = dict(getattr(value, "__dict__", {}))
-    for base in type(value).__mro__:
-        for name, slot in vars(base).items():
-            if inspect.ismemberdescriptor(slot) and "__slots__" in vars(base) and hasattr(value, name):
-                held[name] = getattr(value, name)
-    return held
 
 
 def _state(value: Any) -> Any:

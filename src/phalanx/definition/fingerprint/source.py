@@ -10,8 +10,10 @@ import ast
 import linecache
 import types
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
+
+from phalanx.surroundings.sources import nested
 
 SKIPPED = frozenset({"ctx", "kind", "type_comment", "type_ignores", "returns", "type_params"})
 Node = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -27,16 +29,16 @@ class Sources:
         """The function that ``code`` was compiled from; None where its text is gone or has changed since."""
         if code.co_filename not in self._files:
             self._files[code.co_filename] = _compiled(code.co_filename, names)
-        found = self._files[code.co_filename]
-        if found is None:
+        compiled = self._files[code.co_filename]
+        if compiled is None:
             return None
-        codes, nodes = found
+        codes, nodes = compiled
         if not any(code == other for other in codes.get((code.co_name, code.co_firstlineno), ())):
             return None
         fitting = [node for node in nodes if _fits(node, code)]
         if len(fitting) == 1:
             return fitting[0]
-        spans = [_span(place) for place in code.co_positions()]
+        spans = [_span(position) for position in code.co_positions()]
         within = [node for node in fitting if all(_holds(node, span) for span in spans if span is not None)]
         within.sort(key=lambda node: (_ended(node)[0] - node.lineno, _ended(node)[1] - node.col_offset))
         return within[0] if within and any(spans) else None
@@ -60,23 +62,23 @@ def writes(node: Node) -> set[str]:
     called of as a statement of its own, whose value nobody takes: it is called for what it changes. ``a = b.c`` makes
     what is done to ``a`` be done to ``b.c``, where nothing else is ever called ``a``.
     """
-    found: set[str] = set()
+    written: set[str] = set()
     for part in ast.walk(node):
         if isinstance(part, (ast.Global, ast.Nonlocal)):
-            found |= set(part.names)
+            written |= set(part.names)
         elif isinstance(part, (ast.Subscript, ast.Attribute)) and not isinstance(part.ctx, ast.Load):
-            found |= _base(part if isinstance(part, ast.Attribute) else part.value)
+            written |= _base(part if isinstance(part, ast.Attribute) else part.value)
         elif isinstance(part, ast.Expr) and isinstance(part.value, ast.Call):
             called = part.value.func
-            found |= _base(called.value) if isinstance(called, ast.Attribute) else set()
+            written |= _base(called.value) if isinstance(called, ast.Attribute) else set()
     others = _aliases(node)
-    for name in [*found]:
+    for name in [*written]:
         known: set[str] = set()
         while (head := name.partition(".")[0]) in others and head not in known:
             known.add(head)
             name = ".".join([others[head], *name.split(".")[1:]])
-            found.add(".".join(name.split(".")[:2]))
-    return found
+            written.add(".".join(name.split(".")[:2]))
+    return written
 
 
 def _aliases(node: Node) -> dict[str, str]:
@@ -85,13 +87,13 @@ def _aliases(node: Node) -> dict[str, str]:
         part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
     )
     bound.update(part.arg for part in ast.walk(node) if isinstance(part, ast.arg))
-    found: dict[str, str] = {}
+    aliases: dict[str, str] = {}
     for part in ast.walk(node):
         if isinstance(part, (ast.Assign, ast.AnnAssign, ast.NamedExpr)) and part.value is not None:
             for target in part.targets if isinstance(part, ast.Assign) else [part.target]:
                 if isinstance(target, ast.Name) and bound[target.id] == 1 and (name := _dotted(part.value)):
-                    found[target.id] = name
-    return found
+                    aliases[target.id] = name
+    return aliases
 
 
 def _dotted(node: ast.expr) -> str:
@@ -142,17 +144,9 @@ def _compiled(filename: str, names: Mapping[str, Any]) -> tuple[dict[Any, list[t
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     codes: dict[Any, list[types.CodeType]] = {}
-    for found in _codes(code):
-        codes.setdefault((found.co_name, found.co_firstlineno), []).append(found)
+    for inner in nested(code):
+        codes.setdefault((inner.co_name, inner.co_firstlineno), []).append(inner)
     return codes, [node for node in ast.walk(tree) if isinstance(node, Node)]
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    waiting = [code]
-    while waiting:
-        code = waiting.pop()
-        yield code
-        waiting.extend(item for item in code.co_consts if isinstance(item, types.CodeType))
 
 
 def _fits(node: Node, code: types.CodeType) -> bool:
@@ -162,9 +156,9 @@ def _fits(node: Node, code: types.CodeType) -> bool:
     return node.name == code.co_name and first == code.co_firstlineno
 
 
-def _span(place: tuple[int | None, ...]) -> tuple[tuple[int, int], tuple[int, int]] | None:
+def _span(position: tuple[int | None, ...]) -> tuple[tuple[int, int], tuple[int, int]] | None:
     """Where an instruction's text begins and ends; None for those that stand for no text."""
-    line, last, column, end = place
+    line, last, column, end = position
     if line is None or last is None or column is None or end is None or (line, column) >= (last, end):
         return None
     return (line, column), (last, end)

@@ -10,13 +10,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from phalanx.checkpoint.wire import packed, unpacked
+from phalanx.checkpoint.tensors import packed, unpacked
 from phalanx.definition.data import Columns
 from phalanx.definition.fields import Definition
 from phalanx.definition.fingerprint import hashed, shared
 from phalanx.engines.hosts.world import CLOSED, World
-from phalanx.engines.processes.deadline import Deadline
 from phalanx.engines.processes.driver import Processes
+from phalanx.engines.recovery.deadline import Deadline
 from phalanx.errors import SeveredError, UsageError
 from phalanx.frameworks.registry import open_framework, recorded_environment
 from phalanx.plan.placement import hosts

@@ -23,7 +23,7 @@ from phalanx.engines.hosts.slices import LEAST, Mask
 from phalanx.engines.processes.link import ArenaLink, union
 from phalanx.plan.placement import added
 from phalanx.seams import Part, Vector
-from phalanx.shared.control import OPINION, order
+from phalanx.shared.ordering import order
 
 
 class HostLink(ArenaLink):
@@ -85,14 +85,13 @@ class HostLink(ArenaLink):
         self._listening = False
         if self._early:
             self._early[self._position] = []  # of gradients that were told, the memory is not needed any more
-        words = self._control.words
-        words[self._control.place(self._worker, OPINION)] = self._once
+        self._own.opinion = self._once
         mine = super().all_gather(parts)[self._block.start : self._block.stop]
-        once = all(words[self._control.place(worker, OPINION)] for worker in range(self._control.workers))
+        once = all(worker.opinion for worker in self._counters.workers)
         if self._ahead is not None:
             self._give(self._vectors())
         due = self._weights if self._step % CHECK_STEPS == 0 else []
-        checksum = int(np.array([words.sum() for words in due], np.int64).sum())  # modulo 2**64
+        checksum = int(np.array([weights.sum() for weights in due], np.int64).sum())  # modulo 2**64
         notes = [bytes([once, *flags]) for *_, flags in self._buffer_payload[self._block.start : self._block.stop]]
         self._parts, self._masks, notes = self._across.exchange(self._step, checksum, mine, self._host_masks(), notes)
         for (*_, flags), note in zip(self._buffer_payload, notes, strict=True):

@@ -14,22 +14,24 @@ from typing import Any
 
 from phalanx.definition.evaluation import averaged
 from phalanx.definition.fields import Definition
-from phalanx.engines.processes.deadline import Deadline
 from phalanx.engines.processes.environment import described
-from phalanx.engines.processes.failures import FailureLog
-from phalanx.engines.processes.messages import WHERE, WorkerMessage, first_error
+from phalanx.engines.processes.messages import WHERE, WorkerMessage, caused, first_error
 from phalanx.engines.processes.pool import LONG, WorkerPool
 from phalanx.engines.processes.serialization import pack
-from phalanx.engines.processes.supervisor import Supervisor
+from phalanx.engines.recovery.deadline import Deadline
+from phalanx.engines.recovery.failures import FailureLog
+from phalanx.engines.recovery.state_record import StateRecord
+from phalanx.engines.recovery.supervisor import Supervisor
 from phalanx.errors import LostError, PhalanxError, RunError, WorkerError
 from phalanx.frameworks.registry import reduced
 from phalanx.plan.placement import Placement
 from phalanx.seams import Exported, Framework, RunState
 from phalanx.seams.events import StepReport
 from phalanx.seams.snapshots import Captured
-from phalanx.shared import control as words_of
 from phalanx.shared.arena import Plan
+from phalanx.shared.counters import BATCH, BEGIN_NO_STEP, PARENT, STEPS, TASK
 from phalanx.shared.memory import Memory, check_room
+from phalanx.shared.reports import RING
 from phalanx.surroundings import interrupts
 
 MEMORIES = 5  # what workers inherit: environment_memory, parcel, arena, mailbox, orders
@@ -84,25 +86,18 @@ class Processes:
         environment_memory, parcel, arena, mailbox, orders = memories
         arena.grow(plan.size)
         mapped = arena.map()
-        self.control = plan.control(mapped)
+        self.counters = plan.counters(mapped).written_by(PARENT)
         self._mirror = self._framework.sharing.mirror(plan.layout, mapped)
         pack({**described(self._framework.name), "threads": self._definition.threads}, environment_memory, reduced)
         fields = {item.name: getattr(self._definition, item.name) for item in dataclasses.fields(Definition)}
-        facts = {
-            "placement": placement,
-            "signature": plan.layout.signature(),
-            "fields": fields,
-            "hosts": self._rendezvous,
-        }
-        pack(facts, parcel, reduced)
-        self._pool = WorkerPool(memories, self.control, self._deadline)
-        self._failures = FailureLog(self._definition, self._framework, placement, self.control, self.run_state)
-        self.supervisor = Supervisor(
-            placement, self._pool, self._mirror, mailbox, orders, self.run_state, self._failures
-        )
+        facts = {"placement": placement, "signature": plan.layout.signature(), "hosts": self._rendezvous}
+        pack({**facts, "fields": fields}, parcel, reduced)
+        record = StateRecord(self._mirror, self.run_state, self.counters.reports)
+        self._failures = FailureLog(self._definition, self._framework, placement, self.counters, self.run_state)
+        self._pool = WorkerPool(memories, self.counters, self._deadline, self._failures.vacancies, record)
+        self.supervisor = Supervisor(placement, self._pool, record, mailbox, orders, self._failures)
         try:
-            with self._watching():
-                self.supervisor.begin()
+            self.supervisor.begin()
         except BaseException:
             self._pool.end()
             raise
@@ -118,29 +113,28 @@ class Processes:
         with self._watching():
             if self._pool.interrupted:
                 self._halt()
-            t, words = self._steps, self.control.words
+            t, counters = self._steps, self.counters
             self._failures.batch = batch
             if batch is not None:
-                self._task(words_of.BATCH, {"batch": batch})
-            elif words[words_of.DONE] == t:
+                self._task(BATCH, {"batch": batch})
+            elif counters.done == t:
                 self._go_on(t, horizon)
             else:  # there is a report already: only see to it that the workers need not stop
-                words[words_of.UNTIL] = max(words[words_of.UNTIL], min(horizon, t + words_of.RING))
-                if words[words_of.TROUBLE] or self._pool.deaths:
+                counters.horizon = max(counters.horizon, min(horizon, t + RING))
+                if counters.trouble or self._failures.dead:
                     self.supervisor.wait(lambda: True, t)
-        report = self._absorb() if words[words_of.DONE] > t else None
+        report = self._absorb() if counters.done > t else None
         if report is None or any(told.step == t for told in self._pool.told):
             raise self._failure(t)
         return report if batch is None else report._replace(epoch=None)
 
     def pause(self) -> bool:
         """See ``seams.Engine.pause``."""
-        words = self.control.words
-        words[words_of.PAUSE] = 1
-        if words[words_of.DONE] == self._steps:
+        self.counters.pause = BEGIN_NO_STEP
+        if self.counters.done == self._steps:
             with self._watching():
-                self.supervisor.wait(self.control.all_idle, LONG)
-        return words[words_of.DONE] == self._steps
+                self.supervisor.wait(self.counters.all_idle, LONG)
+        return self.counters.done == self._steps
 
     def evaluate(self, metric_fn: Callable[..., Any], data: Any, batch_size: int) -> float:
         """See ``seams.Engine.evaluate``: each worker measures a block of chunks."""
@@ -184,11 +178,17 @@ class Processes:
                 self._closed = True
                 self._pool.end()
 
-    def hand_back(self) -> None:
-        """Take the state home, or raise; another engine goes on from the framework."""
+    def hand_back(self) -> bool:
+        """Take the state home, or raise; another engine goes on from the framework.
+
+        False, with nothing done, while steps that the caller has not seen are done, or somebody reads the snapshot.
+        """
+        if not self._closed and (not self.pause() or self.supervisor.held):
+            return False
         self.close()
         if self._lost:
             self._check_able()
+        return True
 
     @property
     def _steps(self) -> int:
@@ -196,21 +196,21 @@ class Processes:
 
     def _go_on(self, t: int, horizon: int) -> None:
         """Let the workers go on to ``horizon``, as far as reports have room, and wait for one step."""
-        words, idle = self.control.words, self.control.all_idle
-        while words[words_of.DONE] == t:
-            words[words_of.UNTIL] = min(horizon, t + words_of.RING)
+        counters, idle = self.counters, self.counters.all_idle
+        while counters.done == t:
+            counters.horizon = min(horizon, t + RING)
             if idle():
-                if self._pool.told or words[words_of.TROUBLE]:  # met just now, or while running ahead
+                if self._pool.told or counters.trouble:  # met just now, or while running ahead
                     self.supervisor.wait(idle, t)  # reads what was told
                     return
-                self.supervisor.grant(words_of.STEPS)
-                words[words_of.UNTIL] = min(horizon, t + words_of.RING)
-            self.supervisor.wait(lambda: words[words_of.DONE] > t or idle(), min(horizon, t + words_of.RING // 2))
+                self.supervisor.grant(STEPS)
+                counters.horizon = min(horizon, t + RING)  # what was lost may have been done again meanwhile
+            self.supervisor.wait(lambda: counters.done > t or idle(), min(horizon, t + RING // 2))
 
     def _ask(self, task: str, facts: dict[str, Any]) -> list[Any]:
         """Have every worker do its part of a task; their answers."""
         with self._watching():
-            told = self._task(words_of.TASK, {**facts, "task": task})
+            told = self._task(TASK, {**facts, "task": task})
         if any(item.kind != "result" for item in told):
             raise first_error(told)
         return [item.content for item in sorted(told, key=lambda item: item.worker)]
@@ -222,13 +222,11 @@ class Processes:
         while True:
             self._settle()
             self.supervisor.grant(kind, thing)
-            whole = self.supervisor.wait(self.control.all_idle, t + 1)
+            whole = self.supervisor.wait(self.counters.all_idle, t + 1)
             failed = any(told.kind != "result" for told in self._pool.told)
-            if whole or failed or (kind == words_of.BATCH and self.control.words[words_of.DONE] > t):
+            if whole or failed or (kind == BATCH and self.counters.done > t):
                 break
-        if kind == words_of.BATCH:
-            return []
-        return self._settle()
+        return [] if kind == BATCH else self._settle()
 
     def _settle(self) -> list[WorkerMessage]:
         """Take in what the workers told: whether the run can go on after it."""
@@ -242,11 +240,11 @@ class Processes:
 
     def _halt(self) -> None:
         """Stop at a step boundary, and count what was done on the way there."""
-        if self._pool.interrupted or not self.control.all_idle():
+        if self._pool.interrupted or not self.counters.all_idle():
             self._pool.halt(replaceable=self._failures.replaceable)
             self._settle()
         self.supervisor.steady()
-        while self.control.words[words_of.DONE] > self._steps:
+        while self.counters.done > self._steps:
             self._absorb()
 
     def _fetch(self, *, save: bool) -> None:
@@ -265,7 +263,7 @@ class Processes:
     def _absorb(self) -> StepReport:
         """The next report."""
         t = self._steps
-        loss, norm, lr, samples, started, ended = self.control.reports.read(t)
+        loss, norm, lr, samples, started, ended = self.counters.reports.read(t)
         self.run_state.add(loss, int(samples))
         self.run_state.time(started, ended)
         self._deadline.note(ended - started)
@@ -286,17 +284,15 @@ class Processes:
     def _failure(self, t: int) -> BaseException:
         """The error to raise for step ``t``, out of what the workers told."""
         with self._watching():
-            self.supervisor.wait(self.control.all_idle, LONG)  # some may still be on their way there
-        self.control.words[words_of.TROUBLE] = 0
+            self.supervisor.wait(self.counters.all_idle, LONG)  # some may still be on their way there
+        self.counters.trouble = 0
         told = self._settle()
         if not told:
             return RunError(f"step {t} was given up, and no worker said why; run it again", step=t)
         error = first_error(told)
         if isinstance(error, PhalanxError) or not self._ended:
             return error
-        failure = WorkerError(self._ended, step=t)
-        failure.__cause__ = error
-        return failure
+        return caused(WorkerError(self._ended, step=t), error)
 
     def _check_able(self) -> None:
         if self._ended:

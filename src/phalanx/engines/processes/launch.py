@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.engines.processes import environment
-from phalanx.engines.processes.deadline import Stillness
 from phalanx.engines.processes.handle import WorkerHandle
 from phalanx.engines.processes.messages import ended
+from phalanx.engines.recovery.deadline import Stillness
 from phalanx.errors import StartError, UsageError
 from phalanx.plan.tally import Cause
 from phalanx.surroundings import forks, interrupts

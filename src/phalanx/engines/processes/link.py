@@ -15,7 +15,8 @@ from phalanx.plan.placement import Placement, additions, most_held
 from phalanx.seams import Part, Steppable
 from phalanx.seams.sharing import Shard, Vector
 from phalanx.shared.arena import Plan
-from phalanx.shared.control import COMPUTE, COUNT, FOLD, LEAVE, OPINION, PAUSE, ROW, TOTAL, UPDATE, Barrier
+from phalanx.shared.barrier import Barrier
+from phalanx.shared.counters import COMPUTE, FOLD, LEAVE, UPDATE
 
 PATTERNS = 64  # of which gradients are there; a mixture of experts may have more, and is then looked up anew
 
@@ -59,7 +60,8 @@ class ArenaLink:
         self._shard = shard
         self._slots = shard.slots
         self._publishers = plan.publishers
-        self._control = barrier.control
+        self._counters = barrier.counters
+        self._own = barrier.counters.workers[barrier.worker]
         self._barrier = barrier
         self._tell_housed = tell_housed
         self._done = 0
@@ -88,23 +90,17 @@ class ArenaLink:
             self._shard.leave(replica, buffers)
         self._count(self._done + 1)
         self._aim()
-        if self._control.words[PAUSE] == LEAVE:
+        if self._counters.pause == LEAVE:
             raise Trouble
 
     def all_gather(self, parts: Sequence[Part]) -> list[Part]:
         """See ``seams.Link.all_gather``."""
-        rows = self._control.rows
-        place = self.hosted.start * ROW
-        for part in parts:
-            for value in part:
-                rows[place] = value
-                place += 1
+        self._counters.parts.write(self.hosted.start, parts)
         self._mine = self._publish()
         self._barrier.at(Phase.COMPUTED)
-        self._barrier.meet(COMPUTE, FOLD)
+        self._barrier.wait(COMPUTE)
         self._barrier.at(Phase.FOLDING)
-        found = rows.tolist()
-        self._parts = [Part._make(found[place : place + ROW]) for place in range(0, len(found), ROW)]
+        self._parts = [Part._make(row) for row in self._counters.parts.read()]
         return self._parts
 
     def mean(self, weight: float) -> Vector:
@@ -115,15 +111,14 @@ class ArenaLink:
         """See ``seams.Link.norm``."""
         self._slots.publish_norms(gradient)
         self._barrier.at(Phase.FOLDED)
-        self._barrier.meet(FOLD, UPDATE)
+        self._barrier.wait(FOLD)
         return self._slots.total_norm(self._there)
 
     def all_true(self, opinion: bool) -> bool:
         """See ``seams.Link.all_true``."""
-        words = self._control.words
-        words[self._control.place(self._worker, OPINION)] = opinion
-        self._barrier.meet(UPDATE, UPDATE)
-        return all(words[self._control.place(worker, OPINION)] for worker in range(self._control.workers))
+        self._own.opinion = opinion
+        self._barrier.wait(UPDATE)
+        return all(worker.opinion for worker in self._counters.workers)
 
     def commit(self, step: int, gradient: Vector | None) -> None:
         """See ``seams.Link.commit``."""
@@ -137,7 +132,7 @@ class ArenaLink:
             if self._shard.place_in_arena():
                 self._tell_housed(step + 1, self._shard.described())
         self._barrier.at(Phase.UPDATED)
-        self._barrier.meet(UPDATE, COMPUTE)
+        self._barrier.wait(UPDATE)
 
     def _vectors(self) -> list[Vector | None]:
         """All partial sums, of all workers."""
@@ -150,11 +145,10 @@ class ArenaLink:
 
     def _count(self, done: int) -> None:
         """Say how many replicas of this step are done."""
-        words = self._control.words
-        self._barrier.begin_part()
-        words[self._control.place(self._worker, COUNT)] = self._done = done
+        self._own.begin_part()
+        self._own.replicas = self._done = done
         if done:
-            words[self._control.place(self._worker, TOTAL)] += 1
+            self._own.total += 1
 
     def _publish(self) -> list[Vector | None]:
         """Say where this worker's partial sums lie; returns them."""

@@ -7,7 +7,7 @@ import select
 import signal
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from phalanx.engines.processes.serialization import picklable
-from phalanx.errors import LostError, PhalanxError, UsageError
+from phalanx.errors import PhalanxError, UsageError
 from phalanx.plan.tally import Cause
 
 BROKEN_OFF = "stayed in user code after Ctrl-C and was ended"  # a death that the caller caused
@@ -45,8 +45,6 @@ class End(NamedTuple):
         When it was started, or last given something to do.
     when : float
         When that was noticed, on the clock of ``time.monotonic``.
-    life : int
-        A number that no other worker of the run has.
     """
 
     why: str
@@ -54,7 +52,6 @@ class End(NamedTuple):
     ready: bool
     since: float
     when: float
-    life: int
 
 
 @dataclass(frozen=True)
@@ -103,15 +100,6 @@ def ended(code: int | None) -> tuple[str, Cause]:
     return f"was killed by {name}", Cause.ITSELF if -code in FAULTS else Cause.ANYBODY
 
 
-def irreplaceable(deaths: Mapping[int, End]) -> LostError:
-    """Why a run over several hosts ends."""
-    worker, end = min(deaths.items())
-    return LostError(
-        f"worker {worker} of this host {end.why}, and in a run over several hosts no worker is replaced; start all "
-        "hosts again: with a run_dir the run goes on from its newest snapshot, to the same digest"
-    )
-
-
 def unfit(error: BaseException) -> BaseException:
     """Why a run cannot begin."""
     if isinstance(error, PhalanxError):
@@ -120,8 +108,13 @@ def unfit(error: BaseException) -> BaseException:
         f"a worker process could not make the recipe its own: {type(error).__name__}: {error}; a worker is a new "
         "interpreter with your sys.path and environment: what the recipe needs must be there, or use engine='inline'"
     )
-    failure.__cause__ = error
-    return failure
+    return caused(failure, error)
+
+
+def caused(error: BaseException, cause: BaseException) -> BaseException:
+    """``error``, as if it had been raised from ``cause``."""
+    error.__cause__ = cause
+    return error
 
 
 def _replica(error: Any) -> int | None:

@@ -14,18 +14,20 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from phalanx.engines.processes.deadline import Deadline, Watch
 from phalanx.engines.processes.environment import Imported
 from phalanx.engines.processes.handle import WorkerHandle
 from phalanx.engines.processes.launch import Warm
 from phalanx.engines.processes.messages import BROKEN_OFF, End, WorkerMessage, ended
 from phalanx.engines.processes.output import Output
+from phalanx.engines.recovery.deadline import Deadline, Watch
+from phalanx.engines.recovery.failures import Vacancies
+from phalanx.engines.recovery.state_record import StateRecord
 from phalanx.errors import LostError
 from phalanx.plan.lifecycle import Phase
 from phalanx.plan.tally import Cause
-from phalanx.shared import control as words_of
-from phalanx.shared.control import Control, fence, order
+from phalanx.shared.counters import GO_ON, LEAVE, TASK, Counters
 from phalanx.shared.memory import Memory
+from phalanx.shared.ordering import fence, order
 from phalanx.surroundings import forks, interrupts
 
 POLL_MILLISECONDS = 50
@@ -41,39 +43,42 @@ class WorkerPool:
     ----------
     memories : sequence of Memory
         What workers inherit; closed when the pool ends.
-    control : Control
+    counters : Counters
     deadline : Deadline
+    vacancies : Vacancies
+        Where it is noted who has ended.
+    record : StateRecord
+        Where it is noted what workers tell of the state.
 
     Attributes
     ----------
     told : list of WorkerMessage
         What the workers told, in the order in which it was read.
-    housed : list of (step, description)
-        Where optimizer state lies from a step on, as its owners told.
-    scheduled : list of (step, options)
-        What schedulers had come to before a step, where that cannot be done again; since the last snapshot.
-    deaths : dict
-        Worker to its end, of those that are to be replaced.
     started : int
         How many were ready so far.
     interrupted : bool
         Whether Ctrl-C ended a wait, and the workers were asked to stop; they may not have come to it yet.
     """
 
-    def __init__(self, memories: Sequence[Memory], control: Control, deadline: Deadline) -> None:
+    def __init__(
+        self,
+        memories: Sequence[Memory],
+        counters: Counters,
+        deadline: Deadline,
+        vacancies: Vacancies,
+        record: StateRecord,
+    ) -> None:
         self.told: list[WorkerMessage] = []
-        self.housed: list[tuple[int, Any]] = []
-        self.scheduled: list[tuple[int, Any]] = []
-        self.deaths: dict[int, End] = {}
         self.started = 0
         self.interrupted = False
         self._memories = memories
-        self.control = control
+        self.counters = counters
         self._deadline = deadline
+        self._vacancies = vacancies
+        self._record = record
         self._handles: dict[int, WorkerHandle] = {}
         self._starting: set[int] = set()
         self._owner = os.getpid()
-        self._lives = 0
         self._lived = 0.0  # seconds, of those that have ended
         self._output = Output()
         self._poller = select.poll()
@@ -91,10 +96,6 @@ class WorkerPool:
         """The workers that can be waited for."""
         return [number for number, handle in self._handles.items() if not handle.ended]
 
-    def options_at(self, step: int, begun: tuple[int, Any]) -> tuple[int, Any]:
-        """The newest (step, options) up to ``step``; ``begun`` was known before workers told any."""
-        return max([begun, *(item for item in self.scheduled if item[0] <= step)], key=lambda item: item[0])
-
     @property
     def lived(self) -> float:
         """Seconds that all workers together have lived so far."""
@@ -107,7 +108,7 @@ class WorkerPool:
             self._imported.publish()
         for number in numbers:
             handle = warm.handle(number, [memory.fd for memory in self._memories])
-            self.deaths.pop(number, None)
+            self._vacancies.fill(number)
             self._handles[number] = handle
             self._starting.add(number)
             self._output.follow(handle.pipes)
@@ -117,14 +118,14 @@ class WorkerPool:
 
     def grant(self, kind: int) -> None:
         """Set idle workers to work."""
-        words = self.control.words
-        words[words_of.KIND], words[words_of.PAUSE], words[words_of.TROUBLE] = kind, 0, 0
-        order()
-        words[words_of.GRANT] += 1
-        fence()
+        counters = self.counters
+        counters.kind, counters.pause, counters.trouble = kind, GO_ON, 0
+        order()  # who sees the grant sees what is granted
+        counters.grant += 1
+        fence()  # either a worker sees the grant before it sleeps, or it is seen here that it sleeps
         for handle in self._living():
             handle.since = time.monotonic()
-            if words[self.control.place(handle.number, words_of.SLEEPING)]:
+            if counters.workers[handle.number].sleeping:
                 handle.wake()
 
     def halt(self, *, replaceable: bool) -> None:
@@ -134,13 +135,13 @@ class WorkerPool:
         If nobody can take their places, the state would be lost with them, so only two more Ctrl-C end them. Ctrl-C is
         not delivered meanwhile.
         """
-        words, end = self.control.words, time.monotonic() + (PATIENCE_SECONDS if replaceable else math.inf)
-        words[words_of.PAUSE] = words_of.LEAVE
+        end = time.monotonic() + (PATIENCE_SECONDS if replaceable else math.inf)
+        self.counters.pause = LEAVE
 
         def idle() -> bool:
-            if self.deaths:  # nobody waits for those that ended
-                words[words_of.TROUBLE] = 1
-            return self.control.all_idle(self.alive)
+            if self._vacancies.dead:  # nobody waits for those that ended
+                self.counters.trouble = 1
+            return self.counters.all_idle(self.alive)
 
         def late() -> bool:
             return time.monotonic() > end or interrupts.pressed() >= (1 if replaceable else 2)
@@ -149,32 +150,30 @@ class WorkerPool:
             self.wait(lambda: idle() or late(), LONG)
             for handle in self._living() if not idle() else ():
                 if self._in_user_code(handle.number):
-                    self.deaths[handle.number] = self._end_of(handle, BROKEN_OFF, Cause.CALLER)
-                    self._died(handle)
+                    self._died(handle, (BROKEN_OFF, Cause.CALLER))
             self.wait(idle, LONG)  # those that waited for them, and those that were updating
         self.interrupted = False
 
     def wait(self, until: Callable[[], bool], steps: int) -> None:
         """Wait until ``until()``; ``steps``: how many finished ones are worth waking up for."""
-        words, done = self.control.words, False
-        words[words_of.AWAITED] = steps
+        counters, done = self.counters, False
+        counters.awaited = steps
         watch = Watch(self._deadline)
         while not done:
             self._check_interrupted()
-            words[words_of.ASLEEP] = 1
-            fence()
+            counters.asleep = 1
+            fence()  # either a worker sees that it has to wake this process, or what it did is seen now
             done = until()  # what was told before that is read now
             found = self._poller.poll(0 if done else POLL_MILLISECONDS)
-            words[words_of.ASLEEP] = 0
+            counters.asleep = 0
             self._handle({fd for fd, _ in found})
-            if watch.expired(self.control.progress(), starting=bool(self._starting)):
+            if watch.expired(counters.activity(), starting=bool(self._starting)):
                 self._kill_hung()
 
     def _in_user_code(self, number: int) -> bool:
         """Whether a worker may be in the user's code: it computes, and waits for nobody."""
-        task = self.control.words[words_of.KIND] == words_of.TASK
-        computing = self.control.places()[number].phase <= Phase.COMPUTING
-        return (task or computing) and not self.control.idle(number)
+        computing = self.counters.progress()[number].phase <= Phase.COMPUTING
+        return (self.counters.kind == TASK or computing) and not self.counters.idle(number)
 
     def _check_interrupted(self) -> None:
         """Deliver Ctrl-C; the workers stop as soon as they can, whether or not the run goes on."""
@@ -182,17 +181,16 @@ class WorkerPool:
             interrupts.check()
         except BaseException:
             self.interrupted = True
-            self.control.words[words_of.PAUSE] = words_of.LEAVE
+            self.counters.pause = LEAVE
             raise
 
     def _kill_hung(self) -> None:
         """Workers that all others wait for do nothing any more: they are ended, and count as dead."""
-        late = self._starting or self.control.hindmost(self.alive)
+        late = self._starting or self.counters.hindmost(self.alive)
         for handle in self._living():
             if handle.number in late:
                 why = f"hung for {self._deadline.seconds:.0f} s and was killed"
-                self.deaths[handle.number] = self._end_of(handle, why, Cause.ITSELF)
-                self._died(handle)
+                self._died(handle, (why, Cause.ITSELF))
 
     def _living(self) -> list[WorkerHandle]:
         return [handle for handle in self._handles.values() if not handle.ended]
@@ -237,18 +235,17 @@ class WorkerPool:
             self._died(handle)
 
     def _take(self, handle: WorkerHandle, kind: str, *facts: Any) -> None:
-        if kind == "result" and facts[0] != self.control.words[words_of.GRANT]:
+        if kind == "result" and facts[0] != self.counters.grant:
             return  # of a task that was broken off
         if kind == "ready":
             handle.ready, handle.since = True, time.monotonic()
             self._starting.discard(handle.number)
             self.started += 1
         elif kind == "housed":
-            self.housed.append(facts)
+            self._record.note_optimizer(*facts)
         elif kind == "scheduled":
-            step, kept = facts[0], self.control.words[words_of.SNAPSHOT_STEP]
-            since = kept if kept >= 0 else step - 1
-            self.scheduled = [item for item in self.scheduled if since <= item[0] != step] + [facts]
+            step, options = facts
+            self._record.note_scheduled(step, options, kept=self.counters.snapshot_step)
         elif kind == "warning":
             self._output.warn(*facts)
         elif kind == "imported":
@@ -258,8 +255,8 @@ class WorkerPool:
             if kind == "failed":
                 self._starting.discard(handle.number)
 
-    def _died(self, handle: WorkerHandle) -> None:
-        """A worker ended by itself; its end is confirmed before anybody takes its place."""
+    def _died(self, handle: WorkerHandle, known: tuple[str, Cause] | None = None) -> None:
+        """A worker ended, or is ended here for a reason that is ``known``; confirmed before anybody takes its place."""
         for fd in handle.watched:
             try:
                 self._poller.unregister(fd)
@@ -270,12 +267,8 @@ class WorkerPool:
         self._lived += time.monotonic() - handle.born
         with interrupts.shielded():
             status = handle.end()
-        why, cause = ended(None if status is None else os.waitstatus_to_exitcode(status))
-        self.deaths.setdefault(handle.number, self._end_of(handle, why, cause))
-
-    def _end_of(self, handle: WorkerHandle, why: str, cause: Cause) -> End:
-        self._lives += 1
-        return End(why, cause, handle.ready, handle.since, time.monotonic(), self._lives)
+        why, cause = known or ended(None if status is None else os.waitstatus_to_exitcode(status))
+        self._vacancies.fell(handle.number, End(why, cause, handle.ready, handle.since, time.monotonic()))
 
     def leave(self) -> None:
         """See ``forks.Owned``."""

@@ -21,22 +21,24 @@ from phalanx.definition.batches import BatchShares
 from phalanx.definition.data import Share
 from phalanx.definition.fields import Definition
 from phalanx.engines.hosts.link import HostLink
-from phalanx.engines.processes.deadline import SnapshotTimer
 from phalanx.engines.processes.environment import adopt_environment
 from phalanx.engines.processes.link import ArenaLink
 from phalanx.engines.processes.messages import DriverChannel, as_told
 from phalanx.engines.processes.serialization import unpack
+from phalanx.engines.recovery.deadline import SnapshotTimer
 from phalanx.errors import LostError, Trouble, UsageError
 from phalanx.frameworks.jax.outside import threads
 from phalanx.frameworks.registry import open_framework
 from phalanx.plan import evaluation_key
+from phalanx.plan.lifecycle import next_snapshot
 from phalanx.plan.shares import share_bounds
 from phalanx.seams import Framework
-from phalanx.shared import control as words_of
 from phalanx.shared.arena import Plan
-from phalanx.shared.control import Barrier, Control, fence, order
+from phalanx.shared.barrier import Barrier
+from phalanx.shared.counters import BATCH, LEAVE, STEPS
 from phalanx.shared.heap import give_back
 from phalanx.shared.memory import Memory
+from phalanx.shared.ordering import fence, order
 from phalanx.step import commit, measure, propose
 
 IDLE_YIELDS = 500
@@ -100,9 +102,10 @@ class Worker:
                 "parameters and buffers each time, whatever the process"
             )
         arena = memory.map()
-        self._control: Control = plan.control(arena)
-        self._checksum = self._control.place(self._number, words_of.CHECKSUM)
-        self._barrier = Barrier(self._control, self._number)
+        self._counters = plan.counters(arena).written_by(self._number)
+        self._own = self._counters.workers[self._number]
+        self._own.replicas = 0  # those of the worker whose place this one takes were computed before
+        self._barrier = Barrier(self._counters, self._number)
         self._shard = self._framework.sharing.shard(plan.layout, arena, self._number)
         tell_housed = functools.partial(self._caller.tell, "housed")
         arguments = self._framework, self._shard, plan, self._placement, arena, self._barrier, tell_housed
@@ -112,7 +115,7 @@ class Worker:
         """Be at the beginning of a step, with a state that lies in the arena and is described in ``orders``."""
         self._framework.rewind()
         self._shard.take(orders["optimizers"], orders["options"])
-        if orders["restore"] and self._shard.restore() != self._control.words[self._checksum]:
+        if orders["restore"] and self._shard.restore() != self._own.checksum:
             raise LostError(
                 f"worker {self._number}'s part of the snapshot in memory is damaged: its checksum differs, so that "
                 "what was lost cannot be done again; run again, with a run_dir from the newest snapshot there"
@@ -132,45 +135,44 @@ class Worker:
 
     def serve(self, grant: int, *, joining: bool) -> None:
         """Do what is granted, one grant after another; ``grant`` itself only if ``joining`` it."""
-        words = self._control.words
+        counters = self._counters
         while True:
             if not joining:
-                words[self._control.place(self._number, words_of.IDLE)] = grant
+                self._own.finished = grant
                 fence()
-                self._wake_caller(idle=self._control.all_idle())
+                self._wake_caller(idle=counters.all_idle())
                 grant = self._next_grant(grant)
             joining = False
             order()
             self._barrier.begin(grant)
             try:
-                self._do(words[words_of.KIND])
+                self._do(counters.kind)
             except Trouble:
-                words[words_of.TROUBLE] = 1
+                self._fail()
             except BaseException as error:  # sys.exit() in user code, too
-                words[words_of.TROUBLE] = 1
+                self._fail()
                 self._caller.tell("error", *as_told(error), self._step)
             sys.stdout.flush()
             order()
 
     def _do(self, kind: int) -> None:
-        words = self._control.words
-        if kind == words_of.STEPS:
+        if kind == STEPS:
             self._advance(self._dealer.planned(self._step))
-            while words[words_of.AGREED] > self._step:
+            while self._counters.agreed > self._step:
                 self._advance(self._dealer.planned(self._step))
-        elif kind == words_of.BATCH:
+        elif kind == BATCH:
             self._advance(self._dealer.brought(unpack(self._mailbox)["batch"]))
         else:
             facts = unpack(self._mailbox)
             task = facts.pop("task")
             tasks = {"evaluate": self._evaluate, "state": self._describe, "take": self.take, "resume": self.resume}
-            self._caller.tell("result", words[words_of.GRANT], tasks[task](**facts))
+            self._caller.tell("result", self._counters.grant, tasks[task](**facts))
 
     def _advance(self, shares: list[Share]) -> None:
         """One step."""
-        words, t = self._control.words, self._step
+        t = self._step
         started, lr = time.perf_counter(), self._framework.lr
-        if words[words_of.SNAPSHOT_DUE] == t:
+        if self._counters.snapshot_due == t:
             self._timer.keep(self._save)
         self._link.begin(even=len({len(share.samples) for share in shares}) == 1)
         proposal = propose(self._framework, self._link, self._definition, t, shares)
@@ -189,13 +191,13 @@ class Worker:
             self._framework.schedule(proposal.loss)
             self._tell_scheduled(t + 1)
         except Exception as error:
-            words[words_of.TROUBLE] = 1
+            self._fail()
             self._caller.tell("unscheduled", *as_told(error), t)
             failed = error
         if self._number == 0:
             ended = time.perf_counter()
             self._timer.pace = ended - started
-            self._control.reports.finish(t, ended)
+            self._counters.finish(t, ended)
             self._wake_caller(idle=False)
         if failed is not None:
             raise Trouble from failed
@@ -211,15 +213,15 @@ class Worker:
 
     def _announce(self, t: int, loss: float, norm: float, lr: float, samples: int, started: float) -> None:
         """What the first worker writes before a step is finished: nobody else could, should it end after that."""
-        words = self._control.words
-        more = words[words_of.UNTIL] > t + 1 and not words[words_of.PAUSE]
-        words[words_of.AGREED] = t + 2 if more else t + 1
-        self._control.reports.write(t, loss, norm, lr, samples, started, time.perf_counter())
-        if words[words_of.SNAPSHOT_DUE] == t:
-            words[words_of.SNAPSHOT_STEP] = t  # all have met since they saved
-        due = t < words[words_of.EAGER] or t + 1 - words[words_of.SNAPSHOT_DUE] >= self._timer.interval()
-        if due and not words[words_of.HOLD]:
-            words[words_of.SNAPSHOT_DUE] = t + 1
+        counters = self._counters
+        more = counters.horizon > t + 1 and not counters.pause
+        counters.agreed = t + 2 if more else t + 1
+        counters.reports.write(t, loss, norm, lr, samples, started, time.perf_counter())
+        if counters.snapshot_due == t:
+            counters.snapshot_step = t  # all have met since they saved
+        counters.snapshot_due = next_snapshot(
+            t, counters.snapshot_due, self._timer.interval(), eager=counters.eager, held=bool(counters.held)
+        )
 
     def _come_to(self, step: int) -> None:
         self._step = step
@@ -232,42 +234,44 @@ class Worker:
         return self._shard.state()
 
     def _save(self) -> None:
-        self._control.words[self._checksum] = self._shard.save()
+        self._own.checksum = self._shard.save()
+
+    def _fail(self) -> None:
+        """Have the others leave what was granted; a barrier that this worker came to lets them pass."""
+        order()  # who sees the trouble sees how far this worker came
+        self._counters.trouble = 1
 
     def _evaluate(self, metric_fn: Any, data: Any, batch_size: int) -> list[tuple[float, float]]:
         """Measure this worker's block of chunks."""
         shares = self._dealer.chunks(data, batch_size)
         start, end = share_bounds(len(shares), self._placement.workers)[self._number]
-        seed, words = self._definition.seed, self._control.words
+        seed = self._definition.seed
         found: list[tuple[float, float]] = []
         for chunk in range(start, end):
-            if words[words_of.PAUSE] == words_of.LEAVE:
+            if self._counters.pause == LEAVE:
                 raise Trouble
             found.append(measure(self._framework, metric_fn, evaluation_key(seed, chunk), shares[chunk]))
-            words[self._control.place(self._number, words_of.TOTAL)] += 1  # a long evaluation is not silent
+            self._own.total += 1  # a long evaluation is not silent
         return found
 
     def _next_grant(self, last: int) -> int:
-        words = self._control.words
-        sleeping = self._control.place(self._number, words_of.SLEEPING)
+        counters = self._counters
         for _ in range(IDLE_YIELDS):
-            if words[words_of.GRANT] != last:
-                return words[words_of.GRANT]
+            if counters.grant != last:
+                return counters.grant
             os.sched_yield()
-        words[sleeping] = 1
-        fence()
-        while words[words_of.GRANT] == last:
+        self._own.sleeping = 1
+        fence()  # either this worker sees the grant, or the parent sees that it sleeps
+        while counters.grant == last:
             self._caller.sleep(1000)
-        words[sleeping] = 0
-        return words[words_of.GRANT]
+        self._own.sleeping = 0
+        return counters.grant
 
     def _wake_caller(self, *, idle: bool) -> None:
         """Wake the caller's process if it sleeps and has something to look at: enough reports, or idle workers."""
-        words = self._control.words
-        fence()
-        if words[words_of.ASLEEP] and (
-            idle or words[words_of.DONE] >= words[words_of.AWAITED] or words[words_of.TROUBLE]
-        ):
+        counters = self._counters
+        fence()  # either this worker sees that the parent sleeps, or the parent sees what there is
+        if counters.asleep and (idle or counters.done >= counters.awaited or counters.trouble):
             self._caller.wake()
 
     def _pass_on(self, message: Any, category: type[Warning], filename: str, line: int, *_: Any) -> None:
@@ -279,7 +283,7 @@ class Worker:
 
 
 def _left_to_the_caller(number: int, frame: FrameType | None) -> None:
-    """Ctrl-C is the caller's: it says in the control block when to stop. Raised here, it could be anywhere.
+    """Ctrl-C is the caller's: its process says in the counters when to stop. Raised here, it could be anywhere.
 
     A handler, as programs that user code starts would inherit that a signal is ignored.
     """

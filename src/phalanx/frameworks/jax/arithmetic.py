@@ -1,14 +1,19 @@
-"""Elementwise arithmetic over gradients, in numpy: each operation is rounded once, whatever stands beside it.
+"""Arrays over shared memory, and elementwise arithmetic over gradients, in numpy.
 
-Compiled by XLA they would not be: a division whose divisor has one user becomes a product with its reciprocal.
+Each operation is rounded once, whatever stands beside it. Compiled by XLA they would not be: a division whose divisor
+has one user becomes a product with its reciprocal. Implements ``seams.sharing.Arrays`` and ``seams.Arithmetic``.
 """
 
 from __future__ import annotations
 
 import math
+import mmap
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from phalanx.shared.layout import Spec
 
 Gradient = list[Any]  # jax arrays, which nobody can write, or numpy arrays that may be written
 
@@ -47,12 +52,30 @@ def root(sums: np.ndarray) -> float:
     return math.sqrt(sums.sum())
 
 
+def add_up(parts: Sequence[Any], additions: Sequence[tuple[int, int]], first: int, divisor: float) -> np.ndarray:
+    """Do the additions (into, from) between ``parts``, then divide part ``first``."""
+    sums = list(parts)
+    for into, other in additions:
+        (sums[into],) = add([sums[into]], [sums[other]])
+    return sums[first] if divisor == 1 else _applied(np.divide, _plain(sums[first]), divisor)
+
+
 def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Memory for an array, placed so that XLA need not copy it."""
     size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def view(memory: mmap.mmap, offset: int, spec: Spec) -> np.ndarray:
+    """An array over memory."""
+    return np.frombuffer(memory, np.uint8, spec.nbytes, offset).view(np.dtype(spec.dtype)).reshape(spec.shape)
+
+
+def write(target: np.ndarray, source: Any) -> None:
+    """Copy an array into another."""
+    target[...] = _plain(source)
 
 
 def _plain(entry: Any) -> np.ndarray:

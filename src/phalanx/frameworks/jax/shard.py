@@ -1,31 +1,101 @@
-"""A jax run's state in an arena, as one worker works with it.
+"""How a jax state is shared with worker processes: what it consists of, and what lies where in each of them.
 
-jax arrays are never written, but these lie over memory that is: between steps, when nobody computes, owners put there
-what their updates returned. So what others updated is seen without being copied.
+jax arrays are never written, but in a worker these lie over memory that is: between steps, when nobody computes, owners
+put there what their updates returned. So what others updated is seen without being copied.
 """
 
 from __future__ import annotations
 
 import functools
 import mmap
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
 from phalanx.errors import UsageError
 from phalanx.frameworks.jax import arithmetic
-from phalanx.frameworks.jax.arithmetic import Gradient
-from phalanx.frameworks.jax.layout import Layout, Spec, held, view
+from phalanx.frameworks.jax.arithmetic import Gradient, view
 from phalanx.frameworks.jax.optimizer import Update
 from phalanx.frameworks.jax.snapshot import State
-from phalanx.frameworks.jax.tree import is_key
+from phalanx.frameworks.jax.tree import is_key, like, plain
+from phalanx.plan.placement import Placement
 from phalanx.seams.sharing import Order
+from phalanx.shared.buckets import BucketViews
+from phalanx.shared.layout import SHARED, Contents, Layout, Spec, StatePiece, Take, lay_out, row_major
+from phalanx.shared.state import Mirror, Shard
 
 
-class Shard:
-    """Implements ``seams.sharing.Shard`` for jax. Made in a worker; its state lies in the arena from then on.
+@dataclass(frozen=True)
+class Sharing:
+    """Implements ``seams.sharing.Sharing`` for jax."""
+
+    state: State
+    updates: Update
+    device: Any
+    moving_seconds: ClassVar[float] = 3.0  # of compiling
+
+    @property
+    def count(self) -> int:
+        """How many parameters there are."""
+        return len(jax.tree.leaves(self.state.params))
+
+    @property
+    def portable(self) -> bool:
+        """A state is known as a whole."""
+        return True
+
+    def lay_out(self, placement: Placement, take: Take) -> Layout:
+        """Give everything its place in an arena."""
+        if self.device.platform != "cpu":
+            raise UsageError(
+                f"the parameters are on {self.device}, but worker processes compute on the CPU in this version; use "
+                "engine='inline'"
+            )
+        if not self.updates.steady:
+            raise UsageError(
+                "the optimizer's state changes its shapes or dtypes in the first update, so it has no place that "
+                "worker processes could share; use engine='inline', or make init return what update does"
+            )
+        contents, owners = self._dealt(placement.workers)
+        return lay_out(contents, owners, placement, take)
+
+    def mirror(self, layout: Layout, arena: mmap.mmap) -> Mirror:
+        """The arena as the caller's process sees it."""
+        return Mirror(arithmetic, CallerState(self.state, layout, arena), layout, arena)
+
+    def shard(self, layout: Layout, arena: mmap.mmap, worker: int) -> Shard:
+        """The arena as a worker sees it, whose state now lies in it."""
+        local = WorkerState(self.state, self.updates, layout, arena, worker)
+        return Shard(arithmetic, local, layout, arena, worker)
+
+    def _dealt(self, workers: int) -> tuple[Contents, list[int]]:
+        """What the state consists of, and who owns each parameter: the first worker all, if updates cannot be dealt."""
+        users = self.updates.users()
+        if users is not None:
+            contents = self._contents(users)
+            layout = Layout(contents, contents.owners(workers))
+            if all(self.updates.fits(layout.owned(worker), layout.kept(worker)) for worker in range(workers)):
+                return contents, layout.owners
+        params, state = self.state.params, self.state.optimizer
+        whole = self._contents([0] * len(jax.tree.leaves(state)))  # kept by the first parameter's owner
+        return whole, [0] * len(jax.tree.leaves(params))
+
+    def _contents(self, users: Sequence[int]) -> Contents:
+        """``users``: the parameter that each leaf of the optimizer's state belongs to, -1 for none."""
+        gradients, state = (
+            list(map(_spec, jax.tree.leaves(tree))) for tree in (self.state.params, self.state.optimizer)
+        )
+        pieces = [
+            StatePiece(SHARED if user < 0 else user, spec, spec.nbytes) for user, spec in zip(users, state, strict=True)
+        ]
+        return Contents(gradients, [], [spec.nbytes for spec in gradients], list(range(len(gradients))), pieces)
+
+
+class WorkerState:
+    """Implements ``seams.sharing.WorkerState`` for jax. Puts the worker's state into the arena: all of it, for good.
 
     Parameters
     ----------
@@ -37,33 +107,26 @@ class Shard:
     """
 
     def __init__(self, state: State, updates: Update, layout: Layout, arena: mmap.mmap, worker: int) -> None:
-        self.slots = GradientBuckets(layout, arena, worker)
-        owned, mine = held(layout.owners, worker), held(layout.keepers, worker)
-        kept, (copies, kept_copies) = layout.kept[worker], layout.snapshot
-        places = [(layout.weights[index], copies[index], layout.params[index]) for index in owned]
-        places += [(kept[index], kept_copies[worker][index], layout.state[index]) for index in mine]
-        self._places = places
-        self.weights = [(layout.weights[index], layout.params[index].size) for index in owned]
-        self.buffer_payload: list[list[memoryview]] = []
-        self._arena = arena
-        weights = [view(arena, *placed) for placed in zip(layout.weights, layout.params, strict=True)]
-        homes = [view(arena, kept[index], layout.state[index]) for index in mine]
+        self.buckets = GradientBuckets(layout, arena, worker)
+        self.starts: list[Any] = []  # there are no buffers
+        self.scheduled = None  # schedules are the optimizer's own
+        self._pieces = layout.contents.state
+        owned, mine = layout.owned(worker), layout.kept(worker)
+        weights = [view(arena, *pair) for pair in zip(layout.weights, layout.contents.gradients, strict=True)]
+        homes = [view(arena, layout.state[worker][piece], self._pieces[piece].spec) for piece in mine]
         leaves, structure = jax.tree.flatten(state.params)
         state.params = jax.tree.unflatten(
             structure, [alias(array, leaf) for array, leaf in zip(weights, leaves, strict=True)]
         )
         known = jax.tree.leaves(state.optimizer)
-        arrays = [alias(array, known[index]) for array, index in zip(homes, mine, strict=True)]
+        arrays = [alias(array, known[piece]) for array, piece in zip(homes, mine, strict=True)]
         state.optimizer = None  # nobody has all of it
         params = [jax.tree.leaves(state.params)[index] for index in owned]
         updates.restrict(owned, mine, params, arrays, [weights[index] for index in owned] + homes)
 
-    def leave(self, replica: int, left: list[Any]) -> None:
-        """There are no buffers."""
-
-    def left(self, replica: int) -> list[Any]:
-        """There are no buffers."""
-        return []
+    def used(self, piece: int) -> int:
+        """See ``seams.sharing.WorkerState.used``."""
+        return self._pieces[piece].spec.nbytes
 
     def place_in_arena(self) -> bool:
         """The optimizer's state lies in the arena from the start."""
@@ -72,38 +135,58 @@ class Shard:
     def described(self) -> None:
         """What lies in the arena needs no description."""
 
-    def state(self) -> dict[str, Any]:
-        """See ``seams.sharing.Shard.state``: all of it lies in the arena."""
-        return {"optimizers": None, "options": None}
-
-    @property
-    def scheduled(self) -> None:
-        """Schedules are the optimizer's own."""
+    def options(self) -> None:
+        """Options are part of the optimizer's state."""
 
     def take(self, optimizers: Sequence[Any], options: Any) -> None:
-        """See ``seams.sharing.Shard.take``: it is there already."""
+        """It is there already."""
 
-    def save(self) -> int:
-        """Copy what this worker owns into the snapshot; returns the checksum of that."""
-        sums: list[np.int64] = []
-        for home, copy in self._kept():
-            copy[:] = home
-            sums.append(copy.sum())
-        return _total(sums)
 
-    def restore(self) -> int:
-        """Copy what this worker owns back; returns the checksum of what was there."""
-        sums: list[np.int64] = []
-        for home, copy in self._kept():
-            sums.append(copy.sum())
-            home[:] = copy
-        return _total(sums)
+class CallerState:
+    """Implements ``seams.sharing.CallerState`` for jax.
 
-    def _kept(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """As 64-bit words; places are multiples of 64 bytes, and what pads them is 0."""
-        for offset, copy, spec in self._places:
-            words = Spec((-(-spec.size // 8),), np.dtype(np.int64))
-            yield view(self._arena, offset, words), view(self._arena, copy, words)
+    Parameters
+    ----------
+    state : State
+    layout : Layout
+    arena : mmap.mmap
+    """
+
+    def __init__(self, state: State, layout: Layout, arena: mmap.mmap) -> None:
+        self.starts: list[Any] = []  # there are no buffers
+        self._state = state
+        self._layout = layout
+        self._arena = arena
+
+    def weights(self) -> list[np.ndarray]:
+        """See ``seams.sharing.CallerState.weights``."""
+        return [plain(leaf).reshape(-1).view(np.uint8) for leaf in jax.tree.leaves(self._state.params)]
+
+    def put_optimizers(self) -> None:
+        """Copy the optimizer's state into the arena, for every worker; nothing is left to be described."""
+        for row in self._layout.state:
+            for leaf, home in zip(jax.tree.leaves(self._state.optimizer), self._pieces(row), strict=True):
+                arithmetic.write(home, plain(leaf))
+
+    def options(self) -> None:
+        """Options are part of the optimizer's state."""
+
+    def take_weights(self, contents: Sequence[np.ndarray]) -> None:
+        """See ``seams.sharing.CallerState.take_weights``."""
+        pairs = zip(contents, self._layout.contents.gradients, strict=True)
+        arrays = [content.view(np.dtype(spec.dtype)).reshape(spec.shape) for content, spec in pairs]
+        self._state.params = _copied(self._state.params, arrays)
+
+    def take_buffers(self, buffers: Sequence[Any]) -> None:
+        """There are none."""
+
+    def take_optimizers(self, described: Sequence[Any], options: Any, *, saved: bool) -> None:
+        """Copy what lies in the arena: of the optimizer's state, that is all there is."""
+        self._state.optimizer = _copied(self._state.optimizer, self._pieces(self._layout.state[0]))
+
+    def _pieces(self, offsets: Sequence[int]) -> list[np.ndarray]:
+        pairs = zip(offsets, self._layout.contents.state, strict=True)
+        return [view(self._arena, offset, piece.spec) for offset, piece in pairs]
 
 
 class GradientBuckets:
@@ -117,13 +200,9 @@ class GradientBuckets:
     """
 
     def __init__(self, layout: Layout, arena: mmap.mmap, worker: int) -> None:
-        self._layout = layout
-        self._arena = arena
-        self._worker = worker
-        self._owned = held(layout.owners, worker)
+        self._views = BucketViews(functools.partial(view, arena), layout, worker)
         self.blank = functools.partial(_blank, layout)
-        self._homes = functools.cache(functools.partial(self._vector, worker, mine=False))
-        self._squares = view(arena, layout.squares, Spec((len(layout.params),), np.dtype(np.float64)))
+        self._squares = np.frombuffer(arena, np.float64, len(layout.owners), layout.norms)
 
     def set_destination(self, number: int) -> None:
         """Jax computes into memory of its own."""
@@ -138,52 +217,32 @@ class GradientBuckets:
 
     def publish(self, number: int, vector: Gradient) -> None:
         """Copy what others own to where they look for it."""
-        for home, entry in zip(self._homes(number), vector, strict=True):
+        for home, entry in zip(self._views.destinations(number), vector, strict=True):
             if home is not None:
-                home[...] = np.asarray(entry)
+                arithmetic.write(home, entry)
 
     def peer(self, worker: int, number: int) -> Gradient:
         """What another worker published, as far as this one owns it."""
-        return self._vector(worker, number, mine=True)
+        return self._views.peer(worker, number)
 
     def fold(self, vectors: Sequence[Gradient | None], order: Order, divisor: float) -> Gradient:
         """Add vectors as ``order(positions that are there)`` says, and divide the sum; for what this worker owns."""
-        parts = [None if vector is None else [vector[index] for index in self._owned] for vector in vectors]
-        there = tuple(position for position, part in enumerate(parts) if part is not None)
-        for into, other in order(there):
-            left, right = parts[into], parts[other]
-            assert left is not None
-            assert right is not None
-            parts[into] = arithmetic.add(left, right)
-        total = parts[there[0]] if there else None
-        if total is None:
-            return [None] * len(self._layout.owners)
-        if divisor != 1:
-            total = arithmetic.divide(total, divisor)
-        found: Gradient = [None] * len(self._layout.owners)
-        for index, entry in zip(self._owned, total, strict=True):
-            found[index] = entry
-        return found
+        return self._views.fold(vectors, order, divisor, arithmetic.add_up)
 
     def publish_norms(self, gradient: Gradient) -> None:
         """Write the sums of squares of what this worker owns."""
-        if self._owned:
-            self._squares[self._owned] = arithmetic.squares([gradient[index] for index in self._owned])
+        owned = self._views.owned
+        if owned:
+            self._squares[owned] = arithmetic.squares([gradient[index] for index in owned])
 
     def total_norm(self, there: Sequence[int] | None) -> float:
         """The global norm; every parameter has a gradient."""
         return arithmetic.root(self._squares)
 
-    def _vector(self, worker: int, number: int, *, mine: bool) -> list[np.ndarray | None]:
-        places, layout = self._layout.sets[worker][number], self._layout
-        return [
-            view(self._arena, place, spec) if owner != worker and (owner == self._worker) is mine else None
-            for place, spec, owner in zip(places, layout.params, layout.owners, strict=True)
-        ]
-
 
 def _blank(layout: Layout, index: int) -> np.ndarray:
-    return np.empty(*layout.params[index])
+    spec = layout.contents.gradients[index]
+    return np.empty(spec.shape, np.dtype(spec.dtype))
 
 
 def alias(array: np.ndarray, like: Any = None) -> Any:
@@ -205,6 +264,13 @@ def alias(array: np.ndarray, like: Any = None) -> Any:
     return found
 
 
-def _total(sums: Sequence[np.int64]) -> int:
-    """Modulo 2**64, as numpy adds."""
-    return int(np.array(sums, np.int64).sum())
+def _copied(tree: Any, arrays: Sequence[np.ndarray]) -> Any:
+    """``tree`` with copies of these in place of its leaves, on the device where those are."""
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, [like(leaf, array.copy()) for leaf, array in zip(leaves, arrays, strict=True)])
+
+
+def _spec(leaf: jax.Array) -> Spec:
+    """Of random keys, that of their words."""
+    numbers = plain(leaf)
+    return Spec(numbers.shape, row_major(numbers.shape), numbers.dtype.name, numbers.dtype.itemsize)

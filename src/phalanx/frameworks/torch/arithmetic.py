@@ -1,10 +1,16 @@
-"""Elementwise arithmetic over gradients: lists of tensors, None where absent. Elementwise, so slicing moves no bit."""
+"""Tensors over shared memory, and elementwise arithmetic over gradients: lists of tensors, None where absent.
+
+Implements ``seams.sharing.Arrays`` and ``seams.Arithmetic``. Elementwise, so slicing moves no bit.
+"""
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 
 import torch
+
+from phalanx.shared.layout import Spec, row_major
 
 Gradient = list[torch.Tensor | None]
 SLICE = 1 << 16  # elements: what is added stays in cache until it is divided
@@ -30,23 +36,49 @@ def finite(vector: Gradient) -> bool:
     return all(bool(torch.isfinite(a).all()) for a in vector if a is not None)
 
 
-def add_sliced(
-    parts: Sequence[torch.Tensor | None],
-    additions: Sequence[tuple[int, int]],
-    total: torch.Tensor,
-    divisor: float,
-) -> None:
-    """Do the additions (into, from) between ``parts``, then divide ``total``; slice by slice, while in cache."""
+def add_up(
+    parts: Sequence[torch.Tensor | None], additions: Sequence[tuple[int, int]], first: int, divisor: float
+) -> torch.Tensor:
+    """Do the additions (into, from) between ``parts``, then divide part ``first``; slice by slice, while in cache."""
+    total = parts[first]
+    assert total is not None
     there = [part for part in parts if part is not None]
     size = total.numel()
     if size <= SLICE or any(part.stride() != total.stride() for part in there):
         _add(parts, additions, total, divisor)
-        return
+        return total
     flat = [None if part is None else part.as_strided((size,), (1,)) for part in parts]
     whole = total.as_strided((size,), (1,))
     for start in range(0, size, SLICE):
         slices = [None if part is None else part[start : start + SLICE] for part in flat]
         _add(slices, additions, whole[start : start + SLICE], divisor)
+    return total
+
+
+def spec_of(tensor: torch.Tensor) -> Spec:
+    """What autograd makes a tensor's gradient look like: the tensor's own strides if it is dense, else row by row."""
+    shape = tuple(tensor.shape)
+    steps = [(length - 1) * stride for length, stride in zip(shape, tensor.stride(), strict=True)]
+    strides = tensor.stride() if sum(steps) + 1 == tensor.numel() else row_major(shape)
+    return Spec(shape, strides, str(tensor.dtype).removeprefix("torch."), tensor.dtype.itemsize)
+
+
+def blank(spec: Spec) -> torch.Tensor:
+    """A tensor with any content."""
+    return torch.empty_strided(spec.shape, spec.strides, dtype=getattr(torch, spec.dtype))
+
+
+def view(memory: mmap.mmap, offset: int, spec: Spec) -> torch.Tensor:
+    """A tensor over memory, with a version counter of its own."""
+    if spec.elements == 0:
+        return blank(spec)
+    flat = torch.frombuffer(memory, dtype=getattr(torch, spec.dtype), count=spec.elements, offset=offset)
+    return flat.as_strided(spec.shape, spec.strides)
+
+
+def write(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a tensor into another."""
+    target.copy_(source)
 
 
 def _add(

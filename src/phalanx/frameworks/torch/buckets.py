@@ -1,4 +1,4 @@
-"""Gradients in an arena: each worker publishes what others own, and folds what it owns itself."""
+"""Gradients in an arena: computed where other workers look for them, added up and measured by torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from phalanx.frameworks.torch.arithmetic import Gradient, add_sliced
+from phalanx.frameworks.torch.arithmetic import Gradient, add_up, blank, view
 from phalanx.frameworks.torch.gradient import Collector
-from phalanx.frameworks.torch.layout import OWNED, Layout
 from phalanx.frameworks.torch.optimizer import Update
-from phalanx.frameworks.torch.optimizer_state import view
 from phalanx.seams.sharing import Order
+from phalanx.shared.buckets import BucketViews
+from phalanx.shared.layout import Layout
 
 
 class GradientBuckets:
@@ -31,13 +31,12 @@ class GradientBuckets:
     def __init__(self, collector: Collector, updates: Update, layout: Layout, arena: mmap.mmap, worker: int) -> None:
         self._collector = collector
         self._updates = updates
-        self._layout = layout
-        self._arena = arena
         self._worker = worker
-        self._owned = layout.owned(worker)
+        self._views = BucketViews(functools.partial(view, arena), layout, worker)
+        self._owned = self._views.owned
         self.blank = functools.partial(_blank, layout)
-        self._homes = functools.cache(functools.partial(self._vector, worker, mine=False))
-        self._norms = view(arena, layout.norms, ((len(layout.owners),), (1,), updates.norm_dtype))
+        count = len(layout.owners)
+        self._norms = torch.frombuffer(arena, dtype=updates.norm_dtype, count=count, offset=layout.norms)
         self._norm_of = list(self._norms)
         collector.watch([index for index, owner in enumerate(layout.owners) if owner != worker])
 
@@ -48,16 +47,16 @@ class GradientBuckets:
 
     def set_destination(self, number: int) -> None:
         """Put the next replica's gradient where this worker publishes the ``number``-th vector that it holds."""
-        self._collector.set_destination(self._homes(number))
+        self._collector.set_destination(self._views.destinations(number))
 
     def peer(self, worker: int, number: int) -> Gradient:
         """What another worker published, as far as this one owns it."""
-        return self._vector(worker, number, mine=True)
+        return self._views.peer(worker, number)
 
     def add(self, left: Gradient, right: Gradient, number: int) -> Gradient:
         """``left + right`` in place of ``left``, the ``number``-th vector; so does what only ``right`` has."""
         added: Gradient = []
-        for mine, other, home in zip(left, right, self._homes(number), strict=True):
+        for mine, other, home in zip(left, right, self._views.destinations(number), strict=True):
             if mine is not None:
                 added.append(mine if other is None else mine.add_(other))
             else:
@@ -69,15 +68,7 @@ class GradientBuckets:
 
     def fold(self, vectors: Sequence[Gradient | None], order: Order, divisor: float) -> Gradient:
         """Add vectors as ``order(positions that are there)`` says, and divide the sum; for what this worker owns."""
-        total: Gradient = [None] * len(self._layout.owners)
-        for index in self._owned:
-            parts = [None if vector is None else vector[index] for vector in vectors]
-            there = tuple(position for position, part in enumerate(parts) if part is not None)
-            first = parts[there[0]] if there else None
-            if first is not None:
-                add_sliced(parts, order(there), first, divisor)
-                total[index] = first
-        return total
+        return self._views.fold(vectors, order, divisor, add_up)
 
     def publish_norms(self, gradient: Gradient) -> None:
         """Write the norms of what this worker owns."""
@@ -96,14 +87,6 @@ class GradientBuckets:
             return self._norms[0].item()
         return self._updates.total_norm(self._norms if there is None else self._norms[list(there)])
 
-    def _vector(self, worker: int, number: int, *, mine: bool) -> Gradient:
-        places = self._layout.sets[worker][number]
-        return [
-            view(self._arena, place, spec) if place != OWNED and (owner == self._worker) is mine else None
-            for place, spec, owner in zip(places, self._layout.gradients, self._layout.owners, strict=True)
-        ]
-
 
 def _blank(layout: Layout, index: int) -> torch.Tensor:
-    shape, strides, dtype = layout.gradients[index]
-    return torch.empty_strided(shape, strides, dtype=dtype)
+    return blank(layout.contents.gradients[index])

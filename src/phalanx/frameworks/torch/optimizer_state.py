@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from phalanx.definition.data import map_tree
-from phalanx.frameworks.torch.layout import Spec, bytes_in
-
-ALIGNMENT = 64
+from phalanx.frameworks.torch.arithmetic import view
+from phalanx.shared.layout import Spec
+from phalanx.shared.memory import ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +22,6 @@ class Placed:
 
     offset: int
     spec: Spec
-
-
-def view(arena: mmap.mmap, offset: int, spec: Spec) -> torch.Tensor:
-    """A tensor over arena memory, with a version counter of its own."""
-    shape, stride, dtype = spec
-    count = torch.Size(shape).numel()
-    if count == 0:
-        return torch.empty_strided(shape, stride, dtype=dtype)
-    return torch.frombuffer(arena, dtype=dtype, count=count, offset=offset).as_strided(shape, stride)
 
 
 class OptimizerState:
@@ -70,9 +61,9 @@ class OptimizerState:
         self._used = [0] * len(self._rooms)
         self._placed.clear()
 
-    def used(self, index: int) -> tuple[int, int]:
-        """(offset, bytes) of what a parameter's optimizer state takes."""
-        return self._rooms[index][0], self._used[index]
+    def used(self, index: int) -> int:
+        """Bytes that a parameter's optimizer state takes."""
+        return self._used[index]
 
     def place_in_arena(self, indices: Iterable[int]) -> list[int]:
         """Move the state of these parameters into their rooms; returns those that have none yet."""
@@ -125,7 +116,8 @@ class OptimizerState:
     def _placed_in_arena(self, index: int, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.data_ptr() in self._placed or leaf.numel() == 0:
             return leaf
-        spec: Spec = tuple(leaf.shape), torch.empty_like(leaf, device="meta").stride(), leaf.dtype
+        strides = torch.empty_like(leaf, device="meta").stride()
+        spec = Spec(tuple(leaf.shape), strides, str(leaf.dtype).removeprefix("torch."), leaf.dtype.itemsize)
         start, size = self._rooms[index]
         needed = _padded(spec)
         if self._used[index] + needed > size:
@@ -151,4 +143,4 @@ class OptimizerState:
 
 
 def _padded(spec: Spec) -> int:
-    return -(-bytes_in(spec) // ALIGNMENT) * ALIGNMENT
+    return -(-spec.nbytes // ALIGNMENT) * ALIGNMENT

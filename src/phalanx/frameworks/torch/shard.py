@@ -1,27 +1,35 @@
-"""A torch run's state in an arena, as one worker works with it.
+"""How a torch state is shared with worker processes: what it consists of, and what lies where in each of them.
 
-Weights and buffers are the arena's own; gradients are published there for the workers that own the parameters; each
-owner folds, updates and keeps the optimizer state of whole tensors.
+In a worker, weights and buffers are the arena's own; each owner updates, and keeps the optimizer state of, whole
+tensors. The caller's process keeps a model of its own, which is copied into the arena and out of it.
 """
 
 from __future__ import annotations
 
 import gc
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from phalanx.errors import UsageError
+from phalanx.frameworks.torch import arithmetic
+from phalanx.frameworks.torch.arithmetic import spec_of, view
 from phalanx.frameworks.torch.buckets import GradientBuckets
 from phalanx.frameworks.torch.buffers import Buffers, Left
 from phalanx.frameworks.torch.gradient import Collector
-from phalanx.frameworks.torch.layout import Layout, Take, bytes_in, lay_out
 from phalanx.frameworks.torch.optimizer import Update, check_no_global_hooks
-from phalanx.frameworks.torch.optimizer_state import OptimizerState, view
+from phalanx.frameworks.torch.optimizer_state import OptimizerState
 from phalanx.plan.placement import Placement
+from phalanx.shared.layout import Contents, Layout, Spec, StatePiece, Take, lay_out
+from phalanx.shared.state import Mirror, Shard
+
+ROOM_FACTOR = 8  # optimizers keep up to three states of up to twice the parameter's bytes; unused pages cost nothing
+ROOM_BYTES = 4096
+STATES = 2  # what memory is checked for: Adam's
 
 
 @dataclass(frozen=True)
@@ -53,19 +61,21 @@ class Sharing:
                     f"the model is on {parameter.device}, but worker processes compute on the CPU in this version; use "
                     "engine='inline'"
                 )
-        return lay_out(self.parameters, self.buffers.starts, placement, self.updates.whole, take)
+        contents = _contents(self.parameters, self.buffers.starts)
+        owners = [0] * len(self.parameters) if self.updates.whole else contents.owners(placement.workers)
+        return lay_out(contents, owners, placement, take)
 
     def mirror(self, layout: Layout, arena: mmap.mmap) -> Mirror:
         """The arena as the caller's process sees it."""
-        return Mirror(self, layout, arena)
+        return Mirror(arithmetic, CallerState(self, layout, arena), layout, arena)
 
     def shard(self, layout: Layout, arena: mmap.mmap, worker: int) -> Shard:
         """The arena as a worker sees it, whose model now lies in it."""
-        return Shard(self, layout, arena, worker)
+        return Shard(arithmetic, WorkerState(self, layout, arena, worker), layout, arena, worker)
 
 
-class Shard:
-    """Implements ``seams.sharing.Shard`` for PyTorch. Made in a worker; binds its model to the arena.
+class WorkerState:
+    """Implements ``seams.sharing.WorkerState`` for PyTorch. Binds the worker's model to the arena.
 
     Parameters
     ----------
@@ -79,53 +89,37 @@ class Shard:
         self._buffers = sharing.buffers
         self._updates = sharing.updates
         self._owned = layout.owned(worker)
-        self._arena = arena
-        self._layout = layout
-        self._keeps_buffers = worker == 0
-        rebind(layout, arena)
-        self._buffers.rehome([view(arena, *placed) for placed in zip(layout.starts, layout.buffers, strict=True)])
+        rebind(sharing.parameters, layout, arena)
+        buffers = zip(layout.starts, layout.contents.buffers, strict=True)
+        self._buffers.rehome([view(arena, *placed) for placed in buffers])
         self._updates.restrict(self._owned)
-        self.slots = GradientBuckets(sharing.collector, sharing.updates, layout, arena, worker)
-        movable = not self._updates.foreign
-        self._rooms = OptimizerState(self._updates.optimizers, sharing.parameters, layout.rooms, arena, movable=movable)
-        self._without = self._owned
-        self._storages = [number for number, keeper in enumerate(layout.keepers) if keeper == worker]
-        self._changed = memoryview(arena)[layout.changed :]
-        self.weights = [(offset, size) for _, size, offset in map(layout.storages.__getitem__, self._storages)]
-        self.buffer_payload = _buffer_payload(layout, memoryview(arena))
-        self._left = [
-            [view(arena, *placed) for placed in zip(offsets, layout.buffers, strict=True)] for offsets in layout.left
-        ]
+        self.buckets = GradientBuckets(sharing.collector, sharing.updates, layout, arena, worker)
+        self._state = _optimizer_state(sharing, layout, arena)
+        self._without = self._owned  # of these parameters no optimizer state is in the arena yet
 
-    def leave(self, replica: int, left: Left) -> None:
-        """Publish the buffers that a replica left, where they differ from the step's start."""
-        first = replica * len(left)
-        for number, (value, start) in enumerate(zip(left, self._buffers.starts, strict=True)):
-            self._changed[first + number] = changed = value is not start
-            if changed:
-                self._left[replica][number].copy_(value)
+    @property
+    def starts(self) -> Left:
+        """See ``seams.sharing.WorkerState.starts``."""
+        return self._buffers.starts
 
-    def left(self, replica: int) -> Left:
-        """The buffers that a replica left, wherever it ran."""
-        starts = self._buffers.starts
-        first = replica * len(starts)
-        pairs = zip(self._left[replica], starts, strict=True)
-        return [left if self._changed[first + number] else start for number, (left, start) in enumerate(pairs)]
+    def used(self, piece: int) -> int:
+        """See ``seams.sharing.WorkerState.used``; there is one piece for each parameter."""
+        return self._state.used(piece)
 
     def place_in_arena(self) -> bool:
-        """Move optimizer state that this worker owns into the arena, as far as it is not there; True if some was."""
+        """See ``seams.sharing.WorkerState.place_in_arena``."""
         if not self._without or self._updates.foreign:
             return False
-        before, self._without = self._without, self._rooms.place_in_arena(self._without)
+        before, self._without = self._without, self._state.place_in_arena(self._without)
         return len(self._without) < len(before)
 
     def described(self) -> list[Any]:
         """The optimizer state that this worker owns: where it lies, or itself."""
-        return self._rooms.describe(self._owned)
+        return self._state.describe(self._owned)
 
-    def state(self) -> dict[str, Any]:
-        """What of the state is not weights or buffers: optimizer state that this worker owns, options, schedules."""
-        return {"optimizers": self.described(), "options": self._updates.options()}
+    def options(self) -> list[Any]:
+        """See ``seams.sharing.WorkerState.options``."""
+        return self._updates.options()
 
     @property
     def scheduled(self) -> list[Any] | None:
@@ -133,52 +127,17 @@ class Shard:
         return self._updates.options() if self._updates.touched else None
 
     def take(self, optimizers: Sequence[list[Any]], options: list[Any]) -> None:
-        """Continue from described optimizer state, earlier descriptions first, and options."""
-        self._rooms.reset()
+        """See ``seams.sharing.WorkerState.take``."""
+        self._state.reset()
         for number, described in enumerate(optimizers):
-            self._rooms.take(described, self._owned, beside=number == 0)
+            self._state.take(described, self._owned, beside=number == 0)
         self._without = self._owned
         self._updates.take_options(options)
         self._buffers.expect()  # somebody else may have written them
 
-    def save(self) -> int:
-        """Copy what this worker owns into the snapshot; returns the checksum of that."""
-        checksum = torch.zeros((), dtype=torch.int64)
-        for home, copy, words in self._kept():
-            copy.copy_(home)
-            checksum += words.sum()
-        return int(checksum)
 
-    def restore(self) -> int:
-        """Copy what this worker owns back, optimizer state as far as it was described; returns the checksum of that."""
-        checksum = torch.zeros((), dtype=torch.int64)
-        for home, copy, words in self._kept():
-            checksum += words.sum()
-            home.copy_(copy)
-        return int(checksum)
-
-    def _kept(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """All that a snapshot holds of this worker's, with its copy; as bytes, the copy also as words to be added.
-
-        The sum of words is a checksum at the speed of memory: CRC-32 takes ten times as long as the copy. It changes
-        with any one bit.
-        """
-        storages, starts, rooms = self._layout.snapshot
-        places = [(self._layout.storages[number][1:], storages[number]) for number in self._storages]
-        pairs = [(offset, size, copy) for (size, offset), copy in places]
-        for index in self._owned:
-            offset, size = self._rooms.used(index)
-            pairs.append((offset, size, rooms[index]))
-        if self._keeps_buffers:
-            specs = zip(self._layout.starts, self._layout.buffers, starts, strict=True)
-            pairs += [(offset, bytes_in(spec), copy) for offset, spec, copy in specs]
-        for offset, size, copy in pairs:
-            words = view(self._arena, copy, ((-(-size // 8),), (1,), torch.int64))  # places are multiples of 64 bytes
-            yield view(self._arena, offset, _raw(size)), view(self._arena, copy, _raw(size)), words
-
-
-class Mirror:
-    """The same arena seen from the caller's process, which keeps a model of its own.
+class CallerState:
+    """Implements ``seams.sharing.CallerState`` for PyTorch.
 
     Parameters
     ----------
@@ -188,66 +147,64 @@ class Mirror:
     """
 
     def __init__(self, sharing: Sharing, layout: Layout, arena: mmap.mmap) -> None:
-        self._parameters = sharing.parameters
+        self._sharing = sharing
         self._buffers = sharing.buffers
         self._updates = sharing.updates
         self._layout = layout
         self._arena = arena
         self._all = range(len(sharing.parameters))
 
-    def put(self) -> dict[str, Any]:
-        """Copy weights, buffers and optimizer state into the arena; returns the description of the rest."""
-        for mine, shared in self._storages():
-            shared.copy_(mine)
-        for start, placed in zip(self._buffers.starts, self._shared_buffers(), strict=True):
-            placed.copy_(start)
+    @property
+    def starts(self) -> Left:
+        """See ``seams.sharing.CallerState.starts``."""
+        return self._buffers.starts
+
+    def weights(self) -> list[np.ndarray]:
+        """See ``seams.sharing.CallerState.weights``: memory of the model's own."""
+        return [_bytes_of(storage) for storage in _storages(self._sharing.parameters).values()]
+
+    def put_optimizers(self) -> list[Any]:
+        """See ``seams.sharing.CallerState.put_optimizers``."""
         kept = [{key: _shallow(value) for key, value in item.state.items()} for item in self._updates.optimizers]
-        described = self._new_rooms().describe(self._all)  # moves the state into the arena
+        described = _optimizer_state(self._sharing, self._layout, self._arena).describe(self._all)  # moves it there
         for optimizer, own in zip(self._updates.optimizers, kept, strict=True):
             optimizer.state.clear()
             optimizer.state.update(own)  # the caller's stays as it is: it may have to be put there again
-        return {"optimizers": described, "options": self._updates.options()}
+        return described
 
-    def get(self, states: Sequence[dict[str, Any]], *, saved: bool) -> None:
-        """Copy weights and buffers out of the arena; take the optimizer state there, or in the snapshot, as it lies."""
-        for mine, shared in self._storages():
-            mine.copy_(shared)
-        self._buffers.rehome([shared.clone() for shared in self._shared_buffers()])
+    def options(self) -> list[Any]:
+        """See ``seams.sharing.CallerState.options``."""
+        return self._updates.options()
+
+    def take_weights(self, contents: Sequence[np.ndarray]) -> None:
+        """See ``seams.sharing.CallerState.take_weights``."""
+        for mine, shared in zip(self.weights(), contents, strict=True):
+            mine[:] = shared
+
+    def take_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
+        """See ``seams.sharing.CallerState.take_buffers``."""
+        self._buffers.rehome([shared.clone() for shared in buffers])
+
+    def take_optimizers(self, described: Sequence[list[Any]], options: list[Any], *, saved: bool) -> None:
+        """See ``seams.sharing.CallerState.take_optimizers``: state stays where it lies, and is not copied."""
         for optimizer in self._updates.optimizers:
             optimizer.state.clear()
-        rooms = self._new_rooms()
-        copies = self._layout.snapshot[2] if saved else None
-        for number, state in enumerate(states):  # what optimizers keep beside is the first worker's
-            rooms.take(state["optimizers"], self._all, beside=number == 0, copies=copies)
-        self._updates.take_options(states[0]["options"])
-
-    def _new_rooms(self) -> OptimizerState:
-        movable = not self._updates.foreign
-        return OptimizerState(
-            self._updates.optimizers, self._parameters, self._layout.rooms, self._arena, movable=movable
-        )
-
-    def _shared_buffers(self) -> list[torch.Tensor]:
-        return [view(self._arena, *placed) for placed in zip(self._layout.starts, self._layout.buffers, strict=True)]
-
-    def _storages(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        seen: set[int] = set()
-        places = {address: (offset, size) for address, size, offset in self._layout.storages}
-        for parameter in self._parameters:
-            storage = parameter.untyped_storage()
-            offset, size = places[storage.data_ptr()]
-            if size and storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                yield torch.empty(0, dtype=torch.uint8).set_(storage), view(self._arena, offset, _raw(size))
+        state = _optimizer_state(self._sharing, self._layout, self._arena)
+        copies = self._layout.snapshot[2][0] if saved else None
+        for number, item in enumerate(described):  # what optimizers keep beside is the first worker's
+            state.take(item, self._all, beside=number == 0, copies=copies)
+        self._updates.take_options(options)
 
 
-def rebind(layout: Layout, arena: mmap.mmap) -> None:
+def rebind(parameters: Sequence[torch.Tensor], layout: Layout, arena: mmap.mmap) -> None:
     """Make every tensor of this process that lies in a parameter's storage lie in the arena's instead.
 
     Not only the parameters: a view of a weight that is kept as a plain attribute must go on seeing the weight.
     """
     homes = {
-        address: view(arena, offset, _raw(size)).untyped_storage() for address, size, offset in layout.storages if size
+        address: view(arena, offset, _raw(storage.nbytes())).untyped_storage()
+        for (address, storage), offset in zip(_storages(parameters).items(), layout.weights, strict=True)
+        if storage.nbytes()
     }
     for tensor in [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]:
         home = homes.get(_address(tensor))
@@ -256,15 +213,33 @@ def rebind(layout: Layout, arena: mmap.mmap) -> None:
             tensor.data = torch.empty(0, dtype=tensor.dtype).set_(home, *place)
 
 
-def _buffer_payload(layout: Layout, arena: memoryview) -> list[list[memoryview]]:
-    """For each replica the memory of what it left: its buffers, and which of them changed."""
-    sizes = [bytes_in(spec) for spec in layout.buffers]
-    return [
-        [arena[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
-        + [arena[layout.changed + replica * len(sizes) :][: len(sizes)]]
-        for replica, offsets in enumerate(layout.left)
-        if sizes
+def _contents(parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> Contents:
+    """What a state consists of; how much its optimizers will keep is not known before they have kept it."""
+    storages = _storages(parameters)
+    numbers = {address: number for number, address in enumerate(storages)}
+    gradients = list(map(spec_of, parameters))
+    sizes = [spec.nbytes for spec in gradients]
+    state = [
+        StatePiece(index, _raw(ROOM_FACTOR * size + ROOM_BYTES), STATES * size) for index, size in enumerate(sizes)
     ]
+    return Contents(
+        gradients,
+        list(map(spec_of, buffers)),
+        [storage.nbytes() for storage in storages.values()],
+        [numbers[parameter.untyped_storage().data_ptr()] for parameter in parameters],
+        state,
+    )
+
+
+def _storages(parameters: Sequence[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+    """Every storage by its address in this process, in the order of the parameters."""
+    return {storage.data_ptr(): storage for storage in (parameter.untyped_storage() for parameter in parameters)}
+
+
+def _optimizer_state(sharing: Sharing, layout: Layout, arena: mmap.mmap) -> OptimizerState:
+    rooms = [(offset, piece.spec.nbytes) for offset, piece in zip(layout.state[0], layout.contents.state, strict=True)]
+    updates = sharing.updates
+    return OptimizerState(updates.optimizers, sharing.parameters, rooms, arena, movable=not updates.foreign)
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -277,5 +252,9 @@ def _shallow(value: Any) -> Any:
     return dict(value) if isinstance(value, dict) else value
 
 
-def _raw(size: int) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
-    return (size,), (1,), torch.uint8
+def _raw(size: int) -> Spec:
+    return Spec((size,), (1,), "uint8", 1)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> np.ndarray:
+    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()

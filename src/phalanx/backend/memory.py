@@ -20,44 +20,43 @@ from typing import Any
 
 from phalanx.errors import UsageError
 from phalanx.shared.memory import Memory
+from phalanx.shared.ordering import order
 
 LINE = 8  # words in a cache line: writers do not share one
 ARRIVED, TAGS = 0, 1  # words of a rank's line: rounds that it has come to, and what it does in the latest two
 SLOT = 1 << 20  # bytes that a rank shows in one round, twice: while others still read one round, it writes the next
 PIPE = 1 << 16  # bytes of a message that are under way from one rank to another
-PIPE_WORDS = 2 * LINE  # bytes written and bytes read, each in a line of its own
+WRITTEN, READ, PIPE_WORDS = 0, LINE, 2 * LINE  # words of a pipe: bytes written, bytes read, each in its own line
 POLL_SECONDS = 0.02  # between two looks at whether the others are alive
 
 
-class Room:
+class GroupMemory:
     """The shared memory of a group, as one rank sees it.
 
     Parameters
     ----------
-    memory : mmap.mmap
+    mapped : mmap.mmap
     rank, size : int
     pids : sequence of int
         Processes of all ranks.
 
     Attributes
     ----------
-    words : memoryview
-        int64: a line per rank, then two lines per pair of ranks.
-    slots, pipes : memoryview
-        Bytes: two slots per rank; one pipe per pair of ranks, from and to.
+    slots : memoryview
+        Bytes: two slots per rank.
     names : sequence of int
         What people call the ranks: their numbers in the world.
     moved : int
         Grows with every round and every piece of a message: whoever waits for more is waiting anew.
     """
 
-    def __init__(self, memory: mmap.mmap, rank: int, size: int, pids: Sequence[int]) -> None:
+    def __init__(self, mapped: mmap.mmap, rank: int, size: int, pids: Sequence[int]) -> None:
         self.rank, self.size, self.pids = rank, size, tuple(pids)
-        whole = memoryview(memory)
+        whole = memoryview(mapped)
         words, slots = _words(size), 2 * SLOT * size
-        self.words = whole[:words].cast("q")
+        self._words = whole[:words].cast("q")  # a line per rank, then two lines per pair of ranks
         self.slots = whole[words : words + slots]
-        self.pipes = whole[words + slots :]
+        self._pipes = whole[words + slots :]  # one per pair of ranks, from and to
         self._ended: set[int] = set()
         self._watched: dict[int, int] = {}
         self._poll = select.poll()
@@ -92,15 +91,63 @@ class Room:
             self._watched[fd] = peer
             self._poll.register(fd, select.POLLIN)
 
-    def line(self, rank: int) -> int:
-        """Index of a rank's first word."""
-        return rank * LINE
+    def arrive(self, number: int, tag: int) -> None:
+        """Say that this rank has come to a round, with its slot written, and what it does there: no other rank may."""
+        mine = self.rank * LINE
+        self._words[mine + TAGS + (number & 1)] = tag
+        order()  # who sees that this rank has come reads its tag and its slot
+        self._words[mine + ARRIVED] = number
+        self.moved += 1
 
-    def pipe(self, source: int, target: int) -> tuple[int, memoryview]:
-        """Of a pipe: the index of its first word, and its bytes."""
+    def arrived(self, rank: int) -> int:
+        """The latest round that a rank has come to."""
+        return self._words[rank * LINE + ARRIVED]
+
+    def tag(self, rank: int, number: int) -> int:
+        """What a rank does in a round that it has come to."""
+        return self._words[rank * LINE + TAGS + (number & 1)]
+
+    def pipe(self, source: int, target: int) -> Pipe:
+        """The pipe from one rank to another."""
         number = source * self.size + target
         first = self.size * LINE + number * PIPE_WORDS
-        return first, self.pipes[number * PIPE : (number + 1) * PIPE]
+        return Pipe(self._words[first : first + PIPE_WORDS], self._pipes[number * PIPE : (number + 1) * PIPE])
+
+
+class Pipe:
+    """Bytes under way from one rank to another: a ring in shared memory with two counters, one writer each.
+
+    Parameters
+    ----------
+    words, content : memoryview
+    """
+
+    def __init__(self, words: memoryview, content: memoryview) -> None:
+        self._words = words
+        self._content = content
+
+    def write(self, data: memoryview) -> int:
+        """Append as much of ``data`` as there is room for; how many bytes that was. Only the source calls this."""
+        written = self._words[WRITTEN]
+        start = written % PIPE
+        size = min(len(data), PIPE - (written - self._words[READ]), PIPE - start)
+        if size:
+            self._content[start : start + size] = data[:size]
+            order()  # who sees the counter sees the bytes
+            self._words[WRITTEN] = written + size
+        return size
+
+    def read(self, most: int, into: bytearray) -> int:
+        """Move up to so many bytes to the end of ``into``; how many it were. Only the target calls this."""
+        read = self._words[READ]
+        start = read % PIPE
+        size = min(most, self._words[WRITTEN] - read, PIPE - start)
+        order()  # the counter was read before the bytes are
+        if size:
+            into += self._content[start : start + size]
+            order()  # the bytes are copied before the source may write over them
+            self._words[READ] = read + size
+        return size
 
 
 def _words(size: int) -> int:
@@ -109,7 +156,7 @@ def _words(size: int) -> int:
     return -(-words // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def join(store: Any, rank: int, size: int) -> Room:
+def join(store: Any, rank: int, size: int) -> GroupMemory:
     """Meet the other ranks of a group in its store, and share memory with them.
 
     Raises
@@ -128,7 +175,7 @@ def join(store: Any, rank: int, size: int) -> Room:
             memory.close()
 
 
-def _meet(store: Any, rank: int, size: int, needed: int, memory: Memory | None) -> Room:
+def _meet(store: Any, rank: int, size: int, needed: int, memory: Memory | None) -> GroupMemory:
     turn = store.add(f"rank {rank} comes", 1)  # a group may be made again with the same store
     fd = -1 if memory is None else memory.fd
     mine = {"host": socket.gethostname(), "where": _where(), "uid": os.getuid(), "pid": os.getpid(), "fd": fd}
@@ -149,26 +196,26 @@ def _meet(store: Any, rank: int, size: int, needed: int, memory: Memory | None) 
             shared.close()
     store.set(f"{turn} ready {rank}", "")
     store.wait([f"{turn} ready {peer}" for peer in range(size)])  # the descriptor stays until all have the memory
-    return Room(mapped, rank, size, [other["pid"] for other in ranks])
+    return GroupMemory(mapped, rank, size, [other["pid"] for other in ranks])
 
 
 def _opened(pid: int, fd: int, needed: int) -> Memory:
     """The memory of another process; nothing but the expected kind of file is taken."""
-    place = pathlib.Path(f"/proc/{int(pid)}/fd/{int(fd)}")
+    path = pathlib.Path(f"/proc/{int(pid)}/fd/{int(fd)}")
     try:
-        found = os.open(place, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise UsageError(
             f"the memory of rank 0 (process {pid}) cannot be opened: {error.strerror}; both ranks must be processes of "
             "one user in one container, or use backend='gloo'"
         ) from error
-    facts = os.fstat(found)
+    facts = os.fstat(descriptor)
     if not stat.S_ISREG(facts.st_mode) or facts.st_nlink or facts.st_uid != os.getuid() or facts.st_size != needed:
-        os.close(found)
+        os.close(descriptor)
         raise UsageError(
-            f"{place} is not the memory that rank 0 shares; start all ranks with the same version of phalanx"
+            f"{path} is not the memory that rank 0 shares; start all ranks with the same version of phalanx"
         )
-    return Memory(0, found)
+    return Memory(0, descriptor)
 
 
 def _where() -> str:

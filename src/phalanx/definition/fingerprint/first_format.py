@@ -1,4 +1,7 @@
-"""Fingerprints of format 1, of names and sampled values: snapshots that have one are compared in its own terms."""
+"""Fingerprints of format 1, of names and sampled values: snapshots that have one are compared in its own terms.
+
+Format 1 knows source only as text, so what it says of source is a doubt, and no difference.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,14 @@ import functools
 import hashlib
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from phalanx.definition.data import Columns, Samples
+from phalanx.definition.data import Columns, Samples, content
 from phalanx.definition.fields import Definition
+from phalanx.definition.fingerprint.compare import FUNCTIONS, VALUES, Comparison, between
 from phalanx.definition.plain import encoded
 
 SAMPLED = 16  # rows of each column
@@ -20,15 +24,26 @@ DEEP = 12  # functions that enclose functions
 SOURCE = "source of "
 
 
-def fingerprint(definition: Definition, values: tuple[str, ...], functions: tuple[str, ...]) -> dict[str, Any]:
-    """Fields of a recipe by name. Source counts only as text of which a change is told."""
-    found = {name: encoded(getattr(definition, name), lambda leaf, path: None, name) for name in values}
-    for name in functions:
+def compared(definition: Definition, theirs: Mapping[str, Any]) -> Comparison:
+    """How a recipe compares with a fingerprint of format 1."""
+    mine = _fingerprint(definition)
+    comparison = Comparison()
+    for name in {**mine, **theirs}:
+        if mine.get(name) != theirs.get(name):
+            if name.startswith(SOURCE):
+                comparison.doubts.append(f"the {name} changed, in which the snapshot does not tell comments from code")
+            else:
+                comparison.differs.append(between(name, repr(mine.get(name)), repr(theirs.get(name))))
+    return comparison
+
+
+def _fingerprint(definition: Definition) -> dict[str, Any]:
+    fields = {name: encoded(getattr(definition, name), lambda leaf, path: None, name) for name in VALUES}
+    for name in FUNCTIONS:
         value = getattr(definition, name)
-        found[name] = None if value is None else _spelled(value)
-        found[SOURCE + name] = None if value is None else _source(value)
-    found["data"] = _data(definition.source)
-    return found
+        fields[name] = None if value is None else _spelled(value)
+        fields[SOURCE + name] = None if value is None else _source(value)
+    return fields | {"data": _data(definition.source)}
 
 
 def _spelled(value: Any) -> str:
@@ -89,22 +104,9 @@ def _data(source: Columns | Samples | None) -> Any:
     if isinstance(source, Samples):
         return f"{len(source)} samples in a {type(source.items).__name__}"
     hashed = hashlib.sha256()
-    for part in _sampled(source):
-        hashed.update(part)
-    shapes = ", ".join(f"{str(array.dtype).removeprefix('torch.')}{list(array.shape)}" for array in source.arrays)
-    return f"{shapes}, sampled {hashed.hexdigest()[:16]}"
-
-
-def _content(array: Any) -> bytes:
-    """The bytes of an array or tensor."""
-    try:
-        return np.ascontiguousarray(np.asarray(array)).tobytes()
-    except (TypeError, RuntimeError):  # what numpy has no dtype for, or does not read
-        return repr(array.tolist()).encode()
-
-
-def _sampled(source: Columns) -> Iterator[bytes]:
     rows = np.unique(np.linspace(0, len(source) - 1, SAMPLED).astype(np.int64))
     for array in source.arrays:
         for row in rows:
-            yield _content(array[int(row)])
+            hashed.update(content(array[int(row)])[-1])
+    shapes = ", ".join(f"{str(array.dtype).removeprefix('torch.')}{list(array.shape)}" for array in source.arrays)
+    return f"{shapes}, sampled {hashed.hexdigest()[:16]}"

@@ -1,21 +1,22 @@
-"""Who fell, where and why: counted, noted, and an error if it does not stop."""
+"""Who fell, where and why: recorded until they are replaced, counted, and an error if it does not stop."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from phalanx.definition.batches import BatchShares
 from phalanx.definition.fields import Definition
-from phalanx.engines.processes.messages import End, irreplaceable
-from phalanx.errors import RunError, spell_samples
+from phalanx.engines.processes.messages import End
+from phalanx.errors import LostError, RunError, spell_samples
 from phalanx.plan.lifecycle import Phase, Progress
 from phalanx.plan.placement import Placement
 from phalanx.plan.tally import Cause, Death, Poison, Spot, Tally
 from phalanx.seams import Framework, RunState
 from phalanx.seams.events import Incident
-from phalanx.shared.control import COUNT, KIND, TASK, Control
+from phalanx.shared.counters import TASK, Counters
 from phalanx.surroundings import interrupts
 
 SHOWN_CAUSES = 3
@@ -29,6 +30,51 @@ DOING = {
 }
 
 
+@dataclass
+class Vacancy:
+    """A place whose worker has ended: how, whether that was counted, and whether another was started in it since."""
+
+    end: End
+    counted: bool = False
+    filled: bool = False
+
+
+class Vacancies:
+    """Who is dead: the only record of that, from a worker's end until another is ready in its place."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, Vacancy] = {}
+
+    @property
+    def dead(self) -> dict[int, End]:
+        """The workers that are to be replaced, and how they ended."""
+        return {worker: vacancy.end for worker, vacancy in self._places.items() if not vacancy.filled}
+
+    def fell(self, worker: int, end: End) -> None:
+        """A worker has ended; what is told first counts, as who ends a worker tells why before that shows."""
+        if worker not in self.dead:
+            self._places[worker] = Vacancy(end)
+
+    def fill(self, worker: int) -> None:
+        """A worker was started in a place; it may end again before it is ready."""
+        if worker in self._places:
+            self._places[worker].filled = True
+
+    def count(self) -> dict[int, End]:
+        """The deaths that were not counted yet; from here on they are."""
+        fresh = {worker: vacancy for worker, vacancy in self._places.items() if not vacancy.counted}
+        for vacancy in fresh.values():
+            vacancy.counted = True
+        return {worker: vacancy.end for worker, vacancy in fresh.items()}
+
+    def replaced(self) -> list[int]:
+        """The places that are taken again, by workers that are ready; they are no vacancies from here on."""
+        taken = sorted(worker for worker, vacancy in self._places.items() if vacancy.filled)
+        for worker in taken:
+            del self._places[worker]
+        return taken
+
+
 class FailureLog:
     """The losses of one run.
 
@@ -37,12 +83,14 @@ class FailureLog:
     definition : Definition
     framework : Framework
     placement : Placement
-    control : Control
+    counters : Counters
     run_state : RunState
         Where incidents are noted.
 
     Attributes
     ----------
+    vacancies : Vacancies
+        Who is dead.
     batch : Any
         That the caller brought for the step that is being done; None for planned ones.
     portable : bool
@@ -50,28 +98,35 @@ class FailureLog:
     """
 
     def __init__(
-        self, definition: Definition, framework: Framework, placement: Placement, control: Control, run_state: RunState
+        self,
+        definition: Definition,
+        framework: Framework,
+        placement: Placement,
+        counters: Counters,
+        run_state: RunState,
     ) -> None:
+        self.vacancies = Vacancies()
         self.batch: Any = None
         self._definition = definition
         self._framework = framework
         self._placement = placement
         self.portable = framework.sharing.portable
-        self._control = control
+        self._counters = counters
         self._incidents = run_state.incidents
         self._tally = Tally()
         self._attempts = 0
-        self._noted: dict[int, int] = {}  # the latest life of each worker whose end was counted
         self._tasks_done = False  # since the latest death
-        self._vacant: set[int] = set()  # places of those that were not replaced yet
 
-    def fell(self, deaths: Mapping[int, End], started: int, lived: float) -> None:
+    @property
+    def dead(self) -> dict[int, End]:
+        """The workers that are to be replaced, and how they ended."""
+        return self.vacancies.dead
+
+    def count(self, started: int, lived: float) -> None:
         """Note and count the deaths that were not yet.
 
         Parameters
         ----------
-        deaths : mapping
-            Of those that are to be replaced.
         started : int
             How many workers were ready so far.
         lived : float
@@ -82,22 +137,18 @@ class FailureLog:
         RunError
             What ends them is what they do; or nobody can take their places.
         """
-        fresh = {worker: end for worker, end in deaths.items() if self._noted.get(worker) != end.life}
-        if not fresh:
-            return
-        places = self._control.places()
+        fresh = self.vacancies.count()
+        progress = self._counters.progress()
         for worker, end in fresh.items():
-            self._noted[worker] = end.life
-            self._vacant.add(worker)
-            self.note("death", worker, places[worker].step, end.why)
+            self.note("death", worker, progress[worker].step, end.why)
         if not self._placement.whole:
-            raise irreplaceable(fresh)
+            raise self.irreplaceable()
         fresh = {worker: end for worker, end in fresh.items() if end.cause is not Cause.CALLER}
         if not fresh:
             return
-        found = {worker: self._death(worker, end, places[worker]) for worker, end in fresh.items()}
-        step, done = max(places).step, self._control.finished() + started
-        poison = self._tally.count(found, self._come_through(fresh, places), step, done, self._attempts, lived)
+        deaths = {worker: self._death(worker, end, progress[worker]) for worker, end in fresh.items()}
+        step, done = max(progress).step, self._counters.computed + started
+        poison = self._tally.count(deaths, self._come_through(fresh, progress), step, done, self._attempts, lived)
         if poison is not None:
             raise self._error(poison, step)
 
@@ -114,11 +165,18 @@ class FailureLog:
             interrupts.check()
             time.sleep(min(left, SLICE_SECONDS))
 
-    def started(self, deaths: Collection[int], step: int) -> None:
-        """Workers were started; those in ``deaths`` have ended again."""
-        for worker in sorted(self._vacant - set(deaths)):
-            self._vacant.remove(worker)
+    def started(self, step: int) -> None:
+        """Workers were started at ``step``; some may have ended again."""
+        for worker in self.vacancies.replaced():
             self.note("replaced", worker, step)
+
+    def irreplaceable(self) -> LostError:
+        """Why a run over several hosts ends."""
+        worker, end = min(self.dead.items())
+        return LostError(
+            f"worker {worker} of this host {end.why}, and in a run over several hosts no worker is replaced; start all "
+            "hosts again: with a run_dir the run goes on from its newest snapshot, to the same digest"
+        )
 
     def came_through(self, kind: int) -> None:
         """What was granted was done."""
@@ -161,7 +219,7 @@ class FailureLog:
         return BatchShares(self._definition, self._framework.opened).brought(self.batch)[replica].samples.tolist()
 
     def _death(self, worker: int, end: End, place: Progress) -> Death:
-        spot, since = self._spot(worker, place), self._control.began[worker]
+        spot, since = self._spot(worker, place), self._counters.workers[worker].began
         if not end.ready:
             spot, since = Spot(-1, "start", worker), end.since
         elif spot is not None and spot.doing == "task":
@@ -170,13 +228,13 @@ class FailureLog:
 
     def _spot(self, worker: int, place: Progress) -> Spot | None:
         """What a worker that was ready did when it ended; None if it waited."""
-        if self._control.idle(worker):
+        if self._counters.idle(worker):
             return None
-        if self._control.words[KIND] == TASK:
+        if self._counters.kind == TASK:
             return Spot(place.step, "task", worker)
         if place.phase in PARTS:
             return Spot(place.step, PARTS[place.phase], worker)
-        done, block = self._control.words[self._control.place(worker, COUNT)], self._placement.blocks[worker]
+        done, block = self._counters.workers[worker].replicas, self._placement.blocks[worker]
         computing = place.phase == Phase.COMPUTING and done < len(block)
         return Spot(place.step, "replica", block[done]) if computing else None
 
@@ -185,7 +243,7 @@ class FailureLog:
         found = {Spot(-1, "start", worker) for worker, end in fresh.items() if end.ready}
         for worker, (step, phase) in enumerate(places):
             if phase == Phase.COMPUTING:
-                done = self._control.words[self._control.place(worker, COUNT)]
+                done = self._counters.workers[worker].replicas
                 found |= {Spot(step, "replica", replica) for replica in self._placement.blocks[worker][:done]}
             elif phase > Phase.COMPUTING:
                 found |= {Spot(step, "replica", replica) for replica in self._placement.blocks[worker]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -29,21 +30,17 @@ class Packages:
 
     def __init__(self) -> None:
         self.met: set[str] = set()
-        paths = [sysconfig.get_paths().get(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-        places = {*paths, *site.getsitepackages(), site.getusersitepackages()}
-        self._folders = tuple(os.path.realpath(path) + os.sep for path in places if path)
-        self._files: dict[str, bool] = {}
 
-    def has(self, module: str | None, file: str | None = None) -> bool:
+    def has(self, module: Any, file: str | None = None) -> bool:
         """Whether code of this module is installed; its package is noted. ``file`` is where the code itself lies."""
-        if module is None or (module == "__main__" and file is None):
+        if not isinstance(module, str) or (module == "__main__" and file is None):
             return False
         root = module.partition(".")[0]
         standard = root in sys.stdlib_module_names
         if file is None or file.startswith("<"):
-            places = (getattr(sys.modules.get(name), "__file__", None) for name in (module, root))
-            file = next((place for place in places if place is not None), None)
-        if not (standard or root == OWN or (file is not None and self._within(file))):
+            files = (getattr(sys.modules.get(name), "__file__", None) for name in (module, root))
+            file = next((name for name in files if name is not None), None)
+        if not (standard or root == OWN or (file is not None and _installed(file))):
             return False
         self.met.add(PYTHON if standard else root)
         return True
@@ -66,18 +63,25 @@ class Packages:
         if root in sys.stdlib_module_names or root == OWN:
             return None
         if root not in sys.modules:
-            found = importlib.util.find_spec(root)
-            if found is None or self._within(found.origin or next(iter(found.submodule_search_locations or ()), "")):
+            spec = importlib.util.find_spec(root)
+            if spec is None or _installed(spec.origin or next(iter(spec.submodule_search_locations or ()), "")):
                 return None
         elif self.has(root):
             return None
         return importlib.import_module(name)
 
-    def _within(self, file: str) -> bool:
-        if file not in self._files:
-            place = os.path.realpath(file)
-            self._files[file] = any(place.startswith(folder) for folder in self._folders)
-        return self._files[file]
+
+@functools.cache
+def _folders() -> tuple[str, ...]:
+    """Where installers put packages, and the standard library."""
+    paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    paths += [*site.getsitepackages(), site.getusersitepackages()]
+    return tuple({os.path.realpath(path) + os.sep for path in paths if path})
+
+
+@functools.lru_cache(maxsize=4096)
+def _installed(file: str) -> bool:
+    return os.path.realpath(file).startswith(_folders())
 
 
 def _version(name: str) -> str:

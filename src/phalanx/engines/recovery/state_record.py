@@ -1,0 +1,104 @@
+"""What the caller's process knows of the state of a step, besides what lies in the arena.
+
+Weights, buffers, optimizer state lie in the arena, and in the snapshot there. Its owners have told where optimizer
+state lies; options of optimizers and schedules follow from those of an earlier step and the losses since, or were told.
+Batches that the caller brought cannot be read again, so they are kept as long as a step may have to be done again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from phalanx.seams import RunState
+from phalanx.seams.sharing import Mirror
+from phalanx.shared.reports import Reports
+
+
+class StateRecord:
+    """What a worker has to know to be at the beginning of a step.
+
+    Parameters
+    ----------
+    mirror : Mirror
+        The caller's own state, and the way into the arena.
+    run_state : RunState
+        The steps that the caller has seen.
+    reports : Reports
+        Of the steps that it has not seen yet.
+
+    Attributes
+    ----------
+    home : int or None
+        The step at which the caller's own state is; None once there is a snapshot by the caller's wish, which takes its
+        place.
+    batches : dict
+        Those that the caller brought since the last snapshot, by their step, as they are written for workers.
+    """
+
+    def __init__(self, mirror: Mirror, run_state: RunState, reports: Reports) -> None:
+        self._mirror = mirror
+        self._run_state = run_state
+        self._reports = reports
+        self.home: int | None = self.seen
+        self.batches: dict[int, bytes] = {}
+        self._base: tuple[int, Any] = (self.seen, None)  # a step, and the options before it
+        self._optimizers: list[tuple[int, Any]] = []  # from a step on: where optimizer state lies
+        self._scheduled: list[tuple[int, Any]] = []  # before a step: options that do not follow from losses
+
+    @property
+    def seen(self) -> int:
+        """How many steps the caller has seen."""
+        return len(self._run_state.loss_history)
+
+    @property
+    def base(self) -> int:
+        """The step from which on losses have to be told."""
+        return self._base[0]
+
+    def put(self) -> int:
+        """Put the caller's own state into the arena; returns its step."""
+        assert self.home is not None  # it is given up only when there is a snapshot
+        state = self._mirror.put()
+        self._base = (self.home, state["options"])
+        self._optimizers = [(self.home, state["optimizers"])]
+        return self.home
+
+    def keep(self, step: int, options: Any) -> None:
+        """A snapshot before ``step`` has taken the place of the caller's own state, which may change from here on."""
+        self.home, self._base = None, (step, options)
+
+    def note_optimizer(self, step: int, description: Any) -> None:
+        """A worker told where its optimizer state lies from ``step`` on."""
+        self._optimizers.append((step, description))
+
+    def note_scheduled(self, step: int, options: Any, *, kept: int) -> None:
+        """The first worker told options before ``step``; ``kept``: the step of the newest snapshot, or negative."""
+        since = kept if kept >= 0 else step - 1
+        self._scheduled = [item for item in self._scheduled if since <= item[0] != step] + [(step, options)]
+
+    def note_batch(self, step: int, batch: bytes, *, kept: int) -> int:
+        """The caller brought a batch; those that the snapshot covers may go. Returns the bytes of all that are kept."""
+        self.batches = {earlier: kept_batch for earlier, kept_batch in self.batches.items() if earlier >= kept}
+        self.batches[step] = batch
+        return sum(map(len, self.batches.values()))
+
+    def go_back(self, step: int) -> None:
+        """Forget where optimizer state lay after ``step``."""
+        self._optimizers = [item for item in self._optimizers if item[0] <= step]
+
+    def loss(self, step: int) -> float:
+        """Of a finished step."""
+        return self._run_state.loss_history[step] if step < self.seen else self._reports.read(step)[0]
+
+    def described(self, step: int) -> dict[str, Any]:
+        """What to tell a worker that is to be at the beginning of ``step``."""
+        begun, options = max(
+            [self._base, *(item for item in self._scheduled if item[0] <= step)], key=lambda item: item[0]
+        )
+        return {
+            "step": step,
+            "optimizers": [description for since, description in self._optimizers if since <= step],
+            "options": options,
+            "losses": [self.loss(earlier) for earlier in range(begun, step)],
+            "restore": False,
+        }

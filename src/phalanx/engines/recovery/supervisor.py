@@ -1,0 +1,268 @@
+"""Keeps W workers at work: starts them, grants what they are to do, and puts others in the place of those that end.
+
+What to do is decided in ``plan.lifecycle``; here it is done. What workers did lies in the arena, so a replacement only
+has to be told where, and what else belongs to the state of a step: ``state_record`` knows that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, assert_never
+
+from phalanx.engines.processes.launch import WARM
+from phalanx.engines.processes.messages import WorkerMessage, first_error, unfit
+from phalanx.engines.processes.pool import LONG, WorkerPool
+from phalanx.engines.processes.serialization import pack
+from phalanx.engines.recovery.failures import FailureLog
+from phalanx.engines.recovery.state_record import StateRecord
+from phalanx.errors import LostError
+from phalanx.frameworks.registry import reduced
+from phalanx.plan.lifecycle import Action, Decision, Repair, Seen, Situation, decide
+from phalanx.plan.placement import Placement
+from phalanx.shared.counters import BATCH, STEPS, TASK
+from phalanx.shared.memory import Memory
+
+MOST_BATCHES = 1 << 28  # bytes of batches that are kept from one snapshot to the next
+EAGER_STEPS = 10  # after a state was taken back, each of as many steps is followed by a snapshot
+NEVER = -1
+
+
+class Supervisor:
+    """W workers over one arena, seen as one that does not fail.
+
+    Parameters
+    ----------
+    placement : Placement
+    pool : WorkerPool
+    record : StateRecord
+    mailbox, orders : Memory
+        For what all workers are to do, and for what a new one has to know.
+    failures : FailureLog
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        pool: WorkerPool,
+        record: StateRecord,
+        mailbox: Memory,
+        orders: Memory,
+        failures: FailureLog,
+    ) -> None:
+        self._placement = placement
+        self._pool = pool
+        self._counters = pool.counters
+        self._record = record
+        self._mailbox = mailbox
+        self._orders = orders
+        self._failures = failures
+        self._first = record.seen  # the first step of the latest grant
+        self._repair: Repair | None = None
+
+    def begin(self) -> None:
+        """Put the caller's state into the arena and start all workers."""
+        self._counters.snapshot_step = self._counters.snapshot_due = NEVER
+        self._counters.confirmed = step = self._record.put()
+        self._replace(range(self._placement.workers), step)
+
+    def grant(self, kind: int, thing: Any = None) -> None:
+        """Set all workers to work; they are alive and idle, at the step after the last one that was finished."""
+        self.steady()
+        done = self._counters.done
+        if kind != STEPS:
+            size = pack(thing, self._mailbox, reduced)
+            if kind == BATCH and self._failures.portable:
+                taken = self._record.note_batch(done, self._mailbox.read(size), kept=self._counters.snapshot_step)
+                if taken > MOST_BATCHES:
+                    self._counters.eager = done + 1  # a snapshot, and they may go
+        else:
+            self._record.batches.pop(done, None)  # of a step that failed, and is now done as planned
+        self._first = done
+        self._pool.grant(kind)
+
+    def wait(self, until: Callable[[], bool], steps: int) -> bool:
+        """Wait; whoever falls meanwhile is replaced. False if what was granted has to be granted again."""
+        self._pool.wait(lambda: until() or bool(self._failures.dead), steps)
+        while self._failures.dead:
+            if not self._joined():
+                self.steady()
+                return False
+            self._pool.wait(lambda: until() or bool(self._failures.dead), steps)
+        self._failures.came_through(self._counters.kind)
+        return True
+
+    def steady(self) -> None:
+        """See to it that all workers are alive and idle, with the state after the last finished step.
+
+        Raises
+        ------
+        LostError
+            The state is lost.
+        RunError
+            Workers end again and again.
+        """
+        while (decision := decide(self._situation(range(0)))).action is not Action.GO_ON:
+            self._counters.trouble = 1  # the others leave the step
+            self._carry_out(decision)
+        self._counters.trouble = 0
+
+    def repaired(self) -> bool:
+        """An optimizer raised, and tore the state: take it back to the last finished step; False if that cannot be."""
+        if self._failures.portable:
+            self.steady()
+        return self._failures.portable
+
+    def keep(self, options: Any) -> None:
+        """The workers have just saved: that is the snapshot now. The caller's state may have changed.
+
+        ``options``: those of optimizers and schedules now, so that earlier losses need not be told any more.
+        """
+        self._counters.snapshot_step = self._counters.snapshot_due = self._counters.done
+        self._record.keep(self._counters.done, options)
+
+    def forget(self) -> None:
+        """The workers are about to save: until they have, there is no snapshot, and none is needed."""
+        self._counters.snapshot_step, self._counters.snapshot_due = NEVER, self._counters.done
+
+    def hold(self, *, reading: bool) -> None:
+        """While somebody reads the snapshot it stays as it is."""
+        self._counters.held = reading
+
+    @property
+    def held(self) -> bool:
+        """Whether somebody reads the snapshot."""
+        return bool(self._counters.held)
+
+    def _situation(self, granted: range) -> Situation:
+        """What the table has to know; ``granted``: the steps in which a replacement may join."""
+        counters, dead = self._counters, self._failures.dead
+        at_work = [not counters.idle(worker) for worker in range(self._placement.workers)]
+        progress = counters.progress()  # read after that: who is idle has not moved since
+        return Situation(
+            [Seen(place, worker in dead, at_work[worker]) for worker, place in enumerate(progress)],
+            granted,
+            counters.done,
+            counters.snapshot_due,
+            counters.snapshot_step,
+            self._repair,
+            self._failures.portable,
+            self._placement.whole,
+        )
+
+    def _granted(self) -> range:
+        """The steps that workers may do now."""
+        if self._counters.kind == TASK or self._counters.trouble:
+            return range(0)
+        agreed = self._counters.agreed if self._counters.kind == STEPS else 0
+        return range(self._first, max(self._first + 1, agreed))
+
+    def _joined(self) -> bool:
+        """Let replacements step in where the others wait for them, if that is possible."""
+        decision = decide(self._situation(self._granted()))
+        if decision.action is not Action.JOIN:
+            return False
+        fallen = sorted(self._failures.dead)
+        self._failures.count(self._pool.started, self._pool.lived)
+        if 0 in fallen:  # it may have ended before it said that the step before is finished
+            self._counters.confirmed = max(self._counters.confirmed, decision.step)
+        self._replace(fallen, decision.step, joining=True)
+        return True
+
+    def _carry_out(self, decision: Decision) -> None:
+        """Do what was decided; deaths are counted first, which may end the run."""
+        action, step, fallen = decision.action, decision.step, sorted(self._failures.dead)
+        if fallen and action is not Action.STOP:
+            self._failures.count(self._pool.started, self._pool.lived)
+        match action:
+            case Action.STOP:
+                self._stop()
+            case Action.RESUME:
+                self._resume(step, fallen)
+            case Action.TAKE_BACK:
+                if fallen:
+                    self._failures.note("rollback", fallen[0], step)
+                self._counters.eager = self._counters.done + EAGER_STEPS
+                self._go_back(decision.back_to, fallen)
+            case Action.GO_BACK:
+                self._go_back(decision.back_to, fallen)
+            case Action.DO_AGAIN:
+                self._do_again(step)
+            case Action.LOSE:
+                raise LostError(
+                    f"worker {fallen[0]} {self._failures.dead[fallen[0]].why} in step {step}, and the optimizer is not "
+                    "one of torch's own, so its state is lost with it; run again"
+                )
+            case Action.PART:
+                raise self._failures.irreplaceable()
+            case Action.GO_ON | Action.JOIN:  # nothing to do; nobody joins what is being left
+                pass
+            case _:
+                assert_never(action)
+
+    def _stop(self) -> None:
+        """Wait until all that live have left what was granted."""
+        self._pool.wait(lambda: self._counters.all_idle(self._pool.alive), LONG)
+        if not self._placement.whole and self._errors():
+            raise self._errors()[0].content  # no step can be done again without the other hosts
+
+    def _resume(self, step: int, fallen: Sequence[int]) -> None:
+        """All go on at ``step``; some may not have been told that the one before is done."""
+        self._repair = Repair(Action.RESUME, step)
+        self._counters.confirmed = max(self._counters.confirmed, step)
+        self._replace(fallen, step)
+        loss = self._record.loss(step - 1) if step > self._record.base else 0.0
+        if self._told("resume", {"step": step, "loss": loss}):
+            self._repair = None
+
+    def _go_back(self, kept: int, fallen: Sequence[int]) -> None:
+        """Take the state of an earlier step: the caller's own (negative), or the snapshot; save more often for a while.
+
+        It is gone on with if somebody falls, or Ctrl-C comes, on the way.
+        """
+        self._repair = Repair(Action.GO_BACK, kept)
+        if kept < 0:
+            kept = self._record.put()
+        restore = kept != self._record.home
+        self._record.go_back(kept)
+        self._replace(fallen, kept)
+        if self._told("take", {"orders": {**self._record.described(kept), "restore": restore}}):
+            self._repair = None
+
+    def _do_again(self, step: int) -> None:
+        """Do a finished step again, as it was lost."""
+        if again := [told for told in self._errors() if told.step is not None and told.step < self._counters.done]:
+            raise LostError(
+                f"step {again[0].step} was done again after a worker had ended, and raised what it had not raised "
+                f"before: {again[0].content!r}"
+            )
+        batch = self._record.batches.get(step)
+        if batch is not None:
+            self._mailbox.write(batch)
+        self._counters.horizon = step + 1
+        self._first = step
+        self._pool.grant(STEPS if batch is None else BATCH)
+        self._pool.wait(lambda: self._counters.all_idle() or bool(self._failures.dead), LONG)
+
+    def _told(self, task: str, facts: Mapping[str, Any]) -> bool:
+        """Have all workers do something about the state; False if one fell meanwhile."""
+        if not self._failures.dead:
+            pack({**facts, "task": task}, self._mailbox, reduced)
+            self._pool.grant(TASK)
+            self._pool.wait(lambda: self._counters.all_idle() or bool(self._failures.dead), LONG)
+            self._pool.told = self._errors()
+            if any(isinstance(told.content, LostError) for told in self._pool.told):
+                raise first_error(self._pool.told)
+        return not self._failures.dead
+
+    def _errors(self) -> list[WorkerMessage]:
+        return [told for told in self._pool.told if told.kind != "result"]
+
+    def _replace(self, workers: Sequence[int], step: int, *, joining: bool = False) -> None:
+        """Start workers at ``step``; returns when they are ready, or have ended again."""
+        orders = {**self._record.described(step), "grant": self._counters.grant, "joining": joining}
+        pack(orders, self._orders, reduced)
+        self._failures.start()
+        self._pool.start(workers, WARM)
+        self._failures.started(step)
+        if any(told.kind == "failed" for told in self._pool.told):
+            raise unfit(first_error(self._pool.told))

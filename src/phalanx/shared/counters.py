@@ -1,0 +1,266 @@
+"""The counters of a run: words in an arena that processes read and write without locks, each with one writer.
+
+Workers go from step to step by themselves: the parent grants a number of steps, or one task, and may grant again only
+when every worker is idle. Between, the first worker alone decides, before the last barrier of a step, whether there is
+a next one; so all of them agree. Whoever fails raises the trouble flag and goes idle; the others leave at their next
+barrier.
+
+A word is 8 bytes, which processors read and write as a whole. No two writers share a cache line, as each would have to
+fetch it from the other for every write. So the line of a word tells who may write it, and tests can check that:
+with ``Counters.checked``, a write by anybody else fails.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, Final, Protocol, cast
+
+from phalanx.plan.lifecycle import Phase, Progress
+from phalanx.shared.ordering import order
+from phalanx.shared.reports import PART, REPORT, RING, Parts, Reports
+
+LINE: Final = 8  # words in a cache line
+OF_PARENT, OF_FIRST, OF_ALL, OF_WORKERS = 0, 2 * LINE, 3 * LINE, 4 * LINE  # where lines of each kind of writer begin
+PARENT: Final = -1  # the role of the caller's process; those of workers are their numbers
+
+STEPS, BATCH, TASK = 1, 2, 3  # kinds of grants: planned steps, a step on a batch that the caller brought, a task
+GO_ON, BEGIN_NO_STEP, LEAVE = 0, 1, 2  # pauses; LEAVE: also a step that is being computed, between two replicas
+COMPUTE, WAIT, FOLD, UPDATE = 0, 1, 2, 3  # parts of a step, timed
+PARTS: Final = ("compute", "wait", "fold", "update")
+TIMES: Final = len(PARTS) + 1  # floats of a worker: seconds in each part, and when it began what it does now
+
+
+def word_count(workers: int) -> int:
+    """Words that the counters of a run take."""
+    return OF_WORKERS + workers * LINE
+
+
+def float_count(workers: int, replicas: int) -> int:
+    """Floats that parts of replicas, reports and times take."""
+    return PART * replicas + REPORT * RING + TIMES * workers
+
+
+class Word(Protocol):
+    """A word of shared memory, as an attribute."""
+
+    def __get__(self, counters: Any, owner: Any = None) -> int: ...
+
+    def __set__(self, counters: Any, value: int) -> None: ...
+
+
+def word(index: int, doc: str) -> Word:
+    """The word at ``index`` of an object's ``_words``; a plain property, as these are read within barriers."""
+
+    def read(self: Any) -> int:
+        return self._words[index]
+
+    def write(self: Any, value: int) -> None:
+        self._words[index] = value
+
+    return cast("Word", property(read, write, doc=doc))
+
+
+class WorkerCounters:
+    """What one worker tells. Written by that worker alone; what one that ended has written stays."""
+
+    arrived = word(0, "How many barriers it has come to; the grant is in the upper bits.")
+    finished = word(1, "The latest grant that it is done with: it is idle if that is the latest of all.")
+    sleeping = word(2, "Whether it has to be woken to see a grant.")
+    _progress = word(3, "How far it is: step and phase in one word, so that nobody reads one of them too late.")
+    opinion = word(4, "What it thinks of a question that all are asked, from one barrier to the next.")
+    replicas = word(5, "How many of its replicas it has computed in this step.")
+    total = word(6, "How many replicas, or chunks of an evaluation, its place has computed in all.")
+    checksum = word(7, "Of the part of the snapshot in memory that it wrote.")
+
+    def __init__(self, words: Any, floats: memoryview[float]) -> None:
+        self._words = words
+        self._floats = floats
+
+    def reach(self, step: int, phase: Phase) -> None:
+        """It comes to a phase of a step, now."""
+        self.begin_part()
+        self._progress = step * len(Phase) + phase
+
+    @property
+    def progress(self) -> Progress:
+        """Where it is, or was when it ended."""
+        step, phase = divmod(self._progress, len(Phase))
+        return Progress(step, Phase(phase))
+
+    def begin_part(self) -> None:
+        """Whatever it does now, it begins now."""
+        self._floats[TIMES - 1] = time.monotonic()
+
+    @property
+    def began(self) -> float:
+        """When it came to what it does now, on the clock of ``time.monotonic``."""
+        return self._floats[TIMES - 1]
+
+    def spend(self, part: int, seconds: float) -> None:
+        """It has spent so long in a part of a step."""
+        self._floats[part] += seconds
+
+    @property
+    def spent(self) -> Sequence[float]:
+        """Seconds that its place has spent in each of ``PARTS`` so far."""
+        return self._floats[: TIMES - 1].tolist()
+
+
+class Counters:
+    """One process's view of the counters of a run.
+
+    Parameters
+    ----------
+    words, floats : memoryview
+        int64 and float64 views, as long as ``word_count`` and ``float_count`` say.
+    workers, replicas : int
+
+    Attributes
+    ----------
+    checked : bool
+        Of the class; set by tests. Whether a write of a word by a process that is not its writer fails.
+    workers : list of WorkerCounters
+        What each of them tells.
+    parts : Parts
+        Of the replicas in the present step.
+    reports : Reports
+        Of finished steps; written by the first worker.
+    """
+
+    checked: ClassVar[bool] = False
+
+    grant = word(OF_PARENT, "Written by the parent: how often it has granted something.")
+    kind = word(OF_PARENT + 1, "Written by the parent, before it grants: STEPS, BATCH or TASK.")
+    horizon = word(OF_PARENT + 2, "Written by the parent, at any time: before which step planned ones end.")
+    pause = word(OF_PARENT + 3, "Written by the parent, at any time: GO_ON, BEGIN_NO_STEP or LEAVE.")
+    asleep = word(OF_PARENT + LINE, "Written by the parent: whether it has to be woken to see anything.")
+    awaited = word(OF_PARENT + LINE + 1, "Written by the parent: how many finished steps are worth waking it for.")
+    eager = word(OF_PARENT + LINE + 2, "Written by the parent: each step before this one is followed by a snapshot.")
+    held = word(OF_PARENT + LINE + 3, "Written by the parent: whether somebody reads the snapshot, so that it stays.")
+    confirmed = word(OF_PARENT + LINE + 4, "Written by the parent: steps that are done though nobody reported that.")
+    agreed = word(OF_FIRST, "Written by the first worker, before the last barrier of a step: which one ends the grant.")
+    reported = word(OF_FIRST + 1, "Written by the first worker: how many steps it has reported as done.")
+    snapshot_due = word(
+        OF_FIRST + 2,
+        "Written by the first worker; by the parent while all are idle. Before which step all save: the newest "
+        "snapshot that was announced, whether or not it is whole.",
+    )
+    snapshot_step = word(
+        OF_FIRST + 3,
+        "Written by the first worker, when all have met since they saved; by the parent while all are idle. The step "
+        "before which the newest snapshot that is known to be whole was taken; negative: there is none.",
+    )
+    trouble = word(OF_ALL, "Set to 1 by anybody: leave what was granted. Set to 0 by the parent, before it grants.")
+
+    def __init__(self, words: Any, floats: memoryview[float], workers: int, replicas: int) -> None:
+        self._words = words
+        self._floats = floats
+        self._replicas = replicas
+        rows, ring = PART * replicas, PART * replicas + REPORT * RING
+        self.parts = Parts(floats[:rows])
+        self.reports = Reports(floats[rows:ring])
+        self.workers = [
+            WorkerCounters(words[OF_WORKERS + number * LINE :][:LINE], floats[ring + number * TIMES :][:TIMES])
+            for number in range(workers)
+        ]
+
+    def written_by(self, role: int) -> Counters:
+        """These counters as the process with this role is to use them: ``PARENT`` or the number of a worker."""
+        if not self.checked:
+            return self
+        return Counters(GuardedWords(self._words, role), self._floats, len(self.workers), self._replicas)
+
+    @property
+    def done(self) -> int:
+        """How many steps are done."""
+        return max(self.reported, self.confirmed)
+
+    def finish(self, step: int, ended: float) -> None:
+        """By the first worker: the step is done, and its report may be read."""
+        self.reports.correct_end(step, ended)
+        order()  # who sees the count sees the report
+        self.reported = max(self.reported, step + 1)  # a step that was lost is done again, and was reported before
+
+    def idle(self, worker: int) -> bool:
+        """Whether a worker is done with the latest grant."""
+        return self.workers[worker].finished == self.grant
+
+    def all_idle(self, workers: Iterable[int] | None = None) -> bool:
+        """Whether these workers (by default all) are done with the latest grant."""
+        idle = all(map(self.idle, range(len(self.workers)) if workers is None else workers))
+        order()  # what they wrote before is read after this
+        return idle
+
+    def progress(self) -> list[Progress]:
+        """Where every worker is, or was when it ended."""
+        order()
+        return [worker.progress for worker in self.workers]
+
+    def activity(self) -> bytes:
+        """Everything that workers write as they go on; equal as long as nobody does."""
+        return self._words[OF_WORKERS:].tobytes()
+
+    def hindmost(self, workers: Iterable[int]) -> set[int]:
+        """Those of these workers that others wait for, or that have still to finish what was granted."""
+        busy = {number: self.workers[number].arrived for number in workers if not self.idle(number)}
+        return {number for number, arrived in busy.items() if arrived == min(busy.values())}
+
+    def seconds(self) -> dict[str, list[float]]:
+        """Seconds that each worker has spent in each part of its steps."""
+        spent = [worker.spent for worker in self.workers]
+        return {name: [times[part] for times in spent] for part, name in enumerate(PARTS)}
+
+    @property
+    def computed(self) -> int:
+        """Replicas and chunks that were computed so far, anywhere, again if they were lost."""
+        return sum(worker.total for worker in self.workers)
+
+
+class GuardedWords:
+    """Words that only their writer can write: what tests run on, see ``Counters.checked``.
+
+    Parameters
+    ----------
+    words : memoryview
+        All of a run's.
+    role : int
+        Who writes through this object.
+    first, count : int
+        The stretch of words that is seen.
+    """
+
+    def __init__(self, words: memoryview, role: int, first: int = 0, count: int | None = None) -> None:
+        self._all = words
+        self._role = role
+        self._first = first
+        self._count = len(words) if count is None else count
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            start, stop, _ = index.indices(self._count)
+            return GuardedWords(self._all, self._role, self._first + start, stop - start)
+        return self._all[self._first + index]
+
+    def __setitem__(self, index: int, value: int) -> None:
+        if not self._may_write(self._first + index, value):
+            who = "the parent" if self._role == PARENT else f"worker {self._role}"
+            raise AssertionError(f"{who} wrote {value} to word {self._first + index}, which is not its to write")
+        self._all[self._first + index] = value
+
+    def tobytes(self) -> bytes:
+        """A copy."""
+        return self._all[self._first : self._first + self._count].tobytes()
+
+    def _may_write(self, index: int, value: int) -> bool:
+        if index >= OF_WORKERS:
+            return self._role == (index - OF_WORKERS) // LINE
+        if index >= OF_ALL:
+            return value == 1 or self._role == PARENT
+        if index >= OF_FIRST:
+            return self._role == 0 or (self._role == PARENT and self._all_idle())
+        return self._role == PARENT
+
+    def _all_idle(self) -> bool:
+        finished = self._all[OF_WORKERS + 1 :: LINE].tolist()
+        return all(grant == self._all[OF_PARENT] for grant in finished)

@@ -1,0 +1,206 @@
+"""Where everything of a run's state lies in an arena: the same in every process, from the contents and the placement.
+
+Only offsets; no memory is touched here, and no framework is known: what an array looks like is said in a ``Spec``.
+Weights are placed as whole storages, not array by array, so that strides and shared memory (ties, views, flattened
+weights) stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from phalanx.plan.placement import Placement, dealt, most_held
+
+Take = Callable[[int], int]
+
+SHARED = -1  # the parameter of optimizer state that belongs to none: every worker keeps a copy of its own
+OWNED = -1  # the offset of what a worker keeps to itself, because it owns the parameter
+
+
+class Spec(NamedTuple):
+    """What an array looks like.
+
+    Attributes
+    ----------
+    shape : tuple of int
+    strides : tuple of int
+        In elements.
+    dtype : str
+        The framework's own name of it.
+    itemsize : int
+        Bytes of an element.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    itemsize: int
+
+    @property
+    def elements(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a dense array."""
+        return self.elements * self.itemsize
+
+
+class StatePiece(NamedTuple):
+    """A piece of optimizer state.
+
+    Attributes
+    ----------
+    parameter : int
+        Whose it is; SHARED if it belongs to no single parameter.
+    spec : Spec
+        What is reserved for it; pages that are never written cost nothing.
+    expected : int
+        Bytes of that which will really be used, about.
+    """
+
+    parameter: int
+    spec: Spec
+    expected: int
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What the state of a run consists of.
+
+    Attributes
+    ----------
+    gradients, buffers : list of Spec
+        What the gradient of each parameter looks like, and each buffer.
+    storages : list of int
+        Bytes of the memory in which parameters lie; parameters that share memory have one storage.
+    storage_of : list of int
+        The storage of each parameter.
+    state : list of StatePiece
+        The optimizer's.
+    """
+
+    gradients: list[Spec]
+    buffers: list[Spec]
+    storages: list[int]
+    storage_of: list[int]
+    state: list[StatePiece]
+
+    def owners(self, workers: int) -> list[int]:
+        """The worker that folds and updates each parameter: whole storages are dealt, by size."""
+        owners = dealt(self.storages, workers)
+        return [owners[storage] for storage in self.storage_of]
+
+
+@dataclass
+class Layout:
+    """Offsets into an arena.
+
+    Attributes
+    ----------
+    contents : Contents
+    owners : list of int
+        The worker that folds and updates each parameter.
+    weights : list of int
+        The parameters' storages.
+    keepers : list of int
+        The worker that owns what lies in each storage.
+    starts : list of int
+        Each buffer as it is at the step's start.
+    sets : list of list of list of int
+        ``sets[worker][number][parameter]``: where a replica's gradient or a partial sum is published for the owner of
+        the parameter; OWNED where that is the worker itself.
+    left : list of list of int
+        ``left[replica][buffer]``: buffers as the replica left them.
+    changed : int
+        One byte per replica and buffer: whether it differs from the step's start.
+    norms : int
+        8 bytes per parameter: what its owner has to say about the norm of its gradient.
+    state : list of list of int
+        ``state[worker]``: the optimizer's; one place for all workers, but where it is SHARED.
+    snapshot : (list of int, list of int, list of list of int)
+        Copies, as of a step boundary: of ``weights``, ``starts`` and ``state``.
+    touched : int
+        Bytes that workers will really use, about: of the arena, and one gradient that they keep to themselves.
+    """
+
+    contents: Contents
+    owners: list[int]
+    weights: list[int] = field(init=False)
+    keepers: list[int] = field(init=False)
+    starts: list[int] = field(init=False)
+    sets: list[list[list[int]]] = field(init=False)
+    left: list[list[int]] = field(init=False)
+    changed: int = field(init=False)
+    norms: int = field(init=False)
+    state: list[list[int]] = field(init=False)
+    snapshot: tuple[list[int], list[int], list[list[int]]] = field(init=False)
+    touched: int = field(init=False)
+
+    def owned(self, worker: int) -> list[int]:
+        """The parameters that a worker folds and updates."""
+        return [index for index, owner in enumerate(self.owners) if owner == worker]
+
+    def kept(self, worker: int) -> list[int]:
+        """The pieces of optimizer state that a worker keeps: those of the parameters that it owns, and its copies."""
+        return [
+            number
+            for number, piece in enumerate(self.contents.state)
+            if piece.parameter == SHARED or self.owners[piece.parameter] == worker
+        ]
+
+    def signature(self) -> str:
+        """Equal in two processes whose models fit together."""
+        return repr((self.contents, self.owners))
+
+
+def lay_out(contents: Contents, owners: Sequence[int], placement: Placement, take: Take) -> Layout:
+    """Give everything its place, handed out by ``take``."""
+    layout = Layout(contents, list(owners))
+    keepers = dict(zip(contents.storage_of, owners, strict=True))
+    layout.keepers = [keepers[number] for number in range(len(contents.storages))]
+    layout.weights = list(map(take, contents.storages))
+    buffers = [spec.nbytes for spec in contents.buffers]
+    layout.starts = list(map(take, buffers))
+    sizes = [spec.nbytes for spec in contents.gradients]
+    layout.sets = [
+        [
+            [OWNED if owner == worker else take(size) for size, owner in zip(sizes, owners, strict=True)]
+            for _ in range(most_held(placement.replicas, block))
+        ]
+        for worker, block in enumerate(placement.blocks)
+    ]
+    layout.left = [list(map(take, buffers)) for _ in range(placement.replicas)]
+    layout.changed = take(placement.replicas * len(buffers))
+    layout.norms = take(8 * len(sizes))
+    layout.state = _state_rows(contents.state, placement.workers, take)
+    copies = list(map(take, contents.storages)), list(map(take, buffers))
+    layout.snapshot = *copies, _state_rows(contents.state, placement.workers, take)
+    untouched = sum(piece.spec.nbytes - piece.expected for piece in contents.state)
+    layout.touched = take(0) - 2 * untouched + sum(sizes)
+    return layout
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides, in elements, of an array that lies row by row."""
+    strides: list[int] = []
+    step = 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+def _state_rows(state: Sequence[StatePiece], workers: int, take: Take) -> list[list[int]]:
+    """The offsets of all pieces, for each worker."""
+    first = [take(piece.spec.nbytes) for piece in state]
+    pairs = list(zip(state, first, strict=True))
+    others = [
+        [take(piece.spec.nbytes) if piece.parameter == SHARED else offset for piece, offset in pairs]
+        for _ in range(1, workers)
+    ]
+    return [first, *others]

@@ -1,0 +1,56 @@
+"""What workers tell of steps in shared memory: the parts of all replicas to each other, and reports to the parent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from phalanx.shared.ordering import order
+
+RING: Final = 1024  # reports that the parent may be behind
+REPORT: Final = 6  # loss, norm, lr, samples, started, ended
+PART: Final = 4  # loss, weight, returned, samples
+
+
+class Parts:
+    """A row of numbers for each replica of the present step; written by the worker that hosts the replica."""
+
+    def __init__(self, floats: memoryview[float]) -> None:
+        self._floats = floats
+
+    def write(self, first: int, rows: Iterable[Sequence[float]]) -> None:
+        """Write the rows of a worker's replicas, which are in a row from ``first`` on."""
+        position = first * PART
+        for row in rows:
+            for value in row:
+                self._floats[position] = value
+                position += 1
+
+    def read(self) -> Sequence[Sequence[float]]:
+        """The rows of all replicas; complete after a barrier."""
+        values = self._floats.tolist()
+        return [values[position : position + PART] for position in range(0, len(values), PART)]
+
+
+class Reports:
+    """What the first worker writes of each step; the parent may be ``RING`` of them behind."""
+
+    def __init__(self, ring: memoryview[float]) -> None:
+        self._ring = ring
+
+    def write(self, step: int, *report: float) -> None:
+        """Of a step that is about to be finished: loss, norm, lr, samples, started, ended."""
+        position = step % RING * REPORT
+        for value in report:
+            self._ring[position] = value
+            position += 1
+
+    def correct_end(self, step: int, ended: float) -> None:
+        """When the step has really ended: what was written before could only be about to."""
+        self._ring[step % RING * REPORT + REPORT - 1] = ended
+
+    def read(self, step: int) -> Sequence[float]:
+        """What was written of a step: loss, norm, lr, samples, started, ended."""
+        order()  # whoever reads this has read before that the step is done
+        position = step % RING * REPORT
+        return self._ring[position : position + REPORT].tolist()

@@ -1,0 +1,62 @@
+"""Of a long list of cases every run tries some, drawn by a seed that is printed; a campaign tries all of them.
+
+The cases that were drawn are marked "sampled", the others "campaign": ``make test`` leaves the latter out, and
+``make chaos`` runs both, whatever the seed. ``PHALANX_SEED=... make test`` draws the same cases again.
+"""
+
+import itertools
+import os
+import random
+
+import pytest
+
+# In the environment, so that every process of pytest-xdist collects the same cases.
+SEED = int(os.environ.get("PHALANX_SEED") or random.SystemRandom().randrange(1 << 30))
+os.environ["PHALANX_SEED"] = str(SEED)
+
+
+def generator(name):
+    """Random numbers that follow from the seed and from what they are for."""
+    return random.Random(f"{SEED} {name}")
+
+
+def marked(case, drawn):
+    """A case, which may be several values or a ``pytest.param``, with the mark that says whether it was drawn."""
+    mark = pytest.mark.sampled if drawn else pytest.mark.campaign
+    if hasattr(case, "marks"):
+        return pytest.param(*case.values, marks=[*case.marks, mark], id=case.id)
+    return pytest.param(*values(case), marks=mark)
+
+
+def sample(name, cases, count):
+    """All cases, so many of them drawn; a case that is a tuple has several values."""
+    cases = list(cases)
+    chosen = set(generator(name).sample(range(len(cases)), count))
+    return [marked(case, index in chosen) for index, case in enumerate(cases)]
+
+
+def cover(name, rows, columns):
+    """All pairs; as few of them are drawn as have each row and each column at least once.
+
+    A row, or a column, that is a tuple has several values.
+    """
+    rows, columns = list(rows), list(columns)
+    draw, count = generator(name), max(len(rows), len(columns))
+    chosen = set(zip(repeated(draw, len(rows), count), repeated(draw, len(columns), count), strict=True))
+    return [
+        marked((*values(rows[row]), *values(columns[column])), (row, column) in chosen)
+        for row, column in itertools.product(range(len(rows)), range(len(columns)))
+    ]
+
+
+def repeated(draw, size, count):
+    """``count`` numbers below ``size``, each as often as any other, give or take one, in an order that is drawn."""
+    numbers = []
+    while len(numbers) < count:
+        numbers += draw.sample(range(size), size)
+    return numbers[:count]
+
+
+def values(case):
+    """The values of a case, of a row or of a column."""
+    return case if isinstance(case, tuple) else (case,)
