@@ -15,7 +15,7 @@ from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.run.loop import Loop
 from phalanx.run.observers import watching
-from phalanx.run.options import Options, settle, unknown
+from phalanx.run.options import DEFAULTS, Options, settle, unknown
 from phalanx.run.result import Result
 from phalanx.run.run import Run
 from phalanx.surroundings import interrupts
@@ -253,11 +253,11 @@ def train(make_model: Any, data: Any, loss_fn: Any = None, **arguments: Any) -> 
     --------
     >>> result = phalanx.train(lambda: torch.nn.Linear(4, 3), (x, y), torch.nn.functional.cross_entropy, steps=100)
     """
-    options = {name: value for name, value in arguments.items() if name in Options.__annotations__}
+    options = {name: value for name, value in arguments.items() if name in DEFAULTS}
     fields = {name: value for name, value in arguments.items() if name not in options}
     for name in fields:
         if name not in RECIPE_FIELDS:
-            raise UsageError(unknown(name, RECIPE_FIELDS | set(Options.__annotations__)))
+            raise UsageError(unknown(name, RECIPE_FIELDS | set(DEFAULTS)))
     return Recipe(make_model, data, loss_fn, **fields).train(**options)  # type: ignore[arg-type]
 
 

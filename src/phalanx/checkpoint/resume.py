@@ -55,13 +55,13 @@ class ResumeState:
         self._recipe = fingerprint(definition) if run_dir is not None else {}
         self._differs: list[str] = []
         self._directory: RunDirectory | None = None
-        self._found: Snapshot | None = None
+        self._earlier: Snapshot | None = None
         self._weights: Snapshot | None = None
         try:
             if run_dir is not None:
                 self._directory = RunDirectory(run_dir, keep)
-                self._found = self._checked(run_dir, self._directory.newest())
-            if warm_start is not None and self._found is None:
+                self._earlier = self._checked(run_dir, self._directory.newest())
+            if warm_start is not None and self._earlier is None:
                 self._weights = read_any(warm_start)
         except BaseException:
             self.close()
@@ -69,19 +69,19 @@ class ResumeState:
 
     def begin(self, framework: Framework) -> RunState:
         """Give ``framework`` the state that was found; returns what had been done."""
-        found = self._found
+        earlier = self._earlier
         if self._weights is not None:
             with framework.environment:
                 framework.snapshots.adopt_weights(self._weights.weights)
-        if found is None:
+        if earlier is None:
             return RunState()
         with framework.environment:
-            framework.snapshots.adopt(Captured(dict(found.weights), dict(found.training), found.facts))
+            framework.snapshots.adopt(Captured(dict(earlier.weights), dict(earlier.training), earlier.facts))
         try:
-            metrics = [Evaluated(int(steps), float(value), str(name)) for steps, value, name in found.metrics]
+            metrics = [Evaluated(int(steps), float(value), str(name)) for steps, value, name in earlier.metrics]
         except (TypeError, ValueError, OverflowError) as error:
             raise SnapshotError("the snapshot's evaluations are none") from error
-        return RunState(losses_in(found), found.samples, resumed_from=found.step, evaluated=metrics)
+        return RunState(losses_in(earlier), earlier.samples, resumed_from=earlier.step, evaluated=metrics)
 
     def observers(self, every: int | None, *, stop: bool) -> tuple[EventLog, Saver] | tuple[()]:
         """What keeps the run from here on, in the order in which it looks on; nothing without a directory."""
@@ -95,47 +95,47 @@ class ResumeState:
         if self._directory is not None:
             self._directory.close()
 
-    def _checked(self, run_dir: pathlib.Path, found: Snapshot | None) -> Snapshot | None:
-        if found is None:
+    def _checked(self, run_dir: pathlib.Path, earlier: Snapshot | None) -> Snapshot | None:
+        if earlier is None:
             return None
         if not self._resume:
             raise UsageError(
-                f"run_dir is {str(run_dir)!r}, which has a run of {found.step} steps, and resume is False; "
+                f"run_dir is {str(run_dir)!r}, which has a run of {earlier.step} steps, and resume is False; "
                 "choose another directory, or go on from there with resume=True"
             )
-        self._compare(found)
+        self._compare(earlier)
         steps = None if self._definition.data is None else self._definition.plan.steps
-        if steps is not None and steps < found.step:
+        if steps is not None and steps < earlier.step:
             raise UsageError(
-                f"run_dir is {str(run_dir)!r}, which has a run of {found.step} steps, and the recipe has "
+                f"run_dir is {str(run_dir)!r}, which has a run of {earlier.step} steps, and the recipe has "
                 f"{steps}; raise steps or epochs, or choose another directory"
             )
         now = recorded_environment()
-        differing = [name for name in {**now, **found.environment} if now.get(name) != found.environment.get(name)]
+        differing = [name for name in {**now, **earlier.environment} if now.get(name) != earlier.environment.get(name)]
         if differing:
-            told = "; ".join(f"{name} is {now.get(name)}, was {found.environment.get(name)}" for name in differing)
-            warnings.warn(f"bits may differ from an uninterrupted run's, as the numbers' environment does: {told}",
+            changes = "; ".join(f"{name} is {now.get(name)}, was {earlier.environment.get(name)}" for name in differing)
+            warnings.warn(f"bits may differ from an uninterrupted run's, as the numbers' environment does: {changes}",
                           stacklevel=2)  # fmt: skip
-        return found
+        return earlier
 
-    def _compare(self, found: Snapshot) -> None:
+    def _compare(self, earlier: Snapshot) -> None:
         """Refuse another recipe, or note how it differs; warn of what may differ."""
         try:
-            comparison = compare(self._definition, self._recipe, found.recipe)
+            comparison = compare(self._definition, self._recipe, earlier.recipe)
         except ValueError as error:
-            raise SnapshotError(f"the snapshot of step {found.step} cannot be used: {error}") from error
-        told = "; ".join(comparison.differs)
-        if told and self._resume != ANYWAY:
+            raise SnapshotError(f"the snapshot of step {earlier.step} cannot be used: {error}") from error
+        differences = "; ".join(comparison.differs)
+        if differences and self._resume != ANYWAY:
             raise UsageError(
-                f"run_dir has snapshots of another recipe: {told}. Use that recipe, choose another run_dir, or "
+                f"run_dir has snapshots of another recipe: {differences}. Use that recipe, choose another run_dir, or "
                 f"go on all the same with resume={ANYWAY!r}, which is noted in the log"
             )
-        if told:
-            warnings.warn(f"going on with another recipe than that of the snapshot: {told}", stacklevel=2)
+        if differences:
+            warnings.warn(f"going on with another recipe than that of the snapshot: {differences}", stacklevel=2)
         self._differs = comparison.differs
         if comparison.doubts:
-            told = "; ".join(comparison.doubts)
-            warnings.warn(f"the recipe may not be that of the snapshot: {told}", stacklevel=2)
+            doubts = "; ".join(comparison.doubts)
+            warnings.warn(f"the recipe may not be that of the snapshot: {doubts}", stacklevel=2)
 
 
 @dataclass(frozen=True)
@@ -164,9 +164,9 @@ class Loaded:
 
 def loaded(path: pathlib.Path) -> Loaded:
     """See ``phalanx.load``."""
-    found = read_any(path)
-    weights = {name: tensor_of(stored, found.facts) for name, stored in found.weights.items()}
-    return Loaded(found.step, found.samples, found.digest, weights, losses_in(found))
+    earlier = read_any(path)
+    weights = {name: tensor_of(stored, earlier.facts) for name, stored in earlier.weights.items()}
+    return Loaded(earlier.step, earlier.samples, earlier.digest, weights, losses_in(earlier))
 
 
 def read_any(path: pathlib.Path) -> Snapshot:
@@ -177,17 +177,17 @@ def read_any(path: pathlib.Path) -> Snapshot:
         raise SnapshotError(f"{str(path)!r} cannot be read: {error.strerror}") from error
     if alone:
         return snapshot.read(path)
-    found = newest_of(path)
-    if found is None:
+    earlier = newest_of(path)
+    if earlier is None:
         raise SnapshotError(f"{str(path)!r} has no snapshot")
-    return found
+    return earlier
 
 
-def losses_in(found: Snapshot) -> list[float]:
+def losses_in(earlier: Snapshot) -> list[float]:
     """The loss of every step."""
-    stored = found.training.get(LOSSES)
-    if stored is None or stored.dtype != "float64" or stored.shape != (found.step,):
-        told = "none" if stored is None else f"those of {stored.dtype}{list(stored.shape)}"
-        raise SnapshotError(f"the snapshot is of step {found.step}, which has a loss for each, but has {told}")
+    stored = earlier.training.get(LOSSES)
+    if stored is None or stored.dtype != "float64" or stored.shape != (earlier.step,):
+        content = "none" if stored is None else f"those of {stored.dtype}{list(stored.shape)}"
+        raise SnapshotError(f"the snapshot is of step {earlier.step}, which has a loss for each, but has {content}")
     history: list[Any] = memoryview(stored.content).cast("B").cast("d").tolist()
     return history

@@ -60,7 +60,13 @@ class Plan:
         return step // self.steps_per_epoch
 
     def indices(self, step: int) -> Indices:
-        """Sample indices of ``step``, in order: shape ``(samples in this step,)``, int64."""
+        """Sample indices of ``step``, in order: shape ``(samples in this step,)``, int64.
+
+        Raises
+        ------
+        IndexError
+            ``step`` is negative.
+        """
         if step < 0:
             raise IndexError(f"step is {step}; steps count from 0")
         epoch, position = divmod(int(step), self.steps_per_epoch)
@@ -68,7 +74,13 @@ class Plan:
         return self._orders.piece(epoch, start, start + self.batch_size)
 
     def shares(self, step: int) -> list[Indices]:
-        """Sample indices of ``step`` per replica: R arrays, as ``numpy.array_split`` cuts them; some may be empty."""
+        """Sample indices of ``step`` per replica: R arrays, as ``numpy.array_split`` cuts them; some may be empty.
+
+        Raises
+        ------
+        IndexError
+            ``step`` is negative.
+        """
         indices = self.indices(step)
         return [indices[start:end] for start, end in share_bounds(len(indices), self.replicas)]
 

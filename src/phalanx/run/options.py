@@ -35,12 +35,12 @@ class Options(TypedDict, total=False):
     progress: bool | str
 
 
-NEEDS_RUN_DIR: Mapping[str, Any] = {
-    "resume": True,
-    "snapshot_every": "auto",
-    "keep_snapshots": 3,
-    "on_snapshot_error": "continue",
-}
+DEFAULTS: Mapping[str, Any] = Options(
+    workers="auto", engine="auto", devices="auto", run_dir=None, resume=True, snapshot_every="auto", keep_snapshots=3,
+    on_snapshot_error="continue", deadline_seconds="auto", warm_start=None, evaluation=None, callbacks=(),
+    progress="auto",
+)  # fmt: skip
+NEEDS_RUN_DIR = ("resume", "snapshot_every", "keep_snapshots", "on_snapshot_error")
 
 
 @dataclass(frozen=True)
@@ -70,36 +70,35 @@ def settle(options: Mapping[str, Any], replicas: int) -> Settled:
     UsageError
         Names the option, its value and the way out.
     """
-    known = Options.__annotations__
     for name in options:
-        if name not in known:
-            raise UsageError(unknown(name, known))
-    engine = options.get("engine", "auto")
-    workers = _checked_workers(options.get("workers", "auto"), replicas)
-    devices = _checked_devices(options.get("devices", "auto"))
-    _check_engine(engine, workers, devices)
-    progress = options.get("progress", "auto")
-    checks.choice("progress", progress, (True, False, "auto"))
-    saving = {**NEEDS_RUN_DIR, **options}
-    keep = checks.integer("keep_snapshots", saving["keep_snapshots"], least=1)
-    every = _checked_every(saving["snapshot_every"])
-    run_dir = _path("run_dir", options.get("run_dir"))
-    _check_saving(saving, run_dir)
-    return Settled(
-        workers=workers,
-        engine=engine,
-        devices=devices,
-        deadline_seconds=_checked_deadline(options.get("deadline_seconds", "auto")),
-        run_dir=run_dir,
-        resume=saving["resume"],
-        snapshot_every=every,
-        keep_snapshots=keep,
-        on_snapshot_error=saving["on_snapshot_error"],
-        warm_start=_path("warm_start", options.get("warm_start")),
-        evaluation=_checked_evaluation(options.get("evaluation")),
-        callbacks=_checked_callbacks(options.get("callbacks", ())),
-        progress=progress,
+        if name not in DEFAULTS:
+            raise UsageError(unknown(name, DEFAULTS))
+    given: dict[str, Any] = {**DEFAULTS, **options}
+    checks.choice("engine", given["engine"], ("auto", "inline", "processes", "distributed"))
+    checks.choice("resume", given["resume"], (True, False, ANYWAY))
+    checks.choice("on_snapshot_error", given["on_snapshot_error"], ("continue", "stop"))
+    checks.choice("progress", given["progress"], (True, False, "auto"))
+    seconds = given["deadline_seconds"]
+    settled = Settled(
+        workers=_auto_or_count("workers", given["workers"]),
+        engine=given["engine"],
+        devices=_checked_devices(given["devices"]),
+        deadline_seconds=None if seconds == "auto" else checks.positive("deadline_seconds", seconds, hint="or 'auto'"),
+        run_dir=_path("run_dir", given["run_dir"]),
+        resume=given["resume"],
+        snapshot_every=_auto_or_count("snapshot_every", given["snapshot_every"]),
+        keep_snapshots=checks.integer("keep_snapshots", given["keep_snapshots"], least=1),
+        on_snapshot_error=given["on_snapshot_error"],
+        warm_start=_path("warm_start", given["warm_start"]),
+        evaluation=_checked_evaluation(given["evaluation"]),
+        callbacks=_checked_callbacks(given["callbacks"]),
+        progress=given["progress"],
     )
+    _check_engine(settled, replicas)
+    for name in NEEDS_RUN_DIR:
+        if settled.run_dir is None and given[name] != DEFAULTS[name]:
+            raise UsageError(f"{name} is {checks.shown(given[name])}, but there is no run_dir; give one, or leave it")
+    return settled
 
 
 def unknown(name: str, known: Iterable[str]) -> str:
@@ -109,23 +108,20 @@ def unknown(name: str, known: Iterable[str]) -> str:
     return f"{name} is not an argument; {guess}"
 
 
-def _checked_workers(workers: Any, replicas: int) -> int | None:
-    """W; None for 'auto'."""
-    if workers == "auto":
-        return None
-    count = checks.integer("workers", workers, least=1, hint="or 'auto'")
-    if count > replicas:
-        raise UsageError(f"workers is {count}, but there are {replicas} replicas to compute; use workers <= replicas")
-    return count
+def _auto_or_count(name: str, value: Any) -> int | None:
+    return None if value == "auto" else checks.integer(name, value, least=1, hint="or 'auto'")
 
 
-def _check_engine(engine: Any, workers: int | None, devices: tuple[str, ...]) -> None:
-    checks.choice("engine", engine, ("auto", "inline", "processes", "distributed"))
+def _check_engine(settled: Settled, replicas: int) -> None:
+    """Refuse workers and devices that do not go with each other or with the engine."""
+    workers, engine = settled.workers, settled.engine
+    if workers is not None and workers > replicas:
+        raise UsageError(f"workers is {workers}, but there are {replicas} replicas to compute; use workers <= replicas")
     several = workers is not None and workers > 1
     spawns = engine in ("processes", "distributed") or several or (engine == "auto" and presence.several())
     if engine == "inline" and several:
         raise UsageError(f"workers is {workers}, but engine='inline' is one worker; use engine='processes' or 'auto'")
-    elsewhere = [name for name in devices if name != "cpu"]
+    elsewhere = [name for name in settled.devices if name != "cpu"]
     if spawns and elsewhere:
         raise UsageError(
             f"devices names {elsewhere[0]!r}, but worker processes compute on the CPU in this version; leave devices "
@@ -135,31 +131,8 @@ def _check_engine(engine: Any, workers: int | None, devices: tuple[str, ...]) ->
         raise UsageError("worker processes need Linux or macOS; use engine='inline' (same answer)")
 
 
-def _checked_every(every: Any) -> int | None:
-    """Steps from one snapshot to the next; None for 'auto'."""
-    return None if every == "auto" else checks.integer("snapshot_every", every, least=1, hint="or 'auto'")
-
-
-def _check_saving(saving: Mapping[str, Any], run_dir: pathlib.Path | None) -> None:
-    checks.choice("resume", saving["resume"], (True, False, ANYWAY))
-    checks.choice("on_snapshot_error", saving["on_snapshot_error"], ("continue", "stop"))
-    if run_dir is None:
-        for name, default in NEEDS_RUN_DIR.items():
-            if saving[name] != default:
-                raise UsageError(
-                    f"{name} is {checks.shown(saving[name])}, but there is no run_dir; give one, or leave it"
-                )
-
-
 def _path(name: str, value: Any) -> pathlib.Path | None:
     return None if value is None else checks.path(name, value, hint="give a directory, or leave it out")
-
-
-def _checked_deadline(seconds: Any) -> float | None:
-    """Seconds; None for 'auto'."""
-    if seconds == "auto":
-        return None
-    return checks.positive("deadline_seconds", seconds, hint="or 'auto'")
 
 
 def _checked_devices(devices: Any) -> tuple[str, ...]:

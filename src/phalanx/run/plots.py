@@ -64,8 +64,8 @@ def plot_timeline(incidents: Sequence[Incident], seconds: float, workers: int, t
                 ax.plot([since, incident.seconds], [worker, worker], color=LOSS_COLOR, linewidth=4, alpha=0.45)
                 since = None
     for kind, (marker, color, label) in styles.items():
-        found = [one for one in incidents if one.kind == kind]
-        ax.plot([one.seconds for one in found], [one.worker for one in found], marker, color=color, label=label,
+        matching = [one for one in incidents if one.kind == kind]
+        ax.plot([one.seconds for one in matching], [one.worker for one in matching], marker, color=color, label=label,
                 markersize=5, zorder=3)  # fmt: skip
     for number, one in enumerate([one for one in incidents if one.kind == "rollback"]):
         ax.axvline(one.seconds, color="gray", linewidth=0.8, alpha=0.6, label="" if number else "rolled back")

@@ -71,6 +71,8 @@ class Run:
             There is no data, or it was changed in place.
         RunError
             The step failed; the state is the one before it, and ``error.result`` holds it.
+        RuntimeError
+            A callback raised StopIteration, which would pass for the end of the run.
         """
         if self._definition.data is None:
             raise UsageError("there is no data to iterate over (data=None): bring each batch with run.step(batch)")
@@ -78,7 +80,7 @@ class Run:
             raise StopIteration
         try:
             return self._advance(None)
-        except StopIteration as error:  # as generators do: a callback's would pass for the end of the run
+        except StopIteration as error:  # as generators do
             raise RuntimeError("a callback raised StopIteration") from error
 
     @verb
