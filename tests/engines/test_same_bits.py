@@ -666,34 +666,27 @@ def buffers_left_out():
 
 def stale_gradients():
     """A peer's gradient is what it was when it was first looked at."""
-    from phalanx.frameworks.torch.buckets import Slots
+    from phalanx.frameworks.torch.buckets import GradientBuckets
 
-    peer = Slots.peer
-    Slots.peer = lambda self, *place: [None if grad is None else grad.clone() for grad in peer(self, *place)]
+    peer = GradientBuckets.peer
+    GradientBuckets.peer = lambda self, *place: [None if grad is None else grad.clone() for grad in peer(self, *place)]
 
 
 def absent_as_zero():
     """What a worker did not publish is read all the same, as the zeros of fresh memory or what an earlier step left."""
-    from phalanx.engines.processes.link import ArenaLink
+    from phalanx.engines.processes.link import Publications
 
-    publish = ArenaLink._publish
-
-    def all_there(self):
-        mine = publish(self)
-        for position, (worker, _) in enumerate(self._publishers):
-            start = position * self._width
-            if worker == self._worker and self._flags[start]:
-                self._flags[start + 1 : start + self._width] = bytes([1]) * (self._width - 1)
-        return mine
-
-    ArenaLink._publish = all_there
+    publish = Publications.publish
+    Publications.publish = lambda self, position, number, there: publish(
+        self, position, number, bytes([1]) * len(there)
+    )
 
 
 def norm_of_the_own():
     """Each worker clips by the norm of what it owns."""
-    from phalanx.frameworks.torch.buckets import Slots
+    from phalanx.frameworks.torch.buckets import GradientBuckets
 
-    Slots.total_norm = lambda self, there: self._updates.total_norm(self._norms[self._owned])
+    GradientBuckets.total_norm = lambda self, there: self._updates.total_norm(self._norms[self._owned])
 
 
 def seeded_by_worker():
@@ -708,7 +701,7 @@ def seeded_by_worker():
         hosted["start"] = self.hosted.start
 
     ArenaLink.__init__ = remember
-    from phalanx import replica as module
+    from phalanx import step as module
 
     key = module.replica_key
     module.replica_key = lambda seed, t, replica, replicas: key(seed, t, replica - hosted["start"], replicas)
