@@ -67,7 +67,7 @@ HOMES = {
     "sklearn": ("cli.demos",),
     "importlib": (
         "cli",
-        "engines.processes.interpreter",
+        "engines.processes.environment",
         "engines.processes.serialization",
         "definition.fingerprint.packages",
         "surroundings.sources",

@@ -61,8 +61,7 @@ class HostLink:
         self._publications = within.publications
         self._slots = shard.slots
         self._worker = barrier.worker
-        self._counters = barrier.counters
-        self._own = barrier.counters.workers[barrier.worker]
+        self._workers = barrier.counters.workers
         blanks = [self._slots.blank(index) for index in range(within.publications.entries)]  # memory never touched
         owned = [index for index, owner in enumerate(plan.layout.owners) if owner == self._worker]
         self._across = Across(rendezvous, self._worker, placement.replicas, blanks, owned)
@@ -112,9 +111,9 @@ class HostLink:
         self._listening = False
         if self._early:
             self._early[self._position] = []  # of gradients that were told, the memory is not needed any more
-        self._own.opinion = self._once
+        self._workers[self._worker].opinion = self._once
         mine = self._within.all_gather(parts)[self._block.start : self._block.stop]
-        once = all(worker.opinion for worker in self._counters.workers)
+        once = all(worker.opinion for worker in self._workers)
         if self._ahead is not None:
             self._give(self._within.vectors)
         due = self._weights if self._step % CHECK_STEPS == 0 else []
