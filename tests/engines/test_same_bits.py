@@ -710,19 +710,12 @@ def stale_gradients():
 
 def absent_as_zero():
     """What a worker did not publish is read all the same, as the zeros of fresh memory or what an earlier step left."""
-    from phalanx.engines.processes.link import ArenaLink
+    from phalanx.engines.processes.link import Publications
 
-    publish = ArenaLink._publish
-
-    def all_there(self):
-        mine = publish(self)
-        for position, (worker, _) in enumerate(self._publishers):
-            start = position * self._width
-            if worker == self._worker and self._flags[start]:
-                self._flags[start + 1 : start + self._width] = bytes([1]) * (self._width - 1)
-        return mine
-
-    ArenaLink._publish = all_there
+    publish = Publications.publish
+    Publications.publish = lambda self, position, number, there: publish(
+        self, position, number, bytes([1]) * len(there)
+    )
 
 
 def norm_of_the_own():

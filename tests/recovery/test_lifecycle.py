@@ -262,11 +262,8 @@ class Hands:
             if self.rng.random() < 0.1:
                 self.fallen.add(worker.number)
             else:
-                worker.owned, worker.half, worker.place = (
-                    decision.step + 1,
-                    False,
-                    Progress(decision.step, Phase.UPDATED),
-                )
+                worker.owned, worker.half = decision.step + 1, False
+                worker.place = Progress(decision.step, Phase.UPDATED)
         if not self.fallen:
             for worker in self.workers:
                 worker.place = Progress(decision.step + 1, Phase.SAVING)

@@ -1,1 +1,4 @@
-"""Where workers live. ``inline``: this process; ``processes``: this host; ``auto`` measures the two."""
+"""Where workers live. ``inline``: this process; ``processes``: this host; ``hosts``: several; ``auto`` measures.
+
+``recovery`` is what ``processes`` does when workers fall.
+"""

@@ -20,7 +20,7 @@ from phalanx.engines.recovery.deadline import Deadline
 from phalanx.errors import SeveredError, UsageError
 from phalanx.frameworks.registry import open_framework, recorded_environment
 from phalanx.plan.placement import hosts
-from phalanx.seams import Framework, RunState
+from phalanx.seams import Exported, Framework, RunState
 from phalanx.seams.events import Evaluated, StepReport
 from phalanx.seams.snapshots import Captured
 
@@ -28,7 +28,7 @@ COMPARED_BYTES = 256 << 20
 PATIENCE = 60.0  # seconds beyond those that workers wait for other hosts
 
 
-class Distributed(Processes):
+class Distributed:
     """Implements ``seams.Engine`` for one process of a torch.distributed world.
 
     Parameters
@@ -44,20 +44,30 @@ class Distributed(Processes):
     def __init__(
         self, definition: Definition, framework: Framework, run_state: RunState, world: World, workers: int
     ) -> None:
+        self.run_state = run_state
+        self.environment = Processes.environment
+        self._definition = definition
+        self._framework = framework
         self._world = world
         blocks, placements = hosts(definition.replicas, world.size, workers)
         deadline = Deadline(world.seconds + PATIENCE)
-        super().__init__(definition, framework, placements[world.rank], run_state, deadline, world.rendezvous(blocks))
+        placement, rendezvous = placements[world.rank], world.rendezvous(blocks)
+        self._here = Processes(definition, framework, placement, run_state, deadline, rendezvous)
         self.workers = workers * world.size
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """See ``seams.Engine.worker_pids``: those of this host."""
+        return self._here.worker_pids
 
     def advance(self, batch: Any, horizon: int) -> StepReport:
         """See ``seams.Engine.advance``. Whatever is raised ends the run, here and in all other processes."""
-        self._check_able()
+        self._here.check_able()
         step = self._steps
         try:
             if batch is not None:
                 self._check_batch(step, batch)
-            return super().advance(batch, horizon)
+            return self._here.advance(batch, horizon)
         except SeveredError as error:
             failure = self._world.lost(error, step)
             self._quit(str(failure))
@@ -67,21 +77,37 @@ class Distributed(Processes):
             self._quit(f"{type(error).__name__} ({error}) at step {step}, and others do not wait for it")
             raise
 
+    def pause(self) -> bool:
+        """See ``seams.Engine.pause``."""
+        return self._here.pause()
+
+    def evaluate(self, metric_fn: Callable[..., Any], data: Any, batch_size: int) -> float:
+        """See ``seams.Engine.evaluate``: each host measures all of it."""
+        return self._here.evaluate(metric_fn, data, batch_size)
+
+    def export(self, *, copy: bool) -> Exported:
+        """See ``seams.Engine.export``."""
+        return self._here.export(copy=copy)
+
     def capture(self) -> Captured:
         """See ``seams.Engine.capture``; also after others have left, of the last step that was finished here."""
-        if not self._closed or self._lost:
-            return super().capture()
+        if not self._here.closed or self._here.lost:
+            return self._here.capture()
         with self._framework.environment:
             return self._framework.snapshots.capture(copy=False)
 
     def close(self) -> None:
         """Take the state home, end the workers, leave the world."""
-        if not self._closed and not self._ended and not self._finished:
+        if not self._here.closed and not self._here.ended and not self._finished:
             self._world.tell(f"{CLOSED} {self._steps} steps")
         try:
-            super().close()
+            self._here.close()
         finally:
             self._world.close()
+
+    @property
+    def _steps(self) -> int:
+        return len(self.run_state.loss_history)
 
     @property
     def _finished(self) -> bool:
@@ -90,7 +116,7 @@ class Distributed(Processes):
 
     def _quit(self, why: str) -> None:
         """Take the state after the last finished step home, as far as it is whole, and end the run here."""
-        self._ended = why
+        self._here.ended = why
         self.close()
 
     def _check_batch(self, step: int, batch: Any) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import mmap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,49 +22,70 @@ import numpy as np
 from phalanx.engines.hosts.rendezvous import CHECK_STEPS, WORD, Across, Rendezvous
 from phalanx.engines.hosts.slices import LEAST, Mask
 from phalanx.engines.processes.link import ArenaLink, union
-from phalanx.plan.placement import added
+from phalanx.plan.placement import Placement, added
 from phalanx.seams import Part, Vector
+from phalanx.seams.sharing import Shard
+from phalanx.shared.arena import Plan
+from phalanx.shared.barrier import Barrier
 from phalanx.shared.ordering import order
 
 
-class HostLink(ArenaLink):
+class HostLink:
     """Implements ``seams.Link``.
 
     Parameters
     ----------
     rendezvous : phalanx.engines.hosts.rendezvous.Rendezvous
         Where the other hosts are.
-    *arguments
-        Those of ``ArenaLink``.
+    within : ArenaLink
+        The link between the workers of this host.
+    shard : Shard
+    plan : Plan
+    placement : Placement
+    arena : mmap.mmap
+    barrier : Barrier
     """
 
-    def __init__(self, rendezvous: Rendezvous, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        framework, _, plan, placement, arena, *_ = arguments
-        blanks = [self._slots.blank(index) for index in range(framework.sharing.count)]  # memory that is never touched
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        within: ArenaLink,
+        shard: Shard,
+        plan: Plan,
+        placement: Placement,
+        arena: mmap.mmap,
+        barrier: Barrier,
+    ) -> None:
+        self.hosted = within.hosted
+        self._within = within
+        self._publications = within.publications
+        self._slots = shard.slots
+        self._worker = barrier.worker
+        self._workers = barrier.counters.workers
+        blanks = [self._slots.blank(index) for index in range(within.publications.entries)]  # memory never touched
         owned = [index for index, owner in enumerate(plan.layout.owners) if owner == self._worker]
         self._across = Across(rendezvous, self._worker, placement.replicas, blanks, owned)
         self._sums = self._across.sums
         self._step = 0
-        carried = self._shard.buffer_payload if self._worker == 0 else []
+        carried = shard.buffer_payload if self._worker == 0 else []
         self._buffer_payload = (
             carried or [[memoryview(bytearray())]] * placement.replicas
         )  # pieces, and which of them changed
         self._block = range(placement.blocks[0].start, placement.blocks[-1].stop)
         self._groups = [
-            [position for position, node in enumerate(self._nodes) if _first(node) in _covered(whole)]
+            [position for position, node in enumerate(plan.nodes) if _first(node) in _covered(whole)]
             for whole in self._across.nodes
         ]
-        self._within = functools.cache(functools.partial(added, placement.replicas, self._nodes))
-        self._weights = [np.frombuffer(arena, np.int64, -(-size // WORD), start) for start, size in self._shard.weights]
+        self._order = functools.cache(functools.partial(added, placement.replicas, plan.nodes))
+        self._weights = [np.frombuffer(arena, np.int64, -(-size // WORD), start) for start, size in shard.weights]
         self._last: list[Mask] = []  # which gradients there were in the last even step
         self._usual: list[Mask] | None = None  # which there will be in the next, as far as that can be told in advance
         self._ahead: list[Mask] | None = None  # the same, if this step's sums are sent on the strength of it
-        self._position = self._publishers.index((self._worker, 0))
+        self._position = plan.publishers.index((self._worker, 0))
         self._listening = False
         self._early: list[Vector] = []  # partial sums as they come, of all workers, where each has one replica
         if all(len(block) == 1 for block in placement.blocks) and self._slots.watch(self._arrived):
-            self._early = [self._slots.peer(worker, 0) for worker, _ in self._publishers]
+            self._early = [self._slots.peer(worker, 0) for worker, _ in plan.publishers]
 
     def enter(self, step: int) -> None:
         """The step that is next."""
@@ -71,54 +93,66 @@ class HostLink(ArenaLink):
 
     def begin(self, *, even: bool) -> None:
         """See ``ArenaLink.begin``."""
-        super().begin(even=even)
+        self._within.begin(even=even)
         self._even, self._ahead = even, self._usual if even else None
         self._once, self._fresh = True, 0
         if self._ahead is not None:
             self._sums.begin(self._ahead)
             if self._early:
-                self._early[self._position] = [None] * (self._width - 1)
+                self._early[self._position] = [None] * self._publications.entries
                 self._listening = True
+
+    def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:
+        """See ``seams.Link.push``."""
+        self._within.push(replica, samples, gradient, buffers)
 
     def all_gather(self, parts: Sequence[Part]) -> list[Part]:
         """See ``seams.Link.all_gather``."""
         self._listening = False
         if self._early:
             self._early[self._position] = []  # of gradients that were told, the memory is not needed any more
-        self._own.opinion = self._once
-        mine = super().all_gather(parts)[self._block.start : self._block.stop]
-        once = all(worker.opinion for worker in self._counters.workers)
+        self._workers[self._worker].opinion = self._once
+        mine = self._within.all_gather(parts)[self._block.start : self._block.stop]
+        once = all(worker.opinion for worker in self._workers)
         if self._ahead is not None:
-            self._give(self._vectors())
+            self._give(self._within.vectors)
         due = self._weights if self._step % CHECK_STEPS == 0 else []
         checksum = int(np.array([weights.sum() for weights in due], np.int64).sum())  # modulo 2**64
         notes = [bytes([once, *flags]) for *_, flags in self._buffer_payload[self._block.start : self._block.stop]]
-        self._parts, self._masks, notes = self._across.exchange(self._step, checksum, mine, self._host_masks(), notes)
+        everybody, self._masks, notes = self._across.exchange(self._step, checksum, mine, self._host_masks(), notes)
+        self._within.parts = everybody
         for (*_, flags), note in zip(self._buffer_payload, notes, strict=True):
             flags[:] = note[1:]
         changed = [list(itertools.compress(pieces, flags)) for *pieces, flags in self._buffer_payload]
         self._across.spread(changed)
         self._judge(all(note[0] for note in notes))
-        return self._parts
+        return everybody
 
     def mean(self, weight: float) -> Vector:
         """See ``seams.Link.mean``."""
         if self._ahead is None:
             self._sums.begin(self._masks)
-            self._give(self._vectors())
-        self._there = union(self._masks)
+            self._give(self._within.vectors)
+        self._within.there = union(self._masks)
         return self._slots.fold([self._sums.finish()], _alone, weight)
+
+    def norm(self, gradient: Vector) -> float:
+        """See ``seams.Link.norm``: each host has the sum over all, and takes its norm by itself."""
+        return self._within.norm(gradient)
+
+    def all_true(self, opinion: bool) -> bool:
+        """See ``seams.Link.all_true``: each host has the sum over all, and comes to the same opinion."""
+        return self._within.all_true(opinion)
 
     def commit(self, step: int, gradient: Vector | None) -> None:
         """See ``seams.Link.commit``."""
         if self._early:  # all have read the flags, and nobody is to take them for those of the next step
-            start = self._position * self._width
-            self._flags[start : start + self._width] = bytes(self._width)
-        super().commit(step, gradient)
+            self._publications.clear(self._position)
+        self._within.commit(step, gradient)
 
     def _judge(self, once: bool) -> None:
         """Whether what was sent ahead stands, and what to take for granted in the next step; the same on all hosts."""
-        plain = once and all(part.weight == 1 for part in self._parts)
+        plain = once and all(part.weight == 1 for part in self._within.parts)
         if self._ahead != self._masks or not plain:
             self._ahead = None
         if self._even:
@@ -132,7 +166,7 @@ class HostLink(ArenaLink):
             self._once = self._once and mine[index] is None
             mine[index] = gradient
             order()
-            self._flags[self._position * self._width + 1 + index] = 1
+            self._publications.mark(self._position, index)
             self._fresh += gradient.nbytes
             if self._fresh >= LEAST:
                 self._fresh = 0
@@ -140,7 +174,7 @@ class HostLink(ArenaLink):
 
     def _everywhere(self, index: int) -> bool:
         """Whether all workers of this host have this gradient."""
-        there = all(self._flags[1 + index :: self._width])
+        there = self._publications.everywhere(index)
         order()
         return there
 
@@ -150,12 +184,12 @@ class HostLink(ArenaLink):
             entries = [None if vector is None else vector[index] for vector in vectors]
             there = [entry is not None for entry in entries]
             groups = [[entry if at in group else None for at, entry in enumerate(entries)] for group in self._groups]
-            orders = [self._within(tuple(at for at in group if there[at])) for group in self._groups]
+            orders = [self._order(tuple(at for at in group if there[at])) for group in self._groups]
             self._sums.give(groups, orders)
 
     def _host_masks(self) -> list[bytes]:
         """Which gradients each of this host's sums has: those that any of its workers' has."""
-        flags = np.frombuffer(bytes(self._flags), np.uint8).reshape(-1, self._width)
+        flags = np.frombuffer(self._publications.read(), np.uint8).reshape(-1, 1 + self._publications.entries)
         there = flags[:, 1:] * (flags[:, :1] > 0)
         return [there[group].max(0).tobytes() for group in self._groups]
 

@@ -1,1 +1,1 @@
-"""Worker processes over one arena: the driver, the pool of workers, their starter, and recovery."""
+"""Worker processes over one arena: the driver, the pool of workers, and what starts them."""

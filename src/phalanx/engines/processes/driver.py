@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -51,6 +50,13 @@ class Processes:
     deadline : Deadline, optional
     rendezvous : engines.hosts.rendezvous.Rendezvous, optional
         Where the workers find those of other hosts.
+
+    Attributes
+    ----------
+    ended : str
+        Why the run cannot go on; "" if it can.
+    closed, lost : bool
+        Whether the workers are gone, and whether the state is lost, so that it cannot be taken home any more.
     """
 
     environment: AbstractContextManager[None] = contextlib.nullcontext()
@@ -70,17 +76,16 @@ class Processes:
         self._framework = framework
         self._deadline = Deadline() if deadline is None else deadline
         self._rendezvous = rendezvous
-        self._ended = ""
-        self._closed = self._lost = False  # lost: the state cannot be taken home any more
+        self.ended = ""
+        self.closed = self.lost = False
         plan = Plan(framework.sharing, placement)
         check_room(plan.layout.touched, placement.workers)
         memories = [Memory(0) for _ in range(MEMORIES)]
-        try:
-            self._begin(plan, placement, memories)
-        except BaseException:
+        with contextlib.ExitStack() as undo:
             for memory in memories:
-                memory.close()
-            raise
+                undo.callback(memory.close)
+            self._begin(plan, placement, memories)
+            undo.pop_all()
 
     def _begin(self, plan: Plan, placement: Placement, memories: Sequence[Memory]) -> None:
         environment_memory, parcel, arena, mailbox, orders = memories
@@ -109,7 +114,7 @@ class Processes:
 
     def advance(self, batch: Any, horizon: int) -> StepReport:
         """See ``seams.Engine.advance``."""
-        self._check_able()
+        self.check_able()
         with self._watching():
             if self._pool.interrupted:
                 self._halt()
@@ -138,56 +143,51 @@ class Processes:
 
     def evaluate(self, metric_fn: Callable[..., Any], data: Any, batch_size: int) -> float:
         """See ``seams.Engine.evaluate``: each worker measures a block of chunks."""
-        self._check_able()
+        self.check_able()
         found = self._ask("evaluate", {"metric_fn": metric_fn, "data": data, "batch_size": batch_size})
         return averaged([pair for pairs in found for pair in pairs])
 
     def export(self, *, copy: bool) -> Exported:
         """See ``seams.Engine.export``."""
-        if not self._closed:
+        if not self.closed:
             self._fetch(save=True)
-        if self._lost:
-            self._check_able()
+        if self.lost:
+            self.check_able()
         with self._framework.environment:
             return self._framework.export(self._steps, copy=copy)
 
     def capture(self) -> Captured:
         """See ``seams.Engine.capture``: the workers copy what they own, and go on at once."""
         self._fetch(save=True)
-        self._check_able()
+        self.check_able()
         self.supervisor.hold(reading=True)
-        release = functools.partial(self.supervisor.hold, reading=False)
-        try:
+        with contextlib.ExitStack() as reading:
+            reading.callback(self.supervisor.hold, reading=False)
             with self._framework.environment:
-                return dataclasses.replace(self._framework.snapshots.capture(copy=False), release=release)
-        except BaseException:
-            release()
-            raise
+                captured = self._framework.snapshots.capture(copy=False)
+            return dataclasses.replace(captured, release=reading.pop_all().close)
 
     def close(self) -> None:
         """Take the state home and end the workers."""
-        if not self._closed:
+        if not self.closed:
             try:
                 with interrupts.shielded():
                     self._fetch(save=False)
             except BaseException as error:
-                self._lost, self._ended = True, self._ended or f"its state could not be taken home: {error!r}"
+                self.lost, self.ended = True, self.ended or f"its state could not be taken home: {error!r}"
                 if not isinstance(error, PhalanxError):
                     raise
             finally:
-                self._closed = True
+                self.closed = True
                 self._pool.end()
 
     def hand_back(self) -> bool:
-        """Take the state home, or raise; another engine goes on from the framework.
-
-        False, with nothing done, while steps that the caller has not seen are done, or somebody reads the snapshot.
-        """
-        if not self._closed and (not self.pause() or self.supervisor.held):
+        """Take the state home for another engine, or raise; False while steps are unseen, or the snapshot is read."""
+        if not self.closed and (not self.pause() or self.supervisor.held):
             return False
         self.close()
-        if self._lost:
-            self._check_able()
+        if self.lost:
+            self.check_able()
         return True
 
     @property
@@ -234,8 +234,8 @@ class Processes:
         for item in told:
             if item.kind in WHERE:
                 kind = "repaired" if item.kind == "torn" and self.supervisor.repaired() else item.kind
-                self._lost = self._lost or kind == "torn"
-                self._ended = item.spelled(kind)
+                self.lost = self.lost or kind == "torn"
+                self.ended = item.spelled(kind)
         return told
 
     def _halt(self) -> None:
@@ -249,7 +249,7 @@ class Processes:
 
     def _fetch(self, *, save: bool) -> None:
         """Copy the state out of the arena, at a step boundary; ``save``: the workers will go on from there."""
-        if self._lost:
+        if self.lost:
             return
         with self._watching():
             self._halt()
@@ -277,8 +277,8 @@ class Processes:
             self._pool.check_owner()
             yield
         except RunError as error:
-            self._ended = str(error)
-            self._lost = self._lost or isinstance(error, LostError)
+            self.ended = str(error)
+            self.lost = self.lost or isinstance(error, LostError)
             raise
 
     def _failure(self, t: int) -> BaseException:
@@ -290,10 +290,11 @@ class Processes:
         if not told:
             return RunError(f"step {t} was given up, and no worker said why; run it again", step=t)
         error = first_error(told)
-        if isinstance(error, PhalanxError) or not self._ended:
+        if isinstance(error, PhalanxError) or not self.ended:
             return error
-        return caused(WorkerError(self._ended, step=t), error)
+        return caused(WorkerError(self.ended, step=t), error)
 
-    def _check_able(self) -> None:
-        if self._ended:
-            raise RunError(f"this run cannot go on: {self._ended}; start another")
+    def check_able(self) -> None:
+        """Refuse, by a RunError, to go on with a run that has ended."""
+        if self.ended:
+            raise RunError(f"this run cannot go on: {self.ended}; start another")

@@ -29,6 +29,53 @@ class Held:
     vector: Vector
 
 
+class Publications:
+    """Which partial sums lie where others look for them: a row of flags for each, written by the worker that has it.
+
+    Parameters
+    ----------
+    flags : memoryview
+        For each sum, which of its worker's vectors it is (counted from 1; 0: there is none), and one flag per entry.
+    publishers : sequence of (worker, number)
+        Who has each of them.
+    """
+
+    def __init__(self, flags: memoryview, publishers: Sequence[tuple[int, int]]) -> None:
+        self.publishers = publishers
+        self._flags = flags
+        self._width = len(flags) // len(publishers)
+        self.entries = self._width - 1
+
+    def publish(self, position: int, number: int | None, there: bytes) -> None:
+        """The sum at ``position`` is its worker's ``number``-th vector, with the entries that are ``there``."""
+        start = position * self._width
+        self._flags[start] = 0 if number is None else number + 1
+        if number is not None:
+            self._flags[start + 1 : start + self._width] = there
+
+    def mark(self, position: int, entry: int) -> None:
+        """One entry is there, while others are still being computed."""
+        self._flags[position * self._width + 1 + entry] = 1
+
+    def clear(self, position: int) -> None:
+        """Nothing is published there."""
+        start = position * self._width
+        self._flags[start : start + self._width] = bytes(self._width)
+
+    def everywhere(self, entry: int) -> bool:
+        """Whether all sums have this entry."""
+        return all(self._flags[1 + entry :: self._width])
+
+    def read(self) -> bytes:
+        """The flags as they are."""
+        return bytes(self._flags)
+
+    def rows(self, flags: bytes) -> list[tuple[int, bytes]]:
+        """Of flags that were read: the number of each sum's vector, from 1 (0: none), and which entries are there."""
+        starts = range(0, len(flags), self._width)
+        return [(flags[start], flags[start + 1 : start + self._width]) for start in starts]
+
+
 class ArenaLink:
     """Implements ``seams.Link``.
 
@@ -42,6 +89,14 @@ class ArenaLink:
     barrier : Barrier
     tell_housed : callable
         Called with a step and a description when optimizer state has got a place in the arena that it keeps.
+
+    Attributes
+    ----------
+    publications : Publications
+    parts : list of Part
+        Of all replicas in this step; a link that reaches other hosts puts theirs here.
+    there : list of int or None
+        Which parameters have a gradient anywhere (None: all); the same holds.
     """
 
     def __init__(
@@ -59,16 +114,15 @@ class ArenaLink:
         self._framework = framework
         self._shard = shard
         self._slots = shard.slots
-        self._publishers = plan.publishers
+        self.publications = Publications(plan.flags(arena), plan.publishers)
+        self.parts: list[Part] = []
+        self.there: list[int] | None = None
         self._counters = barrier.counters
         self._own = barrier.counters.workers[barrier.worker]
         self._barrier = barrier
         self._tell_housed = tell_housed
         self._done = 0
         self._replicas = placement.replicas
-        self._nodes = plan.nodes
-        self._flags = plan.flags(arena)
-        self._width = len(self._flags) // len(plan.nodes)
         self._most = most_held(placement.replicas, self.hosted)
         self._order = functools.cache(functools.partial(additions, placement.replicas, plan.nodes))
         self._published = functools.lru_cache(PATTERNS)(self._views)
@@ -100,19 +154,20 @@ class ArenaLink:
         self._barrier.at(Phase.COMPUTED)
         self._barrier.wait(COMPUTE)
         self._barrier.at(Phase.FOLDING)
-        self._parts = [Part._make(row) for row in self._counters.parts.read()]
-        return self._parts
+        self.parts = [Part._make(row) for row in self._counters.parts.read()]
+        return self.parts
 
     def mean(self, weight: float) -> Vector:
         """See ``seams.Link.mean``."""
-        return self._slots.fold(self._vectors(), self._order, weight)
+        vectors, self.there = self._gathered()
+        return self._slots.fold(vectors, self._order, weight)
 
     def norm(self, gradient: Vector) -> float:
         """See ``seams.Link.norm``."""
         self._slots.publish_norms(gradient)
         self._barrier.at(Phase.FOLDED)
         self._barrier.wait(FOLD)
-        return self._slots.total_norm(self._there)
+        return self._slots.total_norm(self.there)
 
     def all_true(self, opinion: bool) -> bool:
         """See ``seams.Link.all_true``."""
@@ -126,22 +181,28 @@ class ArenaLink:
         if gradient is not None:
             buffers = None
             if self._worker == 0:
-                ran = [replica for replica, part in enumerate(self._parts) if part.samples]
-                buffers = [(int(self._parts[replica].samples), self._shard.left(replica)) for replica in ran]
+                ran = [replica for replica, part in enumerate(self.parts) if part.samples]
+                buffers = [(int(self.parts[replica].samples), self._shard.left(replica)) for replica in ran]
             self._framework.update(step, gradient, buffers)
             if self._shard.place_in_arena():
                 self._tell_housed(step + 1, self._shard.described())
         self._barrier.at(Phase.UPDATED)
         self._barrier.wait(UPDATE)
 
-    def _vectors(self) -> list[Vector | None]:
+    @property
+    def vectors(self) -> list[Vector | None]:
         """All partial sums, of all workers."""
-        peers, self._there = self._published(bytes(self._flags))
+        return self._gathered()[0]
+
+    def _gathered(self) -> tuple[list[Vector | None], list[int] | None]:
+        """All partial sums, of all workers, and which parameters have a gradient in any (None: all)."""
+        peers, there = self._published(self.publications.read())
         mine = iter(self._mine)
-        return [
-            next(mine) if worker == self._worker else peer
-            for (worker, _), peer in zip(self._publishers, peers, strict=True)
+        owners = self.publications.publishers
+        vectors = [
+            next(mine) if worker == self._worker else peer for (worker, _), peer in zip(owners, peers, strict=True)
         ]
+        return vectors, there
 
     def _count(self, done: int) -> None:
         """Say how many replicas of this step are done."""
@@ -154,26 +215,28 @@ class ArenaLink:
         """Say where this worker's partial sums lie; returns them."""
         mine: list[Vector | None] = []
         partials = iter(self._fold.partials())
-        for position, (worker, _) in enumerate(self._publishers):
+        for position, (worker, _) in enumerate(self.publications.publishers):
             if worker == self._worker:
                 held = next(partials).value
-                start = position * self._width
-                self._flags[start] = 0 if held is None else held.number + 1
-                if held is not None:
+                if held is None:
+                    self.publications.publish(position, None, b"")
+                    mine.append(None)
+                else:
                     self._slots.publish(held.number, held.vector)
-                    self._flags[start + 1 : start + self._width] = bytes(entry is not None for entry in held.vector)
-                mine.append(None if held is None else held.vector)
+                    there = bytes(entry is not None for entry in held.vector)
+                    self.publications.publish(position, held.number, there)
+                    mine.append(held.vector)
         return mine
 
     def _views(self, flags: bytes) -> tuple[list[Vector | None], list[int] | None]:
         """What peers published, as ``flags`` say; and which parameters have a gradient anywhere (None: all)."""
         views: list[Vector | None] = []
         masks: list[bytes] = []
-        for position, (worker, _) in enumerate(self._publishers):
-            number, *mask = flags[position * self._width : (position + 1) * self._width]
+        rows = self.publications.rows(flags)
+        for (worker, _), (number, mask) in zip(self.publications.publishers, rows, strict=True):
             views.append(None)
             if number:
-                masks.append(bytes(mask))
+                masks.append(mask)
                 if worker != self._worker:
                     entries = zip(self._slots.peer(worker, number - 1), mask, strict=True)
                     views[-1] = [entry if there else None for entry, there in entries]

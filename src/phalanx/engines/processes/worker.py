@@ -108,8 +108,11 @@ class Worker:
         self._barrier = Barrier(self._counters, self._number)
         self._shard = self._framework.sharing.shard(plan.layout, arena, self._number)
         tell_housed = functools.partial(self._caller.tell, "housed")
-        arguments = self._framework, self._shard, plan, self._placement, arena, self._barrier, tell_housed
-        self._link = ArenaLink(*arguments) if setup["hosts"] is None else HostLink(setup["hosts"], *arguments)
+        shard, placement, barrier, rendezvous = self._shard, self._placement, self._barrier, setup["hosts"]
+        within = ArenaLink(self._framework, shard, plan, placement, arena, barrier, tell_housed)
+        self._link: ArenaLink | HostLink = within
+        if rendezvous is not None:
+            self._link = HostLink(rendezvous, within, shard, plan, placement, arena, barrier)
 
     def take(self, orders: dict[str, Any]) -> None:
         """Be at the beginning of a step, with a state that lies in the arena and is described in ``orders``."""
