@@ -32,18 +32,11 @@ class Packages:
         self.met: set[str] = set()
 
     def has(self, module: Any, file: str | None = None) -> bool:
-        """Whether code of this module is installed; its package is noted. ``file`` is where the code itself lies."""
-        if not isinstance(module, str) or (module == "__main__" and file is None):
-            return False
-        root = module.partition(".")[0]
-        standard = root in sys.stdlib_module_names
-        if file is None or file.startswith("<"):
-            files = (getattr(sys.modules.get(name), "__file__", None) for name in (module, root))
-            file = next((name for name in files if name is not None), None)
-        if not (standard or root == OWN or (file is not None and _installed(file))):
-            return False
-        self.met.add(PYTHON if standard else root)
-        return True
+        """Whether code of this module is installed, as ``installed`` says; its package is noted."""
+        package = installed(module, file)
+        if package is not None:
+            self.met.add(package)
+        return package is not None
 
     def versions(self) -> dict[str, str]:
         """The version of every package that was met, as far as it is told."""
@@ -64,11 +57,27 @@ class Packages:
             return None
         if root not in sys.modules:
             spec = importlib.util.find_spec(root)
-            if spec is None or _installed(spec.origin or next(iter(spec.submodule_search_locations or ()), "")):
+            if spec is None or _is_installed(spec.origin or next(iter(spec.submodule_search_locations or ()), "")):
                 return None
         elif self.has(root):
             return None
         return importlib.import_module(name)
+
+
+def installed(module: Any, file: str | None = None) -> str | None:
+    """The package that code of this module is installed with, "python" for the standard library; None: the user's.
+
+    ``file`` is where the code itself lies, if that is known.
+    """
+    if not isinstance(module, str) or (module == "__main__" and file is None):
+        return None
+    root = module.partition(".")[0]
+    if root in sys.stdlib_module_names:
+        return PYTHON
+    if file is None or file.startswith("<"):
+        files = (getattr(sys.modules.get(name), "__file__", None) for name in (module, root))
+        file = next((name for name in files if name is not None), None)
+    return root if root == OWN or (file is not None and _is_installed(file)) else None
 
 
 @functools.cache
@@ -80,7 +89,7 @@ def _folders() -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _installed(file: str) -> bool:
+def _is_installed(file: str) -> bool:
     return os.path.realpath(file).startswith(_folders())
 
 

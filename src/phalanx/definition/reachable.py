@@ -17,13 +17,12 @@ from collections.abc import Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from phalanx.definition.packages import Packages
+from phalanx.definition.packages import installed
 from phalanx.surroundings.sources import nested
 
 MOST = 1000  # items of a container
 ALL = 100_000  # objects
 PLAIN = (str, bytes, bytearray, int, float, complex, type(None), range)
-PACKAGES = Packages()
 
 
 def reachable(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -81,7 +80,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     if not isinstance(value, type):
         yield from ((f".{name}", function_of(item)) for name, item in held_by(value).items())
         yield ".__class__", type(value)
-    elif not PACKAGES.has(value.__module__):
+    elif installed(value.__module__) is None:
         yield from ((f".{name}", function_of(item)) for name, item in list(vars(value).items()))
         yield from ((f".__bases__[{number}]", base) for number, base in enumerate(value.__bases__))
 
@@ -92,12 +91,12 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
             yield f" (its variable {name})", cell.cell_contents
     yield ".__defaults__", function.__defaults__
     yield ".__kwdefaults__", function.__kwdefaults__
-    if not PACKAGES.has(function.__module__):
+    if installed(function.__module__) is None:
         names = dict.fromkeys(name for code in nested(function.__code__) for name in code.co_names)
         for name in names:
             value = function.__globals__.get(name)
             if not isinstance(value, ModuleType):
                 yield f" (its global {name})", value
-            elif not PACKAGES.has(value.__name__):
+            elif installed(value.__name__) is None:
                 for inner in names:
                     yield f" (its global {name}.{inner})", vars(value).get(inner)
