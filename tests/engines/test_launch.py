@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import phalanx
-from tests.sampling import cover
+from tests.sampling import cover, generator
 
 JOB = """
 import torch
@@ -89,28 +89,37 @@ def assert_says(done, *lines):
     assert done.stdout.splitlines() == list(lines)
 
 
-# Ways of calling
+# Ways of calling: each needs an interpreter or two, so that some are drawn for a run
+
+CALLS = ("script", "stdin", "argument", "command line", "prompt", "notebook")
+DRAWN = set(generator("ways of calling").sample(CALLS, 2))
 
 
-@pytest.mark.campaign
+def way(name):
+    """The mark of a test of this way of calling."""
+    return pytest.mark.sampled if name in DRAWN else pytest.mark.campaign
+
+
+@way("script")
 def test_a_script_without_a_main_guard(tmp_path, verdict):
     """Lambdas, closures and classes of __main__ travel, and the script is not run again by any worker."""
     (tmp_path / "script.py").write_text("print('top of the script')\n" + JOB + VERDICT)
     assert_says(python(tmp_path / "script.py"), "top of the script", verdict)
 
 
-@pytest.mark.campaign
+@way("stdin")
 def test_a_script_that_comes_through_stdin(verdict):
     """`python - <<EOF` works: there is no file that a worker could import."""
     assert_says(python("-", text=JOB + VERDICT), verdict)
 
 
-@pytest.mark.campaign
+@way("argument")
 def test_a_command_that_stands_in_the_arguments(verdict):
     """`python -c` works."""
     assert_says(python("-c", JOB + VERDICT), verdict)
 
 
+@way("command line")
 def test_a_file_that_the_command_line_trains(tmp_path, verdict):
     """`phalanx train FILE --workers 2` trains in two workers, to the digest of the library."""
     (tmp_path / "job.py").write_text(JOB)
@@ -130,6 +139,7 @@ def answer(terminal, endings, seconds=SECONDS):
     return shown
 
 
+@way("prompt")
 def test_an_interactive_prompt(verdict):
     """Typed line by line at a terminal, where no source is kept, the same program works."""
     terminal, theirs = pty.openpty()
@@ -226,6 +236,7 @@ phalanx.Recipe(Net, (x, y), refuse, replicas=3, batch_size=12, steps=2).train(wo
 """
 
 
+@way("notebook")
 def test_a_notebook(tmp_path, verdict):
     """Classes and functions of cells work in workers; what they print, and what they raise, comes out of the cell."""
     cells = [*JOB.split("\n\n"), VERDICT, LOUD, "print(loud.train(engine='inline').digest == digest)", FAILING, VERDICT]

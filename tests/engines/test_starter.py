@@ -14,6 +14,7 @@ from phalanx.engines.processes.launch import WARM
 from phalanx.surroundings import interrupts
 from tests.engines.deaths import hunted
 from tests.families import ADAMW, FAMILIES
+from tests.sampling import sample
 
 WHYS = {"was killed by SIGKILL", "ended with the process that started it"}
 
@@ -40,7 +41,7 @@ def strike(run, whom):
             os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("whom", [["zygote"], ["worker", "zygote"], ["zygote", "workers"]])
+@pytest.mark.parametrize("whom", sample("struck", [["zygote"], ["worker", "zygote"], ["zygote", "workers"]], 1))
 def test_it_may_be_killed_together_with_workers(whom):
     """As a cgroup's OOM killer does: the run goes on; each worker died once, of what it died of, and was replaced."""
     with recipe().start(workers=2, engine="processes") as run:
@@ -114,7 +115,7 @@ def test_one_that_never_starts_ends_the_run_and_says_why(monkeypatch, capfd):
     phalanx.close()
 
 
-@pytest.mark.parametrize("moment", ["start", "death", "close"])
+@pytest.mark.parametrize("moment", sample("stopped", ["start", "death", "close"], 2))
 def test_it_may_be_stopped(moment):
     """SIGSTOP before it is asked for something: it is woken, and the run goes on, or ends, within seconds."""
     process = zygote()

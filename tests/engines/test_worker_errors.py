@@ -479,7 +479,7 @@ def children():
 def assert_no_workers(before=()):
     """All that is left below this process is the zygote, or what was there before."""
     zygotes = {process.pid for process in psutil.Process().children()}
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + SOON
     while children() - zygotes - set(before) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not children() - zygotes - set(before)
