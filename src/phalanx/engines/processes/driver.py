@@ -30,6 +30,7 @@ from phalanx.seams.snapshots import Captured
 from phalanx.shared import control as words_of
 from phalanx.shared.arena import Plan
 from phalanx.shared.memory import Memory, check_room
+from phalanx.shared.state import Mirror
 from phalanx.surroundings import interrupts
 
 MEMORIES = 5  # what workers inherit: environment_memory, parcel, arena, mailbox, orders
@@ -85,12 +86,13 @@ class Processes:
         arena.grow(plan.size)
         mapped = arena.map()
         self.control = plan.control(mapped)
-        self._mirror = self._framework.sharing.mirror(plan.layout, mapped)
+        self._mirror = Mirror(self._framework.sharing, plan.layout, mapped)
         pack({**described(self._framework.name), "threads": self._definition.threads}, environment_memory, reduced)
         fields = {item.name: getattr(self._definition, item.name) for item in dataclasses.fields(Definition)}
         facts = {
             "placement": placement,
             "signature": plan.layout.signature(),
+            "state": plan.layout.contents.state,
             "fields": fields,
             "hosts": self._rendezvous,
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,10 @@ from phalanx.plan.fold import Fold
 from phalanx.plan.lifecycle import Phase
 from phalanx.plan.placement import Placement, additions, most_held
 from phalanx.seams import Part, Steppable
-from phalanx.seams.sharing import Shard, Vector
+from phalanx.seams.sharing import Vector
 from phalanx.shared.arena import Plan
 from phalanx.shared.control import COMPUTE, COUNT, FOLD, LEAVE, OPINION, PAUSE, ROW, TOTAL, UPDATE, Barrier, Trouble
+from phalanx.shared.state import Shard
 
 PATTERNS = 64  # of which gradients are there; a mixture of experts may have more, and is then looked up anew
 
@@ -38,8 +39,6 @@ class ArenaLink:
     placement : Placement
     arena : mmap.mmap
     barrier : Barrier
-    tell_housed : callable
-        Called with a step and a description when optimizer state has got a place in the arena that it keeps.
     """
 
     def __init__(
@@ -50,7 +49,6 @@ class ArenaLink:
         placement: Placement,
         arena: mmap.mmap,
         barrier: Barrier,
-        tell_housed: Callable[[int, Any], None],
     ) -> None:
         self._worker = barrier.worker
         self.hosted = placement.blocks[self._worker]
@@ -60,7 +58,6 @@ class ArenaLink:
         self._publishers = plan.publishers
         self._control = barrier.control
         self._barrier = barrier
-        self._tell_housed = tell_housed
         self._done = 0
         self._replicas = placement.replicas
         self._nodes = plan.nodes
@@ -133,8 +130,7 @@ class ArenaLink:
                 ran = [replica for replica, part in enumerate(self._parts) if part.samples]
                 buffers = [(int(self._parts[replica].samples), self._shard.left(replica)) for replica in ran]
             self._framework.update(step, gradient, buffers)
-            if self._shard.place_in_arena():
-                self._tell_housed(step + 1, self._shard.described())
+            self._shard.settle()
         self._barrier.at(Phase.UPDATED)
         self._barrier.meet(UPDATE, COMPUTE)
 

@@ -47,8 +47,6 @@ class WorkerPool:
     ----------
     told : list of WorkerMessage
         What the workers told, in the order in which it was read.
-    housed : list of (step, description)
-        Where optimizer state lies from a step on, as its owners told.
     scheduled : list of (step, options)
         What schedulers had come to before a step, where that cannot be done again; since the last snapshot.
     deaths : dict
@@ -61,7 +59,6 @@ class WorkerPool:
 
     def __init__(self, memories: Sequence[Memory], control: Control, deadline: Deadline) -> None:
         self.told: list[WorkerMessage] = []
-        self.housed: list[tuple[int, Any]] = []
         self.scheduled: list[tuple[int, Any]] = []
         self.deaths: dict[int, End] = {}
         self.started = 0
@@ -242,8 +239,6 @@ class WorkerPool:
             handle.ready, handle.since = True, time.monotonic()
             self._starting.discard(handle.number)
             self.started += 1
-        elif kind == "housed":
-            self.housed.append(facts)
         elif kind == "scheduled":
             step, kept = facts[0], self.control.words[words_of.SNAPSHOT_STEP]
             since = kept if kept >= 0 else step - 1

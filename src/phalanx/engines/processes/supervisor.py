@@ -1,8 +1,8 @@
 """Keeps W workers at work: starts them, grants what they are to do, and puts others in the place of those that end.
 
 Decisions are made in ``plan.lifecycle``; here they are carried out. What workers did lies in the arena, so a
-replacement only has to be told where: weights and gradients as the plan says, optimizer state as its owners described
-it, and schedules are done again with the losses that were reported.
+replacement finds weights, gradients and optimizer state as the plan says; schedules are done again with the losses that
+were reported.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from phalanx.frameworks.registry import reduced
 from phalanx.plan.lifecycle import joinable, judge, newest_whole
 from phalanx.plan.placement import Placement
 from phalanx.seams import RunState
-from phalanx.seams.sharing import Mirror
 from phalanx.shared import control as words_of
 from phalanx.shared.memory import Memory
+from phalanx.shared.state import Mirror
 
 MOST_BATCHES = 1 << 28  # bytes of batches that are kept from one snapshot to the next
 EAGER_STEPS = 10  # after a state was taken back, each of as many steps is followed by a snapshot
@@ -234,7 +234,6 @@ class Supervisor:
             kept = self._home
             self._put()
         restore = kept != self._home
-        self._pool.housed = [item for item in self._pool.housed if item[0] <= kept]
         self._replace(fallen, kept)
         if self._told("take", {"orders": {**self._described(kept), "restore": restore}}):
             self._unfinished = None
@@ -266,14 +265,14 @@ class Supervisor:
         state = self._mirror.put()
         self._options = state["options"]
         self._begun = self._seen if self._home is None else self._home
-        self._pool.housed = [(self._begun, state["optimizers"])]
+        self._foreign = state["foreign"]
 
     def _described(self, step: int) -> dict[str, Any]:
         """What a worker has to know of the state before ``step``, apart from what lies in the arena."""
         begun, options = self._pool.options_at(step, (self._begun, self._options))
         return {
             "step": step,
-            "optimizers": [description for since, description in self._pool.housed if since <= step],
+            "foreign": self._foreign,
             "options": options,
             "losses": [self._loss(earlier) for earlier in range(begun, step)],
             "restore": False,

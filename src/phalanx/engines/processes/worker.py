@@ -37,6 +37,7 @@ from phalanx.shared.arena import Plan
 from phalanx.shared.control import Barrier, Control, Trouble, fence, order
 from phalanx.shared.heap import give_back
 from phalanx.shared.memory import Memory
+from phalanx.shared.state import Shard
 from phalanx.step import commit, measure, propose
 
 IDLE_YIELDS = 500
@@ -93,7 +94,7 @@ class Worker:
         give_back()  # the model as it was made, before it moved into the arena
 
     def _share(self, memory: Memory, setup: dict[str, Any]) -> None:
-        plan = Plan(self._framework.sharing, self._placement)
+        plan = Plan(self._framework.sharing, self._placement, setup["state"])
         if plan.layout.signature() != setup["signature"]:
             raise UsageError(
                 "make_model returned another model in a worker process than in this one; it must return the same "
@@ -103,15 +104,14 @@ class Worker:
         self._control: Control = plan.control(arena)
         self._checksum = self._control.place(self._number, words_of.CHECKSUM)
         self._barrier = Barrier(self._control, self._number)
-        self._shard = self._framework.sharing.shard(plan.layout, arena, self._number)
-        tell_housed = functools.partial(self._caller.tell, "housed")
-        arguments = self._framework, self._shard, plan, self._placement, arena, self._barrier, tell_housed
+        self._shard = Shard(self._framework.sharing, plan.layout, arena, self._number)
+        arguments = self._framework, self._shard, plan, self._placement, arena, self._barrier
         self._link = ArenaLink(*arguments) if setup["hosts"] is None else HostLink(setup["hosts"], *arguments)
 
     def take(self, orders: dict[str, Any]) -> None:
-        """Be at the beginning of a step, with a state that lies in the arena and is described in ``orders``."""
+        """Be at the beginning of a step, with a state that lies in the arena, and options in ``orders``."""
         self._framework.rewind()
-        self._shard.take(orders["optimizers"], orders["options"])
+        self._shard.take(orders["foreign"], orders["options"])
         if orders["restore"] and self._shard.restore() != self._control.words[self._checksum]:
             raise LostError(
                 f"worker {self._number}'s part of the snapshot in memory is damaged: its checksum differs, so that "
