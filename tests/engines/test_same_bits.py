@@ -702,7 +702,7 @@ def buffers_left_out():
 
 def stale_gradients():
     """A peer's gradient is what it was when it was first looked at."""
-    from phalanx.frameworks.torch.buckets import GradientBuckets
+    from phalanx.frameworks.torch.sharing.buckets import GradientBuckets
 
     peer = GradientBuckets.peer
     GradientBuckets.peer = lambda self, *place: [None if grad is None else grad.clone() for grad in peer(self, *place)]
@@ -720,7 +720,7 @@ def absent_as_zero():
 
 def norm_of_the_own():
     """Each worker clips by the norm of what it owns."""
-    from phalanx.frameworks.torch.buckets import GradientBuckets
+    from phalanx.frameworks.torch.sharing.buckets import GradientBuckets
 
     GradientBuckets.total_norm = lambda self, there: self._updates.total_norm(self._norms[self._owned])
 

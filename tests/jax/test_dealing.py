@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.frameworks.jax import arithmetic
 from phalanx.frameworks.jax.optimizer import Update
-from phalanx.frameworks.jax.shard import Sharing, alias
+from phalanx.frameworks.jax.sharing import Sharing, alias
 from phalanx.frameworks.jax.snapshot import State
 from phalanx.frameworks.jax.tree import plain
 from phalanx.plan.placement import place

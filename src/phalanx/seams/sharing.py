@@ -6,7 +6,7 @@ A vector is a gradient: a list with one entry per parameter, None where there is
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -89,16 +89,16 @@ class WorkerState(Protocol):
         """The buffers at the step's start, which lie in the arena."""
         ...
 
-    def used(self, piece: int) -> int:
-        """Bytes of a piece of optimizer state that hold something."""
+    def made(self, absent: Sequence[int]) -> Mapping[int, Any]:
+        """Those of the ``absent`` pieces of optimizer state that the last update made."""
         ...
 
-    def place_in_arena(self) -> bool:
-        """Move optimizer state that this worker owns into the arena, as far as it is not there; True if some was."""
+    def adopt(self, pieces: Mapping[int, Any], *, more: bool = False) -> None:
+        """Use these arrays as the pieces of optimizer state, and forget all others, or use these ``more``."""
         ...
 
-    def described(self) -> Any:
-        """The optimizer state that this worker owns; can be pickled, and stays true as long as nothing is housed."""
+    def foreign(self) -> Any:
+        """Optimizer state that no place is known for, as far as this worker owns it; can be pickled."""
         ...
 
     def options(self) -> Any:
@@ -110,8 +110,8 @@ class WorkerState(Protocol):
         """Options after the schedulers' last step, if that cannot be done again from a loss; else None."""
         ...
 
-    def take(self, optimizers: Sequence[Any], options: Any) -> None:
-        """Continue from what was described, earlier descriptions first, and from options."""
+    def take(self, foreign: Any, options: Any) -> None:
+        """Continue from state that no place is known for, and from options."""
         ...
 
 
@@ -127,8 +127,12 @@ class CallerState(Protocol):
         """The bytes of each storage, in the layout's order."""
         ...
 
-    def put_optimizers(self) -> Any:
-        """Copy optimizer state into the arena; returns a description of it."""
+    def state(self) -> Mapping[int, Any]:
+        """The pieces of the optimizer's that exist, by their number in the layout."""
+        ...
+
+    def foreign(self) -> Any:
+        """Optimizer state that no place is known for; can be pickled."""
         ...
 
     def options(self) -> Any:
@@ -143,80 +147,12 @@ class CallerState(Protocol):
         """Take the buffers; what is passed may change later."""
         ...
 
-    def take_optimizers(self, described: Sequence[Any], options: Any, *, saved: bool) -> None:
-        """Take the optimizer state that each worker described, out of the arena or out of the snapshot in it."""
+    def take(self, foreign: Any, options: Any) -> None:
+        """Take state that no place is known for, and options."""
         ...
 
-
-class Shard(Protocol):
-    """A framework's state in an arena, as one worker works with it: it owns some parameters, and their optimizer.
-
-    Attributes
-    ----------
-    weights : list of (offset, bytes)
-        Where the weights that it owns lie in the arena.
-    buffer_payload : list of list of memoryview
-        For each replica the memory that ``leave`` writes; empty without buffers.
-    """
-
-    weights: list[tuple[int, int]]
-    buffer_payload: list[list[memoryview]]
-
-    @property
-    def slots(self) -> GradientBuckets:
-        """Gradients."""
-        ...
-
-    def leave(self, replica: int, left: list[Any]) -> None:
-        """Publish the buffers that a replica left."""
-        ...
-
-    def left(self, replica: int) -> list[Any]:
-        """The buffers that a replica left, wherever it ran."""
-        ...
-
-    def place_in_arena(self) -> bool:
-        """Move optimizer state that this worker owns into the arena, as far as it is not there; True if some was."""
-        ...
-
-    def described(self) -> Any:
-        """The optimizer state that this worker owns; can be pickled, and stays true as long as nothing is housed."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """What of the state is not weights or buffers, as far as this worker owns it; can be pickled."""
-        ...
-
-    @property
-    def scheduled(self) -> Any:
-        """Options after the schedulers' last step, if that cannot be done again from a loss; else None."""
-        ...
-
-    def take(self, optimizers: Sequence[Any], options: Any) -> None:
-        """Continue from what was described, earlier descriptions first, and from options."""
-        ...
-
-    def save(self) -> int:
-        """Copy what this worker owns into the snapshot; returns the checksum of that."""
-        ...
-
-    def restore(self) -> int:
-        """Copy it back, after ``take``; returns the checksum of what was there."""
-        ...
-
-
-class Mirror(Protocol):
-    """The same arena, seen from the caller's process, whose framework keeps a state of its own."""
-
-    def put(self) -> dict[str, Any]:
-        """Copy the state into the arena; returns what describes the rest."""
-        ...
-
-    def get(self, states: Sequence[dict[str, Any]], *, saved: bool) -> None:
-        """Copy the state out of the arena, or out of the snapshot in it, with what the workers described.
-
-        Optimizer state stays where it is: that of a snapshot is not written while the run goes on.
-        """
+    def adopt(self, pieces: Mapping[int, Any]) -> None:
+        """Take these arrays as the pieces of optimizer state, and forget all others; they stay as they are."""
         ...
 
 
@@ -227,9 +163,11 @@ class Sharing(Protocol):
     ----------
     moving_seconds : float
         About how long it takes until worker processes are ready, with the framework imported.
+    arrays : Arrays
     """
 
     moving_seconds: ClassVar[float]
+    arrays: ClassVar[Arrays]
 
     @property
     def count(self) -> int:
@@ -241,14 +179,17 @@ class Sharing(Protocol):
         """Whether the whole state is known, so that a run can move to other processes in the middle."""
         ...
 
-    def lay_out(self, placement: Placement, take: Callable[[int], int]) -> Any:
-        """Give everything its place in an arena."""
+    def lay_out(self, placement: Placement, take: Callable[[int], int], state: Any = None) -> Any:
+        """Give everything its place in an arena.
+
+        ``state``: what the optimizer's state consists of, if another process has found that out.
+        """
         ...
 
-    def mirror(self, layout: Any, arena: mmap.mmap) -> Mirror:
-        """The arena as the caller's process sees it."""
+    def caller_state(self, layout: Any) -> CallerState:
+        """The state in the caller's process."""
         ...
 
-    def shard(self, layout: Any, arena: mmap.mmap, worker: int) -> Shard:
-        """The arena as a worker sees it; from here on, its framework's state lies there."""
+    def worker_state(self, layout: Any, arena: mmap.mmap, worker: int) -> WorkerState:
+        """The state in a worker's process; from here on, it lies in the arena."""
         ...

@@ -6,6 +6,7 @@ Its plan follows from the model and the placement alone, so that every process c
 from __future__ import annotations
 
 import mmap
+from typing import Any
 
 from phalanx.plan.placement import Placement, remaining
 from phalanx.seams.sharing import Sharing
@@ -22,6 +23,8 @@ class Plan:
     ----------
     sharing : Sharing
     placement : Placement
+    state : list, optional
+        ``layout.contents.state`` of the caller's process, which found out what the optimizer's state consists of.
 
     Attributes
     ----------
@@ -35,7 +38,7 @@ class Plan:
         Bytes of the arena; most of it is never touched.
     """
 
-    def __init__(self, sharing: Sharing, placement: Placement) -> None:
+    def __init__(self, sharing: Sharing, placement: Placement, state: Any = None) -> None:
         carver = Carver()
         self._placement = placement
         self._words = carver.take(WORD * word_count(placement.workers))
@@ -48,7 +51,7 @@ class Plan:
             self.publishers += [(worker, number) for number in range(len(found))]
         self._flags = carver.take((1 + sharing.count) * len(self.nodes))
         self._flag_bytes = (1 + sharing.count) * len(self.nodes)
-        self.layout = sharing.lay_out(placement, carver.take)
+        self.layout = sharing.lay_out(placement, carver.take, state)
         self.size = carver.size
 
     def counters(self, arena: mmap.mmap) -> Counters:

@@ -51,21 +51,20 @@ class Spec(NamedTuple):
 
 
 class StatePiece(NamedTuple):
-    """A piece of optimizer state.
+    """An array of the optimizer's state.
 
     Attributes
     ----------
     parameter : int
         Whose it is; SHARED if it belongs to no single parameter.
+    name : str
+        What the framework finds it by, among those of the parameter.
     spec : Spec
-        What is reserved for it; pages that are never written cost nothing.
-    expected : int
-        Bytes of that which will really be used, about.
     """
 
     parameter: int
+    name: str
     spec: Spec
-    expected: int
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,9 @@ class Contents:
     storage_of : list of int
         The storage of each parameter.
     state : list of StatePiece
-        The optimizer's.
+        All that the optimizer's may consist of; some may come to be in a later step, or never.
+    private : int
+        Bytes that workers take beside the arena, about.
     """
 
     gradients: list[Spec]
@@ -89,11 +90,21 @@ class Contents:
     storages: list[int]
     storage_of: list[int]
     state: list[StatePiece]
+    private: int = 0
 
     def owners(self, workers: int) -> list[int]:
         """The worker that folds and updates each parameter: whole storages are dealt, by size."""
         owners = dealt(self.storages, workers)
         return [owners[storage] for storage in self.storage_of]
+
+
+class Copies(NamedTuple):
+    """Where a snapshot lies: see the attributes of ``Layout`` with these names."""
+
+    weights: list[int]
+    starts: list[int]
+    state: list[list[int]]
+    present: int
 
 
 @dataclass
@@ -122,10 +133,12 @@ class Layout:
         8 bytes per parameter: what its owner has to say about the norm of its gradient.
     state : list of list of int
         ``state[worker]``: the optimizer's; one place for all workers, but where it is SHARED.
-    snapshot : (list of int, list of int, list of list of int)
-        Copies, as of a step boundary: of ``weights``, ``starts`` and ``state``.
+    present : int
+        One byte per piece of optimizer state: whether there is one.
+    snapshot : Copies
+        The same once more, as of a step boundary.
     touched : int
-        Bytes that workers will really use, about: of the arena, and one gradient that they keep to themselves.
+        Bytes that workers will use, about.
     """
 
     contents: Contents
@@ -138,7 +151,8 @@ class Layout:
     changed: int = field(init=False)
     norms: int = field(init=False)
     state: list[list[int]] = field(init=False)
-    snapshot: tuple[list[int], list[int], list[list[int]]] = field(init=False)
+    present: int = field(init=False)
+    snapshot: Copies = field(init=False)
     touched: int = field(init=False)
 
     def owned(self, worker: int) -> list[int]:
@@ -178,10 +192,14 @@ def lay_out(contents: Contents, owners: Sequence[int], placement: Placement, tak
     layout.changed = take(placement.replicas * len(buffers))
     layout.norms = take(8 * len(sizes))
     layout.state = _state_rows(contents.state, placement.workers, take)
-    copies = list(map(take, contents.storages)), list(map(take, buffers))
-    layout.snapshot = *copies, _state_rows(contents.state, placement.workers, take)
-    untouched = sum(piece.spec.nbytes - piece.expected for piece in contents.state)
-    layout.touched = take(0) - 2 * untouched + sum(sizes)
+    layout.present = take(len(contents.state))
+    layout.snapshot = Copies(
+        list(map(take, contents.storages)),
+        list(map(take, buffers)),
+        _state_rows(contents.state, placement.workers, take),
+        take(len(contents.state)),
+    )
+    layout.touched = take(0) + contents.private
     return layout
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.seams.sharing import Arrays, CallerState, GradientBuckets, WorkerState
+from phalanx.seams.sharing import GradientBuckets, Sharing
 from phalanx.shared.layout import Layout
 
 WORD = 8  # bytes; places are multiples of 64, and what pads them is never written
@@ -22,9 +22,8 @@ class Shard:
 
     Parameters
     ----------
-    arrays : Arrays
-    local : WorkerState
-        What the framework keeps in this process.
+    sharing : Sharing
+        The framework's; from here on, its state lies in the arena.
     layout : Layout
     arena : mmap.mmap
     worker : int
@@ -39,20 +38,22 @@ class Shard:
     slots : GradientBuckets
     """
 
-    def __init__(self, arrays: Arrays, local: WorkerState, layout: Layout, arena: mmap.mmap, worker: int) -> None:
-        self._arrays = arrays
-        self._local = local
+    def __init__(self, sharing: Sharing, layout: Layout, arena: mmap.mmap, worker: int) -> None:
+        self._arrays = sharing.arrays
+        self._local = sharing.worker_state(layout, arena, worker)
         self._layout = layout
         self._arena = arena
         self._worker = worker
         self._storages = [number for number, keeper in enumerate(layout.keepers) if keeper == worker]
         self._state = layout.kept(worker)
+        self._present = memoryview(arena)[layout.present :]
+        self._absent: list[int] = []  # pieces of optimizer state that no update has made yet
         self._changed = memoryview(arena)[layout.changed :]
-        self.slots: GradientBuckets = local.buckets
+        self.slots: GradientBuckets = self._local.buckets
         self.weights = [(layout.weights[number], layout.contents.storages[number]) for number in self._storages]
         self.buffer_payload = _buffer_payload(layout, memoryview(arena))
         self._left = [
-            [arrays.view(arena, *pair) for pair in zip(offsets, layout.contents.buffers, strict=True)]
+            [self._arrays.view(arena, *pair) for pair in zip(offsets, layout.contents.buffers, strict=True)]
             for offsets in layout.left
         ]
 
@@ -71,26 +72,31 @@ class Shard:
         pairs = zip(self._left[replica], starts, strict=True)
         return [left if self._changed[first + number] else start for number, (left, start) in enumerate(pairs)]
 
-    def place_in_arena(self) -> bool:
-        """Move optimizer state that this worker owns into the arena, as far as it is not there; True if some was."""
-        return self._local.place_in_arena()
-
-    def described(self) -> Any:
-        """The optimizer state that this worker owns; can be pickled, and stays true as long as nothing is housed."""
-        return self._local.described()
+    def settle(self) -> None:
+        """After an update: move optimizer state that it made into the arena."""
+        made = self._local.made(self._absent) if self._absent else {}
+        if made:
+            homes = {piece: self._home(piece) for piece in made}
+            for piece, home in homes.items():
+                self._arrays.write(home, made[piece])
+            self._local.adopt(homes, more=True)
+            for piece in made:
+                self._present[piece] = 1
+            self._absent = [piece for piece in self._absent if piece not in made]
 
     def state(self) -> dict[str, Any]:
         """What of the state is not weights or buffers, as far as this worker owns it; can be pickled."""
-        return {"optimizers": self._local.described(), "options": self._local.options()}
+        return {"foreign": self._local.foreign(), "options": self._local.options()}
 
     @property
     def scheduled(self) -> Any:
         """Options after the schedulers' last step, if that cannot be done again from a loss; else None."""
         return self._local.scheduled
 
-    def take(self, optimizers: Sequence[Any], options: Any) -> None:
-        """Continue from what was described, earlier descriptions first, and from options."""
-        self._local.take(optimizers, options)
+    def take(self, foreign: Any, options: Any) -> None:
+        """Continue from what lies in the arena, from optimizer state that no place is known for, and from options."""
+        self._local.take(foreign, options)
+        self._adopt()
 
     def save(self) -> int:
         """Copy what this worker owns into the snapshot; returns the checksum of that.
@@ -99,26 +105,50 @@ class Shard:
         with any one bit.
         """
         sums: list[np.int64] = []
-        for home, copy in self._kept():
+        present, copies = self._present, self._flag_copies()
+        for piece in self._state:
+            copies[piece] = present[piece]
+        for home, copy in self._kept(copies):
             copy[:] = home
             sums.append(copy.sum())
-        return _total(sums)
+        return _total(sums, self._noted(copies))
 
     def restore(self) -> int:
-        """Copy it back, optimizer state as far as it was taken; returns the checksum of what was there."""
+        """Copy it back; returns the checksum of what was there."""
         sums: list[np.int64] = []
-        for home, copy in self._kept():
+        copies = self._flag_copies()
+        for home, copy in self._kept(copies):  # which optimizer state there was then, not now
             sums.append(copy.sum())
             home[:] = copy
-        return _total(sums)
+        for piece in self._state:
+            self._present[piece] = copies[piece]
+        self._adopt()
+        return _total(sums, self._noted(copies))
 
-    def _kept(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """All that a snapshot holds of this worker's, with its copy, as words."""
+    def _flag_copies(self) -> memoryview:
+        return memoryview(self._arena)[self._layout.snapshot.present :]
+
+    def _noted(self, flags: memoryview) -> int:
+        """What the flags of this worker's pieces add to a checksum."""
+        return sum(flags[piece] for piece in self._state)
+
+    def _adopt(self) -> None:
+        """Take the optimizer state that is in the arena, and no other."""
+        self._local.adopt({piece: self._home(piece) for piece in self._state if self._present[piece]})
+        self._absent = [piece for piece in self._state if not self._present[piece]]
+
+    def _home(self, piece: int) -> Any:
+        offset, spec = self._layout.state[self._worker][piece], self._layout.contents.state[piece].spec
+        return self._arrays.view(self._arena, offset, spec)
+
+    def _kept(self, present: memoryview) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """All that a snapshot holds of this worker's, with its copy, as words; ``present``: which optimizer state."""
         layout, contents = self._layout, self._layout.contents
-        weights, starts, state = layout.snapshot
+        weights, starts, state, _ = layout.snapshot
         pieces = [(layout.weights[number], weights[number], contents.storages[number]) for number in self._storages]
-        mine, copies = layout.state[self._worker], state[self._worker]
-        pieces += [(mine[number], copies[number], self._local.used(number)) for number in self._state]
+        homes, copies = layout.state[self._worker], state[self._worker]
+        there = [piece for piece in self._state if present[piece]]
+        pieces += [(homes[piece], copies[piece], contents.state[piece].spec.nbytes) for piece in there]
         if self._worker == 0:  # it settles the buffers
             sizes = [spec.nbytes for spec in contents.buffers]
             pieces += zip(layout.starts, starts, sizes, strict=True)
@@ -132,16 +162,14 @@ class Mirror:
 
     Parameters
     ----------
-    arrays : Arrays
-    own : CallerState
-        The framework's state in this process.
+    sharing : Sharing
     layout : Layout
     arena : mmap.mmap
     """
 
-    def __init__(self, arrays: Arrays, own: CallerState, layout: Layout, arena: mmap.mmap) -> None:
-        self._arrays = arrays
-        self._own = own
+    def __init__(self, sharing: Sharing, layout: Layout, arena: mmap.mmap) -> None:
+        self._arrays = sharing.arrays
+        self._own = sharing.caller_state(layout)
         self._layout = layout
         self._arena = arena
 
@@ -151,17 +179,27 @@ class Mirror:
             shared[:] = mine
         for start, shared in zip(self._own.starts, self._starts(), strict=True):
             self._arrays.write(shared, start)
-        return {"optimizers": self._own.put_optimizers(), "options": self._own.options()}
+        state, layout = self._own.state(), self._layout
+        for piece in range(len(layout.contents.state)):
+            self._arena[layout.present + piece] = piece in state
+            for offset in {row[piece] for row in layout.state} if piece in state else ():
+                self._arrays.write(self._piece(piece, offset), state[piece])
+        return {"foreign": self._own.foreign(), "options": self._own.options()}
 
     def get(self, states: Sequence[dict[str, Any]], *, saved: bool) -> None:
         """Copy the state out of the arena, with what the workers described.
 
-        Optimizer state that has a place there stays where it is; ``saved``: in the snapshot, which is not written while
-        the run goes on.
+        Optimizer state may stay where it is; ``saved``: in the snapshot, which is not written while the run goes on.
         """
         self._own.take_weights(self._weights())
         self._own.take_buffers(self._starts())
-        self._own.take_optimizers([state["optimizers"] for state in states], states[0]["options"], saved=saved)
+        layout = self._layout.snapshot if saved else self._layout
+        there = [piece for piece in range(len(layout.state[0])) if self._arena[layout.present + piece]]
+        self._own.take(states[0]["foreign"], states[0]["options"])
+        self._own.adopt({piece: self._piece(piece, layout.state[0][piece]) for piece in there})
+
+    def _piece(self, piece: int, offset: int) -> Any:
+        return self._arrays.view(self._arena, offset, self._layout.contents.state[piece].spec)
 
     def _weights(self) -> list[np.ndarray]:
         """The bytes of each storage."""
@@ -184,6 +222,6 @@ def _buffer_payload(layout: Layout, arena: memoryview) -> list[list[memoryview]]
     ]
 
 
-def _total(sums: Sequence[np.int64]) -> int:
+def _total(sums: Sequence[np.int64], noted: int = 0) -> int:
     """Modulo 2**64, as numpy adds."""
-    return int(np.array(sums, np.int64).sum())
+    return int(np.array([*sums, noted], np.int64).sum())

@@ -24,10 +24,10 @@ from phalanx.engines.hosts.slices import LEAST, Mask
 from phalanx.engines.processes.link import ArenaLink, union
 from phalanx.plan.placement import Placement, added
 from phalanx.seams import Part, Vector
-from phalanx.seams.sharing import Shard
 from phalanx.shared.arena import Plan
 from phalanx.shared.barrier import Barrier
 from phalanx.shared.ordering import order
+from phalanx.shared.state import Shard
 
 
 class HostLink:

@@ -31,6 +31,7 @@ from phalanx.shared.arena import Plan
 from phalanx.shared.counters import BATCH, BEGIN_NO_STEP, PARENT, STEPS, TASK
 from phalanx.shared.memory import Memory, check_room
 from phalanx.shared.reports import RING
+from phalanx.shared.state import Mirror
 from phalanx.surroundings import interrupts
 
 MEMORIES = 5  # what workers inherit: environment_memory, parcel, arena, mailbox, orders
@@ -92,10 +93,15 @@ class Processes:
         arena.grow(plan.size)
         mapped = arena.map()
         self.counters = plan.counters(mapped).written_by(PARENT)
-        self._mirror = self._framework.sharing.mirror(plan.layout, mapped)
+        self._mirror = Mirror(self._framework.sharing, plan.layout, mapped)
         pack({**described(self._framework.name), "threads": self._definition.threads}, environment_memory, reduced)
         fields = {item.name: getattr(self._definition, item.name) for item in dataclasses.fields(Definition)}
-        facts = {"placement": placement, "signature": plan.layout.signature(), "hosts": self._rendezvous}
+        facts = {
+            "placement": placement,
+            "signature": plan.layout.signature(),
+            "state": plan.layout.contents.state,
+            "hosts": self._rendezvous,
+        }
         pack({**facts, "fields": fields}, parcel, reduced)
         record = StateRecord(self._mirror, self.run_state, self.counters.reports)
         self._failures = FailureLog(self._definition, self._framework, placement, self.counters, self.run_state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,11 @@ from phalanx.plan.fold import Fold
 from phalanx.plan.lifecycle import Phase
 from phalanx.plan.placement import Placement, additions, most_held
 from phalanx.seams import Part, Steppable
-from phalanx.seams.sharing import Shard, Vector
+from phalanx.seams.sharing import Vector
 from phalanx.shared.arena import Plan
 from phalanx.shared.barrier import Barrier
 from phalanx.shared.counters import COMPUTE, FOLD, LEAVE, UPDATE
+from phalanx.shared.state import Shard
 
 PATTERNS = 64  # of which gradients are there; a mixture of experts may have more, and is then looked up anew
 
@@ -87,8 +88,6 @@ class ArenaLink:
     placement : Placement
     arena : mmap.mmap
     barrier : Barrier
-    tell_housed : callable
-        Called with a step and a description when optimizer state has got a place in the arena that it keeps.
 
     Attributes
     ----------
@@ -107,7 +106,6 @@ class ArenaLink:
         placement: Placement,
         arena: mmap.mmap,
         barrier: Barrier,
-        tell_housed: Callable[[int, Any], None],
     ) -> None:
         self._worker = barrier.worker
         self.hosted = placement.blocks[self._worker]
@@ -120,7 +118,6 @@ class ArenaLink:
         self._counters = barrier.counters
         self._own = barrier.counters.workers[barrier.worker]
         self._barrier = barrier
-        self._tell_housed = tell_housed
         self._done = 0
         self._replicas = placement.replicas
         self._most = most_held(placement.replicas, self.hosted)
@@ -184,8 +181,7 @@ class ArenaLink:
                 ran = [replica for replica, part in enumerate(self.parts) if part.samples]
                 buffers = [(int(self.parts[replica].samples), self._shard.left(replica)) for replica in ran]
             self._framework.update(step, gradient, buffers)
-            if self._shard.place_in_arena():
-                self._tell_housed(step + 1, self._shard.described())
+            self._shard.settle()
         self._barrier.at(Phase.UPDATED)
         self._barrier.wait(UPDATE)
 

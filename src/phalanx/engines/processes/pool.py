@@ -241,8 +241,6 @@ class WorkerPool:
             handle.ready, handle.since = True, time.monotonic()
             self._starting.discard(handle.number)
             self.started += 1
-        elif kind == "housed":
-            self._record.note_optimizer(*facts)
         elif kind == "scheduled":
             step, options = facts
             self._record.note_scheduled(step, options, kept=self.counters.snapshot_step)

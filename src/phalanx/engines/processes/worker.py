@@ -39,6 +39,7 @@ from phalanx.shared.counters import BATCH, LEAVE, STEPS
 from phalanx.shared.heap import give_back
 from phalanx.shared.memory import Memory
 from phalanx.shared.ordering import fence, order
+from phalanx.shared.state import Shard
 from phalanx.step import commit, measure, propose
 
 IDLE_YIELDS = 500
@@ -95,7 +96,7 @@ class Worker:
         give_back()  # the model as it was made, before it moved into the arena
 
     def _share(self, memory: Memory, setup: dict[str, Any]) -> None:
-        plan = Plan(self._framework.sharing, self._placement)
+        plan = Plan(self._framework.sharing, self._placement, setup["state"])
         if plan.layout.signature() != setup["signature"]:
             raise UsageError(
                 "make_model returned another model in a worker process than in this one; it must return the same "
@@ -106,18 +107,17 @@ class Worker:
         self._own = self._counters.workers[self._number]
         self._own.replicas = 0  # those of the worker whose place this one takes were computed before
         self._barrier = Barrier(self._counters, self._number)
-        self._shard = self._framework.sharing.shard(plan.layout, arena, self._number)
-        tell_housed = functools.partial(self._caller.tell, "housed")
+        self._shard = Shard(self._framework.sharing, plan.layout, arena, self._number)
         shard, placement, barrier, rendezvous = self._shard, self._placement, self._barrier, setup["hosts"]
-        within = ArenaLink(self._framework, shard, plan, placement, arena, barrier, tell_housed)
+        within = ArenaLink(self._framework, shard, plan, placement, arena, barrier)
         self._link: ArenaLink | HostLink = within
         if rendezvous is not None:
             self._link = HostLink(rendezvous, within, shard, plan, placement, arena, barrier)
 
     def take(self, orders: dict[str, Any]) -> None:
-        """Be at the beginning of a step, with a state that lies in the arena and is described in ``orders``."""
+        """Be at the beginning of a step, with a state that lies in the arena, and options in ``orders``."""
         self._framework.rewind()
-        self._shard.take(orders["optimizers"], orders["options"])
+        self._shard.take(orders["foreign"], orders["options"])
         if orders["restore"] and self._shard.restore() != self._own.checksum:
             raise LostError(
                 f"worker {self._number}'s part of the snapshot in memory is damaged: its checksum differs, so that "

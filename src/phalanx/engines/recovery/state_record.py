@@ -1,7 +1,7 @@
 """What the caller's process knows of the state of a step, besides what lies in the arena.
 
-Weights, buffers, optimizer state lie in the arena, and in the snapshot there. Its owners have told where optimizer
-state lies; options of optimizers and schedules follow from those of an earlier step and the losses since, or were told.
+Weights, buffers, optimizer state lie in the arena, and in the snapshot there. Options of optimizers and schedules
+follow from those of an earlier step and the losses since, or the first worker told them.
 Batches that the caller brought cannot be read again, so they are kept as long as a step may have to be done again.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx.seams import RunState
-from phalanx.seams.sharing import Mirror
 from phalanx.shared.reports import Reports
+from phalanx.shared.state import Mirror
 
 
 class StateRecord:
@@ -42,7 +42,7 @@ class StateRecord:
         self.home: int | None = self.seen
         self.batches: dict[int, bytes] = {}
         self._base: tuple[int, Any] = (self.seen, None)  # a step, and the options before it
-        self._optimizers: list[tuple[int, Any]] = []  # from a step on: where optimizer state lies
+        self._foreign: Any = None  # state of an optimizer that is not the framework's own, as the caller has it
         self._scheduled: list[tuple[int, Any]] = []  # before a step: options that do not follow from losses
 
     @property
@@ -60,16 +60,12 @@ class StateRecord:
         assert self.home is not None  # it is given up only when there is a snapshot
         state = self._mirror.put()
         self._base = (self.home, state["options"])
-        self._optimizers = [(self.home, state["optimizers"])]
+        self._foreign = state["foreign"]
         return self.home
 
     def keep(self, step: int, options: Any) -> None:
         """A snapshot before ``step`` has taken the place of the caller's own state, which may change from here on."""
         self.home, self._base = None, (step, options)
-
-    def note_optimizer(self, step: int, description: Any) -> None:
-        """A worker told where its optimizer state lies from ``step`` on."""
-        self._optimizers.append((step, description))
 
     def note_scheduled(self, step: int, options: Any, *, kept: int) -> None:
         """The first worker told options before ``step``; ``kept``: the step of the newest snapshot, or negative."""
@@ -82,10 +78,6 @@ class StateRecord:
         self.batches[step] = batch
         return sum(map(len, self.batches.values()))
 
-    def go_back(self, step: int) -> None:
-        """Forget where optimizer state lay after ``step``."""
-        self._optimizers = [item for item in self._optimizers if item[0] <= step]
-
     def loss(self, step: int) -> float:
         """Of a finished step."""
         return self._run_state.loss_history[step] if step < self.seen else self._reports.read(step)[0]
@@ -97,7 +89,7 @@ class StateRecord:
         )
         return {
             "step": step,
-            "optimizers": [description for since, description in self._optimizers if since <= step],
+            "foreign": self._foreign,
             "options": options,
             "losses": [self.loss(earlier) for earlier in range(begun, step)],
             "restore": False,

@@ -223,7 +223,6 @@ class Supervisor:
         if kept < 0:
             kept = self._record.put()
         restore = kept != self._record.home
-        self._record.go_back(kept)
         self._replace(fallen, kept)
         if self._told("take", {"orders": {**self._record.described(kept), "restore": restore}}):
             self._repair = None

@@ -24,7 +24,7 @@ from phalanx.frameworks.jax.arithmetic import Gradient
 from phalanx.frameworks.jax.environment import Environment, named_device
 from phalanx.frameworks.jax.forward import Forward
 from phalanx.frameworks.jax.optimizer import Update
-from phalanx.frameworks.jax.shard import Sharing
+from phalanx.frameworks.jax.sharing import Sharing
 from phalanx.frameworks.jax.snapshot import Snapshots, State, entries
 from phalanx.frameworks.jax.tree import named, placed
 from phalanx.seams import Computed, Exported
@@ -36,7 +36,7 @@ class Jax:
     """Implements ``seams.Framework`` for jax.
 
     Nothing is written in place: a state is replaced by the next, so what went before needs no undoing. (In a worker
-    process it lies in memory that is written between steps, see ``shard``.)
+    process it lies in memory that is written between steps, see ``sharing``.)
 
     Attributes
     ----------

@@ -27,7 +27,7 @@ from phalanx.frameworks.torch.forward import AmbiguousMean, Forward
 from phalanx.frameworks.torch.gradient import Collector, drop
 from phalanx.frameworks.torch.model import checked, named_device, warn_of_eval_mode
 from phalanx.frameworks.torch.optimizer import Update
-from phalanx.frameworks.torch.shard import Sharing
+from phalanx.frameworks.torch.sharing.state import Sharing
 from phalanx.frameworks.torch.snapshot import Snapshots, digest, entries
 from phalanx.seams import Computed, Exported
 from phalanx.surroundings import interrupts
@@ -97,7 +97,7 @@ class Torch:
     @property
     def sharing(self) -> Sharing:
         """What it takes to share this state with other processes."""
-        return Sharing(self._parameters, self._buffers, self._updates, self._collector)
+        return Sharing(self._parameters, self._buffers, self._updates, self._collector, self.environment)
 
     def gradients(self, todo: Sequence[tuple[int, Share]]) -> Iterator[Computed]:
         """See ``seams.Steppable.gradients``."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,10 +22,9 @@ from phalanx.frameworks.jax.optimizer import Update
 from phalanx.frameworks.jax.snapshot import State
 from phalanx.frameworks.jax.tree import is_key, like, plain
 from phalanx.plan.placement import Placement
-from phalanx.seams.sharing import Order
+from phalanx.seams.sharing import Arrays, Order
 from phalanx.shared.buckets import BucketViews
 from phalanx.shared.layout import SHARED, Contents, Layout, Spec, StatePiece, Take, lay_out, row_major
-from phalanx.shared.state import Mirror, Shard
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,7 @@ class Sharing:
     state: State
     updates: Update
     device: Any
+    arrays: ClassVar[Arrays] = arithmetic
     moving_seconds: ClassVar[float] = 3.0  # of compiling
 
     @property
@@ -47,8 +47,8 @@ class Sharing:
         """A state is known as a whole."""
         return True
 
-    def lay_out(self, placement: Placement, take: Take) -> Layout:
-        """Give everything its place in an arena."""
+    def lay_out(self, placement: Placement, take: Take, state: list[StatePiece] | None = None) -> Layout:
+        """See ``seams.sharing.Sharing.lay_out``; a state is known as a whole, so ``state`` is not needed."""
         if self.device.platform != "cpu":
             raise UsageError(
                 f"the parameters are on {self.device}, but worker processes compute on the CPU in this version; use "
@@ -62,14 +62,13 @@ class Sharing:
         contents, owners = self._dealt(placement.workers)
         return lay_out(contents, owners, placement, take)
 
-    def mirror(self, layout: Layout, arena: mmap.mmap) -> Mirror:
-        """The arena as the caller's process sees it."""
-        return Mirror(arithmetic, CallerState(self.state, layout, arena), layout, arena)
+    def caller_state(self, layout: Layout) -> CallerState:
+        """The state in the caller's process."""
+        return CallerState(self.state, layout)
 
-    def shard(self, layout: Layout, arena: mmap.mmap, worker: int) -> Shard:
-        """The arena as a worker sees it, whose state now lies in it."""
-        local = WorkerState(self.state, self.updates, layout, arena, worker)
-        return Shard(arithmetic, local, layout, arena, worker)
+    def worker_state(self, layout: Layout, arena: mmap.mmap, worker: int) -> WorkerState:
+        """The state in a worker's process; from here on, it lies in the arena."""
+        return WorkerState(self.state, self.updates, layout, arena, worker)
 
     def _dealt(self, workers: int) -> tuple[Contents, list[int]]:
         """What the state consists of, and who owns each parameter: the first worker all, if updates cannot be dealt."""
@@ -89,7 +88,8 @@ class Sharing:
             list(map(_spec, jax.tree.leaves(tree))) for tree in (self.state.params, self.state.optimizer)
         )
         pieces = [
-            StatePiece(SHARED if user < 0 else user, spec, spec.nbytes) for user, spec in zip(users, state, strict=True)
+            StatePiece(SHARED if user < 0 else user, str(number), spec)
+            for number, (user, spec) in enumerate(zip(users, state, strict=True))
         ]
         return Contents(gradients, [], [spec.nbytes for spec in gradients], list(range(len(gradients))), pieces)
 
@@ -110,10 +110,10 @@ class WorkerState:
         self.buckets = GradientBuckets(layout, arena, worker)
         self.starts: list[Any] = []  # there are no buffers
         self.scheduled = None  # schedules are the optimizer's own
-        self._pieces = layout.contents.state
+        pieces = layout.contents.state
         owned, mine = layout.owned(worker), layout.kept(worker)
         weights = [view(arena, *pair) for pair in zip(layout.weights, layout.contents.gradients, strict=True)]
-        homes = [view(arena, layout.state[worker][piece], self._pieces[piece].spec) for piece in mine]
+        homes = [view(arena, layout.state[worker][piece], pieces[piece].spec) for piece in mine]
         leaves, structure = jax.tree.flatten(state.params)
         state.params = jax.tree.unflatten(
             structure, [alias(array, leaf) for array, leaf in zip(weights, leaves, strict=True)]
@@ -124,22 +124,21 @@ class WorkerState:
         params = [jax.tree.leaves(state.params)[index] for index in owned]
         updates.restrict(owned, mine, params, arrays, [weights[index] for index in owned] + homes)
 
-    def used(self, piece: int) -> int:
-        """See ``seams.sharing.WorkerState.used``."""
-        return self._pieces[piece].spec.nbytes
+    def made(self, absent: Sequence[int]) -> Mapping[int, np.ndarray]:
+        """All pieces are there from the start."""
+        return {}
 
-    def place_in_arena(self) -> bool:
-        """The optimizer's state lies in the arena from the start."""
-        return False
+    def adopt(self, pieces: Mapping[int, np.ndarray], *, more: bool = False) -> None:
+        """They are used already."""
 
-    def described(self) -> None:
-        """What lies in the arena needs no description."""
+    def foreign(self) -> None:
+        """All of the state lies in the arena."""
 
     def options(self) -> None:
         """Options are part of the optimizer's state."""
 
-    def take(self, optimizers: Sequence[Any], options: Any) -> None:
-        """It is there already."""
+    def take(self, foreign: None, options: None) -> None:
+        """Nothing is left to be taken."""
 
 
 class CallerState:
@@ -149,44 +148,42 @@ class CallerState:
     ----------
     state : State
     layout : Layout
-    arena : mmap.mmap
     """
 
-    def __init__(self, state: State, layout: Layout, arena: mmap.mmap) -> None:
+    def __init__(self, state: State, layout: Layout) -> None:
         self.starts: list[Any] = []  # there are no buffers
         self._state = state
-        self._layout = layout
-        self._arena = arena
+        self._specs = layout.contents.gradients
 
     def weights(self) -> list[np.ndarray]:
         """See ``seams.sharing.CallerState.weights``."""
         return [plain(leaf).reshape(-1).view(np.uint8) for leaf in jax.tree.leaves(self._state.params)]
 
-    def put_optimizers(self) -> None:
-        """Copy the optimizer's state into the arena, for every worker; nothing is left to be described."""
-        for row in self._layout.state:
-            for leaf, home in zip(jax.tree.leaves(self._state.optimizer), self._pieces(row), strict=True):
-                arithmetic.write(home, plain(leaf))
+    def state(self) -> dict[int, np.ndarray]:
+        """See ``seams.sharing.CallerState.state``: all pieces."""
+        return dict(enumerate(map(plain, jax.tree.leaves(self._state.optimizer))))
+
+    def foreign(self) -> None:
+        """All of the state has places."""
 
     def options(self) -> None:
         """Options are part of the optimizer's state."""
 
     def take_weights(self, contents: Sequence[np.ndarray]) -> None:
         """See ``seams.sharing.CallerState.take_weights``."""
-        pairs = zip(contents, self._layout.contents.gradients, strict=True)
+        pairs = zip(contents, self._specs, strict=True)
         arrays = [content.view(np.dtype(spec.dtype)).reshape(spec.shape) for content, spec in pairs]
         self._state.params = _copied(self._state.params, arrays)
 
     def take_buffers(self, buffers: Sequence[Any]) -> None:
         """There are none."""
 
-    def take_optimizers(self, described: Sequence[Any], options: Any, *, saved: bool) -> None:
-        """Copy what lies in the arena: of the optimizer's state, that is all there is."""
-        self._state.optimizer = _copied(self._state.optimizer, self._pieces(self._layout.state[0]))
+    def take(self, foreign: None, options: None) -> None:
+        """Nothing is left to be taken."""
 
-    def _pieces(self, offsets: Sequence[int]) -> list[np.ndarray]:
-        pairs = zip(offsets, self._layout.contents.state, strict=True)
-        return [view(self._arena, offset, piece.spec) for offset, piece in pairs]
+    def adopt(self, pieces: Mapping[int, np.ndarray]) -> None:
+        """Copy all of the optimizer's state."""
+        self._state.optimizer = _copied(self._state.optimizer, list(pieces.values()))
 
 
 class GradientBuckets:

@@ -1,0 +1,199 @@
+"""What the state of optimizers consists of: found before the first update, so that everything has a place from then on.
+
+torch makes the state of a parameter in the first update in which it has a gradient. What it will make is found out by
+an update of a throw-away copy of one parameter, with zeros; of big ones it is tried without memory first, by their
+shapes alone, which works where an optimizer does not look at numbers. Nothing else is touched, and no random number is
+drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from phalanx.definition.data import map_tree
+from phalanx.errors import UsageError
+from phalanx.frameworks.torch.arithmetic import spec_of
+from phalanx.frameworks.torch.optimizer import Update
+from phalanx.shared.layout import Spec, StatePiece
+
+Holder = tuple[torch.optim.Optimizer, torch.Tensor]
+
+LATER_MOMENTUM = 0.5  # any that is not 0
+SMALL = 1 << 18  # bytes of a parameter up to which an update of it takes less than one of its shape alone
+
+
+class OptimizerState:
+    """The optimizers' state by pieces, as a layout lists them.
+
+    Parameters
+    ----------
+    updates : Update
+    parameters : sequence of torch.Tensor
+    pieces : sequence of StatePiece
+        None for optimizers from elsewhere, which may look their state up where they like.
+    """
+
+    def __init__(self, updates: Update, parameters: Sequence[torch.Tensor], pieces: Sequence[StatePiece]) -> None:
+        self._foreign = updates.foreign
+        self._optimizers = updates.optimizers
+        self._parameters = parameters
+        self._pieces = pieces
+        holders: dict[tuple[int, int], Holder] = {}
+        self._places: list[tuple[Holder, str]] = []
+        self._known: set[tuple[int, int, str]] = set()
+        for piece in pieces:
+            number, _, key = piece.name.partition(".")
+            pair = int(number), piece.parameter
+            holder = holders.setdefault(pair, (updates.optimizers[pair[0]], parameters[piece.parameter]))
+            self._places.append((holder, key))
+            self._known.add((*pair, key))
+
+    def made(self, absent: Sequence[int]) -> dict[int, torch.Tensor]:
+        """Those of the ``absent`` pieces that exist now.
+
+        Raises
+        ------
+        UsageError
+            Updates made what nobody expected.
+        """
+        made: dict[int, torch.Tensor] = {}
+        latest: Holder | None = None
+        state: dict[str, Any] | None = None
+        for piece in absent:  # in each step, where parameters get no gradient: no look-up is made twice
+            holder, key = self._places[piece]
+            if holder is not latest:
+                latest, state = holder, holder[0].state.get(holder[1])
+            if state and (value := state.get(key)) is not None:
+                self._check(self._pieces[piece], value)
+                made[piece] = value
+        return made
+
+    def adopt(self, pieces: Mapping[int, torch.Tensor], *, more: bool = False) -> None:
+        """Use these tensors as pieces, and forget all others, or use these ``more``."""
+        if not more and not self._foreign:
+            for optimizer in self._optimizers:
+                optimizer.state.clear()
+        for piece, home in pieces.items():
+            (optimizer, parameter), key = self._places[piece]
+            optimizer.state[parameter][key] = home
+
+    def foreign(self, indices: Iterable[int]) -> list[Any] | None:
+        """The state of optimizers from elsewhere, by value: per optimizer, by parameter, and what it keeps beside."""
+        if not self._foreign:
+            for index in indices:
+                self._check_known(index)
+            return None
+        described: list[Any] = []
+        for optimizer in self._optimizers:
+            state = {index: optimizer.state.get(self._parameters[index]) for index in indices}
+            beside = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+            described.append(({index: value for index, value in state.items() if value}, beside))
+        return described
+
+    def take_foreign(self, described: Sequence[Any] | None, indices: Iterable[int]) -> None:
+        """Make described state of these parameters this process's own."""
+        if described is None:
+            return
+        wanted = set(indices)
+        for optimizer, (state, beside) in zip(self._optimizers, described, strict=True):
+            optimizer.state.clear()
+            for index in wanted & set(state):
+                optimizer.state[self._parameters[index]] = map_tree(_own, state[index])
+            optimizer.state.update(beside)
+
+    def _check(self, piece: StatePiece, value: torch.Tensor) -> None:
+        self._check_known(piece.parameter)
+        now, expected = _spec(value), piece.spec
+        if (now.shape, now.dtype) != (expected.shape, expected.dtype):
+            raise _unforeseen(f"{now.dtype}{list(now.shape)} where {expected.dtype}{list(expected.shape)} was to be")
+
+    def _check_known(self, index: int) -> None:
+        """Refuse state of a parameter that has no place: it would get lost with this process."""
+        for number, optimizer in enumerate(self._optimizers):
+            for key, value in optimizer.state.get(self._parameters[index], {}).items():
+                if value is not None and (number, index, key) not in self._known:
+                    raise _unforeseen(f"{key!r}")
+
+
+def find_pieces(updates: Update, parameters: Sequence[torch.Tensor]) -> list[StatePiece]:
+    """All that the optimizers may keep of each parameter: what they keep now, and what updates will add to it.
+
+    A scheduler may move a parameter to another group of its optimizer, or into one if it is in none.
+    """
+    if updates.foreign:
+        return []
+    grouped = [_members(optimizer) for optimizer in updates.optimizers]
+    anywhere = set[int]().union(*grouped)
+    known: dict[Any, dict[str, Spec]] = {}
+    pieces: list[StatePiece] = []
+    for index, parameter in enumerate(parameters):
+        shape = tuple(parameter.shape), parameter.stride(), parameter.dtype
+        for number, optimizer in enumerate(updates.optimizers):
+            if id(parameter) not in grouped[number] and id(parameter) in anywhere:
+                continue
+            kept = optimizer.state.get(parameter, {}).items()
+            specs = {key: _spec(value) for key, value in kept if value is not None}
+            for position, group in enumerate(optimizer.param_groups):
+                if (number, position, shape) not in known:
+                    known[number, position, shape] = _tried(optimizer, group, parameter)
+                specs = {**known[number, position, shape], **specs}
+            pieces += [StatePiece(index, f"{number}.{key}", spec) for key, spec in specs.items()]
+    return pieces
+
+
+def _members(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _tried(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Spec]:
+    """What an update in this group makes of a parameter like this; nothing if it raises, as the real one will."""
+    for device in ("meta", "cpu") if parameter.nbytes > SMALL else ("cpu",):
+        with contextlib.suppress(Exception):
+            return {key: _spec(value) for key, value in _made(optimizer, group, parameter, device).items()}
+    return {}
+
+
+def _made(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor, device: str
+) -> dict[str, torch.Tensor]:
+    """The state of a throw-away copy of ``parameter`` after an update with zeros, by a throw-away optimizer."""
+    zeros = functools.partial(torch.empty_strided, dtype=parameter.dtype, device=device)
+    copy = zeros(tuple(parameter.shape), parameter.stride()).zero_()
+    copy.grad = zeros(*spec_of(parameter)[:2]).zero_()
+    options = {**group, "params": [copy]}
+    if type(optimizer) is torch.optim.SGD and not group["momentum"]:
+        options["momentum"] = LATER_MOMENTUM  # its state is made when that is first not 0; a scheduler may set it
+    if device == "meta" and group.get("fused") and torch.get_default_dtype() == torch.float32:
+        options["fused"] = False  # fused kernels need memory; the state is the same where step counts are float32
+    kind = type(optimizer)
+    trial = object.__new__(kind)
+    own = {
+        name: value for name, value in vars(optimizer).items() if name != "step"
+    }  # a schedule wraps it, for counting
+    vars(trial).update(own, param_groups=[options], state=defaultdict(dict))
+    with torch.no_grad():
+        inspect.unwrap(kind.step)(trial)
+    return trial.state[copy]
+
+
+def _spec(leaf: torch.Tensor) -> Spec:
+    strides = torch.empty_like(leaf, device="meta").stride()
+    return Spec(tuple(leaf.shape), strides, str(leaf.dtype).removeprefix("torch."), leaf.dtype.itemsize)
+
+
+def _own(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _unforeseen(what: str) -> UsageError:
+    return UsageError(
+        f"an update made {what} in the optimizer's state, which a trial before the first step had not made, so it has "
+        "no place that worker processes could share; use engine='inline' (same answer)"
+    )
