@@ -72,7 +72,6 @@ NAMED: dict[str, tuple[str, str]] = {
 # Who takes any arguments at all, so that no type checker looks at them, how often, and why.
 ANY_ARGUMENTS = {
     "engines/hosts/gloo.py": (1, "calls whatever it is given"),
-    "engines/hosts/link.py": (1, "inherits the link over processes, which it is to hold"),
     "engines/hosts/world.py": (1, "calls whatever it is given"),
     "engines/processes/messages.py": (1, "what a worker tells differs from message to message"),
     "engines/processes/pool.py": (1, "what a worker tells differs from message to message"),
@@ -82,8 +81,6 @@ ANY_ARGUMENTS = {
 
 # Where a private name of a class is used outside its file (in the package), how often, and why.
 REACHED = {
-    "engines/hosts/driver.py": (11, "Distributed inherits the driver of processes, which it is to hold"),
-    "engines/hosts/link.py": (29, "HostLink inherits the link over processes, which it is to hold"),
     "engines/hosts/gloo.py": (1, "torch's own: ProcessGroup has no public all_gather of bytes"),
     "frameworks/torch/buffers.py": (4, "torch's own: where a module keeps its buffers"),
     "manual/replicas.py": (1, "torch's own: how a module moves what it holds"),
@@ -96,7 +93,7 @@ REACHED_IN_TESTS = {
     "engines/moving.py": 2,
     "engines/test_compiled.py": 1,
     "engines/test_falls.py": 8,
-    "engines/test_same_bits.py": 8,
+    "engines/test_same_bits.py": 2,
     "engines/test_schedules.py": 2,
     "engines/test_starter.py": 8,
     "engines/test_surroundings.py": 2,
