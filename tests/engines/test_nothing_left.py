@@ -186,7 +186,7 @@ def cleared_away(tag):
 
 
 @KINDS
-@pytest.mark.parametrize("way", sample("ways to end", WAYS, 4))
+@pytest.mark.parametrize("way", sample("ways to end", WAYS, 3))
 def test_nothing_is_left_when_an_interpreter_ends(way, repeat, tmp_path):
     """Whatever ends the caller's process: within seconds no process, shared memory or file of the run is left."""
     code, send, status = WAYS[way]

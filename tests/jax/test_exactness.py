@@ -24,14 +24,17 @@ def trained(recipe):
     return result.digest, result.loss_history
 
 
-@pytest.mark.parametrize("name", sample("one jax replica", ["mlp", "whole_loss", "lenet", "transformer"], 1))
+LARGE = [pytest.param(name, marks=pytest.mark.campaign) for name in ("lenet", "transformer")]  # to compile
+
+
+@pytest.mark.parametrize("name", [*sample("one jax replica", ["mlp", "whole_loss"], 1), *LARGE])
 def test_one_replica(name):
     """A recipe ends in the bits and losses of the plain loop."""
     recipe = FAMILIES[name].recipe(1)
     assert trained(recipe) == answer(recipe)
 
 
-@pytest.mark.parametrize("name", sample("jax replicas", ["dropout", "masked_tokens", "bfloat16", "no_key"], 2))
+@pytest.mark.parametrize("name", sample("jax replicas", ["dropout", "masked_tokens", "bfloat16", "no_key"], 1))
 def test_several_replicas(name):
     """A recipe ends in the bits of its uneven shares, weighted and folded by hand."""
     recipe = FAMILIES[name].recipe(3)
@@ -198,7 +201,7 @@ def test_names_are_never_equal():
     assert list(recipe.train(engine="inline").params) == ["['a']['b']", "['a.b']"]
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("replicas", sample("jax evaluation", [1, 3], 1))
 def test_evaluation(replicas):
     """Every sample counts once, nothing is padded, dropout is off, and the state is as it was."""
     recipe = FAMILIES["dropout"].recipe(replicas)
