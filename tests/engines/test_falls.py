@@ -126,8 +126,8 @@ def test_a_snapshot_in_memory_is_checked(tmp_path, wanted, monkeypatch, flipped)
 
     def flip(supervisor, task, facts):
         if task == "take" and flipped:
-            mirror = supervisor._record._mirror
-            mirror._arena[mirror._layout.snapshot[0][0]] ^= 4
+            mirror = supervisor._record._mirror  # planted
+            mirror._arena[mirror._layout.snapshot[0][0]] ^= 4  # planted
         return told(supervisor, task, facts)
 
     monkeypatch.setattr(Supervisor, "_told", flip)

@@ -14,7 +14,7 @@ HOME = "phalanx.shared.counters"
 OWN_PROTOCOL = "phalanx.backend"  # processes of torch.distributed share words of their own
 VIEWS = {  # who makes words of shared memory
     "phalanx.shared.arena": "for the counters, which get them from it",
-    "phalanx.backend.room": "of its own protocol",
+    "phalanx.backend.memory": "of its own protocol",
 }
 
 

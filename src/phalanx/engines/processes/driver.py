@@ -77,8 +77,7 @@ class Processes:
         self._framework = framework
         self._deadline = Deadline() if deadline is None else deadline
         self._rendezvous = rendezvous
-        self.ended = ""
-        self.closed = self.lost = False
+        self.ended, self.closed, self.lost = "", False, False
         plan = Plan(framework.sharing, placement)
         check_room(plan.layout.touched, placement.workers)
         memories = [Memory(0) for _ in range(MEMORIES)]
@@ -96,13 +95,8 @@ class Processes:
         self._mirror = Mirror(self._framework.sharing, plan.layout, mapped)
         pack({**described(self._framework.name), "threads": self._definition.threads}, environment_memory, reduced)
         fields = {item.name: getattr(self._definition, item.name) for item in dataclasses.fields(Definition)}
-        facts = {
-            "placement": placement,
-            "signature": plan.layout.signature(),
-            "state": plan.layout.contents.state,
-            "hosts": self._rendezvous,
-        }
-        pack({**facts, "fields": fields}, parcel, reduced)
+        facts = {"placement": placement, "signature": plan.layout.signature(), "state": plan.layout.contents.state}
+        pack({**facts, "hosts": self._rendezvous, "fields": fields}, parcel, reduced)
         record = StateRecord(self._mirror, self.run_state, self.counters.reports)
         self._failures = FailureLog(self._definition, self._framework, placement, self.counters, self.run_state)
         self._pool = WorkerPool(memories, self.counters, self._deadline, self._failures.vacancies, record)
@@ -292,8 +286,7 @@ class Processes:
         with self._watching():
             self.supervisor.wait(self.counters.all_idle, LONG)  # some may still be on their way there
         self.counters.trouble = 0
-        told = self._settle()
-        if not told:
+        if not (told := self._settle()):
             return RunError(f"step {t} was given up, and no worker said why; run it again", step=t)
         error = first_error(told)
         if isinstance(error, PhalanxError) or not self.ended:
