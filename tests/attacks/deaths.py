@@ -159,7 +159,7 @@ def interrupted_request(rng):
         try:
             with interrupts.guarded():
                 timer.start()
-                WARM.hand(0, [])  # no worker either: it ends as it finds no memories
+                WARM.handle(0, [])  # no worker either: it ends as it finds no memories
                 timer.join()
             return "SIGINT was not delivered"
         except KeyboardInterrupt:

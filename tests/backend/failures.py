@@ -144,13 +144,13 @@ class Interrupting:
 
 def broken_off(rank, size):
     """Ctrl-C in the middle of an all-reduce comes through, and afterwards nothing is reduced wrongly."""
-    from phalanx.backend import collectives, group
+    from phalanx.backend import collectives
 
-    original = group.reduction
-    group.reduction = lambda *given: Interrupting(original(*given)) if rank == 0 else original(*given)
+    original = collectives.reduction
+    collectives.reduction = lambda *given: Interrupting(original(*given)) if rank == 0 else original(*given)
     with pytest.raises(KeyboardInterrupt if rank == 0 else PeerError):
         one_after_another(lambda: dist.all_reduce(torch.ones(collectives.SLOT)), dist.barrier)
-    group.reduction = original
+    collectives.reduction = original
     with pytest.raises(PeerError, match="broke off in the middle" if rank == 0 else "has ended|does"):
         dist.all_reduce(torch.ones(3))
 
@@ -228,4 +228,4 @@ def destroyed(rank, size):
         come_and_go()
     gc.collect()
     assert descriptors() == before
-    assert progress.LINES == []
+    assert progress.QUEUES == []

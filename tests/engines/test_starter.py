@@ -183,7 +183,7 @@ def test_a_worker_whose_start_was_interrupted_is_ended(ended, monkeypatch):
 
     monkeypatch.setattr(launch.Zygote, "_receive", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        WARM.hand(0, [])
+        WARM.handle(0, [])
     children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
     deadline = time.monotonic() + 60
     if ended:  # it was given no memory to live in
