@@ -171,14 +171,25 @@ HELD = []  # a global that a context manager of the user's sets and restores
 
 @contextlib.contextmanager
 def doubled(path, seconds):
-    """Sets a global of the user's, and takes its time, once, before it is restored."""
+    """Sets a global of the user's, and takes its time after Ctrl-C, once, before it is restored."""
     HELD.append(1)
     try:
         yield
     finally:
         if path is not None and first(path):
+            wait_for(pressed(path))
             time.sleep(seconds)
         HELD.pop()
+
+
+def pressed(path):
+    return path.with_suffix(".pressed")
+
+
+def wait_for(path):
+    end = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 def first(path):
@@ -202,12 +213,11 @@ def ctrl_c_after(path, *waits):
     """Presses Ctrl-C so many seconds after user code has made ``path``, and after each other."""
 
     def work():
-        end = time.monotonic() + 60
-        while not path.exists() and time.monotonic() < end:
-            time.sleep(0.01)
+        wait_for(path)
         for wait in waits:
             time.sleep(wait)
             press()
+            pressed(path).touch()
 
     thread = threading.Thread(target=work)
     thread.start()
