@@ -1,9 +1,14 @@
 """Shared by all tests: one thread for whatever runs beside phalanx, and a clean set of generators."""
 
 import os
+import signal
 
 import pytest
 import torch
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in the background of a shell: nobody could press Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 os.environ["NPROC"] = "1"  # jax computes with one thread; read when it makes its first array in a process
 
