@@ -11,7 +11,7 @@ import functools
 import random
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -55,30 +55,43 @@ def find(roots: Mapping[str, Any]) -> Owned:
     return {path: thing for path, thing in reachable(roots) if isinstance(thing, kinds) and id(thing) not in strangers}
 
 
-@contextlib.contextmanager
-def kept(owned: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Restore every global generator, and the owned ones, on the way out. One thread at a time may be inside."""
-    with ALONE:
-        yield from _kept(owned)
+class kept(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a function
+    """Restore every global generator, and the owned ones, on the way out. One thread at a time may be inside.
 
+    A class, not a generator with ``finally``: of one that Ctrl-C has left behind, that would be run whenever garbage is
+    collected, in the middle of something else. Only the turn is given back then.
+    """
 
-def _kept(owned: Mapping[str, Any] | None) -> Iterator[None]:
-    torch = sys.modules.get("torch")
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    torch_state = None if torch is None else torch.default_generator.get_state()
-    cuda_states = torch.cuda.get_rng_state_all() if torch is not None and torch.cuda.is_initialized() else None
-    restore = [_restoring(generator) for generator in (owned or {}).values()]
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        if torch is not None and torch_state is not None:
-            torch.default_generator.set_state(torch_state)
-            if cuda_states is not None:
-                torch.cuda.set_rng_state_all(cuda_states)
-        for put_back in restore:
-            put_back()
+    def __init__(self, owned: Mapping[str, Any] | None = None) -> None:
+        self._owned = owned or {}
+        self._restore: list[Callable[[], Any]] = []
+        self._inside = False
+
+    def __enter__(self) -> None:
+        ALONE.__enter__()
+        self._inside = True
+        torch: Any = sys.modules.get("torch")
+        self._restore = [
+            functools.partial(random.setstate, random.getstate()),
+            functools.partial(np.random.set_state, np.random.get_state()),
+        ]
+        if torch is not None:
+            self._restore.append(_restoring(torch.default_generator))
+            if torch.cuda.is_initialized():
+                self._restore.append(functools.partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+        self._restore += map(_restoring, self._owned.values())
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            for put_back in self._restore:
+                put_back()
+        finally:
+            self.__del__()
+
+    def __del__(self) -> None:
+        if self._inside:
+            self._inside = False
+            ALONE.__exit__()
 
 
 class seeded(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a function

@@ -39,7 +39,7 @@ class Turns(contextlib.AbstractContextManager["Turns"]):
         _ALL.add(self)
 
     def _begin(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what is collected while it is held may give back a turn
         self._waiting: deque[_Turn] = deque()
 
     def forked(self) -> None:
@@ -81,6 +81,8 @@ class Turns(contextlib.AbstractContextManager["Turns"]):
                 if self._owner or self._waiting:
                     turn = _Turn(me)
                     self._waiting.append(turn)
+                    if not self._owner:  # given back meanwhile, by what was collected here
+                        self._pass_on()
                 else:
                     self._owner = me
             if turn is not None:
