@@ -143,8 +143,8 @@ def test_ctrl_c_at_any_line_with_workers(tmp_path):
 def test_ctrl_c_in_a_plans_block_leaves_the_generators_as_they_were():
     """A hand-written loop that follows the plan finds its generators again, wherever in it Ctrl-C comes.
 
-    All but two places: no ``__exit__`` written in Python can do anything about Ctrl-C before its first line, and between
-    the block's last line and that. Restored when garbage is collected they would be, but then in the middle of something.
+    All but two places: no ``__exit__`` written in Python can do anything about Ctrl-C before its first line, and on the
+    way there. Garbage collection could restore them, but then in the middle of something else.
     """
     plan = recipe().plan
 
