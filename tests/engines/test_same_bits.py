@@ -10,7 +10,6 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
-from phalanx.shared.control import RING
 from torch import nn
 from torch.autograd import Variable
 from torch.nn import functional as F
@@ -19,6 +18,7 @@ import phalanx
 from phalanx.engines.processes.driver import Processes
 from phalanx.frameworks.registry import open_framework
 from phalanx.plan.placement import Placement
+from phalanx.shared.reports import RING
 from tests.families import DATA, FAMILIES, FEATURES, OPTIMIZERS, SAMPLES, SCHEDULERS, muon_and_adamw, normal, whole
 from tests.sampling import cover, sample
 
