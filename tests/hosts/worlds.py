@@ -38,12 +38,16 @@ for line in sys.stdin:
 """
 
 
-def started(code, size, environment, **streams):
-    """So many processes that run ``code``, with what a launcher tells them, each with its rank."""
+def free_port():
+    """A port that nobody listens at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+        return str(probe.getsockname()[1])
+
+
+def started(code, size, environment, **streams):
+    """So many processes that run ``code``, with what a launcher tells them, each with its rank."""
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
     return [
         subprocess.Popen(
             [sys.executable, "-c", code], cwd=ROOT,
@@ -88,8 +92,9 @@ class Pair:
             streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors, "text": True}
             self._processes = self._start(STAYING, **streams)
         try:
+            place = f"import os\nos.environ['MASTER_PORT'] = '{free_port()}'\n"  # the last program's may still be taken
             for process in self._processes:
-                process.stdin.write(json.dumps(BEGIN + code) + "\n")
+                process.stdin.write(json.dumps(place + BEGIN + code) + "\n")
                 process.stdin.flush()
             return [self._answer(process) for process in self._processes]
         except BaseException:

@@ -1,6 +1,7 @@
 """Lanes: replicas are dealt to devices, and devices compute at the same time."""
 
 import threading
+import time
 
 import pytest
 
@@ -33,15 +34,18 @@ def test_several_lanes_run_at_the_same_time():
 def test_the_first_error_comes_when_all_have_ended():
     """Of several errors the first in the order of lanes is raised, and by then no lane computes any more."""
     ended = []
-    first_may_fail = threading.Event()
+    first_may_fail, last_began = threading.Event(), threading.Event()
 
     def computed(lane):
         if lane.device == "a":
             assert first_may_fail.wait(60)
+            assert last_began.wait(60)
             raise ValueError("a")
         if lane.device == "b":
             first_may_fail.set()
             raise ValueError("b")
+        last_began.set()
+        time.sleep(0.1)
         ended.append(lane.device)
 
     with pytest.raises(ValueError, match=r"^a$"):
