@@ -73,7 +73,8 @@ def work(model: str, column: str) -> None:
     with recipe.start(workers=workers, engine=engine, progress=False) as run:
         for line in sys.stdin:
             end = run.steps + int(line)
-            run._horizon = lambda batch: end  # noqa: B023  workers may run ahead as far as ``finish`` would let them
+            holder = getattr(run, "_loop", run)  # where it is said how far workers may run ahead, as ``finish`` does
+            holder._horizon = lambda *_: end  # noqa: B023
             began = time.perf_counter()
             with run._engine.environment:  # as ``finish`` holds it
                 for _ in itertools.islice(run, int(line)):
