@@ -11,6 +11,7 @@ Below 1 is faster.
 """
 
 import argparse
+import contextlib
 import itertools
 import math
 import os
@@ -19,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
+from typing import Any
 
 import tqdm
 
@@ -70,16 +72,34 @@ def work(model: str, column: str) -> None:
         steps=1_000_000, optimizer=models.OPTIMIZER,
     )  # fmt: skip
     engine = "inline" if workers == 1 else "processes"
-    with recipe.start(workers=workers, engine=engine, progress=False) as run:
-        for line in sys.stdin:
-            end = run.steps + int(line)
-            holder = getattr(run, "_loop", run)  # where it is said how far workers may run ahead, as ``finish`` does
-            holder._horizon = lambda *_: end  # noqa: B023
+    with recipe.start(workers=workers, engine=engine, progress=False) as run, contextlib.suppress(EOFError):
+        take_turns(run)
+        run.finish()
+
+
+def take_turns(run: Any) -> None:
+    """Have ``run.finish()`` wait after as many steps as a line of standard input says, and answer with its seconds.
+
+    The turns are taken inside ``finish``, as what is asked for is its speed; workers run ahead to the end of a turn.
+    """
+    one_step = type(run).__next__
+    end, began = 0, 0.0
+
+    def step(self: Any) -> Any:
+        nonlocal end, began
+        if self.steps == end:
+            if end:
+                print(time.perf_counter() - began, flush=True)
+            line = sys.stdin.readline()
+            if not line:
+                raise EOFError
+            end += int(line)
             began = time.perf_counter()
-            with run._engine.environment:  # as ``finish`` holds it
-                for _ in itertools.islice(run, int(line)):
-                    pass
-            print(time.perf_counter() - began, flush=True)
+        return one_step(self)
+
+    type(run).__next__ = step
+    holder = getattr(run, "_loop", run)  # where it is said how far workers may run ahead
+    holder._horizon = lambda *_: end
 
 
 def interval(values: list[float]) -> tuple[float, float]:

@@ -178,7 +178,8 @@ class Unchanged:
 
     def __init__(self, source: Columns | Samples | None) -> None:
         self._arrays = source.arrays if isinstance(source, Columns) else ()
-        self._versions = [_version(array) for array in self._arrays]
+        versions = [(number, array, _version(array)) for number, array in enumerate(self._arrays)]
+        self._counting = [known for known in versions if known[-1] is not None]  # looked at before every step
         self._sums = [_checksum(array) for array in self._arrays]
 
     def check(self, *, contents: bool) -> None:
@@ -189,14 +190,19 @@ class Unchanged:
         UsageError
             A column was changed since this was made.
         """
-        for number, array in enumerate(self._arrays):
-            changed = _version(array) != self._versions[number]
-            if changed or (contents and _checksum(array) != self._sums[number]):
-                raise UsageError(
-                    f"data was changed in place while the run was open (column {number} of {len(self._arrays)}), which "
-                    "workers do not see; change it between runs, pass a dataset that computes samples, or bring "
-                    "batches yourself: data=None, then run.step(batch)"
-                )
+        for number, array, version in self._counting:
+            if array._version != version:
+                raise self._changed(number)
+        for number, array in enumerate(self._arrays if contents else ()):
+            if _checksum(array) != self._sums[number]:
+                raise self._changed(number)
+
+    def _changed(self, number: int) -> UsageError:
+        return UsageError(
+            f"data was changed in place while the run was open (column {number} of {len(self._arrays)}), which "
+            "workers do not see; change it between runs, pass a dataset that computes samples, or bring "
+            "batches yourself: data=None, then run.step(batch)"
+        )
 
 
 def _version(array: Any) -> int | None:

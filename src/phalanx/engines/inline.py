@@ -5,9 +5,8 @@ Its link reaches no other worker: it hosts every replica and owns everything.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.definition.batches import BatchShares
@@ -20,7 +19,7 @@ from phalanx.seams import Exported, Framework, Part, RunState, Steppable, Vector
 from phalanx.seams.events import StepReport
 from phalanx.seams.snapshots import Captured
 from phalanx.step import Proposal, commit, measure, propose
-from phalanx.surroundings import interrupts, lanes
+from phalanx.surroundings import interrupts
 
 
 class Inline:
@@ -48,8 +47,7 @@ class Inline:
         self.run_state = RunState() if run_state is None else run_state
         self._definition = definition
         self._framework = framework
-        self._lanes = lanes.dealt([framework] * definition.replicas)  # one: a framework has its state on one device
-        self._link = LocalLink(framework, self._lanes[0].replicas)
+        self._link = LocalLink(framework, range(definition.replicas))
         self._dealer = BatchShares(definition, framework.opened)
         self._torn = False
         self._ended = ""
@@ -63,14 +61,17 @@ class Inline:
         self._check_able()
         started = time.perf_counter()
         t, lr = len(self.run_state.loss_history), self._framework.lr
-        with self.environment, self._unbroken(f"at step {t}"):
-            shares = self._dealer.planned(t) if batch is None else self._dealer.brought(batch)
-            self._link.begin()
-            (proposal,) = lanes.run(
-                self._lanes, lambda lane: propose(lane.device, self._link, self._definition, t, shares)
-            )
-            samples = sum([len(share.samples) for share in shares])
-            self._commit(t, proposal, samples)
+        breaks = interrupts.breaks()
+        with self.environment:
+            try:
+                shares = self._dealer.planned(t) if batch is None else self._dealer.brought(batch)
+                self._link.begin()
+                proposal = propose(self._framework, self._link, self._definition, t, shares)
+                samples = sum([len(share.samples) for share in shares])
+                self._commit(t, proposal, samples)
+            except BaseException:
+                self._end_if_broken_off(breaks, f"at step {t}")
+                raise
         epoch = self._definition.plan.epoch(t) if batch is None else None
         ended = time.perf_counter()
         self.run_state.time(started, ended)
@@ -85,10 +86,15 @@ class Inline:
         self._check_able()
         seed = self._definition.seed
         measured: list[tuple[float, float]] = []
-        with self.environment, self._unbroken("in an evaluation"):
-            for chunk, share in enumerate(self._dealer.chunks(data, batch_size)):
-                interrupts.check()
-                measured.append(measure(self._framework, metric_fn, evaluation_key(seed, chunk), share))
+        breaks = interrupts.breaks()
+        with self.environment:
+            try:
+                for chunk, share in enumerate(self._dealer.chunks(data, batch_size)):
+                    interrupts.check()
+                    measured.append(measure(self._framework, metric_fn, evaluation_key(seed, chunk), share))
+            except BaseException:
+                self._end_if_broken_off(breaks, "in an evaluation")
+                raise
         return averaged(measured)
 
     def export(self, *, copy: bool) -> Exported:
@@ -108,18 +114,13 @@ class Inline:
     def close(self) -> None:
         """There is nothing to end."""
 
-    @contextlib.contextmanager
-    def _unbroken(self, where: str) -> Iterator[None]:
+    def _end_if_broken_off(self, breaks: int, where: str) -> None:
         """User code that was broken off may have left anything half done in this process: the run ends there."""
-        breaks = interrupts.breaks()
-        try:
-            yield
-        finally:
-            if interrupts.breaks() != breaks:
-                self._ended = (
-                    f"Ctrl-C broke off your code {where}, which may have left things half done in this process; "
-                    "result() and save() have the state before, and a run_dir goes on from there exactly"
-                )
+        if interrupts.breaks() != breaks:
+            self._ended = (
+                f"Ctrl-C broke off your code {where}, which may have left things half done in this process; "
+                "result() and save() have the state before, and a run_dir goes on from there exactly"
+            )
 
     def _commit(self, t: int, proposal: Proposal, samples: int) -> None:
         """The step counts once the update is done; what fails in the schedule cannot undo it, but ends the run."""

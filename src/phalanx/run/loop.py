@@ -51,8 +51,9 @@ class Loop:
         """Do a step, on ``batch`` or the next planned one; ``watched``: the caller may look at the state after it."""
         self._data.check(contents=False)
         report = self._engine.advance(batch, self.steps + 1 if watched or batch is not None else self._horizon())
-        self._tell_incidents()
-        epoch_ended = report.epoch is not None and self._ends_epoch()
+        if len(self._engine.run_state.incidents) != self._told:
+            self._tell_incidents()
+        epoch_ended = report.epoch is not None and self._ends_epoch(report.step + 1)
         try:
             if epoch_ended:
                 self._data.check(contents=True)
@@ -86,10 +87,10 @@ class Loop:
             limits.append((self.steps // plan.steps_per_epoch + 1) * plan.steps_per_epoch)
         return min(limits)
 
-    def _ends_epoch(self) -> bool:
-        """Whether the latest step was the last one of an epoch, or of all."""
+    def _ends_epoch(self, steps: int) -> bool:
+        """Whether the last of so many steps was the last one of an epoch, or of all."""
         plan = self._definition.plan
-        return self.steps % plan.steps_per_epoch == 0 or self.steps == plan.steps
+        return steps % plan.steps_per_epoch == 0 or steps == plan.steps
 
     def _tell_incidents(self) -> None:
         incidents = self._engine.run_state.incidents

@@ -7,7 +7,7 @@ import time
 
 from phalanx.errors import Trouble
 from phalanx.plan.lifecycle import Phase
-from phalanx.shared.counters import WAIT, Counters, WorkerCounters
+from phalanx.shared.counters import Counters, WorkerCounters
 from phalanx.shared.ordering import order
 
 ROUNDS = 32  # bits for the barriers within a grant
@@ -71,8 +71,7 @@ class Barrier:
                 self._wait_for(other, mine)
         order()  # what the others wrote before they came is read after this
         now = time.perf_counter()
-        self._own.spend(part, arrived - self._since)
-        self._own.spend(WAIT, now - arrived)
+        self._own.spend(part, arrived - self._since, now - arrived)
         self._since = now
 
     def _wait_for(self, other: WorkerCounters, mine: int) -> None:

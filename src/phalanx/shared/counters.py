@@ -28,6 +28,8 @@ STEPS, BATCH, TASK = 1, 2, 3  # kinds of grants: planned steps, a step on a batc
 GO_ON, BEGIN_NO_STEP, LEAVE = 0, 1, 2  # pauses; LEAVE: also a step that is being computed, between two replicas
 COMPUTE, WAIT, FOLD, UPDATE = 0, 1, 2, 3  # parts of a step, timed
 PARTS: Final = ("compute", "wait", "fold", "update")
+PHASES: Final = len(Phase)
+PROGRESS: Final = 3  # the word that says how far a worker is: step and phase in one, so that none is read too late
 TIMES: Final = len(PARTS) + 1  # floats of a worker: seconds in each part, and when it began what it does now
 
 
@@ -67,7 +69,6 @@ class WorkerCounters:
     arrived = word(0, "How many barriers it has come to; the grant is in the upper bits.")
     finished = word(1, "The latest grant that it is done with: it is idle if that is the latest of all.")
     sleeping = word(2, "Whether it has to be woken to see a grant.")
-    _progress = word(3, "How far it is: step and phase in one word, so that nobody reads one of them too late.")
     opinion = word(4, "What it thinks of a question that all are asked, from one barrier to the next.")
     replicas = word(5, "How many of its replicas it has computed in this step.")
     total = word(6, "How many replicas, or chunks of an evaluation, its place has computed in all.")
@@ -79,13 +80,13 @@ class WorkerCounters:
 
     def reach(self, step: int, phase: Phase) -> None:
         """It comes to a phase of a step, now."""
-        self.begin_part()
-        self._progress = step * len(Phase) + phase
+        self._floats[TIMES - 1] = time.monotonic()
+        self._words[PROGRESS] = step * PHASES + phase
 
     @property
     def progress(self) -> Progress:
         """Where it is, or was when it ended."""
-        step, phase = divmod(self._progress, len(Phase))
+        step, phase = divmod(self._words[PROGRESS], PHASES)
         return Progress(step, Phase(phase))
 
     def begin_part(self) -> None:
@@ -97,9 +98,10 @@ class WorkerCounters:
         """When it came to what it does now, on the clock of ``time.monotonic``."""
         return self._floats[TIMES - 1]
 
-    def spend(self, part: int, seconds: float) -> None:
-        """It has spent so long in a part of a step."""
+    def spend(self, part: int, seconds: float, waited: float) -> None:
+        """It has spent so long in a part of a step, and waiting for the others to come to its end."""
         self._floats[part] += seconds
+        self._floats[WAIT] += waited
 
     @property
     def spent(self) -> Sequence[float]:

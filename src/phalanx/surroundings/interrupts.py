@@ -213,8 +213,9 @@ class breakable(contextlib.AbstractContextManager[None]):  # noqa: N801  used as
         self._breaks: int | None = None
 
     def __enter__(self) -> None:
-        if _PROCESS.installed and not _PROCESS.shields and _here():
-            check()
+        if _PROCESS.installed and not _PROCESS.shields and threading.get_ident() == _PROCESS.main:
+            if _PROCESS.pressed:
+                _PROCESS.deliver()
             self._breaks = _PROCESS.breaks
             _PROCESS.at_once = self._at_once
             _PROCESS.breakable = True

@@ -149,9 +149,10 @@ def verb(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], 
 
     @functools.wraps(method)
     def call(owner: S, *arguments: P.args, **options: P.kwargs) -> T:
-        if owner.turn.mine:  # called by another verb
+        turn = owner.turn
+        if turn.mine:  # called by another verb
             return method(owner, *arguments, **options)
-        with interrupts.guarded(), owner.turn:
+        with interrupts.guarded(), turn:
             return method(owner, *arguments, **options)
 
     return call

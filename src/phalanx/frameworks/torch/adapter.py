@@ -192,7 +192,8 @@ class Torch:
         self._shapes.settle()
         samples = share.read(share.samples)
         generators.seed(key, self._owned)
-        generators.reseed(self._models, key)
+        if self._models:
+            generators.reseed(self._models, key)
         return self._forward.to_device(samples if share.collated else self._collate(samples))
 
 
