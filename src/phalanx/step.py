@@ -19,7 +19,7 @@ from phalanx.errors import NonFiniteError, PhalanxError, RunError, UsageError, W
 from phalanx.plan import replica_key
 from phalanx.plan.fold import fold_values
 from phalanx.plan.shares import share_weights
-from phalanx.seams import Arithmetic, Computed, Framework, Link, Part, Steppable, Vector
+from phalanx.seams import Arithmetic, Computed, Framework, Link, Part, Steppable, Todo, Vector
 from phalanx.surroundings import interrupts
 
 ABSENT = Part(0.0, 0.0, returned=False, samples=0)
@@ -69,9 +69,10 @@ def propose(framework: Steppable, link: Link, definition: Definition, t: int, sh
         ]
         parts = link.all_gather(mine)
         check_consistent(parts)
-        loss, weight = _mean(t, parts)
+        weight = _weight(t, parts)
         gradient = link.mean(weight)
-        norm = link.norm(gradient)
+        norm = link.norm(gradient)  # waits for all devices, so that losses can be read
+        loss = mean_loss(framework.read([part.loss for part in parts]), parts, weight)
         accepted = definition.on_nonfinite == "ignore" or _finite(framework.arithmetic, link, loss, norm, gradient)
         if not accepted and definition.on_nonfinite == "stop":
             raise blame(framework, definition, t, shares, link.hosted)
@@ -111,8 +112,8 @@ def _part(
     return part
 
 
-def weighed(loss: float, returned: float | None, known: float, samples: int, replicas: int) -> Part:
-    """What a replica adds to the mean: its loss times its weight. A lone replica is multiplied by nothing.
+def weighed(loss: Any, returned: float | None, known: float, samples: int, replicas: int) -> Part:
+    """What a replica adds to the mean, and with which weight. A lone replica is multiplied by nothing.
 
     ``returned`` is the weight that the loss told, ``known`` the one that counts where it told none.
     """
@@ -122,7 +123,7 @@ def weighed(loss: float, returned: float | None, known: float, samples: int, rep
         return Part(0.0, 0.0, told, samples)
     if weight == 1 or replicas == 1:
         return Part(loss, 1.0, told, samples)
-    return Part(weight * loss, weight, told, samples)
+    return Part(loss, weight, told, samples)
 
 
 def check_consistent(parts: Sequence[Part]) -> None:
@@ -131,24 +132,28 @@ def check_consistent(parts: Sequence[Part]) -> None:
         raise UsageError("loss_fn returned a weight for some replicas and none for others; return it always or never")
 
 
-def mean_of(parts: Sequence[Part]) -> tuple[float, float] | None:
-    """The mean loss, and the sum of weights that the gradient is divided by; None where every weight is 0."""
-    loss = fold_values([part.loss if part.weight else None for part in parts], operator.add)
-    weight = fold_values([part.weight or None for part in parts], operator.add)
-    if loss is None or weight is None:
-        return None
-    return (loss if weight == 1 else loss / weight), weight
+def total_weight(parts: Sequence[Part]) -> float | None:
+    """The sum of weights, which the gradient is divided by; None where every weight is 0."""
+    return fold_values([part.weight or None for part in parts], operator.add)
 
 
-def _mean(t: int, parts: Sequence[Part]) -> tuple[float, float]:
-    mean = mean_of(parts)
-    if mean is None:
+def mean_loss(losses: Sequence[float], parts: Sequence[Part], weight: float) -> float:
+    """The mean of the replicas' ``losses``, given the sum of their weights."""
+    pairs = [(loss, part.weight) for loss, part in zip(losses, parts, strict=True)]
+    total = fold_values([None if not own else loss if own == 1 else own * loss for loss, own in pairs], operator.add)
+    assert total is not None
+    return total if weight == 1 else total / weight
+
+
+def _weight(t: int, parts: Sequence[Part]) -> float:
+    weight = total_weight(parts)
+    if weight is None:
         raise RunError(
             f"every replica of step {t} has weight 0: loss_fn counted nothing to average over in the whole batch; "
             "leave such batches out, or raise batch_size",
             step=t,
         )
-    return mean
+    return weight
 
 
 def _finite(arithmetic: Arithmetic, link: Link, loss: float, norm: float, gradient: Vector) -> bool:
@@ -161,7 +166,9 @@ def begin(
 ) -> Iterator[Computed]:
     """Gradients of these replicas in step ``t``, each computed when it is asked for."""
     keys = [replica_key(definition.seed, t, replica, definition.replicas) for replica in replicas]
-    return framework.gradients([(key, shares[replica]) for key, replica in zip(keys, replicas, strict=True)])
+    return framework.gradients(
+        [Todo(replica, key, shares[replica]) for key, replica in zip(keys, replicas, strict=True)]
+    )
 
 
 def compute(computing: Iterator[Computed], t: int, replica: int, share: Share) -> Computed:
@@ -205,7 +212,8 @@ def blame(
         computed = compute(begin(framework, definition, t, [replica], shares), t, replica, share)
         if computed.gradient is None:
             continue
-        what = None if math.isfinite(computed.loss) else f"the loss is {computed.loss}"
+        (loss,) = framework.read([computed.loss])
+        what = None if math.isfinite(loss) else f"the loss is {loss}"
         if what is None and not framework.arithmetic.finite(computed.gradient):
             what = "the gradient has values that are not finite"
         if what is not None:

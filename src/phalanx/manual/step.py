@@ -18,7 +18,7 @@ from phalanx.manual.gradients import ALGORITHMS, ORDERED, average
 from phalanx.manual.replicas import check_trained, tensors_of
 from phalanx.manual.shards import samples_in, shard_batch, tensors_in
 from phalanx.plan.shares import share_bounds, share_weights
-from phalanx.step import ABSENT, check_consistent, mean_of, weighed
+from phalanx.step import ABSENT, check_consistent, mean_loss, total_weight, weighed
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import alone
 
@@ -204,11 +204,11 @@ def _average(definition: Definition, works: Sequence[ReplicaStep], algorithm: st
         for work, share in zip(works, known, strict=True)
     ]
     check_consistent(parts)
-    mean = mean_of(parts)
-    if mean is None:
+    weight = total_weight(parts)
+    if weight is None:
         raise RunError("loss_fn returned the weight 0 for every share: it counted nothing to average over in the batch")
     average([list(work.model.named_parameters()) for work in works], [part.weight for part in parts], algorithm)
-    return mean[0]
+    return mean_loss([part.loss for part in parts], parts, weight)
 
 
 def _settle(works: Sequence[ReplicaStep]) -> None:

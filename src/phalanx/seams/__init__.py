@@ -17,6 +17,14 @@ from phalanx.seams.sharing import Sharing, Vector
 from phalanx.seams.snapshots import Captured, Snapshots
 
 
+class Todo(NamedTuple):
+    """A replica's part in a step: its number, the key of its random generators, and its samples."""
+
+    replica: int
+    key: int
+    share: Share
+
+
 @dataclass(slots=True)
 class Computed:
     """What one replica computed in one step.
@@ -24,6 +32,7 @@ class Computed:
     Attributes
     ----------
     loss : float
+        Or what ``Steppable.read`` makes one of: a device is not waited for before all of them have work.
     weight : float or None
         The weight that the loss returned, if it did.
     gradient : Vector or None
@@ -33,7 +42,7 @@ class Computed:
         The model's buffers as this replica left them.
     """
 
-    loss: float
+    loss: Any
     weight: float | None
     gradient: Vector | None
     buffers: list[Any]
@@ -45,7 +54,7 @@ class Part(NamedTuple):
     Attributes
     ----------
     loss : float
-        Times the weight.
+        As computed; where nobody else has to read it, also what ``Steppable.read`` makes one of.
     weight : float
         0 where nothing is to be added.
     returned : bool
@@ -54,7 +63,7 @@ class Part(NamedTuple):
         0 where the replica did not run.
     """
 
-    loss: float
+    loss: Any
     weight: float
     returned: bool
     samples: float
@@ -97,11 +106,15 @@ class Steppable(Protocol):
         """How gradients are added, scaled and divided."""
         ...
 
-    def gradients(self, todo: Sequence[tuple[int, Share]]) -> Iterator[Computed]:
-        """Compute the (key, share) of some replicas in turn, from the state at the step's start; runs user code.
+    def gradients(self, todo: Sequence[Todo]) -> Iterator[Computed]:
+        """Compute some replicas in turn, from the state at the step's start; runs user code.
 
         One is computed when it is asked for; others may have been begun by then, if that is not seen.
         """
+        ...
+
+    def read(self, losses: list[Any]) -> list[float]:
+        """Losses of ``gradients`` as numbers; waits for the devices that compute them."""
         ...
 
     def norm(self, gradient: Vector) -> float:

@@ -27,7 +27,7 @@ from phalanx.frameworks.jax.optimizer import Update
 from phalanx.frameworks.jax.sharing import Sharing
 from phalanx.frameworks.jax.snapshot import Snapshots, State, entries
 from phalanx.frameworks.jax.tree import named, placed
-from phalanx.seams import Computed, Exported
+from phalanx.seams import Computed, Exported, Todo
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Reentrant
 
@@ -89,16 +89,20 @@ class Jax:
         """How this state is shared with other processes."""
         return Sharing(self._state, self._updates, self._device)
 
-    def gradients(self, todo: Sequence[tuple[int, Share]]) -> Iterator[Computed]:
+    def gradients(self, todo: Sequence[Todo]) -> Iterator[Computed]:
         """See ``seams.Steppable.gradients``: while one is waited for, the other devices compute the next."""
         params = itertools.cycle([self._state.params, *(jax.device_put(self._state.params, to) for to in self._others)])
         begun: deque[Callable[[], Computed]] = deque()
-        for key, share in todo:
+        for _, key, share in todo:
             begun.append(self._begun(next(params), key, share))
             if len(begun) > len(self._others):
                 yield begun.popleft()()
         while begun:
             yield begun.popleft()()
+
+    def read(self, losses: list[float]) -> list[float]:
+        """See ``seams.Steppable.read``: they are numbers already."""
+        return losses
 
     def norm(self, gradient: Gradient) -> float:
         """2-norm of ``gradient`` over all parameters."""
