@@ -213,7 +213,13 @@ class Recipe(Definition):
             past = ResumeState(self, settled.run_dir, settled.resume, settled.keep_snapshots, settled.warm_start)
             undo.callback(past.close)
             engine = open_engine(
-                self, settled.engine, settled.workers, settled.devices, settled.deadline_seconds, past.begin
+                self,
+                settled.engine,
+                settled.workers,
+                settled.devices,
+                settled.deadline_seconds,
+                past.begin,
+                allow=settled.nondeterministic == "allow",
             )
             undo.callback(engine.close)
             turn, total = Turns(), None if self.data is None else self.plan.steps

@@ -165,10 +165,13 @@ def begin(
     framework: Steppable, definition: Definition, t: int, replicas: Sequence[int], shares: Sequence[Share]
 ) -> Iterator[Computed]:
     """Gradients of these replicas in step ``t``, each computed when it is asked for."""
-    keys = [replica_key(definition.seed, t, replica, definition.replicas) for replica in replicas]
-    return framework.gradients(
-        [Todo(replica, key, shares[replica]) for key, replica in zip(keys, replicas, strict=True)]
-    )
+    return framework.gradients(todo(definition, t, replicas, shares))
+
+
+def todo(definition: Definition, t: int, replicas: Sequence[int], shares: Sequence[Share]) -> list[Todo]:
+    """What there is to compute for these replicas in step ``t``."""
+    seed, count = definition.seed, definition.replicas
+    return [Todo(replica, replica_key(seed, t, replica, count), shares[replica]) for replica in replicas]
 
 
 def compute(computing: Iterator[Computed], t: int, replica: int, share: Share) -> Computed:

@@ -1,24 +1,27 @@
 """The inline engine: one worker, this process, all replicas one after another. The reference: simple before fast.
 
-Its link reaches no other worker: it hosts every replica and owns everything.
+On one device its link reaches nobody: it hosts every replica and owns everything. On several devices one link still
+hosts all replicas, and moves partial sums between them.
 """
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from phalanx.definition.batches import BatchShares
+from phalanx.definition.data import Columns
 from phalanx.definition.evaluation import averaged
 from phalanx.definition.fields import Definition
+from phalanx.engines.links import LaneLink, LocalLink
 from phalanx.errors import PhalanxError, RunError, WorkerError
 from phalanx.plan import evaluation_key
-from phalanx.plan.fold import Fold
-from phalanx.seams import Exported, Framework, Part, RunState, Steppable, Vector
+from phalanx.seams import Exported, Framework, Lanes, RunState, Todo
 from phalanx.seams.events import StepReport
 from phalanx.seams.snapshots import Captured
-from phalanx.step import Proposal, commit, measure, propose
+from phalanx.step import Proposal, commit, measure, propose, todo
 from phalanx.surroundings import interrupts
 
 
@@ -33,6 +36,8 @@ class Inline:
 
     run_state : RunState, optional
         What was done before, in another engine.
+    lanes : Lanes, optional
+        The framework again, if it has several devices.
 
     Attributes
     ----------
@@ -43,11 +48,18 @@ class Inline:
     workers = 1
     worker_pids: tuple[int, ...] = ()
 
-    def __init__(self, definition: Definition, framework: Framework, run_state: RunState | None = None) -> None:
+    def __init__(
+        self,
+        definition: Definition,
+        framework: Framework,
+        run_state: RunState | None = None,
+        lanes: Lanes | None = None,
+    ) -> None:
         self.run_state = RunState() if run_state is None else run_state
         self._definition = definition
         self._framework = framework
-        self._link = LocalLink(framework, range(definition.replicas))
+        self._lanes = lanes
+        self._link = LocalLink(framework, range(definition.replicas)) if lanes is None else LaneLink(lanes)
         self._dealer = BatchShares(definition, framework.opened)
         self._torn = False
         self._ended = ""
@@ -66,6 +78,8 @@ class Inline:
             try:
                 shares = self._dealer.planned(t) if batch is None else self._dealer.brought(batch)
                 self._link.begin()
+                if self._lanes is not None and batch is None:
+                    self._lanes.expect(functools.partial(self._following, t + 1, horizon))
                 proposal = propose(self._framework, self._link, self._definition, t, shares)
                 samples = sum([len(share.samples) for share in shares])
                 self._commit(t, proposal, samples)
@@ -114,6 +128,15 @@ class Inline:
     def close(self) -> None:
         """There is nothing to end."""
 
+    def _following(self, step: int, horizon: int) -> list[Todo]:
+        """What the next step computes, if nobody may change the data before: columns are watched, other data is not."""
+        definition = self._definition
+        if step >= definition.plan.steps or (step >= horizon and not isinstance(definition.source, Columns)):
+            return []
+        shares = self._dealer.planned(step)
+        ran = [replica for replica in self._link.hosted if len(shares[replica].samples)]
+        return todo(definition, step, ran, shares)
+
     def _end_if_broken_off(self, breaks: int, where: str) -> None:
         """User code that was broken off may have left anything half done in this process: the run ends there."""
         if interrupts.breaks() != breaks:
@@ -141,54 +164,3 @@ class Inline:
     def _check_able(self) -> None:
         if self._ended:
             raise RunError(f"this run cannot go on: {self._ended}; start another")
-
-
-class LocalLink:
-    """Implements ``seams.Link`` for a worker that has no others: it hosts every replica and owns everything.
-
-    Parameters
-    ----------
-    framework : Steppable
-    hosted : sequence of int
-        All replicas, in order.
-    """
-
-    def __init__(self, framework: Steppable, hosted: Sequence[int]) -> None:
-        self.hosted = hosted
-        self._framework = framework
-        self.begin()
-
-    def begin(self) -> None:
-        """Forget what an earlier step left."""
-        self._fold: Fold[Vector] = Fold(len(self.hosted), self._framework.arithmetic.add)
-        self._buffers: list[tuple[int, list[Any]]] = []
-
-    def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:
-        """See ``seams.Link.push``."""
-        self._fold.push(replica, gradient)
-        if samples:
-            self._buffers.append((samples, buffers))
-        interrupts.check()
-
-    def all_gather(self, parts: Sequence[Part]) -> list[Part]:
-        """See ``seams.Link.all_gather``."""
-        return list(parts)
-
-    def mean(self, weight: float) -> Vector:
-        """See ``seams.Link.mean``."""
-        total = self._fold.total()
-        assert total is not None
-        return total if weight == 1 else self._framework.arithmetic.divide(total, weight)
-
-    def norm(self, gradient: Vector) -> float:
-        """See ``seams.Link.norm``."""
-        return self._framework.norm(gradient)
-
-    def all_true(self, opinion: bool) -> bool:
-        """See ``seams.Link.all_true``."""
-        return opinion
-
-    def commit(self, step: int, gradient: Vector | None) -> None:
-        """See ``seams.Link.commit``."""
-        if gradient is not None:
-            self._framework.update(step, gradient, self._buffers)

@@ -26,9 +26,12 @@ def open_engine(
     devices: Sequence[str],
     deadline_seconds: float | None,
     begin: Callable[[Framework], RunState],
+    *,
+    allow: bool = False,
 ) -> Engine:
     """The engine that was asked for; "auto" without a number of workers measures.
 
+    ``allow``: on accelerators, operations without a deterministic kernel, too.
     ``begin(framework)`` may give the framework the state of an earlier run, and tells what that had done.
     """
     if distributes(engine):
@@ -37,16 +40,15 @@ def open_engine(
         return open_distributed(definition, workers, processors(), deadline_seconds, begin)
     deadline = Deadline(deadline_seconds)
     count = workers or min(definition.replicas, usable_cores())
-    here = count == 1 or set(devices) - {"cpu"} or not CAPABLE
-    if engine == "inline" or (engine == "auto" and here):
+    here = count == 1 or len(devices) > 1 or set(devices) - {"cpu"} or not CAPABLE
+    if engine == "processes" or not (engine == "inline" or here or workers is None):
+        WARM.zygote()  # first: it imports while the model is made here
         framework = open_framework(definition, devices)
-        return Inline(definition, framework, begin(framework))
-    if engine == "auto" and workers is None:
-        framework = open_framework(definition, devices)
-        return Auto(definition, framework, begin(framework), count, deadline)
-    WARM.zygote()  # first: it imports while the model is made here
-    framework = open_framework(definition, devices)
-    return Processes(definition, framework, place(definition.replicas, count), begin(framework), deadline)
+        return Processes(definition, framework, place(definition.replicas, count), begin(framework), deadline)
+    framework = open_framework(definition, devices, allow=allow)
+    if engine == "inline" or here or framework.lanes is not None:
+        return Inline(definition, framework, begin(framework), framework.lanes)
+    return Auto(definition, framework, begin(framework), count, deadline)
 
 
 def distributes(engine: str) -> bool:

@@ -18,25 +18,20 @@ from phalanx.seams.snapshots import Tensor
 from phalanx.surroundings import interrupts
 
 
-def open_framework(definition: Definition, devices: Sequence[str] = ()) -> Framework:
-    """The recipe's state before its first step, on ``devices`` (none named: where the model is made)."""
-    from phalanx.frameworks.torch.adapter import Torch, building
+def open_framework(definition: Definition, devices: Sequence[str] = (), *, allow: bool = False) -> Framework:
+    """The recipe's state before its first step, on ``devices`` (none named: where the model is made).
+
+    ``allow``: on accelerators, operations without a deterministic kernel, too.
+    """
+    from phalanx.frameworks.torch.adapter import building
+    from phalanx.frameworks.torch.devices.opening import open_torch
 
     with building(definition.threads), outside.threads(definition.threads):
         with interrupts.breakable(at_once=True):
             model = _made(definition)
         if not outside.is_pytree(model):
-            _check_one(devices)
-            return Torch(definition, devices, model)
+            return open_torch(definition, devices, model, allow=allow)
         return _jax().Jax(definition, devices, model)
-
-
-def _check_one(devices: Sequence[str]) -> None:
-    if len(devices) > 1:
-        raise UsageError(
-            f"devices is {list(devices)}, but a torch model is trained on one device in this version; name one, as in "
-            f"devices=[{devices[0]!r}]"
-        )
 
 
 def digest(model: Any, optimizer: Any = None, step: int | None = None) -> str:

@@ -23,6 +23,7 @@ class Options(TypedDict, total=False):
     workers: int | str
     engine: str
     devices: str | Sequence[str]
+    nondeterministic: str
     run_dir: Any
     resume: bool | str
     snapshot_every: int | str
@@ -36,7 +37,8 @@ class Options(TypedDict, total=False):
 
 
 DEFAULTS: Mapping[str, Any] = Options(
-    workers="auto", engine="auto", devices="auto", run_dir=None, resume=True, snapshot_every="auto", keep_snapshots=3,
+    workers="auto", engine="auto", devices="auto", nondeterministic="error",
+    run_dir=None, resume=True, snapshot_every="auto", keep_snapshots=3,
     on_snapshot_error="continue", deadline_seconds="auto", warm_start=None, evaluation=None, callbacks=(),
     progress="auto",
 )  # fmt: skip
@@ -50,6 +52,7 @@ class Settled:
     workers: int | None
     engine: str
     devices: tuple[str, ...]
+    nondeterministic: str
     deadline_seconds: float | None
     run_dir: pathlib.Path | None
     resume: bool | str
@@ -77,12 +80,14 @@ def settle(options: Mapping[str, Any], replicas: int) -> Settled:
     checks.choice("engine", given["engine"], ("auto", "inline", "processes", "distributed"))
     checks.choice("resume", given["resume"], (True, False, ANYWAY))
     checks.choice("on_snapshot_error", given["on_snapshot_error"], ("continue", "stop"))
+    checks.choice("nondeterministic", given["nondeterministic"], ("error", "allow"))
     checks.choice("progress", given["progress"], (True, False, "auto"))
     seconds = given["deadline_seconds"]
     settled = Settled(
         workers=_auto_or_count("workers", given["workers"]),
         engine=given["engine"],
         devices=_checked_devices(given["devices"]),
+        nondeterministic=given["nondeterministic"],
         deadline_seconds=None if seconds == "auto" else checks.positive("deadline_seconds", seconds, hint="or 'auto'"),
         run_dir=_path("run_dir", given["run_dir"]),
         resume=given["resume"],
@@ -127,6 +132,11 @@ def _check_engine(settled: Settled, replicas: int) -> None:
             f"devices names {elsewhere[0]!r}, but worker processes compute on the CPU in this version; leave devices "
             "out, or use workers=1 and engine='inline' in one process"
         )
+    if spawns and len(settled.devices) > 1:
+        raise UsageError(
+            f"devices names the CPU {len(settled.devices)} times, which are devices of one process, but these are "
+            "worker processes; use one or the other"
+        )
     if spawns and not hasattr(select, "poll"):
         raise UsageError("worker processes need Linux or macOS; use engine='inline' (same answer)")
 
@@ -145,7 +155,7 @@ def _checked_devices(devices: Any) -> tuple[str, ...]:
         )
     names = tuple("cpu" if name == "cpu:0" else name for name in devices)
     for name in names:
-        if names.count(name) > 1:
+        if name != "cpu" and names.count(name) > 1:
             raise UsageError(
                 f"devices is {checks.shown(devices)}, which names {name!r} more than once, and a device computes one "
                 "replica at a time; name each once"

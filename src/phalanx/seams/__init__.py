@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from phalanx.definition.data import Share, Source
+from phalanx.plan.placement import Placement
 from phalanx.seams.events import Evaluated, Incident, StepReport
 from phalanx.seams.sharing import Sharing, Vector
 from phalanx.seams.snapshots import Captured, Snapshots
@@ -173,9 +174,12 @@ class Framework(Steppable, Protocol):
     ----------
     name : str
         "torch" or "jax".
+    lanes : Lanes or None
+        The same, if it has several devices, or one that computes by itself.
     """
 
     name: str
+    lanes: Lanes | None
 
     @property
     def environment(self) -> AbstractContextManager[None]:
@@ -211,6 +215,26 @@ class Framework(Steppable, Protocol):
 
     def export(self, steps: int, *, copy: bool) -> Exported:
         """The state after ``steps`` steps; ``copy`` makes it independent of the run."""
+        ...
+
+
+class Lanes(Framework, Protocol):
+    """A framework that computes replicas on several devices of this process at a time.
+
+    Attributes
+    ----------
+    placement : Placement
+        Which device computes which replicas.
+    """
+
+    placement: Placement
+
+    def moved(self, entry: int, gradient: Any) -> Any:
+        """One entry of a gradient, where the parameter that it belongs to is updated."""
+        ...
+
+    def expect(self, following: Callable[[], Sequence[Todo]]) -> None:
+        """What will be computed in the next step may be read while this one is waited for."""
         ...
 
 

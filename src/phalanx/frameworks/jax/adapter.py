@@ -27,7 +27,7 @@ from phalanx.frameworks.jax.optimizer import Update
 from phalanx.frameworks.jax.sharing import Sharing
 from phalanx.frameworks.jax.snapshot import Snapshots, State, entries
 from phalanx.frameworks.jax.tree import named, placed
-from phalanx.seams import Computed, Exported, Todo
+from phalanx.seams import Computed, Exported, Lanes, Todo
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Reentrant
 
@@ -54,6 +54,7 @@ class Jax:
     """
 
     name = "jax"
+    lanes: Lanes | None = None
 
     def __init__(self, definition: Definition, devices: Sequence[str], params: Any) -> None:
         _check(definition)

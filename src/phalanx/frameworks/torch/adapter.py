@@ -3,41 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from phalanx.definition.data import Columns, Samples, Share, Source
+from phalanx.definition.data import Share, Source
 from phalanx.definition.fields import Definition
-from phalanx.errors import UsageError
 from phalanx.frameworks.torch import arithmetic
 from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.buffers import Left
 from phalanx.frameworks.torch.environment import Environment, StaticShapes, check_sizes, compiled
 from phalanx.frameworks.torch.forward import AmbiguousMean
 from phalanx.frameworks.torch.lane import Lane
-from phalanx.frameworks.torch.model import checked, named_device
+from phalanx.frameworks.torch.model import checked
 from phalanx.frameworks.torch.optimizer import Update
 from phalanx.frameworks.torch.sharing.state import Sharing
-from phalanx.frameworks.torch.snapshot import Snapshots, digest, entries
-from phalanx.seams import Computed, Exported, Todo
+from phalanx.frameworks.torch.snapshot import Snapshots, entries, exported
+from phalanx.frameworks.torch.sources import opened
+from phalanx.seams import Computed, Exported, Lanes, Todo
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Reentrant
 
 
 class Torch:
-    """Implements ``seams.Framework`` for PyTorch.
+    """Implements ``seams.Framework`` for PyTorch on the CPU, the reference; see ``devices.lanes`` for all else.
 
     Parameters
     ----------
     definition : Definition
-    devices : sequence of str
-        The first is used; empty: where ``make_model`` puts the model.
     model : Any
         What ``make_model`` made, inside ``building``.
 
@@ -48,17 +43,17 @@ class Torch:
     """
 
     name = "torch"
+    lanes: Lanes | None = None
 
-    def __init__(self, definition: Definition, devices: Sequence[str], model: Any) -> None:
+    def __init__(self, definition: Definition, model: Any) -> None:
         self.arithmetic = arithmetic
         self._shapes = StaticShapes()
         self.environment = Reentrant(Environment(definition.threads, definition.generators), self._shapes)
-        named = named_device(devices[0] if devices else None)
         with self.environment, interrupts.breakable(at_once=True):
-            self._build(definition, named, checked(model))
+            self._build(definition, checked(model))
 
-    def _build(self, definition: Definition, device: torch.device | None, model: torch.nn.Module) -> None:
-        model.to(next(model.parameters()).device if device is None else device)
+    def _build(self, definition: Definition, model: torch.nn.Module) -> None:
+        model.to("cpu")
         written = definition.replicas > 1 or math.isfinite(definition.max_norm)
         self._lane = Lane(definition, model, self._shapes, AmbiguousMean(definition), written=written)
         self._updates = Update(definition, self._lane.named)
@@ -122,15 +117,13 @@ class Torch:
 
     def opened(self, source: Source) -> Source:
         """See ``seams.Framework.opened``."""
-        if isinstance(source, Samples):
-            return source
-        return Columns(tuple(map(_column, source.arrays)), source.rebuild, torch.from_numpy)
+        return opened(source)
 
     def export(self, steps: int, *, copy: bool) -> Exported:
         """See ``seams.Framework.export``."""
         self.rewind()
         self._lane.collector.forget()
-        return exported(self._lane.model, self._updates.optimizers, steps, copy=copy)
+        return exported(self._lane.model, self._updates, steps, copy=copy)
 
 
 @contextlib.contextmanager
@@ -138,38 +131,3 @@ def building(threads: int) -> Iterator[None]:
     """Inside, a model may be made and opened, one at a time: generators, threads and modes are the run's."""
     with Environment(threads):
         yield
-
-
-def copied(model: torch.nn.Module) -> torch.nn.Module:
-    """An independent copy of the run's model, for the caller."""
-    try:
-        return copy.deepcopy(model)
-    except Exception as error:
-        raise UsageError(
-            f"the model ({type(model).__name__}) cannot be copied in the middle of a run ({error}); do not keep "
-            "tensors with a gradient in its attributes, or take result() after the run"
-        ) from error
-
-
-def exported(
-    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], steps: int, *, copy: bool
-) -> Exported:
-    """The state as the caller gets it."""
-    given = copied(model) if copy else model
-    params = {name: parameter.detach() for name, parameter in given.named_parameters()}
-    return Exported(given, params, digest(model, optimizers, steps))
-
-
-def _column(array: Any) -> torch.Tensor:
-    """A column as a tensor over the same memory, read-only arrays and memory maps too: columns are never written.
-
-    torch has no negative or odd strides, as reversed views and fields of records have: those are copied.
-    """
-    if isinstance(array, torch.Tensor):
-        return array
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-        try:
-            return torch.from_numpy(np.asarray(array))
-        except ValueError:
-            return torch.from_numpy(np.array(array))

@@ -72,7 +72,8 @@ class Buffers:
             return []
         found: Left = []
         now: dict[int, torch.Tensor] = {}
-        for (path, module, name), tensor, start in zip(self._places, self._tensors, self._start, strict=True):
+        for number, (tensor, start) in enumerate(zip(self._tensors, self._start, strict=True)):
+            path, module, name = self._places[number]
             value = module._buffers.get(name)
             if start is None and value is None:
                 continue
@@ -83,7 +84,7 @@ class Buffers:
                 )
             if now.setdefault(id(tensor), value) is not value:
                 raise UsageError(f"buffer {path!r} is shared by modules, but forward assigned it in only some of them")
-            found.append(start if _same_bytes(value, start) else value.detach().clone())
+            found.append(start if self._unwritten(number, value, start) else value.detach().clone())
         return found
 
     def settle(self, replicas: Sequence[tuple[int, Left]]) -> None:
@@ -91,7 +92,7 @@ class Buffers:
         if not self._places:
             return
         weights = share_weights([samples for samples, _ in replicas])
-        settled = [_settled(list(found), weights) for found in zip(*(left for _, left in replicas), strict=True)]
+        settled = [self._settled(list(found), weights) for found in zip(*(left for _, left in replicas), strict=True)]
         for start, value in zip(self.starts, settled, strict=True):
             if value is not start:
                 start.copy_(value)
@@ -103,8 +104,19 @@ class Buffers:
         with torch.no_grad():
             for (_, module, name), tensor, value in zip(self._places, self._tensors, values, strict=True):
                 module._buffers[name] = tensor
-                if tensor is not None and value is not None and not _same_bytes(tensor, value):
+                if tensor is not None and value is not None and not same_bytes(tensor, value):
                     tensor.copy_(value)
+
+    def _unwritten(self, number: int, value: torch.Tensor, start: torch.Tensor) -> bool:
+        """Whether what forward left as the buffer with this number is the step's start still."""
+        return same_bytes(value, start)
+
+    @staticmethod
+    def _settled(values: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
+        first = values[0]
+        if all(same_bytes(first, other) for other in values[1:]):
+            return first
+        return mean_of(values, weights) if first.is_floating_point() or first.is_complex() else first
 
     def _check_places(self) -> None:
         self._checked = True
@@ -125,12 +137,8 @@ def _places(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]:
     ]
 
 
-def _settled(values: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
-    first = values[0]
-    if all(_same_bytes(first, other) for other in values[1:]):
-        return first
-    if not (first.is_floating_point() or first.is_complex()):
-        return first
+def mean_of(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """The weighted mean, added in the fold's order."""
     fold: Fold[torch.Tensor] = Fold(len(values), torch.add)
     total: Fold[float] = Fold(len(values), operator.add)
     for position, (value, weight) in enumerate(zip(values, weights, strict=True)):
@@ -142,7 +150,8 @@ def _settled(values: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
     return summed / weight
 
 
-def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
+def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype and shape hold the same bytes."""
     return left is right or torch.equal(bytes_of(left), bytes_of(right))
 
 

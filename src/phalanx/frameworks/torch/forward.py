@@ -37,6 +37,7 @@ class Forward:
         self._definition = definition
         self._model = model
         self._device = device
+        self.weigh: Callable[[str, Any], Any] = checks.weight  # what is known of a weight that was returned
         self._double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
 
     def output(self, batch: Any, origin: str) -> Any:
@@ -74,7 +75,7 @@ class Forward:
         loss, weight = _split(value)
         name = "loss_fn" if self._definition.loss_fn else "forward_fn" if self._definition.forward_fn else "the model"
         self._check_loss(name, loss, batch, origin)
-        return loss, None if weight is None else checks.weight(name, weight)
+        return loss, None if weight is None else self.weigh(name, weight)
 
     def _loss(self, batch: Any, origin: str) -> Any:
         output = self.output(batch, origin)

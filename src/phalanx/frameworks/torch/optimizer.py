@@ -20,13 +20,22 @@ from phalanx.frameworks.torch.schedules import EXAMPLE, Named, Schedules
 from phalanx.plan import update_key
 
 MODULE_HOOKS = tuple(name for name in vars(module) if name.startswith("_global_") and name.endswith("_hooks"))
+FOREACH: Any = torch
 OLD_STYLE = "optimizer=lambda named: MyOptimizer([parameter for _, parameter in named])"
 
 
 class Update:
-    """Clipping, optimizers and schedulers over all parameters of a model."""
+    """Clipping, optimizers and schedulers over all parameters of a model.
+
+    Parameters
+    ----------
+    definition : Definition
+    named : sequence of (str, torch.nn.Parameter)
+        All parameters, by their names in the model; on several devices, each on the one that updates it.
+    """
 
     def __init__(self, definition: Definition, named: Named) -> None:
+        self.named = named
         self._parameters = [parameter for _, parameter in named]
         kinds = {(parameter.dtype, parameter.device.type) for parameter in self._parameters}
         self._uniform = len(kinds) == 1 and self._parameters[0].device.type == "cpu"
@@ -90,6 +99,20 @@ class Update:
             return norm.item()
         return self.total_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in present]))
 
+    def enqueue_norm(self, gradient: Gradient, device: torch.device) -> torch.Tensor:
+        """The same on ``device``, not waited for, of gradients on several devices: each norm is taken where it lies."""
+        present = [grad for grad in gradient if grad is not None]
+        if len({grad.dtype for grad in present}) > 1:  # torch groups them by dtype, in an order of its own
+            present = [grad.to(device) for grad in present]
+        if len({grad.device for grad in present}) <= 1 and device.type != "cpu":
+            norm = torch.nn.utils.get_total_norm(present).to(device)
+        elif self._uniform or len({grad.device for grad in present}) > 1:
+            norm = torch.linalg.vector_norm(_gathered_norms(present, device))
+        else:
+            norm = torch.nn.utils.get_total_norm(present)
+        self._norm = norm
+        return norm
+
     def total_norm(self, norms: torch.Tensor) -> float:
         """The global norm out of the norms of all parameters that have a gradient, in order."""
         self._norm = norm = torch.linalg.vector_norm(norms)
@@ -112,6 +135,20 @@ class Update:
     def schedule(self, loss: float) -> None:
         """Step the schedulers once; ReduceLROnPlateau gets the step's mean loss."""
         self._schedules.step(loss, expected=self._stepped)
+
+
+def _gathered_norms(gradient: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The norm of each tensor, in order, on ``device``; one copy from each of the others."""
+    homes: dict[torch.device, list[int]] = {}
+    for number, grad in enumerate(gradient):
+        homes.setdefault(grad.device, []).append(number)
+    norms: list[torch.Tensor] = [torch.empty(0)] * len(gradient)
+    for home, numbers in homes.items():
+        mine = [gradient[number] for number in numbers]
+        each = FOREACH._foreach_norm(mine) if home.type != "cpu" else [torch.linalg.vector_norm(grad) for grad in mine]
+        for number, norm in zip(numbers, torch.stack(each).to(device, non_blocking=True).unbind(), strict=True):
+            norms[number] = norm
+    return torch.stack(norms)
 
 
 def check_no_global_hooks() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,16 +18,22 @@ from phalanx.definition.plain import decoded, encoded
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.torch.buffers import Buffers, bytes_of
 from phalanx.frameworks.torch.optimizer import Update
+from phalanx.frameworks.torch.schedules import Named
+from phalanx.seams import Exported
 from phalanx.seams.snapshots import CODES, Captured, Tensor
 
 
 @dataclass(frozen=True)
 class Snapshots:
-    """Implements ``seams.Snapshots`` for PyTorch."""
+    """Implements ``seams.Snapshots`` for PyTorch.
+
+    ``taken_over`` is called when ``model`` was written: other devices have copies of it.
+    """
 
     model: torch.nn.Module
     updates: Update
     buffers: Buffers
+    taken_over: Callable[[], None] = lambda: None
 
     def capture(self, *, copy: bool) -> Captured:
         """See ``seams.Snapshots.capture``."""
@@ -42,11 +49,13 @@ class Snapshots:
             )
         adopt(self.model, self.updates, state)
         self.buffers.renew()
+        self.taken_over()
 
     def adopt_weights(self, weights: Mapping[str, Tensor]) -> None:
         """See ``seams.Snapshots.adopt_weights``."""
         adopt_weights(self.model, weights)
         self.buffers.renew()
+        self.taken_over()
 
 
 def captured(model: torch.nn.Module, updates: Update, *, copy: bool) -> Captured:
@@ -60,7 +69,7 @@ def captured(model: torch.nn.Module, updates: Update, *, copy: bool) -> Captured
         training[path] = _taken(leaf, copy=copy)
         return [path, list(leaf.stride()), leaf.device.type]
 
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in updates.named}
     optimizers: list[Any] = []
     for number, optimizer in enumerate(updates.optimizers):
         state = {names[id(key)]: value for key, value in optimizer.state.items() if isinstance(key, torch.Tensor)}
@@ -79,13 +88,13 @@ def adopt(model: torch.nn.Module, updates: Update, state: Captured) -> None:
         It is of another model, or not what ``captured`` makes.
     """
     adopt_weights(model, state.weights)
-    parameters = dict(model.named_parameters())
-    find = functools.partial(_found, state.training, next(iter(parameters.values())).device)
+    parameters = dict(updates.named)
+    find = functools.partial(_found, state.training)
     try:
         for optimizer, (described, beside) in zip(updates.optimizers, state.facts["optimizers"], strict=True):
             optimizer.state.clear()
             for name, value in decoded(described, find).items():
-                optimizer.state[parameters[name]] = value
+                optimizer.state[parameters[name]] = _placed(value, parameters[name], optimizer)
             optimizer.state.update(decoded(beside, find))
         updates.take_options(decoded(state.facts["options"], find))
         for optimizer in updates.optimizers:
@@ -140,11 +149,22 @@ def _taken(tensor: torch.Tensor, *, copy: bool) -> Tensor:
     return Tensor(_name(tensor.dtype), tuple(tensor.shape), content.copy() if copy else content)
 
 
-def _found(training: Mapping[str, Tensor], device: torch.device, place: Any) -> torch.Tensor:
-    name, strides, kind = place
+def _found(training: Mapping[str, Tensor], place: Any) -> torch.Tensor:
+    name, strides, _ = place
     tensor = tensor_of(training[name])
-    target = "cpu" if kind == "cpu" else device
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=target).copy_(tensor)
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
+
+
+def _placed(value: Any, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> Any:
+    """State of a parameter on its device, whichever it was on; a step counter where torch's own loading puts it."""
+    if parameter.device.type == "cpu" or not isinstance(value, Mapping):
+        return value
+    group = next(group for group in optimizer.param_groups if any(item is parameter for item in group["params"]))
+    stays = () if group.get("fused") or group.get("capturable") else ("step",)
+    return {
+        key: item.to(parameter.device) if isinstance(item, torch.Tensor) and key not in stays else item
+        for key, item in value.items()
+    }
 
 
 def tensor_of(stored: Tensor) -> torch.Tensor:
@@ -198,19 +218,42 @@ def digest(
     return digest_of(entries(model, listed), step)
 
 
-def entries(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Entry]:
-    """Parameters, buffers, optimizer state by parameter name, what optimizers keep beside it; tied ones once."""
+def entries(
+    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], updated: Named | None = None
+) -> Iterator[Entry]:
+    """Parameters, buffers, optimizer state by parameter name, what optimizers keep beside it; tied ones once.
+
+    ``updated``: the parameters that the optimizers have, by the same names; by default the model's.
+    """
     named = list(model.named_parameters())
     for name, parameter in named:
         yield _tensor_entry("parameter", name, parameter)
     for name, buffer in model.named_buffers():
         yield _tensor_entry("buffer", name, buffer)
-    for name, parameter in named:
+    for name, parameter in named if updated is None else updated:
         for optimizer in optimizers:
             yield from _state_entries(name, optimizer.state.get(parameter, {}))
     for optimizer in optimizers:
         shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
         yield from _state_entries("", shared)
+
+
+def exported(model: torch.nn.Module, updates: Update, steps: int, *, copy: bool) -> Exported:
+    """The state as the caller gets it; ``copy`` makes it independent of the run."""
+    given = copied(model) if copy else model
+    params = {name: parameter.detach() for name, parameter in given.named_parameters()}
+    return Exported(given, params, digest_of(entries(model, updates.optimizers, updates.named), steps))
+
+
+def copied(model: torch.nn.Module) -> torch.nn.Module:
+    """An independent copy of the run's model, for the caller."""
+    try:
+        return deepcopy(model)
+    except Exception as error:
+        raise UsageError(
+            f"the model ({type(model).__name__}) cannot be copied in the middle of a run ({error}); do not keep "
+            "tensors with a gradient in its attributes, or take result() after the run"
+        ) from error
 
 
 def _state_entries(name: str, value: Any) -> Iterator[Entry]:

@@ -1,0 +1,141 @@
+"""Links within one process: over one device, and over several. Both host every replica."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from phalanx.plan.fold import Fold
+from phalanx.plan.placement import additions, remaining
+from phalanx.seams import Lanes, Part, Steppable
+from phalanx.seams.sharing import Vector
+from phalanx.surroundings import interrupts
+
+
+class LocalLink:
+    """Implements ``seams.Link`` for a worker that has no others: it hosts every replica and owns everything.
+
+    Parameters
+    ----------
+    framework : Steppable
+    hosted : sequence of int
+        All replicas, in order.
+    """
+
+    def __init__(self, framework: Steppable, hosted: Sequence[int]) -> None:
+        self.hosted = hosted
+        self._framework = framework
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what an earlier step left."""
+        self._fold: Fold[Vector] = Fold(len(self.hosted), self._framework.arithmetic.add)
+        self._buffers: list[tuple[int, list[Any]]] = []
+
+    def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:
+        """See ``seams.Link.push``."""
+        self._fold.push(replica, gradient)
+        if samples:
+            self._buffers.append((samples, buffers))
+        interrupts.check()
+
+    def all_gather(self, parts: Sequence[Part]) -> list[Part]:
+        """See ``seams.Link.all_gather``."""
+        return list(parts)
+
+    def mean(self, weight: float) -> Vector:
+        """See ``seams.Link.mean``."""
+        total = self._fold.total()
+        assert total is not None
+        return total if weight == 1 else self._framework.arithmetic.divide(total, weight)
+
+    def norm(self, gradient: Vector) -> float:
+        """See ``seams.Link.norm``."""
+        return self._framework.norm(gradient)
+
+    def all_true(self, opinion: bool) -> bool:
+        """See ``seams.Link.all_true``."""
+        return opinion
+
+    def commit(self, step: int, gradient: Vector | None) -> None:
+        """See ``seams.Link.commit``."""
+        if gradient is not None:
+            self._framework.update(step, gradient, self._buffers)
+
+
+class LaneLink:
+    """Implements ``seams.Link`` for several devices of one process.
+
+    Each device folds its block of replicas as they come. What remains of a parameter's gradients is moved to the device
+    that owns the parameter, and folded there in the tree's order. Nothing here waits for a device.
+
+    Parameters
+    ----------
+    framework : Lanes
+    """
+
+    def __init__(self, framework: Lanes) -> None:
+        placement = framework.placement
+        self._framework = framework
+        self._replicas = placement.replicas
+        self._blocks = placement.blocks
+        self._lane_of = {replica: lane for lane, block in enumerate(placement.blocks) for replica in block}
+        in_turn = itertools.zip_longest(*placement.blocks)  # so that each device gets work before any gets more
+        self.hosted: Sequence[int] = [replica for row in in_turn for replica in row if replica is not None]
+        self._nodes = [node for block in placement.blocks for node in remaining(placement.replicas, block)]
+        self._order = functools.cache(functools.partial(additions, placement.replicas, self._nodes))
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what an earlier step left."""
+        add = self._framework.arithmetic.add
+        self._folds: list[Fold[Vector]] = [Fold(self._replicas, add) for _ in self._blocks]
+        self._buffers: dict[int, tuple[int, list[Any]]] = {}
+
+    def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:
+        """See ``seams.Link.push``."""
+        self._folds[self._lane_of[replica]].push(replica, gradient)
+        if samples:
+            self._buffers[replica] = (samples, buffers)
+        interrupts.check()
+
+    def all_gather(self, parts: Sequence[Part]) -> list[Part]:
+        """See ``seams.Link.all_gather``."""
+        by_replica = dict(zip(self.hosted, parts, strict=True))
+        return [by_replica[replica] for replica in range(self._replicas)]
+
+    def mean(self, weight: float) -> Vector:
+        """See ``seams.Link.mean``."""
+        sums = [partial.value for fold in self._folds for partial in fold.partials()]
+        entries = len(next(vector for vector in sums if vector is not None))
+        total = [
+            self._folded(entry, [None if vector is None else vector[entry] for vector in sums])
+            for entry in range(entries)
+        ]
+        return total if weight == 1 else self._framework.arithmetic.divide(total, weight)
+
+    def norm(self, gradient: Vector) -> float:
+        """See ``seams.Link.norm``."""
+        return self._framework.norm(gradient)
+
+    def all_true(self, opinion: bool) -> bool:
+        """See ``seams.Link.all_true``."""
+        return opinion
+
+    def commit(self, step: int, gradient: Vector | None) -> None:
+        """See ``seams.Link.commit``."""
+        if gradient is not None:
+            self._framework.update(step, gradient, [self._buffers[replica] for replica in sorted(self._buffers)])
+
+    def _folded(self, entry: int, values: list[Any]) -> Any:
+        """The sum of one entry over all devices, where its parameter is updated; None where nobody has it."""
+        there = tuple(position for position, value in enumerate(values) if value is not None)
+        if not there:
+            return None
+        here = {position: self._framework.moved(entry, values[position]) for position in there}
+        add = self._framework.arithmetic.add
+        for into, source in self._order(there):
+            (here[into],) = add([here[into]], [here[source]])
+        return here[there[0]]

@@ -1,0 +1,234 @@
+"""The devices of a torch run by their names, and what a run sets in this process while it uses accelerators.
+
+Knows no vendor: what torch has for every kind of device (``torch.accelerator``, ``torch.get_device_module``) is asked,
+and what a kind does not have is left out. CUDA alone needs a variable of the environment for deterministic kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from phalanx.errors import RunError, UsageError
+from phalanx.frameworks.torch.model import named_device
+
+WORKSPACE, WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+MENTIONED: set[str] = set()  # what was said once in this process
+
+
+def found(names: Sequence[str], replicas: int) -> list[torch.device]:
+    """The devices with these names, in use from here on; none for no names.
+
+    Raises
+    ------
+    UsageError
+        torch cannot use one here, they are of several kinds, one comes twice, or there are more than replicas.
+    """
+    if not names:
+        _mention_idle()
+        return []
+    listed = [_local() if name == "local" else name for name in names]
+    if len(listed) == 1 and torch.device(_known(listed[0])).index is None and listed[0] != "cpu":
+        listed = _all_of(listed[0], replicas)
+    devices = [device for name in listed if (device := named_device(name)) is not None]
+    kinds = sorted({device.type for device in devices})
+    if len(kinds) > 1:
+        raise UsageError(f"devices is {list(names)}, which are of several kinds, whose bits differ: {', '.join(kinds)}")
+    if kinds != ["cpu"] and len(set(devices)) < len(devices):
+        raise UsageError(
+            f"devices is {list(names)}, which names a device more than once, and that computes one replica at a time; "
+            "name each once"
+        )
+    if len(devices) > replicas:
+        raise UsageError(
+            f"devices names {len(devices)} devices, but there are {replicas} replicas to compute; name at most "
+            f"{replicas}, or raise replicas= (which is part of the answer)"
+        )
+    return devices
+
+
+def _known(name: str) -> str:
+    try:
+        torch.device(name)
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UsageError(
+            f"devices names {name!r}, which torch cannot use here ({reason}); use ['cpu'], or leave it out"
+        ) from error
+    return name
+
+
+def _all_of(kind: str, replicas: int) -> list[str]:
+    """All visible devices of a kind, at most one per replica."""
+    named_device(kind)  # says why it cannot be used
+    count = getattr(torch.get_device_module(kind), "device_count", lambda: 1)()
+    if count > replicas:
+        _mention(
+            f"devices is {kind!r}: {replicas} of {count} devices are used, as there are {replicas} replicas to "
+            "compute; raise replicas= (which is part of the answer) to use more"
+        )
+    return [f"{kind}:{number}" for number in range(min(count, replicas))]
+
+
+def _local() -> str:
+    """The accelerator that torchrun means for this process."""
+    rank = os.environ.get("LOCAL_RANK", "")
+    kind = torch.accelerator.current_accelerator()
+    if kind is None or not rank.isdigit():
+        missing = "torch has no accelerator here" if kind is None else "LOCAL_RANK is not set, as torchrun sets it"
+        raise UsageError(f"devices names 'local', but {missing}; name the device, as in devices=['cuda:0']")
+    return f"{kind.type}:{rank}"
+
+
+def _mention_idle() -> None:
+    """Say once that there are accelerators, if a run leaves them alone because nobody named them."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind is not None:
+        count = torch.accelerator.device_count()
+        _mention(
+            f"{count} {kind.type} devices are idle, as make_model makes the model elsewhere; devices={kind.type!r} "
+            "uses them"
+        )
+
+
+def _mention(text: str) -> None:
+    if text not in MENTIONED:
+        MENTIONED.add(text)
+        warnings.warn(text, UserWarning, stacklevel=2)
+
+
+class Generator:
+    """The random generator of one device.
+
+    Parameters
+    ----------
+    device : torch.device
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        module = torch.get_device_module(device)
+        listed = getattr(module, "default_generators", ())
+        self._device = device
+        self._module = module
+        own = listed[device.index or 0] if len(listed) > (device.index or 0) else None
+        # Kinds without a list of generators seed all of theirs at once: then each is seeded before it is used.
+        self.seed: Callable[[int], Any] = module.manual_seed_all if own is None else own.manual_seed
+
+    def kept(self) -> Callable[[], Any]:
+        """Puts it back into the state that it has now."""
+        state = self._module.get_rng_state(self._device)
+        return lambda: self._module.set_rng_state(state, self._device)
+
+
+@contextlib.contextmanager
+def current(device: torch.device) -> Iterator[None]:
+    """Make a device the one that user code gets where it names its kind only."""
+    module = torch.get_device_module(device)
+    if device.type == "cpu" or not hasattr(module, "set_device"):
+        yield
+        return
+    before = module.current_device()
+    module.set_device(device.index)
+    try:
+        yield
+    finally:
+        module.set_device(before)
+
+
+class Surroundings(contextlib.AbstractContextManager[None]):
+    """Inside, kernels are deterministic and generators the run's; outside, all is as the caller has it.
+
+    Parameters
+    ----------
+    devices : sequence of torch.device
+        Of one kind.
+    allow : bool
+        Whether operations without a deterministic kernel are allowed.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], *, allow: bool) -> None:
+        self._devices = list(dict.fromkeys(devices))
+        self._accelerated = self._devices[0].type != "cpu"
+        self._allow = allow
+        self.generators = {device: Generator(device) for device in self._devices} if self._accelerated else {}
+        self._exits = contextlib.ExitStack()
+        if self._devices[0].type == "cuda" and not allow:
+            _check_workspace()
+
+    def __enter__(self) -> None:
+        with contextlib.ExitStack() as exits:
+            for generator in self.generators.values():
+                exits.callback(generator.kept())
+            if self._accelerated:
+                exits.enter_context(_deterministic(allow=self._allow))
+            self._exits = exits.pop_all()
+
+    def __exit__(self, *_: object) -> None:
+        self._exits.close()
+
+
+@contextlib.contextmanager
+def _deterministic(*, allow: bool) -> Iterator[None]:
+    """What torch offers: refuse kernels that are not deterministic, and choose among those that are by no clock."""
+    cudnn: Any = torch.backends.cudnn
+    filling: Any = torch.utils.deterministic
+    flags = (cudnn.benchmark, cudnn.deterministic, filling.fill_uninitialized_memory)
+    enabled, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn.benchmark, cudnn.deterministic = False, True
+    if not enabled:
+        filling.fill_uninitialized_memory = False  # a check of torch's own, which costs a pass over all that is made
+    torch.use_deterministic_algorithms(not allow)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warns)
+        cudnn.benchmark, cudnn.deterministic, filling.fill_uninitialized_memory = flags
+
+
+def _check_workspace() -> None:
+    """CuBLAS reads where it may keep sums when its first handle is made, and keeps to it."""
+    if os.environ.get(WORKSPACE) in WORKSPACES:
+        return
+    if torch.cuda.is_initialized():
+        raise UsageError(
+            f"CUDA was started in this process before {WORKSPACE} was set, so its matrix products may differ from run "
+            f"to run; write this before anything uses CUDA: import os; os.environ[{WORKSPACE!r}] = {WORKSPACES[0]!r} "
+            '(or give the promise up: nondeterministic="allow")'
+        )
+    os.environ[WORKSPACE] = WORKSPACES[0]
+
+
+@contextlib.contextmanager
+def watched(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Say which device it was if one fails while it is waited for.
+
+    Raises
+    ------
+    RunError
+        A device failed: what it computed, and what lies in its memory, is lost.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        lost = [str(device) for device in dict.fromkeys(devices) if device.type != "cpu" and not _answers(device)]
+        if not lost:
+            raise
+        raise RunError(
+            f"{', '.join(lost)} failed ({error}); what lies in its memory is lost, so this process cannot go on with "
+            "it: start again, with a run_dir from the newest snapshot there, on other devices if it stays broken"
+        ) from error
+
+
+def _answers(device: torch.device) -> bool:
+    try:
+        torch.zeros(1, device=device).add_(1).item()
+    except RuntimeError:
+        return False
+    return True

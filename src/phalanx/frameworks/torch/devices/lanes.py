@@ -1,0 +1,274 @@
+"""The torch framework over several devices of one process, or on one accelerator.
+
+Each device has a copy of the model and computes a block of replicas. A parameter has one owner among the devices: there
+its gradients are added up, and there the recipe's own optimizer, one over the owners' parameters, updates it. So the
+optimizer's state exists once over all devices. Then the owner's bytes are copied to the others.
+
+One thread gives all devices their work, in turn, and waits for nothing until each has all of it: torch's random
+generators belong to the process, and a replica's are seeded before it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from phalanx.definition.data import Share, Source
+from phalanx.definition.fields import Definition
+from phalanx.errors import PhalanxError, UsageError
+from phalanx.frameworks.torch import arithmetic
+from phalanx.frameworks.torch.arithmetic import Gradient
+from phalanx.frameworks.torch.buffers import Left
+from phalanx.frameworks.torch.devices import accelerators
+from phalanx.frameworks.torch.devices.lane import DeviceLane, Unread
+from phalanx.frameworks.torch.environment import Environment, StaticShapes, check_sizes, compiled
+from phalanx.frameworks.torch.forward import AmbiguousMean
+from phalanx.frameworks.torch.model import checked
+from phalanx.frameworks.torch.optimizer import Update
+from phalanx.frameworks.torch.snapshot import Snapshots, entries, exported
+from phalanx.frameworks.torch.sources import opened
+from phalanx.plan.placement import Placement, dealt, place
+from phalanx.seams import Computed, Exported, Lanes, Todo
+from phalanx.surroundings import interrupts
+from phalanx.surroundings.turns import Reentrant
+
+
+class TorchLanes:
+    """Implements ``seams.Lanes`` for PyTorch.
+
+    Parameters
+    ----------
+    definition : Definition
+    devices : sequence of torch.device
+        Of one kind, at most R.
+    model : Any
+        What ``make_model`` made, inside ``building``.
+    allow : bool
+        Whether operations without a deterministic kernel are allowed.
+
+    Attributes
+    ----------
+    name : str
+        "torch".
+    placement : Placement
+        Which device computes which replicas.
+    """
+
+    name = "torch"
+    arithmetic = arithmetic
+
+    def __init__(self, definition: Definition, devices: Sequence[torch.device], model: Any, *, allow: bool) -> None:
+        self.lanes: Lanes | None = self
+        self.devices = tuple(devices)
+        self.placement: Placement = place(definition.replicas, len(devices))
+        self._shapes = StaticShapes()
+        surroundings = accelerators.Surroundings(devices, allow=allow)
+        self.environment = Reentrant(Environment(definition.threads, definition.generators), self._shapes, surroundings)
+        with self.environment, interrupts.breakable(at_once=True):
+            self._build(definition, checked(model), surroundings)
+
+    def _build(self, definition: Definition, model: torch.nn.Module, surroundings: accelerators.Surroundings) -> None:
+        found = compiled({"make_model": model, **definition.holders})
+        check_sizes(found, definition)
+        self._shapes.known = bool(found)
+        models = [model, *(_another(model) for _ in self.devices[1:])]
+        ambiguous = AmbiguousMean(definition)
+        self._lanes = [
+            DeviceLane(definition, one.to(device), self._shapes, ambiguous, surroundings.generators.get(device))
+            for one, device in zip(models, self.devices, strict=True)
+        ]
+        self._first = self._lanes[0]
+        self._own(definition, dealt([parameter.nbytes for parameter in self._first.parameters], len(self._lanes)))
+        if self._updates.foreign and len(self._lanes) > 1:  # it may look at several parameters at once
+            self._own(definition, [0] * len(self._first.parameters))
+        self._lane_of = {replica: number for number, block in enumerate(self.placement.blocks) for replica in block}
+        self._meanwhile: Callable[[], Sequence[Todo]] | None = None
+        self._describable = False
+
+    def _own(self, definition: Definition, owners: Sequence[int]) -> None:
+        """Give each parameter an owner, and make one optimizer over the owners' parameters."""
+        self._owners = owners
+        named = [self._lanes[owner].named[index] for index, owner in enumerate(owners)]
+        self._updates = Update(definition, named)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step, of the first parameter group."""
+        return self._updates.lr
+
+    @property
+    def snapshots(self) -> Snapshots:
+        """How this state becomes a snapshot, and is made again out of one."""
+        self.rewind()
+        return Snapshots(self._first.model, self._updates, self._first.buffers, self._take_over)
+
+    @property
+    def sharing(self) -> Any:
+        """See ``seams.Framework.sharing``: there is none.
+
+        Raises
+        ------
+        UsageError
+            Always.
+        """
+        raise UsageError(
+            f"the model is on {self.devices[0]}, but worker processes compute on the CPU in this version; use "
+            "engine='inline'"
+        )
+
+    def gradients(self, todo: Sequence[Todo]) -> Iterator[Computed]:
+        """See ``seams.Steppable.gradients``: each device has a replica to compute before the first is asked for."""
+        for lane in self._lanes:
+            lane.begin()
+        count = len(self._lanes)
+        for start in range(0, len(todo), count):
+            begun: list[Computed | Exception] = []
+            for item in todo[start : start + count]:
+                try:
+                    begun.append(self._lanes[self._lane_of[item.replica]].gradient(item))
+                except Exception as error:
+                    begun.append(error)  # it is that replica's, and those before it are asked for first
+                    break
+            for computed in begun:
+                if isinstance(computed, Exception):
+                    raise computed
+                yield _weighted(computed)
+
+    def read(self, losses: list[Any]) -> list[float]:
+        """See ``seams.Steppable.read``: one copy from each device."""
+        found: list[float] = list(losses)
+        for device in dict.fromkeys(self.devices):
+            numbers = [
+                number for number, loss in enumerate(losses) if isinstance(loss, torch.Tensor) and loss.device == device
+            ]
+            if numbers:
+                values = torch.stack([losses[number] for number in numbers]).tolist()
+                for number, value in zip(numbers, values, strict=True):
+                    found[number] = value
+        return found
+
+    def moved(self, entry: int, gradient: torch.Tensor) -> torch.Tensor:
+        """A parameter's gradient on the device that owns it."""
+        return gradient.to(self.devices[self._owners[entry]], non_blocking=True)
+
+    def expect(self, following: Callable[[], Sequence[Todo]]) -> None:
+        """What is computed next may be read while this step is waited for."""
+        self._meanwhile = following
+
+    def norm(self, gradient: Gradient) -> float:
+        """See ``seams.Steppable.norm``; the one place where a step waits for its devices."""
+        whole = self._updates.enqueue_norm(gradient, self.devices[0])
+        following, self._meanwhile = self._meanwhile, None
+        if following is not None:
+            self._read_ahead(following)
+        with accelerators.watched(self.devices):
+            return whole.item()
+
+    def update(self, step: int, gradient: Gradient, buffers: Sequence[tuple[int, Left]] | None) -> None:
+        """See ``seams.Steppable.update``."""
+        self._updates.apply(step, gradient)
+        self._spread()
+        self._settle(buffers or [])
+        if not self._describable:  # better refused after the first step than when the run is over
+            for _ in entries(self._first.model, self._updates.optimizers, self._updates.named):
+                pass
+            self._describable = True
+
+    def schedule(self, loss: float) -> None:
+        """See ``seams.Framework.schedule``; a schedule may freeze parameters."""
+        self._updates.schedule(loss)
+        if self._updates.touched:
+            self._freeze_alike()
+
+    def rewind(self) -> None:
+        """See ``seams.Steppable.rewind``."""
+        for lane in self._lanes:
+            lane.rewind()
+
+    def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> tuple[float, float]:
+        """See ``seams.Framework.measure``: on the first device."""
+        with accelerators.watched(self.devices[:1]), accelerators.current(self.devices[0]):
+            return self._first.measure(metric_fn, key, share)
+
+    def opened(self, source: Source) -> Source:
+        """See ``seams.Framework.opened``."""
+        return opened(source)
+
+    def export(self, steps: int, *, copy: bool) -> Exported:
+        """See ``seams.Framework.export``; the model is on the first device."""
+        with accelerators.watched(self.devices):
+            self.rewind()
+            for lane in self._lanes:
+                lane.collector.forget()
+            return exported(self._first.model, self._updates, steps, copy=copy)
+
+    def _read_ahead(self, following: Callable[[], Sequence[Todo]]) -> None:
+        try:
+            for todo in following():
+                self._lanes[self._lane_of[todo.replica]].read_ahead(todo)
+        except (PhalanxError, Exception):  # it is read again in its own step, and raises there, with the address
+            return
+
+    def _spread(self) -> None:
+        """Copy parameters from their owners to the other devices."""
+        with torch.no_grad():
+            for index, owner in enumerate(self._owners):
+                updated = self._lanes[owner].parameters[index]
+                for number, lane in enumerate(self._lanes):
+                    if number != owner:
+                        lane.parameters[index].copy_(updated, non_blocking=True)
+
+    def _settle(self, buffers: Sequence[tuple[int, Left]]) -> None:
+        """Settle buffers on the first device, and copy what was written to the others."""
+        mine = self._first.buffers.starts
+        if not mine or not buffers:
+            return
+        starts = {id(start): number for lane in self._lanes for number, start in enumerate(lane.buffers.starts)}
+        written: set[int] = set()
+        gathered: list[tuple[int, Left]] = []
+        for samples, left in buffers:
+            written.update(number for number, value in enumerate(left) if id(value) not in starts)
+            values = [mine[starts[id(value)]] if id(value) in starts else value for value in left]
+            gathered.append((samples, [value.to(self.devices[0], non_blocking=True) for value in values]))
+        self._first.buffers.settle(gathered)
+        for lane in self._lanes[1:]:
+            lane.buffers.move_from(self._first.buffers, sorted(written))
+
+    def _take_over(self) -> None:
+        """The first device's model was given another state: all others take it over, owners too."""
+        with torch.no_grad():
+            for lane in self._lanes[1:]:
+                for mine, theirs in zip(lane.parameters, self._first.parameters, strict=True):
+                    mine.copy_(theirs)
+        self._first.buffers.renew()
+        for lane in self._lanes[1:]:
+            lane.buffers.move_from(self._first.buffers, range(len(lane.buffers.starts)))
+        self._freeze_alike()
+
+    def _freeze_alike(self) -> None:
+        for index, (_, parameter) in enumerate(self._updates.named):
+            for lane in self._lanes:
+                if lane.parameters[index].requires_grad != parameter.requires_grad:
+                    lane.parameters[index].requires_grad_(parameter.requires_grad)
+
+
+def _weighted(computed: Computed) -> Computed:
+    """What a replica computed, with its weight read; at weight 0 the gradient is not looked at."""
+    if isinstance(computed.weight, Unread):
+        computed.weight = computed.weight.read()
+        if computed.weight == 0:
+            computed.gradient = None
+    return computed
+
+
+def _another(model: torch.nn.Module) -> torch.nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise UsageError(
+            f"the model ({type(model).__name__}) cannot be copied ({error}), but each device needs one; name one "
+            "device, or keep what cannot be copied out of the model"
+        ) from error
