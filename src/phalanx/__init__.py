@@ -18,7 +18,7 @@ from phalanx.errors import (
     WorkerError,
 )
 from phalanx.frameworks.registry import digest
-from phalanx.frameworks.torch.forward import weighted
+from phalanx.frameworks.torch.replica.forward import weighted
 from phalanx.plan import Plan
 from phalanx.recipe import Recipe, close, load, train
 from phalanx.run.result import Result

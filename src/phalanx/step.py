@@ -72,7 +72,7 @@ def propose(framework: Steppable, link: Link, definition: Definition, t: int, sh
         weight = _weight(t, parts)
         gradient = link.mean(weight)
         norm = link.norm(gradient)  # waits for all devices, so that losses can be read
-        loss = mean_loss(framework.read([part.loss for part in parts]), parts, weight)
+        loss = mean_loss(framework.arithmetic.read([part.loss for part in parts]), parts, weight)
         accepted = definition.on_nonfinite == "ignore" or _finite(framework.arithmetic, link, loss, norm, gradient)
         if not accepted and definition.on_nonfinite == "stop":
             raise blame(framework, definition, t, shares, link.hosted)
@@ -215,7 +215,7 @@ def blame(
         computed = compute(begin(framework, definition, t, [replica], shares), t, replica, share)
         if computed.gradient is None:
             continue
-        (loss,) = framework.read([computed.loss])
+        (loss,) = framework.arithmetic.read([computed.loss])
         what = None if math.isfinite(loss) else f"the loss is {loss}"
         if what is None and not framework.arithmetic.finite(computed.gradient):
             what = "the gradient has values that are not finite"

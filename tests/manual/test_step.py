@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import phalanx
 from phalanx import manual
-from phalanx.frameworks.torch.gradient import drop
+from phalanx.frameworks.torch.replica.gradient import drop
 from phalanx.manual import step as stepping
 from phalanx.surroundings import lanes
 from phalanx.surroundings.lanes import Lane

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 import phalanx
 from phalanx.checkpoint import snapshot
 from phalanx.frameworks.registry import recorded_environment
-from phalanx.frameworks.torch.buffers import Buffers
+from phalanx.frameworks.torch.replica.buffers import Buffers
 from phalanx.frameworks.torch.optimizer import Update
 from tests.engines.deaths import hunted
 from tests.families import (

@@ -18,7 +18,7 @@ from phalanx.definition.fields import Definition
 from phalanx.engines.links import LaneLink, LocalLink
 from phalanx.errors import PhalanxError, RunError, WorkerError
 from phalanx.plan import evaluation_key
-from phalanx.seams import Exported, Framework, Lanes, RunState, Todo
+from phalanx.seams import Exported, Framework, RunState, Todo
 from phalanx.seams.events import StepReport
 from phalanx.seams.snapshots import Captured
 from phalanx.step import Proposal, commit, measure, propose, todo
@@ -36,8 +36,6 @@ class Inline:
 
     run_state : RunState, optional
         What was done before, in another engine.
-    lanes : Lanes, optional
-        The framework again, if it has several devices.
 
     Attributes
     ----------
@@ -53,13 +51,12 @@ class Inline:
         definition: Definition,
         framework: Framework,
         run_state: RunState | None = None,
-        lanes: Lanes | None = None,
     ) -> None:
         self.run_state = RunState() if run_state is None else run_state
         self._definition = definition
         self._framework = framework
-        self._lanes = lanes
-        self._link = LocalLink(framework, range(definition.replicas)) if lanes is None else LaneLink(lanes)
+        self._lanes = lanes = framework.lanes
+        self._link = LocalLink(framework, range(definition.replicas)) if lanes is None else LaneLink(framework, lanes)
         self._dealer = BatchShares(definition, framework.opened)
         self._torn = False
         self._ended = ""

@@ -73,12 +73,15 @@ class LaneLink:
 
     Parameters
     ----------
-    framework : Lanes
+    framework : Steppable
+    lanes : Lanes
+        Its devices.
     """
 
-    def __init__(self, framework: Lanes) -> None:
-        placement = framework.placement
+    def __init__(self, framework: Steppable, lanes: Lanes) -> None:
+        placement = lanes.placement
         self._framework = framework
+        self._lanes = lanes
         self._replicas = placement.replicas
         self._blocks = placement.blocks
         self._lane_of = {replica: lane for lane, block in enumerate(placement.blocks) for replica in block}
@@ -134,7 +137,7 @@ class LaneLink:
         there = tuple(position for position, value in enumerate(values) if value is not None)
         if not there:
             return None
-        here = {position: self._framework.moved(entry, values[position]) for position in there}
+        here = {position: self._lanes.moved(entry, values[position]) for position in there}
         add = self._framework.arithmetic.add
         for into, source in self._order(there):
             (here[into],) = add([here[into]], [here[source]])

@@ -47,7 +47,7 @@ def open_engine(
         return Processes(definition, framework, place(definition.replicas, count), begin(framework), deadline)
     framework = open_framework(definition, devices, allow=allow)
     if engine == "inline" or here or framework.lanes is not None:
-        return Inline(definition, framework, begin(framework), framework.lanes)
+        return Inline(definition, framework, begin(framework))
     return Auto(definition, framework, begin(framework), count, deadline)
 
 

@@ -23,14 +23,19 @@ def open_framework(definition: Definition, devices: Sequence[str] = (), *, allow
 
     ``allow``: on accelerators, operations without a deterministic kernel, too.
     """
-    from phalanx.frameworks.torch.adapter import building
-    from phalanx.frameworks.torch.devices.opening import open_torch
+    from phalanx.frameworks.torch.adapter import Torch, building
+    from phalanx.frameworks.torch.devices import accelerators
+    from phalanx.frameworks.torch.devices.lanes import TorchLanes
+    from phalanx.frameworks.torch.model import home_of
 
     with building(definition.threads), outside.threads(definition.threads):
         with interrupts.breakable(at_once=True):
             model = _made(definition)
         if not outside.is_pytree(model):
-            return open_torch(definition, devices, model, allow=allow)
+            found = accelerators.found(devices, definition.replicas, home_of(model))
+            if len(found) > 1 or found[0].type != "cpu":
+                return TorchLanes(definition, found, model, allow=allow)
+            return Torch(definition, model)
         return _jax().Jax(definition, devices, model)
 
 

@@ -14,9 +14,9 @@ from torch.utils.data import default_collate
 from phalanx.definition.fields import Definition
 from phalanx.errors import NonFiniteError, PhalanxError, WorkerError, spell_samples
 from phalanx.frameworks.torch import arithmetic
-from phalanx.frameworks.torch.buffers import Buffers, Left
 from phalanx.frameworks.torch.environment import plain_autograd
-from phalanx.frameworks.torch.forward import Forward
+from phalanx.frameworks.torch.replica.buffers import Buffers, Left
+from phalanx.frameworks.torch.replica.forward import Forward
 from phalanx.manual.gradients import check_dense
 from phalanx.manual.shards import is_samples
 from phalanx.surroundings import lanes

@@ -11,8 +11,8 @@ import torch
 from phalanx.definition import checks
 from phalanx.definition.fields import Definition
 from phalanx.errors import RunError, UsageError
-from phalanx.frameworks.torch.buffers import Buffers, Left
-from phalanx.frameworks.torch.forward import AmbiguousMean, check_stateless
+from phalanx.frameworks.torch.replica.buffers import Buffers, Left
+from phalanx.frameworks.torch.replica.forward import AmbiguousMean, check_stateless
 from phalanx.manual.computing import ReplicaStep, compute
 from phalanx.manual.gradients import ALGORITHMS, ORDERED, average
 from phalanx.manual.replicas import check_trained, tensors_of

@@ -8,75 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from phalanx.definition.data import Share, Source
 from phalanx.plan.placement import Placement
-from phalanx.seams.events import Evaluated, Incident, StepReport
+from phalanx.seams.events import StepReport
+from phalanx.seams.records import Computed as Computed
+from phalanx.seams.records import Exported as Exported
+from phalanx.seams.records import Part as Part
+from phalanx.seams.records import RunState as RunState
+from phalanx.seams.records import Todo as Todo
 from phalanx.seams.sharing import Sharing, Vector
 from phalanx.seams.snapshots import Captured, Snapshots
-
-
-class Todo(NamedTuple):
-    """A replica's part in a step: its number, the key of its random generators, and its samples."""
-
-    replica: int
-    key: int
-    share: Share
-
-
-@dataclass(slots=True)
-class Computed:
-    """What one replica computed in one step.
-
-    Attributes
-    ----------
-    loss : float
-        Or what ``Steppable.read`` makes one of: a device is not waited for before all of them have work.
-    weight : float or None
-        The weight that the loss returned, if it did.
-    gradient : Vector or None
-        None where the weight is 0: such a gradient is not looked at. Where replicas are folded or gradients
-        clipped, no entry shares memory with another, so that each may be written.
-    buffers : list
-        The model's buffers as this replica left them.
-    """
-
-    loss: Any
-    weight: float | None
-    gradient: Vector | None
-    buffers: list[Any]
-
-
-class Part(NamedTuple):
-    """What every worker gets to know of one replica in a step.
-
-    Attributes
-    ----------
-    loss : float
-        As computed; where nobody else has to read it, also what ``Steppable.read`` makes one of.
-    weight : float
-        0 where nothing is to be added.
-    returned : bool
-        Whether the loss told its weight.
-    samples : float
-        0 where the replica did not run.
-    """
-
-    loss: Any
-    weight: float
-    returned: bool
-    samples: float
-
-
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """A state as the caller gets it: the model, its parameters by name, and the digest of all of it."""
-
-    model: Any
-    params: dict[str, Any]
-    digest: str
 
 
 class Arithmetic(Protocol):
@@ -98,6 +41,10 @@ class Arithmetic(Protocol):
         """Whether every element is finite."""
         ...
 
+    def read(self, scalars: Sequence[Any]) -> list[float]:
+        """Losses as numbers; waits for the devices that compute them."""
+        ...
+
 
 class Steppable(Protocol):
     """What a step needs: the state at its start, and the means to take it to the next. Used inside ``environment``."""
@@ -112,10 +59,6 @@ class Steppable(Protocol):
 
         One is computed when it is asked for; others may have been begun by then, if that is not seen.
         """
-        ...
-
-    def read(self, losses: list[Any]) -> list[float]:
-        """Losses of ``gradients`` as numbers; waits for the devices that compute them."""
         ...
 
     def norm(self, gradient: Vector) -> float:
@@ -175,7 +118,7 @@ class Framework(Steppable, Protocol):
     name : str
         "torch" or "jax".
     lanes : Lanes or None
-        The same, if it has several devices, or one that computes by itself.
+        Its devices, if they are several, or one that computes by itself.
     """
 
     name: str
@@ -218,8 +161,8 @@ class Framework(Steppable, Protocol):
         ...
 
 
-class Lanes(Framework, Protocol):
-    """A framework that computes replicas on several devices of this process at a time.
+class Lanes(Protocol):
+    """Several devices of this process, each with a copy of the model, that compute replicas at a time.
 
     Attributes
     ----------
@@ -230,49 +173,12 @@ class Lanes(Framework, Protocol):
     placement: Placement
 
     def moved(self, entry: int, gradient: Any) -> Any:
-        """One entry of a gradient, where the parameter that it belongs to is updated."""
+        """One entry of a gradient, on the device that updates the parameter that it belongs to."""
         ...
 
     def expect(self, following: Callable[[], Sequence[Todo]]) -> None:
         """What will be computed in the next step may be read while this one is waited for."""
         ...
-
-
-@dataclass(slots=True)
-class RunState:
-    """What a run has done so far.
-
-    Attributes
-    ----------
-    loss_history : list of float
-        One mean loss per finished step; its length is the number of finished steps.
-    samples : int
-        Samples seen in all of them.
-    span : (float, float) or None
-        Start of the first step and end of the last, on the clock of ``time.perf_counter``.
-    incidents : list of Incident
-        What happened to workers.
-    resumed_from : int or None
-        How many steps an earlier run had done, if this one goes on from its snapshot.
-    evaluated : list of Evaluated
-        Every evaluation so far, those of that earlier run first.
-    """
-
-    loss_history: list[float] = field(default_factory=list[float])
-    samples: int = 0
-    span: tuple[float, float] | None = None
-    incidents: list[Incident] = field(default_factory=list[Incident])
-    resumed_from: int | None = None
-    evaluated: list[Evaluated] = field(default_factory=list[Evaluated])
-
-    def add(self, loss: float, samples: int) -> None:
-        """Count a finished step."""
-        self.loss_history.append(loss)
-        self.samples += samples
-
-    def time(self, started: float, ended: float) -> None:
-        """Note when the latest step started and ended."""
-        self.span = (started if self.span is None else self.span[0], ended)
 
 
 class Engine(Protocol):

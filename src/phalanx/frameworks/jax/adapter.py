@@ -101,10 +101,6 @@ class Jax:
         while begun:
             yield begun.popleft()()
 
-    def read(self, losses: list[float]) -> list[float]:
-        """See ``seams.Steppable.read``: they are numbers already."""
-        return losses
-
     def norm(self, gradient: Gradient) -> float:
         """2-norm of ``gradient`` over all parameters."""
         return arithmetic.root(arithmetic.squares(gradient))

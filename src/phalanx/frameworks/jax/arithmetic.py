@@ -37,6 +37,11 @@ def divide(vector: Gradient, divisor: float) -> Gradient:
     return [_applied(np.divide, _plain(entry), divisor) for entry in vector]
 
 
+def read(scalars: Sequence[float]) -> list[float]:
+    """Losses are read when they are computed, so they are numbers already."""
+    return list(scalars)
+
+
 def finite(vector: Gradient) -> bool:
     """Whether every element is finite; None entries are another worker's."""
     return all(bool(np.isfinite(_plain(entry)).all()) for entry in vector if entry is not None)

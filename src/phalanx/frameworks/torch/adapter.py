@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,15 +12,15 @@ from phalanx.definition.data import Share, Source
 from phalanx.definition.fields import Definition
 from phalanx.frameworks.torch import arithmetic
 from phalanx.frameworks.torch.arithmetic import Gradient
-from phalanx.frameworks.torch.buffers import Left
 from phalanx.frameworks.torch.environment import Environment, StaticShapes, check_sizes, compiled
-from phalanx.frameworks.torch.forward import AmbiguousMean
-from phalanx.frameworks.torch.lane import Lane
 from phalanx.frameworks.torch.model import checked
 from phalanx.frameworks.torch.optimizer import Update
+from phalanx.frameworks.torch.replica.buffers import Buffers, Left
+from phalanx.frameworks.torch.replica.feed import Feed, opened
+from phalanx.frameworks.torch.replica.forward import AmbiguousMean
+from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.frameworks.torch.sharing.state import Sharing
 from phalanx.frameworks.torch.snapshot import Snapshots, entries, exported
-from phalanx.frameworks.torch.sources import opened
 from phalanx.seams import Computed, Exported, Lanes, Todo
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Reentrant
@@ -54,8 +53,8 @@ class Torch:
 
     def _build(self, definition: Definition, model: torch.nn.Module) -> None:
         model.to("cpu")
-        written = definition.replicas > 1 or math.isfinite(definition.max_norm)
-        self._lane = Lane(definition, model, self._shapes, AmbiguousMean(definition), written=written)
+        feed = Feed(definition, model, self._shapes)
+        self._lane = Lane(definition, model, feed, Buffers(model), AmbiguousMean(definition))
         self._updates = Update(definition, self._lane.named)
         found = compiled({"make_model": model, **definition.holders})
         check_sizes(found, definition)
@@ -82,10 +81,6 @@ class Torch:
     def gradients(self, todo: Sequence[Todo]) -> Iterator[Computed]:
         """See ``seams.Steppable.gradients``."""
         return map(self._lane.gradient, todo)
-
-    def read(self, losses: list[float]) -> list[float]:
-        """See ``seams.Steppable.read``: they are numbers already."""
-        return losses
 
     def norm(self, gradient: Gradient) -> float:
         """See ``seams.Steppable.norm``."""

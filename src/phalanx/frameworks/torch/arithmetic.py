@@ -31,6 +31,11 @@ def divide(vector: Gradient, divisor: float) -> Gradient:
     return [None if a is None else a.div_(divisor) for a in vector]
 
 
+def read(scalars: Sequence[float]) -> list[float]:
+    """Losses are read when they are computed, so they are numbers already."""
+    return list(scalars)
+
+
 def finite(vector: Gradient) -> bool:
     """Whether every element is finite."""
     return all(bool(torch.isfinite(a).all()) for a in vector if a is not None)

@@ -52,6 +52,11 @@ def checked(model: Any) -> torch.nn.Module:
     return model
 
 
+def home_of(model: Any) -> torch.device:
+    """Where a model was made."""
+    return next(checked(model).parameters()).device
+
+
 def warn_of_eval_mode(model: torch.nn.Module) -> None:
     """Modes are the user's; but a whole model in eval mode is mostly one that was loaded or evaluated before."""
     if not model.training:

@@ -19,7 +19,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from phalanx.errors import UsageError
-from phalanx.frameworks.torch.buffers import bytes_of
+from phalanx.frameworks.torch.replica.buffers import bytes_of
 from phalanx.frameworks.torch.watched import WAY_OUT, Watched, Withheld, refuse_state
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]

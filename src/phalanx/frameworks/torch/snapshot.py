@@ -16,8 +16,8 @@ from phalanx.definition import checks
 from phalanx.definition.digest import Entry, digest_of
 from phalanx.definition.plain import decoded, encoded
 from phalanx.errors import SnapshotError, UsageError
-from phalanx.frameworks.torch.buffers import Buffers, bytes_of
 from phalanx.frameworks.torch.optimizer import Update
+from phalanx.frameworks.torch.replica.buffers import Buffers, bytes_of
 from phalanx.frameworks.torch.schedules import Named
 from phalanx.seams import Exported
 from phalanx.seams.snapshots import CODES, Captured, Tensor

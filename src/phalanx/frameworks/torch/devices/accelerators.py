@@ -21,8 +21,8 @@ WORKSPACE, WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 MENTIONED: set[str] = set()  # what was said once in this process
 
 
-def found(names: Sequence[str], replicas: int) -> list[torch.device]:
-    """The devices with these names, in use from here on; none for no names.
+def found(names: Sequence[str], replicas: int, home: torch.device) -> list[torch.device]:
+    """The devices with these names, in use from here on; for no names ``home``, where the model was made.
 
     Raises
     ------
@@ -30,8 +30,9 @@ def found(names: Sequence[str], replicas: int) -> list[torch.device]:
         torch cannot use one here, they are of several kinds, one comes twice, or there are more than replicas.
     """
     if not names:
-        _mention_idle()
-        return []
+        if home.type == "cpu":
+            _mention_idle()
+        return [home]
     listed = [_local() if name == "local" else name for name in names]
     if len(listed) == 1 and torch.device(_known(listed[0])).index is None and listed[0] != "cpu":
         listed = _all_of(listed[0], replicas)

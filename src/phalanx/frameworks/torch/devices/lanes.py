@@ -18,26 +18,28 @@ import torch
 
 from phalanx.definition.data import Share, Source
 from phalanx.definition.fields import Definition
-from phalanx.errors import PhalanxError, UsageError
-from phalanx.frameworks.torch import arithmetic
+from phalanx.errors import RunError, UsageError
 from phalanx.frameworks.torch.arithmetic import Gradient
-from phalanx.frameworks.torch.buffers import Left
 from phalanx.frameworks.torch.devices import accelerators
-from phalanx.frameworks.torch.devices.lane import DeviceLane, Unread
+from phalanx.frameworks.torch.devices.contents import Versions
+from phalanx.frameworks.torch.devices.exchange import DeviceArithmetic, Exchange
+from phalanx.frameworks.torch.devices.feed import DeviceFeed
 from phalanx.frameworks.torch.environment import Environment, StaticShapes, check_sizes, compiled
-from phalanx.frameworks.torch.forward import AmbiguousMean
 from phalanx.frameworks.torch.model import checked
 from phalanx.frameworks.torch.optimizer import Update
+from phalanx.frameworks.torch.replica.buffers import Buffers, Left
+from phalanx.frameworks.torch.replica.feed import Feed, opened
+from phalanx.frameworks.torch.replica.forward import AmbiguousMean, Unread
+from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.frameworks.torch.snapshot import Snapshots, entries, exported
-from phalanx.frameworks.torch.sources import opened
-from phalanx.plan.placement import Placement, dealt, place
+from phalanx.plan.placement import dealt, place
 from phalanx.seams import Computed, Exported, Lanes, Todo
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Reentrant
 
 
 class TorchLanes:
-    """Implements ``seams.Lanes`` for PyTorch.
+    """Implements ``seams.Framework`` for PyTorch on several devices.
 
     Parameters
     ----------
@@ -53,17 +55,13 @@ class TorchLanes:
     ----------
     name : str
         "torch".
-    placement : Placement
-        Which device computes which replicas.
     """
 
     name = "torch"
-    arithmetic = arithmetic
 
     def __init__(self, definition: Definition, devices: Sequence[torch.device], model: Any, *, allow: bool) -> None:
-        self.lanes: Lanes | None = self
-        self.devices = tuple(devices)
-        self.placement: Placement = place(definition.replicas, len(devices))
+        self.arithmetic = DeviceArithmetic()
+        self._devices = tuple(devices)
         self._shapes = StaticShapes()
         surroundings = accelerators.Surroundings(devices, allow=allow)
         self.environment = Reentrant(Environment(definition.threads, definition.generators), self._shapes, surroundings)
@@ -74,25 +72,31 @@ class TorchLanes:
         found = compiled({"make_model": model, **definition.holders})
         check_sizes(found, definition)
         self._shapes.known = bool(found)
-        models = [model, *(_another(model) for _ in self.devices[1:])]
         ambiguous = AmbiguousMean(definition)
-        self._lanes = [
-            DeviceLane(definition, one.to(device), self._shapes, ambiguous, surroundings.generators.get(device))
-            for one, device in zip(models, self.devices, strict=True)
-        ]
+        self._lanes: list[Lane] = []
+        self._feeds: list[DeviceFeed] = []
+        for device in self._devices:
+            own = (_another(model) if self._lanes else model).to(device)
+            host = Feed(definition, own, self._shapes)
+            ahead = definition.collate_fn is None
+            self._feeds.append(DeviceFeed(host, device, surroundings.generators.get(device), ahead=ahead))
+            self._lanes.append(Lane(definition, own, self._feeds[-1], Buffers(own, Versions()), ambiguous, later=True))
         self._first = self._lanes[0]
-        self._own(definition, dealt([parameter.nbytes for parameter in self._first.parameters], len(self._lanes)))
-        if self._updates.foreign and len(self._lanes) > 1:  # it may look at several parameters at once
-            self._own(definition, [0] * len(self._first.parameters))
-        self._lane_of = {replica: number for number, block in enumerate(self.placement.blocks) for replica in block}
-        self._meanwhile: Callable[[], Sequence[Todo]] | None = None
+        placement = place(definition.replicas, len(self._devices))
+        self._lane_of = {replica: number for number, block in enumerate(placement.blocks) for replica in block}
+        sizes = [parameter.nbytes for parameter in self._first.parameters]
+        owners = self._own(definition, dealt(sizes, len(self._lanes)))
+        if self._updates.foreign:  # it may look at several parameters at once
+            owners = self._own(definition, [0] * len(sizes))
+        self._exchange = Exchange(placement, self._devices, owners)
+        self.lanes: Lanes | None = self._exchange
         self._describable = False
 
-    def _own(self, definition: Definition, owners: Sequence[int]) -> None:
+    def _own(self, definition: Definition, owners: Sequence[int]) -> Sequence[int]:
         """Give each parameter an owner, and make one optimizer over the owners' parameters."""
-        self._owners = owners
         named = [self._lanes[owner].named[index] for index, owner in enumerate(owners)]
         self._updates = Update(definition, named)
+        return owners
 
     @property
     def lr(self) -> float:
@@ -115,20 +119,20 @@ class TorchLanes:
             Always.
         """
         raise UsageError(
-            f"the model is on {self.devices[0]}, but worker processes compute on the CPU in this version; use "
+            f"the model is on {self._devices[0]}, but worker processes compute on the CPU in this version; use "
             "engine='inline'"
         )
 
     def gradients(self, todo: Sequence[Todo]) -> Iterator[Computed]:
         """See ``seams.Steppable.gradients``: each device has a replica to compute before the first is asked for."""
-        for lane in self._lanes:
-            lane.begin()
+        for feed in self._feeds:
+            feed.begin()
         count = len(self._lanes)
         for start in range(0, len(todo), count):
             begun: list[Computed | Exception] = []
             for item in todo[start : start + count]:
                 try:
-                    begun.append(self._lanes[self._lane_of[item.replica]].gradient(item))
+                    begun.append(self._begin(item))
                 except Exception as error:
                     begun.append(error)  # it is that replica's, and those before it are asked for first
                     break
@@ -137,40 +141,18 @@ class TorchLanes:
                     raise computed
                 yield _weighted(computed)
 
-    def read(self, losses: list[Any]) -> list[float]:
-        """See ``seams.Steppable.read``: one copy from each device."""
-        found: list[float] = list(losses)
-        for device in dict.fromkeys(self.devices):
-            numbers = [
-                number for number, loss in enumerate(losses) if isinstance(loss, torch.Tensor) and loss.device == device
-            ]
-            if numbers:
-                values = torch.stack([losses[number] for number in numbers]).tolist()
-                for number, value in zip(numbers, values, strict=True):
-                    found[number] = value
-        return found
-
-    def moved(self, entry: int, gradient: torch.Tensor) -> torch.Tensor:
-        """A parameter's gradient on the device that owns it."""
-        return gradient.to(self.devices[self._owners[entry]], non_blocking=True)
-
-    def expect(self, following: Callable[[], Sequence[Todo]]) -> None:
-        """What is computed next may be read while this step is waited for."""
-        self._meanwhile = following
-
     def norm(self, gradient: Gradient) -> float:
         """See ``seams.Steppable.norm``; the one place where a step waits for its devices."""
-        whole = self._updates.enqueue_norm(gradient, self.devices[0])
-        following, self._meanwhile = self._meanwhile, None
-        if following is not None:
-            self._read_ahead(following)
-        with accelerators.watched(self.devices):
+        whole = self._updates.enqueue_norm(gradient, self._devices[0])
+        for todo in self._exchange.following():
+            self._feeds[self._lane_of[todo.replica]].read_ahead(todo)
+        with accelerators.watched(self._devices):
             return whole.item()
 
     def update(self, step: int, gradient: Gradient, buffers: Sequence[tuple[int, Left]] | None) -> None:
         """See ``seams.Steppable.update``."""
         self._updates.apply(step, gradient)
-        self._spread()
+        self._exchange.spread([lane.parameters for lane in self._lanes])
         self._settle(buffers or [])
         if not self._describable:  # better refused after the first step than when the run is over
             for _ in entries(self._first.model, self._updates.optimizers, self._updates.named):
@@ -185,12 +167,13 @@ class TorchLanes:
 
     def rewind(self) -> None:
         """See ``seams.Steppable.rewind``."""
-        for lane in self._lanes:
+        for lane, feed in zip(self._lanes, self._feeds, strict=True):
             lane.rewind()
+            feed.forget()
 
     def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> tuple[float, float]:
         """See ``seams.Framework.measure``: on the first device."""
-        with accelerators.watched(self.devices[:1]), accelerators.current(self.devices[0]):
+        with accelerators.watched(self._devices[:1]), accelerators.current(self._devices[0]):
             return self._first.measure(metric_fn, key, share)
 
     def opened(self, source: Source) -> Source:
@@ -199,43 +182,42 @@ class TorchLanes:
 
     def export(self, steps: int, *, copy: bool) -> Exported:
         """See ``seams.Framework.export``; the model is on the first device."""
-        with accelerators.watched(self.devices):
+        with accelerators.watched(self._devices):
             self.rewind()
             for lane in self._lanes:
                 lane.collector.forget()
             return exported(self._first.model, self._updates, steps, copy=copy)
 
-    def _read_ahead(self, following: Callable[[], Sequence[Todo]]) -> None:
+    def _begin(self, todo: Todo) -> Computed:
+        """Give a device a replica to compute; runs user code."""
+        number = self._lane_of[todo.replica]
+        device = self._devices[number]
         try:
-            for todo in following():
-                self._lanes[self._lane_of[todo.replica]].read_ahead(todo)
-        except (PhalanxError, Exception):  # it is read again in its own step, and raises there, with the address
-            return
-
-    def _spread(self) -> None:
-        """Copy parameters from their owners to the other devices."""
-        with torch.no_grad():
-            for index, owner in enumerate(self._owners):
-                updated = self._lanes[owner].parameters[index]
-                for number, lane in enumerate(self._lanes):
-                    if number != owner:
-                        lane.parameters[index].copy_(updated, non_blocking=True)
+            with accelerators.current(device):
+                return self._lanes[number].gradient(todo)
+        except torch.OutOfMemoryError as error:
+            raise RunError(
+                f"{device} is out of memory at replica {todo.replica} ({error}); use more devices, which share the "
+                "optimizer's state, or a larger replicas= (part of the answer), which makes each share smaller"
+            ) from error
 
     def _settle(self, buffers: Sequence[tuple[int, Left]]) -> None:
         """Settle buffers on the first device, and copy what was written to the others."""
         mine = self._first.buffers.starts
         if not mine or not buffers:
             return
-        starts = {id(start): number for lane in self._lanes for number, start in enumerate(lane.buffers.starts)}
+        home = self._devices[0]
+        unwritten = {id(start): number for lane in self._lanes for number, start in enumerate(lane.buffers.starts)}
         written: set[int] = set()
         gathered: list[tuple[int, Left]] = []
         for samples, left in buffers:
-            written.update(number for number, value in enumerate(left) if id(value) not in starts)
-            values = [mine[starts[id(value)]] if id(value) in starts else value for value in left]
-            gathered.append((samples, [value.to(self.devices[0], non_blocking=True) for value in values]))
+            written.update(number for number, value in enumerate(left) if id(value) not in unwritten)
+            values = [mine[unwritten[id(value)]] if id(value) in unwritten else value for value in left]
+            gathered.append((samples, [value.to(home, non_blocking=True) for value in values]))
         self._first.buffers.settle(gathered)
         for lane in self._lanes[1:]:
-            lane.buffers.move_from(self._first.buffers, sorted(written))
+            starts = lane.buffers.starts
+            lane.buffers.settle([(1, [mine[n] if n in written else start for n, start in enumerate(starts)])])
 
     def _take_over(self) -> None:
         """The first device's model was given another state: all others take it over, owners too."""
@@ -243,9 +225,7 @@ class TorchLanes:
             for lane in self._lanes[1:]:
                 for mine, theirs in zip(lane.parameters, self._first.parameters, strict=True):
                     mine.copy_(theirs)
-        self._first.buffers.renew()
-        for lane in self._lanes[1:]:
-            lane.buffers.move_from(self._first.buffers, range(len(lane.buffers.starts)))
+                lane.buffers.settle([(1, self._first.buffers.starts)])
         self._freeze_alike()
 
     def _freeze_alike(self) -> None:

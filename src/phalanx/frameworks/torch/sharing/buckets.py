@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from phalanx.frameworks.torch.arithmetic import Gradient, add_up, blank, view
-from phalanx.frameworks.torch.gradient import Collector
 from phalanx.frameworks.torch.optimizer import Update
+from phalanx.frameworks.torch.replica.gradient import Collector
 from phalanx.seams.sharing import Order
 from phalanx.shared.buckets import BucketViews
 from phalanx.shared.layout import Layout

@@ -19,9 +19,9 @@ import torch
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch import arithmetic
 from phalanx.frameworks.torch.arithmetic import spec_of, view
-from phalanx.frameworks.torch.buffers import Buffers, Left
-from phalanx.frameworks.torch.gradient import Collector
 from phalanx.frameworks.torch.optimizer import Update, check_no_global_hooks
+from phalanx.frameworks.torch.replica.buffers import Buffers, Left
+from phalanx.frameworks.torch.replica.gradient import Collector
 from phalanx.frameworks.torch.sharing.buckets import GradientBuckets
 from phalanx.frameworks.torch.sharing.optimizer_state import OptimizerState, find_pieces
 from phalanx.plan.placement import Placement

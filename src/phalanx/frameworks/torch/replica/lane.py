@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.utils.data import default_collate
 
-from phalanx.definition import generators
 from phalanx.definition.data import Share
 from phalanx.definition.evaluation import measured
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
-from phalanx.frameworks.torch.buffers import Buffers
-from phalanx.frameworks.torch.environment import StaticShapes, explain
-from phalanx.frameworks.torch.forward import AmbiguousMean, Forward
-from phalanx.frameworks.torch.gradient import Collector, drop
+from phalanx.frameworks.torch.environment import explain
 from phalanx.frameworks.torch.model import warn_of_eval_mode
+from phalanx.frameworks.torch.replica.buffers import Buffers
+from phalanx.frameworks.torch.replica.forward import AmbiguousMean, Forward
+from phalanx.frameworks.torch.replica.gradient import Collector, drop
 from phalanx.seams import Computed, Todo
 from phalanx.surroundings import interrupts
+
+
+class Batches(Protocol):
+    """Reads batches to where the model is."""
+
+    def batch(self, key: int, share: Share) -> Any:
+        """A share's samples, with all generators seeded for what follows."""
+        ...
 
 
 class Lane:
@@ -31,18 +38,20 @@ class Lane:
     definition : Definition
     model : torch.nn.Module
         On its device already.
-    shapes : StaticShapes
+    feed : Batches
+    buffers : Buffers
+        The model's.
     ambiguous : AmbiguousMean
         Warns of the recipe's loss, once.
-    written : bool
-        Whether gradients will be written, and so may share no memory.
+    later : bool, default False
+        Whether losses and weights stay unread on the device: all have their work before one is waited for.
 
     Attributes
     ----------
     model : torch.nn.Module
-    device : torch.device
     named : list of (str, torch.nn.Parameter)
     parameters : list of torch.nn.Parameter
+    feed : Batches
     buffers : Buffers
     collector : Collector
     """
@@ -51,31 +60,29 @@ class Lane:
         self,
         definition: Definition,
         model: torch.nn.Module,
-        shapes: StaticShapes,
+        feed: Batches,
+        buffers: Buffers,
         ambiguous: AmbiguousMean,
         *,
-        written: bool,
+        later: bool = False,
     ) -> None:
         self.model = model
         self.named = list(model.named_parameters())
         self.parameters = [parameter for _, parameter in self.named]
-        self.device = self.parameters[0].device
-        self.buffers = Buffers(model)
-        self.collector = Collector(self.named, written=written)
-        self._forward = Forward(definition, model, self.device)
-        self._shapes = shapes
-        self._ambiguous = ambiguous
+        self.feed = feed
+        self.buffers = buffers
         self._shared = definition.replicas > 1
-        self._owned = definition.generators
-        self._models = generators.find({"model": model})
-        self._collate = definition.collate_fn or default_collate
+        self.collector = Collector(self.named, written=later or self._shared or math.isfinite(definition.max_norm))
+        self._forward = Forward(definition, model, self.parameters[0].device, later=later)
+        self._ambiguous = ambiguous
+        self._later = later
         self._unseen = True
 
     def gradient(self, todo: Todo) -> Computed:
         """Compute one replica; runs user code."""
         share = todo.share
         self.buffers.begin()
-        batch = self.batch(todo.key, share)
+        batch = self.feed.batch(todo.key, share)
         versions = self._versions() if self._shared else []
         try:
             loss, weight = self._forward.loss(batch, share.origin)
@@ -92,11 +99,8 @@ class Lane:
         taken = None if weight == 0 else self.collector.backward(loss)
         if self._shared:
             self._check_unwritten(versions, "in forward, loss_fn or a hook")
-        return Computed(self.loss(loss), weight, taken, self.buffers.left())
-
-    def loss(self, loss: torch.Tensor) -> Any:
-        """What is known of a loss, now that it is being computed."""
-        return loss.item()
+        read = loss.detach().reshape(()) if self._later else loss.item()
+        return Computed(read, weight, taken, self.buffers.left())
 
     def rewind(self) -> None:
         """Undo what computing gradients left behind."""
@@ -110,24 +114,11 @@ class Lane:
             self.buffers.begin()
             try:
                 with interrupts.breakable():
-                    value = self._forward.evaluated(metric_fn, self.batch(key, share), share.origin)
+                    value = self._forward.evaluated(metric_fn, self.feed.batch(key, share), share.origin)
             finally:
                 self.buffers.restore()
         self._check_unwritten(versions, "in an evaluation")
         return measured(value, len(share.samples))
-
-    def batch(self, key: int, share: Share) -> Any:
-        """A share's samples on the device, with all generators seeded for what follows."""
-        self._shapes.settle()
-        samples = share.read(share.samples)
-        self.seed(key)
-        return self._forward.to_device(samples if share.collated else self._collate(samples))
-
-    def seed(self, key: int) -> None:
-        """Seed every generator that user code may draw from."""
-        generators.seed(key, self._owned)
-        if self._models:
-            generators.reseed(self._models, key)
 
     def _versions(self) -> list[int]:
         return [parameter._version for parameter in self.parameters]

@@ -31,13 +31,17 @@ class Forward:
         On its device already.
     device : torch.device
         Where batches are moved to.
+    later : bool, default False
+        Whether a weight that lies on the device is not read yet.
     """
 
-    def __init__(self, definition: Definition, model: torch.nn.Module, device: torch.device) -> None:
+    def __init__(
+        self, definition: Definition, model: torch.nn.Module, device: torch.device, *, later: bool = False
+    ) -> None:
         self._definition = definition
         self._model = model
         self._device = device
-        self.weigh: Callable[[str, Any], Any] = checks.weight  # what is known of a weight that was returned
+        self._later = later
         self._double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
 
     def output(self, batch: Any, origin: str) -> Any:
@@ -65,7 +69,7 @@ class Forward:
             return target_fn(batch)
         return self._tensor(batch[1] if _is_pair(batch) else batch)
 
-    def loss(self, batch: Any, origin: str) -> tuple[torch.Tensor, float | None]:
+    def loss(self, batch: Any, origin: str) -> tuple[torch.Tensor, Any]:
         """The scalar loss of ``batch``, and the weight that was returned with it, if one was."""
         if self._definition.precision is None:
             value = self._loss(batch, origin)
@@ -75,7 +79,9 @@ class Forward:
         loss, weight = _split(value)
         name = "loss_fn" if self._definition.loss_fn else "forward_fn" if self._definition.forward_fn else "the model"
         self._check_loss(name, loss, batch, origin)
-        return loss, None if weight is None else self.weigh(name, weight)
+        if self._later and isinstance(weight, torch.Tensor) and weight.device.type != "cpu":
+            return loss, Unread(name, weight)
+        return loss, None if weight is None else checks.weight(name, weight)
 
     def _loss(self, batch: Any, origin: str) -> Any:
         output = self.output(batch, origin)
@@ -126,6 +132,18 @@ class Forward:
                 f"a float64 loss for a model that is not{guess}",
                 "one in the model's dtype: convert the target with .astype(numpy.float32) (a tensor: .float())",
             )
+
+
+class Unread:
+    """A weight that the loss returned on a device, not looked at yet."""
+
+    def __init__(self, name: str, value: torch.Tensor) -> None:
+        self._name = name
+        self._value = value
+
+    def read(self) -> float:
+        """The weight; waits for the device."""
+        return checks.weight(self._name, self._value)
 
 
 def as_tensors(value: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -19,19 +20,69 @@ from phalanx.plan.shares import share_weights
 Left = list[torch.Tensor]  # all buffers that are not None, as a forward pass left them
 
 
+class Contents(Protocol):
+    """How a model's buffers are compared with what they are at the step's start, and with those of other replicas."""
+
+    def unwritten(self, number: int, value: torch.Tensor, tensor: torch.Tensor | None, start: torch.Tensor) -> bool:
+        """Whether forward left the buffer with this number (``tensor``, now ``value``) as it was at the start."""
+        ...
+
+    def write(self, tensors: Sequence[torch.Tensor | None], starts: Sequence[torch.Tensor | None]) -> None:
+        """Copy the step's start into the buffers where they differ: constants may lie in memory that is read-only."""
+        ...
+
+    def equal(self, tensors: Sequence[torch.Tensor | None], starts: Sequence[torch.Tensor | None]) -> None:
+        """Hear that both are the same now."""
+        ...
+
+    def settled(self, values: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
+        """What a buffer becomes, of which the replicas left ``values``; the first itself if it stays as that is."""
+        ...
+
+
+class Compared:
+    """Implements ``Contents`` by looking at the bytes."""
+
+    def unwritten(self, number: int, value: torch.Tensor, tensor: torch.Tensor | None, start: torch.Tensor) -> bool:
+        """See ``Contents.unwritten``."""
+        return same_bytes(value, start)
+
+    def write(self, tensors: Sequence[torch.Tensor | None], starts: Sequence[torch.Tensor | None]) -> None:
+        """See ``Contents.write``."""
+        for tensor, start in zip(tensors, starts, strict=True):
+            if tensor is not None and start is not None and not same_bytes(tensor, start):
+                tensor.copy_(start)
+
+    def equal(self, tensors: Sequence[torch.Tensor | None], starts: Sequence[torch.Tensor | None]) -> None:
+        """See ``Contents.equal``: bytes say so themselves."""
+
+    def settled(self, values: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
+        """See ``Contents.settled``."""
+        first = values[0]
+        if all(same_bytes(first, other) for other in values[1:]):
+            return first
+        return mean_of(values, weights) if first.is_floating_point() or first.is_complex() else first
+
+
 class Buffers:
     """The buffers of one model, as they were at the step's start and as forward passes leave them.
 
     A buffer in the memory of a parameter is that parameter, and no business of this class.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    contents : Contents
+        How buffers and the step's start are compared.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, contents: Contents | None = None) -> None:
         self._model = model
+        self._contents = Compared() if contents is None else contents
         self._places = _places(model)
         self._tensors = [module._buffers[name] for _, module, name in self._places]
-        self._start = [None if tensor is None else tensor.detach().clone() for tensor in self._tensors]
-        self._dirty = False
         self._checked = False
+        self.renew()
 
     @property
     def starts(self) -> Left:
@@ -41,13 +92,14 @@ class Buffers:
     def renew(self) -> None:
         """The step's start is what the buffers are now."""
         self._start = [None if tensor is None else tensor.detach().clone() for tensor in self._tensors]
+        self._contents.equal(self._tensors, self._start)
         self._dirty = False
 
     def rehome(self, starts: Left) -> None:
         """Keep the step's start in other memory, and take its values from there."""
         values = iter(starts)
         self._start = [None if start is None else next(values) for start in self._start]
-        self._write(self._start)
+        self._write()
 
     def expect(self) -> None:
         """Another worker settles the step's start: look there before the next forward pass."""
@@ -61,7 +113,7 @@ class Buffers:
     def restore(self) -> None:
         """Put the step's start back, undoing what a forward pass wrote or assigned."""
         if self._dirty:
-            self._write(self._start)
+            self._write()
             self._dirty = False
 
     def left(self) -> Left:
@@ -84,7 +136,8 @@ class Buffers:
                 )
             if now.setdefault(id(tensor), value) is not value:
                 raise UsageError(f"buffer {path!r} is shared by modules, but forward assigned it in only some of them")
-            found.append(start if self._unwritten(number, value, start) else value.detach().clone())
+            unwritten = self._contents.unwritten(number, value, tensor, start)
+            found.append(start if unwritten else value.detach().clone())
         return found
 
     def settle(self, replicas: Sequence[tuple[int, Left]]) -> None:
@@ -92,31 +145,21 @@ class Buffers:
         if not self._places:
             return
         weights = share_weights([samples for samples, _ in replicas])
-        settled = [self._settled(list(found), weights) for found in zip(*(left for _, left in replicas), strict=True)]
+        settled = [
+            self._contents.settled(list(found), weights) for found in zip(*(left for _, left in replicas), strict=True)
+        ]
         for start, value in zip(self.starts, settled, strict=True):
             if value is not start:
                 start.copy_(value)
-        self._write(self._start)
+        self._write()
         self._dirty = False
 
-    def _write(self, values: Sequence[torch.Tensor | None]) -> None:
-        """Only what differs is written: constants may lie in memory that cannot be, such as expanded tensors."""
+    def _write(self) -> None:
+        """The buffers are what they are at the step's start."""
+        for (_, module, name), tensor in zip(self._places, self._tensors, strict=True):
+            module._buffers[name] = tensor
         with torch.no_grad():
-            for (_, module, name), tensor, value in zip(self._places, self._tensors, values, strict=True):
-                module._buffers[name] = tensor
-                if tensor is not None and value is not None and not same_bytes(tensor, value):
-                    tensor.copy_(value)
-
-    def _unwritten(self, number: int, value: torch.Tensor, start: torch.Tensor) -> bool:
-        """Whether what forward left as the buffer with this number is the step's start still."""
-        return same_bytes(value, start)
-
-    @staticmethod
-    def _settled(values: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
-        first = values[0]
-        if all(same_bytes(first, other) for other in values[1:]):
-            return first
-        return mean_of(values, weights) if first.is_floating_point() or first.is_complex() else first
+            self._contents.write(self._tensors, self._start)
 
     def _check_places(self) -> None:
         self._checked = True

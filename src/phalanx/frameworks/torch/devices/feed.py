@@ -1,0 +1,92 @@
+"""Batches for a device: read and copied there while it computes."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from phalanx.definition.data import Share, map_tree
+from phalanx.frameworks.torch.devices.accelerators import Generator
+from phalanx.frameworks.torch.replica.feed import Feed
+from phalanx.seams import Todo
+from phalanx.surroundings import interrupts
+
+
+class DeviceFeed:
+    """Reads batches for one device, also ahead of time.
+
+    Parameters
+    ----------
+    host : Feed
+        Reads them.
+    device : torch.device
+    generator : Generator or None
+        The device's own; None for the CPU.
+    ahead : bool
+        Whether batches may be collated ahead of time. User code that collates may draw random numbers, and those come
+        before the ones of forward.
+    """
+
+    def __init__(self, host: Feed, device: torch.device, generator: Generator | None, *, ahead: bool) -> None:
+        self._host = host
+        self._device = device
+        self._generator = generator
+        self._may_read_ahead = ahead
+        self._ready: dict[int, Any] = {}  # batches of the next step, by key
+        self._sources: list[torch.Tensor] = []  # pinned memory that copies of this step and the next may still read
+        self._older: list[torch.Tensor] = []
+        self._pins = generator is not None and _can_pin()
+
+    def batch(self, key: int, share: Share) -> Any:
+        """See ``Feed.batch``; on the device."""
+        if key not in self._ready:
+            batch = self._host.batch(key, share)
+            self._seed(key)
+            return self._copied(batch)
+        self._host.settle()
+        self._host.seed(key)
+        self._seed(key)
+        return self._ready.pop(key)
+
+    def read_ahead(self, todo: Todo) -> None:
+        """Read the batch of a replica of the next step, and begin to copy it to the device.
+
+        What user code raises here it will raise again in its own step, where it gets its address.
+        """
+        if self._may_read_ahead and todo.key not in self._ready:
+            with contextlib.suppress(Exception), interrupts.breakable():
+                samples = todo.share.read(todo.share.samples)
+                self._ready[todo.key] = self._copied(samples if todo.share.collated else self._host.collate(samples))
+
+    def begin(self) -> None:
+        """Another step: the host has waited for all that was begun before the last one."""
+        self._older, self._sources = self._sources, []
+
+    def forget(self) -> None:
+        """Nothing that was read ahead will be asked for."""
+        self._ready.clear()
+
+    def _seed(self, key: int) -> None:
+        if self._generator is not None:
+            self._generator.seed(key)
+
+    def _copied(self, batch: Any) -> Any:
+        return batch if self._generator is None else map_tree(self._to_device, batch)
+
+    def _to_device(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if self._pins and leaf.device.type == "cpu":
+            leaf = leaf.pin_memory()
+            self._sources.append(leaf)
+        return leaf.to(self._device, non_blocking=self._pins)
+
+
+def _can_pin() -> bool:
+    try:
+        torch.empty(1).pin_memory()
+    except RuntimeError:
+        return False
+    return True

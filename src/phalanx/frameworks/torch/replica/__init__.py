@@ -1,0 +1,1 @@
+"""What computes one replica: its batch, the forward and backward pass, and the buffers that these leave."""

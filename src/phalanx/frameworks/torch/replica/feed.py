@@ -1,0 +1,72 @@
+"""What replicas are fed with: data as torch reads it, and batches, with the random generators that go with them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from phalanx.definition import generators
+from phalanx.definition.data import Columns, Samples, Share, Source
+from phalanx.definition.fields import Definition
+from phalanx.frameworks.torch.environment import StaticShapes
+
+
+class Feed:
+    """Reads batches for a model on the CPU.
+
+    Parameters
+    ----------
+    definition : Definition
+    model : torch.nn.Module
+        Its generators are seeded, too.
+    shapes : StaticShapes
+    """
+
+    def __init__(self, definition: Definition, model: torch.nn.Module, shapes: StaticShapes) -> None:
+        self.collate = definition.collate_fn or default_collate
+        self._shapes = shapes
+        self._owned = definition.generators
+        self._models = generators.find({"model": model})
+
+    def batch(self, key: int, share: Share) -> Any:
+        """A share's samples, with all generators seeded for what follows."""
+        self.settle()
+        samples = share.read(share.samples)
+        self.seed(key)
+        return samples if share.collated else self.collate(samples)
+
+    def settle(self) -> None:
+        """What is compiled from here on is compiled for the sizes at hand."""
+        self._shapes.settle()
+
+    def seed(self, key: int) -> None:
+        """Seed every generator that user code may draw from."""
+        generators.seed(key, self._owned)
+        if self._models:
+            generators.reseed(self._models, key)
+
+
+def opened(source: Source) -> Source:
+    """See ``seams.Framework.opened``."""
+    if isinstance(source, Samples):
+        return source
+    return Columns(tuple(map(_column, source.arrays)), source.rebuild, torch.from_numpy)
+
+
+def _column(array: Any) -> torch.Tensor:
+    """A column as a tensor over the same memory, read-only arrays and memory maps too: columns are never written.
+
+    torch has no negative or odd strides, as reversed views and fields of records have: those are copied.
+    """
+    if isinstance(array, torch.Tensor):
+        return array
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        try:
+            return torch.from_numpy(np.asarray(array))
+        except ValueError:
+            return torch.from_numpy(np.array(array))

@@ -1,0 +1,108 @@
+"""Records that cross the seams."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from phalanx.definition.data import Share
+from phalanx.seams.events import Evaluated, Incident
+from phalanx.seams.sharing import Vector
+
+
+class Todo(NamedTuple):
+    """A replica's part in a step: its number, the key of its random generators, and its samples."""
+
+    replica: int
+    key: int
+    share: Share
+
+
+@dataclass(slots=True)
+class Computed:
+    """What one replica computed in one step.
+
+    Attributes
+    ----------
+    loss : float
+        Or what ``Arithmetic.read`` makes one of: a device is not waited for before all of them have work.
+    weight : float or None
+        The weight that the loss returned, if it did.
+    gradient : Vector or None
+        None where the weight is 0: such a gradient is not looked at. Where replicas are folded or gradients
+        clipped, no entry shares memory with another, so that each may be written.
+    buffers : list
+        The model's buffers as this replica left them.
+    """
+
+    loss: Any
+    weight: float | None
+    gradient: Vector | None
+    buffers: list[Any]
+
+
+class Part(NamedTuple):
+    """What every worker gets to know of one replica in a step.
+
+    Attributes
+    ----------
+    loss : float
+        As computed; where nobody else has to read it, also what ``Arithmetic.read`` makes one of.
+    weight : float
+        0 where nothing is to be added.
+    returned : bool
+        Whether the loss told its weight.
+    samples : float
+        0 where the replica did not run.
+    """
+
+    loss: Any
+    weight: float
+    returned: bool
+    samples: float
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A state as the caller gets it: the model, its parameters by name, and the digest of all of it."""
+
+    model: Any
+    params: dict[str, Any]
+    digest: str
+
+
+@dataclass(slots=True)
+class RunState:
+    """What a run has done so far.
+
+    Attributes
+    ----------
+    loss_history : list of float
+        One mean loss per finished step; its length is the number of finished steps.
+    samples : int
+        Samples seen in all of them.
+    span : (float, float) or None
+        Start of the first step and end of the last, on the clock of ``time.perf_counter``.
+    incidents : list of Incident
+        What happened to workers.
+    resumed_from : int or None
+        How many steps an earlier run had done, if this one goes on from its snapshot.
+    evaluated : list of Evaluated
+        Every evaluation so far, those of that earlier run first.
+    """
+
+    loss_history: list[float] = field(default_factory=list[float])
+    samples: int = 0
+    span: tuple[float, float] | None = None
+    incidents: list[Incident] = field(default_factory=list[Incident])
+    resumed_from: int | None = None
+    evaluated: list[Evaluated] = field(default_factory=list[Evaluated])
+
+    def add(self, loss: float, samples: int) -> None:
+        """Count a finished step."""
+        self.loss_history.append(loss)
+        self.samples += samples
+
+    def time(self, started: float, ended: float) -> None:
+        """Note when the latest step started and ended."""
+        self.span = (started if self.span is None else self.span[0], ended)
