@@ -101,8 +101,11 @@ class Recipe(Definition):
             Where workers live: "inline" is this process, "distributed" all processes of a torch.distributed world
             (``docs/hosts.md``). "auto": distributed in such a world, else processes if ``workers`` is more than 1.
         devices : "auto", str or sequence of str
-            Names as torch or jax has them. A torch run computes on one; a jax run in this process on all of them
-            (``docs/jax.md``); workers only on "cpu". "auto": where ``make_model`` puts the model.
+            Names as torch or jax has them, at most R: this process deals replicas to them (``docs/devices.md``).
+            "cuda": all that are visible; "local": the one that torchrun means; "cpu" may come several times. Worker
+            processes compute on "cpu" only. "auto": where ``make_model`` puts the model.
+        nondeterministic : "error" or "allow"
+            On accelerators, what an operation without a deterministic kernel is; "allow" gives the promise up.
         evaluation : Evaluation, optional
             Due after every epoch and after the last step; kept in ``result.metric_history``.
         callbacks : sequence of callable

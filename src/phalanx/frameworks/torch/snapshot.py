@@ -152,7 +152,7 @@ def _taken(tensor: torch.Tensor, *, copy: bool) -> Tensor:
 def _found(training: Mapping[str, Tensor], place: Any) -> torch.Tensor:
     name, strides, _ = place
     tensor = tensor_of(training[name])
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="cpu").copy_(tensor)
 
 
 def _placed(value: Any, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> Any:

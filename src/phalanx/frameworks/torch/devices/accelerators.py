@@ -153,12 +153,12 @@ class Surroundings(contextlib.AbstractContextManager[None]):
     """
 
     def __init__(self, devices: Sequence[torch.device], *, allow: bool) -> None:
-        self._devices = list(dict.fromkeys(devices))
-        self._accelerated = self._devices[0].type != "cpu"
+        kind = devices[0].type
+        self._accelerated = kind != "cpu"
         self._allow = allow
-        self.generators = {device: Generator(device) for device in self._devices} if self._accelerated else {}
+        self.generators = {device: Generator(device) for device in devices if self._accelerated}
         self._exits = contextlib.ExitStack()
-        if self._devices[0].type == "cuda" and not allow:
+        if kind == "cuda" and not allow:
             _check_workspace()
 
     def __enter__(self) -> None:

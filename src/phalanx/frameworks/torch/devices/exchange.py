@@ -31,13 +31,13 @@ class Exchange:
 
     def __init__(self, placement: Placement, devices: Sequence[torch.device], owners: Sequence[int]) -> None:
         self.placement = placement
-        self._devices = devices
+        self._homes = devices
         self._owners = owners
         self._following: Callable[[], Sequence[Todo]] | None = None
 
     def moved(self, entry: int, gradient: torch.Tensor) -> torch.Tensor:
         """See ``seams.Lanes.moved``."""
-        return gradient.to(self._devices[self._owners[entry]], non_blocking=True)
+        return gradient.to(self._homes[self._owners[entry]], non_blocking=True)
 
     def expect(self, following: Callable[[], Sequence[Todo]]) -> None:
         """See ``seams.Lanes.expect``."""

@@ -55,13 +55,14 @@ class TorchLanes:
     ----------
     name : str
         "torch".
+    devices : tuple of torch.device
     """
 
     name = "torch"
 
     def __init__(self, definition: Definition, devices: Sequence[torch.device], model: Any, *, allow: bool) -> None:
         self.arithmetic = DeviceArithmetic()
-        self._devices = tuple(devices)
+        self.devices = tuple(devices)
         self._shapes = StaticShapes()
         surroundings = accelerators.Surroundings(devices, allow=allow)
         self.environment = Reentrant(Environment(definition.threads, definition.generators), self._shapes, surroundings)
@@ -75,20 +76,20 @@ class TorchLanes:
         ambiguous = AmbiguousMean(definition)
         self._lanes: list[Lane] = []
         self._feeds: list[DeviceFeed] = []
-        for device in self._devices:
+        for device in self.devices:
             own = (_another(model) if self._lanes else model).to(device)
             host = Feed(definition, own, self._shapes)
             ahead = definition.collate_fn is None
             self._feeds.append(DeviceFeed(host, device, surroundings.generators.get(device), ahead=ahead))
             self._lanes.append(Lane(definition, own, self._feeds[-1], Buffers(own, Versions()), ambiguous, later=True))
         self._first = self._lanes[0]
-        placement = place(definition.replicas, len(self._devices))
+        placement = place(definition.replicas, len(self.devices))
         self._lane_of = {replica: number for number, block in enumerate(placement.blocks) for replica in block}
         sizes = [parameter.nbytes for parameter in self._first.parameters]
         owners = self._own(definition, dealt(sizes, len(self._lanes)))
         if self._updates.foreign:  # it may look at several parameters at once
             owners = self._own(definition, [0] * len(sizes))
-        self._exchange = Exchange(placement, self._devices, owners)
+        self._exchange = Exchange(placement, self.devices, owners)
         self.lanes: Lanes | None = self._exchange
         self._describable = False
 
@@ -119,7 +120,7 @@ class TorchLanes:
             Always.
         """
         raise UsageError(
-            f"the model is on {self._devices[0]}, but worker processes compute on the CPU in this version; use "
+            f"the model is on {self.devices[0]}, but worker processes compute on the CPU in this version; use "
             "engine='inline'"
         )
 
@@ -143,10 +144,10 @@ class TorchLanes:
 
     def norm(self, gradient: Gradient) -> float:
         """See ``seams.Steppable.norm``; the one place where a step waits for its devices."""
-        whole = self._updates.enqueue_norm(gradient, self._devices[0])
+        whole = self._updates.enqueue_norm(gradient, self.devices[0])
         for todo in self._exchange.following():
             self._feeds[self._lane_of[todo.replica]].read_ahead(todo)
-        with accelerators.watched(self._devices):
+        with accelerators.watched(self.devices):
             return whole.item()
 
     def update(self, step: int, gradient: Gradient, buffers: Sequence[tuple[int, Left]] | None) -> None:
@@ -173,7 +174,7 @@ class TorchLanes:
 
     def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> tuple[float, float]:
         """See ``seams.Framework.measure``: on the first device."""
-        with accelerators.watched(self._devices[:1]), accelerators.current(self._devices[0]):
+        with accelerators.watched(self.devices[:1]), accelerators.current(self.devices[0]):
             return self._first.measure(metric_fn, key, share)
 
     def opened(self, source: Source) -> Source:
@@ -182,7 +183,7 @@ class TorchLanes:
 
     def export(self, steps: int, *, copy: bool) -> Exported:
         """See ``seams.Framework.export``; the model is on the first device."""
-        with accelerators.watched(self._devices):
+        with accelerators.watched(self.devices):
             self.rewind()
             for lane in self._lanes:
                 lane.collector.forget()
@@ -191,7 +192,7 @@ class TorchLanes:
     def _begin(self, todo: Todo) -> Computed:
         """Give a device a replica to compute; runs user code."""
         number = self._lane_of[todo.replica]
-        device = self._devices[number]
+        device = self.devices[number]
         try:
             with accelerators.current(device):
                 return self._lanes[number].gradient(todo)
@@ -206,7 +207,7 @@ class TorchLanes:
         mine = self._first.buffers.starts
         if not mine or not buffers:
             return
-        home = self._devices[0]
+        home = self.devices[0]
         unwritten = {id(start): number for lane in self._lanes for number, start in enumerate(lane.buffers.starts)}
         written: set[int] = set()
         gathered: list[tuple[int, Left]] = []

@@ -82,7 +82,7 @@ class Buffers:
         self._places = _places(model)
         self._tensors = [module._buffers[name] for _, module, name in self._places]
         self._checked = False
-        self.renew()
+        self._begin_here()
 
     @property
     def starts(self) -> Left:
@@ -91,6 +91,9 @@ class Buffers:
 
     def renew(self) -> None:
         """The step's start is what the buffers are now."""
+        self._begin_here()
+
+    def _begin_here(self) -> None:
         self._start = [None if tensor is None else tensor.detach().clone() for tensor in self._tensors]
         self._contents.equal(self._tensors, self._start)
         self._dirty = False
