@@ -181,7 +181,7 @@ class Module(types.ModuleType):
     # ---- for tests
 
     def set_kernel_seconds(self, seconds, name=""):
-        """Let every kernel, or those called `name` ("aten::mm"), take so long on its stream."""
+        """Let every kernel, or those called `name` as in a trace ("aten::mm"), take so long on its stream."""
         self._native.set_kernel_seconds(seconds, name)
 
     def set_memory_limit(self, device, limit_bytes):

@@ -278,6 +278,11 @@ Tensor& set_storage(Tensor& self, c10::Storage storage, int64_t offset, c10::Int
   return self;
 }
 
+Tensor& set_whole_storage(Tensor& self, c10::Storage storage) {
+  const int64_t size = storage.nbytes() / self.itemsize();
+  return set_storage(self, std::move(storage), 0, {size}, {});
+}
+
 Tensor& set_tensor(Tensor& self, const Tensor& source) {
   return set_storage(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }
@@ -416,12 +421,14 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty_strided", empty_strided);
   m.impl("_copy_from", copy_from);
   m.impl("set_.source_Storage_storage_offset", set_storage);
+  m.impl("set_.source_Storage", set_whole_storage);
   m.impl("set_.source_Tensor", set_tensor);
   m.impl("record_stream", record_stream);
   m.impl("_fused_sdp_choice", attention_by_formula);
   m.impl("_thnn_fused_gru_cell", gru_cell);
   m.impl("_thnn_fused_lstm_cell", lstm_cell);
-  for (auto* name : {"convolution_overrideable", "convolution_backward_overrideable"})  // torch's own kernels for these only raise
+  // torch has kernels of its own for these on such a device: they raise, or are made of other operators, with other bits.
+  for (auto* name : {"convolution_overrideable", "convolution_backward_overrideable", "native_layer_norm", "native_group_norm"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run>());
 }
 
@@ -486,12 +493,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("reset_counts", [] { Held held(world.lock); world.counts.clear(); }, unlocked());
   m.def("races", [] { Held held(world.lock); world.unraised.clear(); return std::exchange(world.races, {}); }, unlocked());
   m.def("raise_races", [](bool on) { Held held(world.lock); world.raises = on; world.unraised.clear(); }, unlocked());
-  m.def("set_kernel_seconds", [](double s, const std::string& name) { Held held(world.lock); world.seconds[name] = s; }, unlocked());
+  m.def("set_kernel_seconds", [](double s, const std::string& name) { Held held(world.lock); world.seconds[plain(name)] = s; }, unlocked());
   m.def("set_copy_seconds_per_byte", [](double s) { Held held(world.lock); world.seconds_per_byte = s; }, unlocked());
   m.def("set_virtual_time", [](bool on) { Held held(world.lock); world.virtual_now = now(); world.virtual_time = on; }, unlocked());
   m.def("set_nondeterministic", [](const std::string& name, bool on) {
     Held held(world.lock);
-    if (on) world.nondeterministic.insert(name); else world.nondeterministic.erase(name);
+    if (on) world.nondeterministic.insert(plain(name)); else world.nondeterministic.erase(plain(name));
   }, unlocked());
   m.def("trace", [](bool on) { Held held(world.lock); world.traces = on; }, unlocked());
   m.def("take_trace", [] { Held held(world.lock); return std::exchange(world.trace, {}); }, unlocked());

@@ -378,7 +378,7 @@ def test_reading_before_it_is_written(fake, side):
         text = str(raised(lambda: a * 2))
     assert text.startswith("fake accelerator: race: aten::mul")
     assert f"stream {side.stream_id} of fake:0 reads memory of fake:0" in text
-    assert "aten::fill_ on stream 0 of fake:0" in text
+    assert "aten::fill on stream 0 of fake:0" in text
     assert fake.races()
 
 
@@ -501,7 +501,7 @@ def test_backward_runs_on_the_streams_of_forward(fake, side):
         loss = (a @ a).sum()
     fake.current_stream(0).wait_stream(side)
     (loss * 2).backward()
-    assert a.grad.sum() == 36
+    assert a.grad.sum() == 108
     fake.synchronize(0)
     assert not fake.races()
 
@@ -575,8 +575,8 @@ def test_trace(fake):
     a.add_(1).mul_(2)
     fake.synchronize(1)
     add, mul, wait = fake.take_trace()
-    assert add[:3] == (1, 0, "aten::add_")
-    assert mul[:3] == (1, 0, "aten::mul_")
+    assert add[:3] == (1, 0, "aten::add")
+    assert mul[:3] == (1, 0, "aten::mul")
     enqueued, starts, ends = mul[3:]
     assert add[3] <= enqueued <= starts == add[5]
     assert ends == pytest.approx(starts + 0.01)

@@ -225,6 +225,9 @@ Moment moment_of_stream(const Stream& s) {
   return moment(timeline(s));
 }
 
+// x.add_(y) reaches a device as add.out: all variants of an operator have one name.
+std::string plain(const std::string& name) { return name.substr(0, name.find_last_not_of('_') + 1); }
+
 struct Work {  // one kernel or copy on a stream: made, told what it uses, done
   Timeline& stream;
   const std::string& name;
@@ -232,10 +235,10 @@ struct Work {  // one kernel or copy on a stream: made, told what it uses, done
   double enqueued_at = now();
 
   Work(const std::string& name, Timeline& stream)
-      : stream(stream), name(*world.names.insert(name).first), position(stream.enqueued + 1) {
+      : stream(stream), name(*world.names.insert(plain(name)).first), position(stream.enqueued + 1) {
     usable(stream.device);
     raise_found();
-    if (world.nondeterministic.count(name)) at::globalContext().alertNotDeterministic(name);
+    if (world.nondeterministic.count(this->name)) at::globalContext().alertNotDeterministic(this->name);
     join(stream.seen, world.host);  // the host enqueues it after whatever it has waited for
   }
 
