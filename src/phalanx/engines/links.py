@@ -112,11 +112,10 @@ class LaneLink:
     def mean(self, weight: float) -> Vector:
         """See ``seams.Link.mean``."""
         sums = [partial.value for fold in self._folds for partial in fold.partials()]
-        entries = len(next(vector for vector in sums if vector is not None))
-        total = [
-            self._folded(entry, [None if vector is None else vector[entry] for vector in sums])
-            for entry in range(entries)
-        ]
+        there = {number: self._lanes.moved(vector) for number, vector in enumerate(sums) if vector is not None}
+        for into, source in self._order(tuple(there)):
+            there[into] = self._framework.arithmetic.add(there[into], there[source])
+        total = next(iter(there.values()))
         return total if weight == 1 else self._framework.arithmetic.divide(total, weight)
 
     def norm(self, gradient: Vector) -> float:
@@ -131,14 +130,3 @@ class LaneLink:
         """See ``seams.Link.commit``."""
         if gradient is not None:
             self._framework.update(step, gradient, [self._buffers[replica] for replica in sorted(self._buffers)])
-
-    def _folded(self, entry: int, values: list[Any]) -> Any:
-        """The sum of one entry over all devices, where its parameter is updated; None where nobody has it."""
-        there = tuple(position for position, value in enumerate(values) if value is not None)
-        if not there:
-            return None
-        here = {position: self._lanes.moved(entry, values[position]) for position in there}
-        add = self._framework.arithmetic.add
-        for into, source in self._order(there):
-            (here[into],) = add([here[into]], [here[source]])
-        return here[there[0]]

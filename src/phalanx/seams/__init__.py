@@ -172,8 +172,8 @@ class Lanes(Protocol):
 
     placement: Placement
 
-    def moved(self, entry: int, gradient: Any) -> Any:
-        """One entry of a gradient, on the device that updates the parameter that it belongs to."""
+    def moved(self, vector: Vector) -> Vector:
+        """A vector with each entry on the device that updates the parameter that it belongs to."""
         ...
 
     def expect(self, following: Callable[[], Sequence[Todo]]) -> None:

@@ -13,6 +13,7 @@ from phalanx.plan.placement import Placement
 from phalanx.seams import Todo
 
 FOREACH: Any = torch
+SMALL_BYTES = 1 << 18  # of a tensor that is not worth a copy of its own
 
 
 class Exchange:
@@ -32,12 +33,18 @@ class Exchange:
     def __init__(self, placement: Placement, devices: Sequence[torch.device], owners: Sequence[int]) -> None:
         self.placement = placement
         self._homes = devices
-        self._owners = owners
+        self._owned = {owner: [n for n, other in enumerate(owners) if other == owner] for owner in sorted(set(owners))}
         self._following: Callable[[], Sequence[Todo]] | None = None
 
-    def moved(self, entry: int, gradient: torch.Tensor) -> torch.Tensor:
+    def moved(self, vector: Gradient) -> Gradient:
         """See ``seams.Lanes.moved``."""
-        return gradient.to(self._homes[self._owners[entry]], non_blocking=True)
+        result = list(vector)
+        for owner, entries in self._owned.items():
+            numbers = [number for number in entries if (grad := vector[number]) is not None]
+            arrived = copies([vector[number] for number in numbers], self._homes[owner])  # type: ignore[misc]
+            for number, grad in zip(numbers, arrived, strict=True):
+                result[number] = grad
+        return result
 
     def expect(self, following: Callable[[], Sequence[Todo]]) -> None:
         """See ``seams.Lanes.expect``."""
@@ -51,10 +58,36 @@ class Exchange:
     def spread(self, parameters: Sequence[Sequence[torch.Tensor]]) -> None:
         """Copy every parameter from its owner to the other devices; ``parameters`` are those of each device."""
         with torch.no_grad():
-            for index, owner in enumerate(self._owners):
-                for number, copies in enumerate(parameters):
-                    if number != owner:
-                        copies[index].copy_(parameters[owner][index], non_blocking=True)
+            for owner, entries in self._owned.items():
+                updated = [parameters[owner][number] for number in entries]
+                for lane, home in enumerate(self._homes):
+                    if lane != owner:
+                        FOREACH._foreach_copy_([parameters[lane][number] for number in entries], copies(updated, home))
+
+
+def copies(tensors: Sequence[torch.Tensor], home: torch.device) -> list[torch.Tensor]:
+    """The tensors on another device, small ones in one copy; those that are there already, as they are."""
+    result = list(tensors)
+    small: dict[torch.dtype, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        if tensor.device == home:
+            continue
+        if tensor.nbytes <= SMALL_BYTES and is_dense(tensor):
+            small.setdefault(tensor.dtype, []).append(number)
+        else:
+            result[number] = tensor.to(home, non_blocking=True)
+    for numbers in small.values():
+        flat = torch.cat([tensors[number].detach().as_strided((tensors[number].numel(),), (1,)) for number in numbers])
+        arrived = flat.to(home, non_blocking=True)
+        for number, piece in zip(numbers, arrived.split([tensors[n].numel() for n in numbers]), strict=True):
+            result[number] = piece.as_strided(tensors[number].shape, tensors[number].stride(), piece.storage_offset())
+    return result
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie side by side from its first, in any order."""
+    steps = [(length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return tensor.numel() > 0 and sum(steps) + 1 == tensor.numel()
 
 
 class DeviceArithmetic:
@@ -62,9 +95,14 @@ class DeviceArithmetic:
 
     def add(self, left: Gradient, right: Gradient) -> Gradient:
         """See ``seams.Arithmetic.add``."""
-        pairs = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
-        if pairs:
-            FOREACH._foreach_add_([a for a, _ in pairs], [b for _, b in pairs])
+        homes: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for a, b in zip(left, right, strict=True):
+            if a is not None and b is not None:
+                mine, theirs = homes.setdefault(a.device, ([], []))
+                mine.append(a)
+                theirs.append(b)
+        for mine, theirs in homes.values():
+            FOREACH._foreach_add_(mine, theirs)
         return [b if a is None else a for a, b in zip(left, right, strict=True)]
 
     def scale(self, vector: Gradient, factor: float) -> Gradient:
