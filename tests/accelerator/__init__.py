@@ -37,6 +37,7 @@ import types
 
 import torch
 
+from phalanx.frameworks.torch.devices import accelerators
 from tests.accelerator.building import Unavailable, compiled
 
 NAME = "fake"
@@ -60,6 +61,7 @@ def accelerator():
         module = load()
     except Unavailable as reason:
         pytest.skip(f"no fake accelerator: {reason}")
+    accelerators.MENTIONED.add("idle")  # runs on the CPU, of other tests too, would say so in a warning
     module.reset()
     return module
 
@@ -236,4 +238,3 @@ class _Current:
         if self.stream is not None:
             self.module.set_stream(stream)
         self.module.set_device(device)
-

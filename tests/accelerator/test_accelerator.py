@@ -56,7 +56,9 @@ class Recurrent(nn.Module):
 
 
 def mlp():
-    return nn.Sequential(nn.Flatten(), nn.Linear(144, 32), nn.LayerNorm(32), nn.GELU(), nn.Dropout(0.2), nn.Linear(32, 10))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(144, 32), nn.LayerNorm(32), nn.GELU(), nn.Dropout(0.2), nn.Linear(32, 10)
+    )
 
 
 def convolutions():

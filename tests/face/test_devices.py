@@ -1,4 +1,4 @@
-"""The devices of a torch run: one, that is there; all else is refused, in every engine."""
+"""The devices of a torch run: they must be there, and of one kind; all else is refused, in every engine."""
 
 import re
 
@@ -21,8 +21,6 @@ WRONG = {
     "two GPUs": ["cuda:0", "cuda:1"],
     "two of the CPU": ["cpu", "cpu:1"],
     "a CPU and a GPU": ("cpu", "cuda"),
-    "a device twice": ["cpu", "cpu"],
-    "a device under two names": ["cpu:0", "cpu"],
     "a GPU three times": ["cuda:0", "cuda:1", "cuda:0"],
     "none": [],
     "an empty name": "",
@@ -59,12 +57,19 @@ def test_wrong_devices_are_refused(case, engine):
     assert any(repr(name) in str(caught.value) for name in names or ()) or repr(devices) in str(caught.value)
 
 
-@pytest.mark.parametrize("engine", HERE)
-@pytest.mark.parametrize("devices", [["cpu", "cuda:1"], ["cuda:0", "cuda:1"]])
-def test_several_devices_are_refused_as_such(engine, devices):
-    """All are named, and that one is allowed: nothing is trained on the first alone, also where that is there."""
-    with pytest.raises(UsageError, match=re.escape(f"{devices}, but a torch model is trained on one device")):
+@pytest.mark.parametrize("engine", [name for name in ENGINES if name not in HERE])
+@pytest.mark.parametrize("devices", [["cpu", "cpu"], ["cpu:0", "cpu"]])
+def test_several_devices_are_of_one_process(engine, devices):
+    """Worker processes have one device each, also where the CPU is named several times."""
+    with pytest.raises(UsageError, match=re.escape("['cpu', 'cpu'], which are devices of one process")):
         recipe().train(devices=devices, **ENGINES[engine])
+
+
+@pytest.mark.parametrize("engine", HERE)
+def test_the_cpu_twice(engine):
+    """The CPU may be named several times: the digest of a run that names none."""
+    twice = recipe().train(devices=["cpu:0", "cpu"], **ENGINES[engine])
+    assert twice.digest == recipe().train(engine="inline").digest
 
 
 @pytest.mark.parametrize("engine", [*HERE, "auto, two workers"])

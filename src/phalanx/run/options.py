@@ -134,8 +134,8 @@ def _check_engine(settled: Settled, replicas: int) -> None:
         )
     if spawns and len(settled.devices) > 1:
         raise UsageError(
-            f"devices names the CPU {len(settled.devices)} times, which are devices of one process, but these are "
-            "worker processes; use one or the other"
+            f"devices is {list(settled.devices)}, which are devices of one process, but these are worker processes; "
+            "leave devices out, or use workers=1 in one process"
         )
     if spawns and not hasattr(select, "poll"):
         raise UsageError("worker processes need Linux or macOS; use engine='inline' (same answer)")

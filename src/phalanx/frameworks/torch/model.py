@@ -24,11 +24,15 @@ def made(make_model: Any, seed: int) -> Any:
     UsageError
         The factory raised, or returned a model that it returned before.
     """
-    generators.seed(seed)
     if isinstance(make_model, torch.nn.Module):
         return _copied(make_model)
     try:
-        model = make_model()
+        while True:
+            generators.seed(seed)
+            seeded = _seed_accelerators(seed)
+            model = make_model()
+            if seeded or not _on_accelerator(model):
+                break  # else it was the first to use the devices: once more, now that their generators are there
     except Exception as error:
         raise UsageError(
             f"make_model raised {type(error).__name__}: {error}; it is called without arguments: wrap it in "
@@ -36,6 +40,22 @@ def made(make_model: Any, seed: int) -> Any:
         ) from error
     _check_new(model)
     return model
+
+
+def _seed_accelerators(seed: int) -> bool:
+    """Seed the generators of all accelerators if they are in use; whether they are."""
+    if not torch.accelerator.is_available():
+        return False
+    module: Any = torch.get_device_module()
+    if not getattr(module, "is_initialized", lambda: True)():  # using them only for that would take their memory
+        return False
+    module.manual_seed_all(seed)
+    return True
+
+
+def _on_accelerator(model: Any) -> bool:
+    first = next(model.parameters(), None) if isinstance(model, torch.nn.Module) else None
+    return first is not None and first.device.type not in ("cpu", "meta")
 
 
 def checked(model: Any) -> torch.nn.Module:

@@ -18,7 +18,7 @@ from phalanx.errors import RunError, UsageError
 from phalanx.frameworks.torch.model import named_device
 
 WORKSPACE, WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
-MENTIONED: set[str] = set()  # what was said once in this process
+MENTIONED: set[str] = set()  # topics of what was said once in this process
 
 
 def found(names: Sequence[str], replicas: int, home: torch.device) -> list[torch.device]:
@@ -70,8 +70,9 @@ def _all_of(kind: str, replicas: int) -> list[str]:
     count = getattr(torch.get_device_module(kind), "device_count", lambda: 1)()
     if count > replicas:
         _mention(
+            "more than replicas",
             f"devices is {kind!r}: {replicas} of {count} devices are used, as there are {replicas} replicas to "
-            "compute; raise replicas= (which is part of the answer) to use more"
+            "compute; raise replicas= (which is part of the answer) to use more",
         )
     return [f"{kind}:{number}" for number in range(min(count, replicas))]
 
@@ -92,14 +93,15 @@ def _mention_idle() -> None:
     if kind is not None:
         count = torch.accelerator.device_count()
         _mention(
+            "idle",
             f"{count} {kind.type} devices are idle, as make_model makes the model elsewhere; devices={kind.type!r} "
-            "uses them"
+            "uses them",
         )
 
 
-def _mention(text: str) -> None:
-    if text not in MENTIONED:
-        MENTIONED.add(text)
+def _mention(topic: str, text: str) -> None:
+    if topic not in MENTIONED:
+        MENTIONED.add(topic)
         warnings.warn(text, UserWarning, stacklevel=2)
 
 
@@ -124,6 +126,17 @@ class Generator:
         """Puts it back into the state that it has now."""
         state = self._module.get_rng_state(self._device)
         return lambda: self._module.set_rng_state(state, self._device)
+
+
+@contextlib.contextmanager
+def kept_generators() -> Iterator[None]:
+    """Restore the generators of all accelerators that are in use."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    used = kind is not None and getattr(torch.get_device_module(kind), "is_initialized", lambda: True)()
+    with contextlib.ExitStack() as exits:
+        for number in range(torch.accelerator.device_count() if kind is not None and used else 0):
+            exits.callback(Generator(torch.device(kind.type, number)).kept())  # type: ignore[union-attr]
+        yield
 
 
 @contextlib.contextmanager

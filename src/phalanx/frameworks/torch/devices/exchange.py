@@ -9,6 +9,7 @@ import torch
 
 from phalanx.frameworks.torch import arithmetic
 from phalanx.frameworks.torch.arithmetic import Gradient
+from phalanx.frameworks.torch.devices.accelerators import watched
 from phalanx.plan.placement import Placement
 from phalanx.seams import Todo
 
@@ -124,7 +125,9 @@ class DeviceArithmetic:
         for number, scalar in enumerate(scalars):
             if isinstance(scalar, torch.Tensor):
                 homes.setdefault((scalar.device, scalar.dtype), []).append(number)
-        for numbers in homes.values():
-            for number, value in zip(numbers, torch.stack([scalars[n] for n in numbers]).tolist(), strict=True):
+        for (home, _), numbers in homes.items():
+            with watched([home]):
+                values = torch.stack([scalars[number] for number in numbers]).tolist()
+            for number, value in zip(numbers, values, strict=True):
                 found[number] = value
         return found

@@ -152,9 +152,10 @@ class TorchLanes:
 
     def update(self, step: int, gradient: Gradient, buffers: Sequence[tuple[int, Left]] | None) -> None:
         """See ``seams.Steppable.update``."""
-        self._updates.apply(step, gradient)
-        self._exchange.spread([lane.parameters for lane in self._lanes])
-        self._settle(buffers or [])
+        with accelerators.watched(self.devices):
+            self._updates.apply(step, gradient)
+            self._exchange.spread([lane.parameters for lane in self._lanes])
+            self._settle(buffers or [])
         if not self._describable:  # better refused after the first step than when the run is over
             for _ in entries(self._first.model, self._updates.optimizers, self._updates.named):
                 pass
@@ -194,7 +195,7 @@ class TorchLanes:
         number = self._lane_of[todo.replica]
         device = self.devices[number]
         try:
-            with accelerators.current(device):
+            with accelerators.watched([device]), accelerators.current(device):
                 return self._lanes[number].gradient(todo)
         except torch.OutOfMemoryError as error:
             raise RunError(

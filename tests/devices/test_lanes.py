@@ -1,0 +1,196 @@
+"""Several devices of one process, on CPUs: their number moves no bit. Those of test_accelerators.py are none."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import phalanx
+from phalanx.engines import links
+from phalanx.frameworks.torch.devices import exchange, lanes
+from tests.by_hand import answer
+from tests.families import DATA, FAMILIES, OPTIMIZERS, SCHEDULERS
+
+MLP = FAMILIES["mlp"]
+NORM = FAMILIES["conv_norm"]
+CASES = {
+    **{name: (family, max(3, family.replicas[-1]), {}) for name, family in FAMILIES.items()},
+    **{f"optimizer {name}": (MLP, 4, {"optimizer": OPTIMIZERS[name]}) for name in OPTIMIZERS},
+    **{f"scheduler {name}": (MLP, 4, {"scheduler": SCHEDULERS[name]}) for name in SCHEDULERS},
+    **{f"data {name}": (MLP, 4, DATA[name]) for name in DATA},
+}
+
+
+def trained(recipe, count, **options):
+    """Digest and losses of a run on so many devices."""
+    result = recipe.train(devices=["cpu"] * count, engine="inline", **options)
+    return result.digest, result.loss_history
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_any_number_of_devices(name):
+    """Two and three devices end in the bits and losses of the folded loop."""
+    family, replicas, changes = CASES[name]
+    wanted = answer(family.recipe(replicas, **changes))
+    assert trained(family.recipe(replicas, **changes), 2) == wanted
+    assert trained(family.recipe(replicas, **changes), 3) == wanted
+
+
+@pytest.mark.parametrize("replicas", range(2, 10))
+def test_any_cut(replicas):
+    """However many replicas there are and wherever their blocks are cut, up to one device per replica."""
+    recipe = MLP.recipe(replicas, batch_size=11, max_norm=0.1)
+    wanted = answer(recipe)
+    assert [trained(recipe, count) for count in range(2, replicas + 1)] == [wanted] * (replicas - 1)
+
+
+def in_order_of_arrival(monkeypatch):
+    monkeypatch.setattr(
+        links, "additions", lambda count, nodes, there: [(there[0], other) for other in there[1:][::-1]]
+    )
+
+
+def not_spread(monkeypatch):
+    monkeypatch.setattr(exchange.Exchange, "spread", lambda *_: None)
+
+
+def buffers_of_the_first(monkeypatch):
+    original = lanes.TorchLanes._settle
+    monkeypatch.setattr(lanes.TorchLanes, "_settle", lambda own, buffers: original(own, buffers[:1]))
+
+
+def without_seeding(monkeypatch):
+    monkeypatch.setattr("phalanx.frameworks.torch.replica.feed.Feed.seed", lambda *_: None)
+
+
+@pytest.mark.parametrize("fault", [in_order_of_arrival, not_spread, buffers_of_the_first, without_seeding])
+def test_faults_are_seen(monkeypatch, fault):
+    """These tests can fail: sums in another order, stale copies, one replica's buffers, or seeds left out differ."""
+
+    def make():
+        return nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 3))
+
+    recipe = MLP.recipe(6, batch_size=18, steps=3, drop_last=True, make_model=make)
+    wanted = trained(recipe, 1)
+    assert trained(recipe, 3) == wanted
+    fault(monkeypatch)
+    assert trained(recipe, 3) != wanted
+
+
+def test_resumed_on_other_devices(tmp_path):
+    """A run goes on with other devices, with workers, and with one device, to the digest of one that never stopped."""
+    recipe = [NORM.recipe(4, steps=steps, optimizer=OPTIMIZERS["adamw"]) for steps in (2, 4, 5, 6)]
+    recipe[0].train(devices=["cpu"] * 3, run_dir=tmp_path)
+    recipe[1].train(devices=["cpu"] * 2, run_dir=tmp_path)
+    recipe[2].train(workers=2, run_dir=tmp_path)
+    result = recipe[3].train(devices=["cpu"] * 4, run_dir=tmp_path)
+    assert (result.digest, result.loss_history) == trained(recipe[3], 1)
+
+
+def test_between_steps():
+    """Evaluation, snapshots in memory and batches that the caller brings are those of one device."""
+
+    def look(count):
+        with NORM.recipe(3, steps=4).start(devices=["cpu"] * count, engine="inline") as run:
+            seen = []
+            for _ in run:
+                seen.append(run.evaluate(lambda out, y: F.cross_entropy(out, y), NORM.data, batch_size=7))
+                seen.append(run.result().digest)
+            return seen
+
+    assert look(2) == look(3) == look(1)
+
+
+def test_skipped_steps_and_weights():
+    """A step that is not finite is skipped, and replicas of weight 0 are left out, on several devices as on one."""
+    x, y = torch.arange(24.0).reshape(12, 2) / 24, torch.arange(12) % 3
+    spoiled = x.clone()
+    spoiled[7] = torch.inf
+
+    def recipe(data, loss_fn, **more):
+        return phalanx.Recipe(lambda: nn.Linear(2, 3), data, loss_fn, replicas=4, batch_size=6, steps=5, **more)
+
+    counted = phalanx.weighted(lambda out, t: F.cross_entropy(out, t), lambda out, t: (t != 1).sum())
+    for made in (
+        recipe((spoiled, y), F.cross_entropy, on_nonfinite="skip", max_norm=1.0),
+        recipe((x, y), counted),
+        recipe((x, y.clamp(max=1)), counted, shuffle=False),
+    ):
+        assert repr(trained(made, 2)) == repr(trained(made, 4)) == repr(trained(made, 1))
+
+
+def test_what_user_code_raises_has_its_replica():
+    """Replicas are begun ahead of their turn, but an error names the replica that it belongs to."""
+
+    def loss_fn(output, target):
+        if bool((target == 5).any()):
+            raise KeyError("five")
+        return output.mean()
+
+    data = torch.ones(12, 2), torch.arange(12)
+    recipe = phalanx.Recipe(lambda: nn.Linear(2, 1), data, loss_fn, replicas=6, batch_size=12, steps=1, shuffle=False)
+    with pytest.raises(phalanx.WorkerError) as caught:
+        recipe.train(devices=["cpu"] * 3)
+    assert (caught.value.replica, list(caught.value.samples)) == (2, [4, 5])
+
+
+def test_data_is_read_a_step_ahead_only_where_nobody_can_change_it():
+    """A callback may change a dataset of samples between steps, so those are read in their own step then."""
+
+    class Growing(torch.utils.data.Dataset):
+        factor = 1.0
+
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            return torch.full((2,), float(index)) * self.factor, index % 3
+
+    def run(count):
+        data = Growing()
+
+        def grow(report):
+            data.factor += 1
+
+        recipe = phalanx.Recipe(lambda: nn.Linear(2, 3), data, F.cross_entropy, replicas=4, batch_size=4, steps=6)
+        return trained(recipe, count, callbacks=[grow])
+
+    assert run(2) == run(1)
+
+
+def test_a_state_that_torch_does_not_know():
+    """An optimizer from elsewhere has all parameters on the first device: it may look at several at once."""
+    recipe = (
+        FAMILIES["elsewhere"].recipe(3) if "elsewhere" in FAMILIES else MLP.recipe(3, optimizer=OPTIMIZERS["adamw"])
+    )
+    with recipe.start(devices=["cpu"] * 3) as run:
+        run.finish()
+        assert run.result().digest == answer(recipe)[0]
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        (
+            ["cpu"] * 4,
+            "devices names 4 devices, but there are 3 replicas to compute; name at most 3, or raise replicas=",
+        ),
+        (["cpu", "meta"], "devices names 'meta', which torch cannot use here"),
+        (["nowhere:0"], "devices names 'nowhere:0', which torch cannot use here"),
+        (["local"], "devices names 'local', but"),
+    ],
+)
+def test_wrong_devices(devices, message):
+    """Each is refused by name, with the way out."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(phalanx.UsageError, match=message):
+            MLP.recipe(3).train(devices=devices)
+
+
+def test_workers_have_one_device():
+    """Several devices are lanes of one process: with worker processes they are refused."""
+    with pytest.raises(phalanx.UsageError, match="which are devices of one process, but these are worker processes"):
+        MLP.recipe(3).train(devices=["cpu", "cpu"], workers=2)
