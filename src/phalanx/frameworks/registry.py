@@ -28,6 +28,7 @@ def open_framework(definition: Definition, devices: Sequence[str] = (), *, allow
     from phalanx.frameworks.torch.devices.lanes import TorchLanes
     from phalanx.frameworks.torch.model import home_of
 
+    accelerators.prepare(devices, allow=allow)
     with building(definition.threads), outside.threads(definition.threads):
         with interrupts.breakable(at_once=True):
             model = _made(definition)

@@ -53,6 +53,18 @@ def found(names: Sequence[str], replicas: int, home: torch.device) -> list[torch
     return devices
 
 
+def prepare(names: Sequence[str], *, allow: bool) -> None:
+    """Do what has to be done before the first of these devices is used.
+
+    Raises
+    ------
+    UsageError
+        It was used before, and that is too late.
+    """
+    if not allow and any(name.startswith("cuda") for name in names):
+        set_workspace()
+
+
 def _known(name: str) -> str:
     try:
         torch.device(name)
@@ -172,7 +184,7 @@ class Surroundings(contextlib.AbstractContextManager[None]):
         self.generators = {device: Generator(device) for device in devices if self._accelerated}
         self._exits = contextlib.ExitStack()
         if kind == "cuda" and not allow:
-            _check_workspace()
+            set_workspace()
 
     def __enter__(self) -> None:
         with contextlib.ExitStack() as exits:
@@ -204,9 +216,15 @@ def _deterministic(*, allow: bool) -> Iterator[None]:
         cudnn.benchmark, cudnn.deterministic, filling.fill_uninitialized_memory = flags
 
 
-def _check_workspace() -> None:
-    """CuBLAS reads where it may keep sums when its first handle is made, and keeps to it."""
-    if os.environ.get(WORKSPACE) in WORKSPACES:
+def set_workspace() -> None:
+    """Set the variable that makes CUDA's matrix products deterministic; it is read once, when CUDA is started.
+
+    Raises
+    ------
+    UsageError
+        CUDA was started without it.
+    """
+    if os.environ.get(WORKSPACE) in WORKSPACES or torch.version.cuda is None:
         return
     if torch.cuda.is_initialized():
         raise UsageError(

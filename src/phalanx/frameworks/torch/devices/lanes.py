@@ -76,8 +76,12 @@ class TorchLanes:
         ambiguous = AmbiguousMean(definition)
         self._lanes: list[Lane] = []
         self._feeds: list[DeviceFeed] = []
-        for device in self.devices:
-            own = (_another(model) if self._lanes else model).to(device)
+        models = [
+            model,
+            *(_another(model) for _ in self.devices[1:]),
+        ]  # copied where it was made, mostly in host memory
+        for own, device in zip(models, self.devices, strict=True):
+            own.to(device)
             host = Feed(definition, own, self._shapes)
             ahead = definition.collate_fn is None
             self._feeds.append(DeviceFeed(host, device, surroundings.generators.get(device), ahead=ahead))
