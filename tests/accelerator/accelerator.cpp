@@ -411,7 +411,11 @@ struct Hooks final : at::PrivateUse1HooksInterface {  // some of these do not ov
   at::Generator getNewGenerator(DeviceIndex d) const override { return at::make_generator<FakeGenerator>(d < 0 ? current : d); }
   bool isPinnedPtr(const void* address) const override { return pinned_block(address); }
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
-  Device getDeviceFromPtr(void*) const override { return {FAKE, current}; }
+  Device getDeviceFromPtr(void* address) const override {
+    auto* block = block_at(address);
+    TORCH_CHECK(block && !block->device.is_cpu(), "fake accelerator: an address that is not on any device");
+    return block->device;
+  }
 };
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
