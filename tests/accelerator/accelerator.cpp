@@ -9,6 +9,7 @@
 // which may need Python's interpreter lock.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/core/GeneratorForPrivateuseone.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -417,6 +418,11 @@ struct Hooks final : at::PrivateUse1HooksInterface {  // some of these do not ov
     return block->device;
   }
 };
+
+#if TORCH_MINOR == 6  // torch.Generator("fake:1") asks the hooks only since 2.7
+at::Generator new_generator(DeviceIndex d) { return Hooks().getNewGenerator(d); }
+REGISTER_GENERATOR_PRIVATEUSE1(new_generator)
+#endif
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
 
