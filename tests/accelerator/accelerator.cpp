@@ -21,7 +21,7 @@
 
 #include "memory.h"
 
-namespace at::autocast {  // declared here because autocast_mode.h includes every operator, which doubles the time to compile
+namespace at::autocast {  // declared here: autocast_mode.h would include every operator
 TORCH_API Tensor cached_cast(at::ScalarType, const Tensor&, c10::DeviceType);
 TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType);
 }  // namespace at::autocast
