@@ -1,16 +1,17 @@
 """A fake accelerator: devices "fake:0", "fake:1", ... that are real to torch, though their kernels run on the CPU.
 
 ``load()`` builds it (see ``building.py``), registers it and returns its device module, ``torch.fake``, which has what
-``torch.cuda`` has and what tests need: counts, times, traces, failures. ``accelerator()`` does the same in a test, sets
-everything back and skips the test where there is no compiler. A process that has loaded it keeps it: from then on
-``torch.accelerator.current_accelerator()`` is "fake". The environment variable ``FAKE_DEVICES`` says how many (4).
+``torch.cuda`` has and what tests need: counts, times, traces, failures. ``accelerator()`` does the same in a test,
+sets everything back and skips the test where there is no compiler. A process that has loaded it keeps it: from then
+on ``torch.accelerator.current_accelerator()`` is "fake". The environment variable ``FAKE_DEVICES`` says how many (4).
 
 Catches, always and not by luck
 -------------------------------
 * host access to device memory: its addresses belong to pages that may not be read (SIGSEGV);
-* a missing wait between streams or devices: a race by vector clocks, raised where it happens (``raise_races``, ``races``);
-  so also memory used on a stream that does not wait for the stream it was allocated on, and memory that is freed while
-  another stream may use it (no ``record_stream``);
+* a missing wait between streams or devices: a race by vector clocks, raised where it happens (or only listed, see
+  ``raise_races`` and ``races``); so also memory used on a stream that does not wait for the one it was allocated on,
+  and memory that is freed while another stream may use it (no ``record_stream``), at the next work or
+  synchronisation;
 * the host looking before it synchronised: a ``non_blocking`` copy to pinned memory is all ones (NaN, -1) until then;
 * pinned memory overwritten before a ``non_blocking`` copy has read it: raised when the host synchronises;
 * tensors of different devices in one operator; a generator of another device; memory that was never written (NaN);
@@ -20,17 +21,21 @@ Catches, always and not by luck
 
 Cannot catch
 ------------
-* anything that a real kernel computes differently: other bits than the CPU's, sums in an order of their own, TF32, cuDNN's
-  choice of algorithms, the cuBLAS workspace, alignment, wrong results for large or strange shapes;
+* anything that a real kernel computes differently: other bits than the CPU's, sums in an order of their own, TF32,
+  cuDNN's choice of algorithms, the cuBLAS workspace, alignment, wrong results for large or strange shapes;
 * races between threads of the host: what one has waited for, all are taken to have waited for;
-* early reads of a pinned target by other device work when the host never waited, if streams order it;
-* pageable memory copied with ``non_blocking``: its source is read at once, as it mostly is on CUDA;
-* limits of hardware: bandwidth shared between copies, streams that share a device's cores (here every stream has a device
-  of its own), peer access that is missing, fragmentation of memory, time to launch a kernel;
-* what is not asked of torch's dispatcher: CUDA graphs, NCCL, CUDA IPC, custom kernels, ``torch.compile``'s code.
+* the host reading or writing pinned memory at the same time as a device, beyond the two cases above;
+* a source that is not pinned and overwritten during a ``non_blocking`` copy: it is read at once, as mostly on CUDA;
+* limits of hardware: bandwidth that copies share, cores that streams share (here each stream has a device of its
+  own), peer access that is missing, fragmentation of memory, the time to launch a kernel, memory that kernels need
+  meanwhile;
+* what does not ask torch's dispatcher: CUDA graphs, NCCL, CUDA IPC, own kernels, the code of ``torch.compile``.
 
-Does not run: sparse and quantized tensors, cuDNN's own operators, ``resize_`` of storages, graph capture. Attention runs
-by its formula, GRU and LSTM cells by theirs (equal bits on all fake devices, not those of the CPU's fused kernels).
+Differs from CUDA, as torch treats devices that are not its own: ``module.to`` makes new parameters, so that an
+optimizer made before keeps the old ones; autocast knows the most common operators only; attention runs by its
+formula, GRU and LSTM cells by theirs (equal bits on all fake devices, other bits than the CPU's). Does not run:
+sparse and quantized tensors, dlpack, lazy modules moved before their first use, cuDNN's own operators, resizing of
+storages.
 """
 
 import types
@@ -67,7 +72,7 @@ def accelerator():
 
 
 class Module(types.ModuleType):
-    """What ``torch.get_device_module("fake")`` returns. Devices are given as index, string, ``torch.device`` or None."""
+    """What ``torch.get_device_module("fake")`` returns. A device is an index, a string, a ``torch.device`` or None."""
 
     Stream, Event = torch.Stream, torch.Event
 

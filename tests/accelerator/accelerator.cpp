@@ -9,6 +9,7 @@
 // which may need Python's interpreter lock.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/core/GeneratorForPrivateuseone.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -20,7 +21,7 @@
 
 #include "memory.h"
 
-namespace at::autocast {  // declared here because autocast_mode.h includes every operator, which doubles the time to compile
+namespace at::autocast {  // declared here: autocast_mode.h would include every operator
 TORCH_API Tensor cached_cast(at::ScalarType, const Tensor&, c10::DeviceType);
 TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType);
 }  // namespace at::autocast
@@ -411,8 +412,17 @@ struct Hooks final : at::PrivateUse1HooksInterface {  // some of these do not ov
   at::Generator getNewGenerator(DeviceIndex d) const override { return at::make_generator<FakeGenerator>(d < 0 ? current : d); }
   bool isPinnedPtr(const void* address) const override { return pinned_block(address); }
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
-  Device getDeviceFromPtr(void*) const override { return {FAKE, current}; }
+  Device getDeviceFromPtr(void* address) const override {
+    auto* block = block_at(address);
+    TORCH_CHECK(block && !block->device.is_cpu(), "fake accelerator: an address that is not on any device");
+    return block->device;
+  }
 };
+
+#if TORCH_MINOR == 6  // torch.Generator("fake:1") asks the hooks only since 2.7
+at::Generator new_generator(DeviceIndex d) { return Hooks().getNewGenerator(d); }
+REGISTER_GENERATOR_PRIVATEUSE1(new_generator)
+#endif
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
 

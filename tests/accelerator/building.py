@@ -26,8 +26,21 @@ class Unavailable(RuntimeError):
     """The accelerator cannot be built here, and the message says why."""
 
 
+_failures = []  # of this process: what does not compile is not tried again by the next test
+
+
 def compiled():
     """The extension module: from the cache, or built by whoever comes first while the others wait."""
+    if _failures:
+        raise _failures[0]
+    try:
+        return _compiled()
+    except RuntimeError as failure:
+        _failures.append(failure)
+        raise
+
+
+def _compiled():
     folder = _cache() / f"{NAME}_{_key()}"
     library = folder / f"{NAME}.so"
     if not library.exists():

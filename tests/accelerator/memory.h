@@ -14,10 +14,8 @@ void release(void* context) {
   auto* block = static_cast<Block*>(context);
   std::unique_ptr<Block> last(block);  // destroyed after the lock is released
   Held held(world.lock);
-  if (block->device.is_cpu()) {
-    world.pinned.erase(block->address);
-    return;
-  }
+  world.blocks.erase(block->address);
+  if (block->device.is_cpu()) return;
   // A caching allocator hands memory out again to the stream that it came from, at once.
   auto free = [&](const Use& use) {
     return !use.stream || use.stream == block->home || block->recorded.count(use.stream) ||
@@ -48,14 +46,34 @@ c10::DataPtr allocate_on(DeviceIndex index, size_t bytes) {
   auto* block = new Block{Device(FAKE, index), address, bytes, c10::GetCPUAllocator()->allocate(bytes), &home};
   block->written = {&home, home.enqueued, &name};  // who had this memory before may still use it, in the order of its stream
   std::memset(block->memory.get(), 0xFF, bytes);   // memory that nobody wrote is NaN
+  world.blocks[address] = block;
   device.allocated += bytes;
   device.peak = std::max(device.peak, device.allocated);
   return {address, block, &release, Device(FAKE, index)};
 }
 
-Block* block_of(const c10::Storage& storage) {
+Block* block_at(const void* address) {
+  Held held(world.lock);
+  auto next = world.blocks.upper_bound(const_cast<char*>(static_cast<const char*>(address)));
+  if (next == world.blocks.begin()) return nullptr;
+  auto* block = (--next)->second;
+  return address < block->address + std::max<size_t>(block->bytes, 1) ? block : nullptr;
+}
+
+Block* block_of(const c10::Storage& storage) {  // by address where the storage is somebody else's view of the memory
   auto& data = storage.data_ptr();
-  return data.get_deleter() == &release ? static_cast<Block*>(data.get_context()) : nullptr;
+  return data.get_deleter() == &release ? static_cast<Block*>(data.get_context()) : block_at(data.get());
+}
+
+Block* pinned_block(const void* address) {
+  auto* block = block_at(address);
+  return block && block->device.is_cpu() ? block : nullptr;
+}
+
+char* memory_of(const c10::Storage& storage) {  // where kernels find what the storage's address stands for
+  auto* block = block_of(storage);
+  TORCH_CHECK(block || storage.nbytes() == 0, "fake accelerator: a tensor over memory that is not the accelerator's");
+  return block ? static_cast<char*>(block->memory.get()) + (static_cast<const char*>(storage.data()) - block->address) : nullptr;
 }
 
 #if TORCH_MINOR >= 9
@@ -91,20 +109,12 @@ struct PinnedMemory final : c10::Allocator {
     auto memory = c10::GetCPUAllocator()->allocate(std::max<size_t>(bytes, 1));
     auto* address = static_cast<char*>(memory.get());
     auto* block = new Block{Device(c10::kCPU), address, bytes, std::move(memory)};
-    world.pinned[address] = block;
+    world.blocks[address] = block;
     return {address, block, &release, Device(c10::kCPU)};
   }
   void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
 };
 PinnedMemory& pinned_memory = *new PinnedMemory;
-
-Block* pinned_block(const void* address) {
-  Held held(world.lock);
-  auto next = world.pinned.upper_bound(const_cast<char*>(static_cast<const char*>(address)));
-  if (next == world.pinned.begin()) return nullptr;
-  auto* block = (--next)->second;
-  return address < block->address + std::max<size_t>(block->bytes, 1) ? block : nullptr;
-}
 
 Tensor over(c10::Storage storage, const Tensor& like, c10::DispatchKey key, int64_t offset) {  // no autograd, no Python object
   auto tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), like.dtype());
@@ -115,8 +125,7 @@ Tensor over(c10::Storage storage, const Tensor& like, c10::DispatchKey key, int6
 }
 
 c10::Storage storage_for_kernels(const Tensor& t) {
-  auto* block = block_of(t.storage());
-  c10::DataPtr data(block ? block->memory.get() : nullptr, Device(c10::kCPU));
+  c10::DataPtr data(memory_of(t.storage()), Device(c10::kCPU));
   return c10::Storage(c10::Storage::use_byte_size_t(), t.storage().nbytes(), std::move(data), c10::GetCPUAllocator(), true);
 }
 
@@ -133,8 +142,7 @@ Tensor to_device(const Tensor& made, DeviceIndex index, Work& work) {  // what a
 
 void keep_resized(const Tensor& original, const Tensor& alias) {  // out= and resize_ may change what they write to
   auto* impl = original.unsafeGetTensorImpl();
-  auto* block = block_of(original.storage());
-  if (alias.storage().data() != (block ? block->memory.get() : nullptr)) {
+  if (alias.storage().data() != memory_of(original.storage())) {
     auto bytes = alias.storage().nbytes();
     auto data = allocate_on(original.device().index(), bytes);
     std::memcpy(static_cast<Block*>(data.get_context())->memory.get(), alias.storage().data(), bytes);

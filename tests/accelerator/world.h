@@ -99,7 +99,7 @@ struct World {
   size_t streams = 0;
   Clock host;  // one for all threads: they are taken to tell each other what they have waited for
   std::vector<Pending> pending;
-  std::map<char*, Block*> pinned;
+  std::map<char*, Block*> blocks;  // all, by address
   std::unordered_set<std::string> names;
   std::map<std::string, std::pair<int64_t, int64_t>> counts;  // "from>to": copies, bytes
   std::map<std::string, double> seconds;                      // of kernels by name; "" is every other kernel
