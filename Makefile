@@ -16,6 +16,7 @@ demo: $(INSTALLED)  ## train a small model on handwritten digits and draw how it
 
 test: $(INSTALLED)  ## the tests, in two processes; of long lists of cases some, drawn by the seed that is printed
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m accelerator tests/accelerator tests/devices
 
 check: $(INSTALLED)  ## lint, format, types and the house rules; under a minute
 	@$(BIN)/ruff check -q $(SOURCES)

@@ -16,6 +16,8 @@ from torch.nn import functional as F
 
 from tests.accelerator import accelerator, building
 
+pytestmark = pytest.mark.accelerator
+
 
 @pytest.fixture
 def fake():

@@ -16,6 +16,7 @@ from phalanx.plan.placement import place, remaining
 from tests import accelerator
 from tests.families import DATA, FAMILIES, OPTIMIZERS, SCHEDULERS
 
+pytestmark = pytest.mark.accelerator
 MLP = FAMILIES["mlp"]
 LEFT_OUT = {"odd_tensors"}  # complex parameters do not run on the fake device
 CASES = {

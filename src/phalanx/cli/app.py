@@ -1,4 +1,4 @@
-"""The command line: ``phalanx train FILE``, ``phalanx demo NAME``, ``phalanx chaos FILE``, ``phalanx explain NAME``.
+"""The command line: ``phalanx train FILE``, ``demo NAME``, ``chaos FILE``, ``check FILE``, ``explain NAME``.
 
 Exit codes: 0 done; 1 the run went wrong (its error says how); 2 the call is wrong; 75 SIGTERM came and the state was
 saved, run the same again; 130 stopped by Ctrl-C.
@@ -6,6 +6,7 @@ saved, run the same again; 130 stopped by Ctrl-C.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import pathlib
@@ -44,6 +45,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar.")]
 Plot = Annotated[str, typer.Option("--plot", metavar="PATH", help="Where to write the picture of loss and metric.")]
 RunDir = Annotated[str, typer.Option("--run-dir", metavar="DIR", help="Keep snapshots there, and go on from them.")]
 SnapshotEvery = Annotated[str, typer.Option("--snapshot-every", help="Steps from one snapshot to the next, or auto.")]
+Devices = Annotated[str, typer.Option("--devices", help="As in cuda, or cuda:0,cuda:1. Never changes the answer.")]
 Workers = Annotated[str, typer.Option("--workers", help="How many workers, or auto. Never changes the answer.")]
 
 
@@ -58,6 +60,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 def train(
     file: Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="A Python file that defines `recipe`, or NAME.")],
     workers: Workers = "auto",
+    devices: Devices = "auto",
     run_dir: RunDir = "",
     snapshot_every: SnapshotEvery = "auto",
     plot: Plot = "",
@@ -71,6 +74,7 @@ def train(
     _check_picture(plot)
     recipe, evaluation = load_recipe(file)
     saving = {"run_dir": run_dir or None, "snapshot_every": _count(snapshot_every)}
+    saving["devices"] = devices if devices == "auto" else devices.split(",")
     result = _trained(recipe, evaluation, workers, quiet=quiet, **saving)
     if rank() > 0:  # one of several processes: the first reports
         return
@@ -150,6 +154,38 @@ def chaos(
     typer.echo(json.dumps(facts) if json_ else "\n".join(f"{key:15}  {value}" for key, value in facts.items()))
     if facts["wrong"] or facts["problems"]:
         raise typer.Exit(EXIT_RUN)
+
+
+@app.command("check")
+def check_devices(
+    file: Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="A Python file that defines `recipe`, or NAME.")],
+    devices: Devices,
+    steps: Annotated[int, typer.Option("--steps", help="How many to train each time.")] = 5,
+    json_: Json = False,
+) -> None:
+    """Train a few steps on one device twice, on two and on all, and see whether the digests are the same.
+
+    Exit status 0 if they are, 1 if they differ, 2 if that could not be told.
+    """
+    from phalanx.proof.check import SAME, check, circumstances, verdict
+
+    recipe, _ = load_recipe(file)
+    names = devices.split(",")
+    facts = circumstances(names, recipe.replicas)
+    rows = []
+    for row in check(recipe, names, steps):
+        rows.append(row)
+        if not json_:
+            typer.echo(f"{row.what:38}  {row.digest or row.problem}  {row.seconds * 1e3:.1f} ms a step")
+    status = verdict(rows)
+    if json_:
+        told = {"circumstances": facts, "rows": [dataclasses.asdict(row) for row in rows], "same": status == SAME}
+        typer.echo(json.dumps(told))
+    else:
+        typer.echo("\n".join(f"{name:38}  {value}" for name, value in facts.items()))
+        typer.echo(("the same digest", "DIFFERENT DIGESTS", "it could not be told")[status])
+    if status != SAME:
+        raise typer.Exit(status)
 
 
 @app.command()

@@ -150,3 +150,17 @@ def _jax() -> Any:
     except ImportError as error:
         raise UsageError(f"this needs jax and optax ({error}); install them: pip install 'phalanx[jax]'") from error
     return adapter
+
+
+def device_names(names: Sequence[str], replicas: int) -> list[str]:
+    """These devices one by one: a kind alone becomes the devices that it has, at most one per replica."""
+    from phalanx.frameworks.torch.devices import accelerators
+
+    return accelerators.spelled(names, replicas)
+
+
+def device_facts(names: Sequence[str]) -> dict[str, str]:
+    """What torch says of these devices, and how fast the first two of them exchange memory."""
+    from phalanx.frameworks.torch.devices import accelerators
+
+    return accelerators.facts(names)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from phalanx.errors import RunError, UsageError
 from phalanx.frameworks.torch.model import named_device
 
 WORKSPACE, WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+COPIED_BYTES, COPIES = 1 << 26, 8
 MENTIONED: set[str] = set()  # topics of what was said once in this process
 
 
@@ -33,10 +35,7 @@ def found(names: Sequence[str], replicas: int, home: torch.device) -> list[torch
         if home.type == "cpu":
             _mention_idle()
         return [home]
-    listed = [_local() if name == "local" else name for name in names]
-    if len(listed) == 1 and torch.device(_known(listed[0])).index is None and listed[0] != "cpu":
-        listed = _all_of(listed[0], replicas)
-    devices = [device for name in listed if (device := named_device(name)) is not None]
+    devices = [device for name in spelled(names, replicas) if (device := named_device(name)) is not None]
     kinds = sorted({device.type for device in devices})
     if len(kinds) > 1:
         raise UsageError(f"devices is {list(names)}, which are of several kinds, whose bits differ: {', '.join(kinds)}")
@@ -63,6 +62,39 @@ def prepare(names: Sequence[str], *, allow: bool) -> None:
     """
     if not allow and any(name.startswith("cuda") for name in names):
         set_workspace()
+
+
+def spelled(names: Sequence[str], replicas: int) -> list[str]:
+    """The names of devices one by one: a kind alone is all of its devices, "local" the one that torchrun means."""
+    listed = [_local() if name == "local" else name for name in names]
+    if len(listed) == 1 and torch.device(_known(listed[0])).index is None and listed[0] != "cpu":
+        return _all_of(listed[0], replicas)
+    return listed
+
+
+def facts(names: Sequence[str]) -> dict[str, str]:
+    """What torch says of these devices, and how fast the first two of them exchange memory."""
+    devices = [torch.device(name) for name in names]
+    kind = torch.get_device_module(devices[0])
+    told = {"devices": ", ".join(names)}
+    if hasattr(kind, "get_device_name"):
+        told["names"] = ", ".join(sorted({kind.get_device_name(device) for device in devices}))
+    if len(devices) > 1 and devices[0] != devices[1]:
+        told["copy between two"] = f"{_copied_bytes_per_second(devices[0], devices[1]) / 1e9:.2f} GB/s"
+    return told
+
+
+def _copied_bytes_per_second(source: torch.device, target: torch.device) -> float:
+    block = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=source)
+    block.to(target)
+    module: Any = torch.get_device_module(source)
+    module.synchronize(target)
+    began = time.perf_counter()
+    for _ in range(COPIES):
+        block.to(target, non_blocking=True)
+    module.synchronize(source)
+    module.synchronize(target)
+    return COPIES * COPIED_BYTES / (time.perf_counter() - began)
 
 
 def _known(name: str) -> str:
