@@ -57,7 +57,7 @@ def not_spread(monkeypatch):
 
 
 def buffers_of_the_first(monkeypatch):
-    original = lanes.TorchLanes._settle
+    original = lanes.TorchLanes._settle  # planted
     monkeypatch.setattr(lanes.TorchLanes, "_settle", lambda own, buffers: original(own, buffers[:1]))
 
 

@@ -144,3 +144,27 @@ def test_a_path_of_this_machine_is_seen():
     assert mentions(b"see /home/someone/supervisor/src", root)
     assert mentions(b'"/home/someone/supervisor"', root)
     assert not mentions(b"/home/someone/wallpaper", root)
+
+
+def missing_files(text):
+    """Files that a document names and that are not there; a bare name is in the folder of the one before it."""
+    found, folder = [], reading.ROOT / "src" / "phalanx"
+    for name in re.findall(r"`([\w/]+\.(?:py|md|cpp|toml))`", text):
+        places = [reading.ROOT / "src" / "phalanx" / name, reading.ROOT / name, folder / name]
+        there = next((place for place in places if place.exists()), None)
+        if there is None:
+            found.append(name)
+        else:
+            folder = there.parent
+    return found
+
+
+@pytest.mark.parametrize("document", ["CONTRIBUTING.md", "docs/devices.md"])
+def test_files_that_are_named_exist(document):
+    """Whoever follows a document to a file finds it."""
+    assert missing_files((reading.ROOT / document).read_text()) == []
+
+
+def test_a_file_that_is_gone_is_seen():
+    """The test above can fail."""
+    assert missing_files("see `step.py`, `plan/fold.py`, `order.py` and `plan/folding.py`") == ["plan/folding.py"]

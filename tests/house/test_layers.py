@@ -29,7 +29,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "run": ("surroundings", "definition", "seams", "checkpoint"),
     "recipe": ("surroundings", "definition", "checkpoint", "engines", "run"),
     "": ("plan", "surroundings", "definition", "seams", "frameworks", "checkpoint", "run", "recipe"),
-    "proof": ("seams", "recipe", "run", "engines"),
+    "proof": ("seams", "frameworks", "recipe", "run", "engines"),
     "cli": ("", "definition", "collectives", "recipe", "run", "proof", "surroundings"),
     "__main__": ("cli",),
 }
