@@ -86,7 +86,7 @@ def in_order_of_arrival(monkeypatch):
     def additions(replicas, nodes, there):
         return [(there[0], other) for other in there[1:][::-1]]
 
-    monkeypatch.setattr("phalanx.engines.links.additions", additions)
+    monkeypatch.setattr("phalanx.engines.links.added", additions)
 
 
 def not_spread(monkeypatch):

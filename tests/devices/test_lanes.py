@@ -47,9 +47,7 @@ def test_any_cut(replicas):
 
 
 def in_order_of_arrival(monkeypatch):
-    monkeypatch.setattr(
-        links, "additions", lambda count, nodes, there: [(there[0], other) for other in there[1:][::-1]]
-    )
+    monkeypatch.setattr(links, "added", lambda count, nodes, there: [(there[0], other) for other in there[1:][::-1]])
 
 
 def not_spread(monkeypatch):

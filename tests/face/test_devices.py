@@ -14,7 +14,6 @@ ENGINES = {
     "auto, one worker": {"workers": 1},
     "auto, two workers": {"workers": 2},
     "processes": {"engine": "processes"},
-    "distributed": {"engine": "distributed"},
 }
 HERE = ("inline", "auto", "auto, one worker")  # where devices other than the CPU are allowed
 WRONG = {

@@ -25,8 +25,8 @@ from torch.nn import functional as F
 import phalanx
 from phalanx.checkpoint import snapshot
 from phalanx.frameworks.registry import recorded_environment
-from phalanx.frameworks.torch.replica.buffers import Buffers
 from phalanx.frameworks.torch.optimizer import Update
+from phalanx.frameworks.torch.replica.buffers import Buffers
 from tests.engines.deaths import hunted
 from tests.families import (
     ADAMW,

@@ -15,7 +15,7 @@ from phalanx.definition.batches import BatchShares
 from phalanx.definition.data import Columns
 from phalanx.definition.evaluation import averaged
 from phalanx.definition.fields import Definition
-from phalanx.engines.links import LaneLink, LocalLink
+from phalanx.engines.links import LaneLink, LocalLink, ProcessLink
 from phalanx.errors import PhalanxError, RunError, WorkerError
 from phalanx.plan import evaluation_key
 from phalanx.seams import Exported, Framework, RunState, Todo
@@ -51,15 +51,19 @@ class Inline:
         definition: Definition,
         framework: Framework,
         run_state: RunState | None = None,
+        link: ProcessLink | None = None,
     ) -> None:
         self.run_state = RunState() if run_state is None else run_state
         self._definition = definition
         self._framework = framework
         self._lanes = lanes = framework.lanes
-        self._link = LocalLink(framework, range(definition.replicas)) if lanes is None else LaneLink(framework, lanes)
+        self._link: ProcessLink = link or (
+            LocalLink(framework, range(definition.replicas)) if lanes is None else LaneLink(framework, lanes)
+        )
         self._dealer = BatchShares(definition, framework.opened)
         self._torn = False
-        self._ended = ""
+        self.ended = ""
+        self.closed = False
         self.environment = framework.environment
 
     def advance(self, batch: Any, horizon: int) -> StepReport:
@@ -67,7 +71,7 @@ class Inline:
 
         Either the whole step is done, or (after an error or Ctrl-C) none of it is.
         """
-        self._check_able()
+        self.check_able()
         started = time.perf_counter()
         t, lr = len(self.run_state.loss_history), self._framework.lr
         breaks = interrupts.breaks()
@@ -94,7 +98,7 @@ class Inline:
 
     def evaluate(self, metric_fn: Callable[..., Any], data: Any, batch_size: int) -> float:
         """Weighted mean of a metric over all samples of ``data``, chunk by chunk, folded in the fixed order."""
-        self._check_able()
+        self.check_able()
         seed = self._definition.seed
         measured: list[tuple[float, float]] = []
         breaks = interrupts.breaks()
@@ -111,19 +115,20 @@ class Inline:
     def export(self, *, copy: bool) -> Exported:
         """The state as of the last finished step; ``copy`` makes it independent of the run."""
         if self._torn:
-            self._check_able()
+            self.check_able()
         with self.environment:
             return self._framework.export(len(self.run_state.loss_history), copy=copy)
 
     def capture(self) -> Captured:
         """See ``seams.Engine.capture``."""
         if self._torn:
-            self._check_able()
+            self.check_able()
         with self.environment:
             return self._framework.snapshots.capture(copy=True)
 
     def close(self) -> None:
         """There is nothing to end."""
+        self.closed = True
 
     def _following(self, step: int, horizon: int) -> list[Todo]:
         """What the next step computes, if nobody may change the data before: columns are watched, other data is not."""
@@ -137,7 +142,7 @@ class Inline:
     def _end_if_broken_off(self, breaks: int, where: str) -> None:
         """User code that was broken off may have left anything half done in this process: the run ends there."""
         if interrupts.breaks() != breaks:
-            self._ended = (
+            self.ended = (
                 f"Ctrl-C broke off your code {where}, which may have left things half done in this process; "
                 "result() and save() have the state before, and a run_dir goes on from there exactly"
             )
@@ -153,11 +158,12 @@ class Inline:
             during = "the scheduler; the step itself was done"
             self._framework.schedule(proposal.loss)
         except BaseException as error:
-            self._ended = f"{type(error).__name__} ({error}) at step {t} in {during}"
+            self.ended = f"{type(error).__name__} ({error}) at step {t} in {during}"
             if isinstance(error, PhalanxError) or not isinstance(error, Exception):
                 raise
-            raise WorkerError(self._ended, step=t) from error
+            raise WorkerError(self.ended, step=t) from error
 
-    def _check_able(self) -> None:
-        if self._ended:
-            raise RunError(f"this run cannot go on: {self._ended}; start another")
+    def check_able(self) -> None:
+        """Refuse to go on where the run cannot."""
+        if self.ended:
+            raise RunError(f"this run cannot go on: {self.ended}; start another")

@@ -5,13 +5,21 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from phalanx.plan.fold import Fold
-from phalanx.plan.placement import additions, remaining
-from phalanx.seams import Lanes, Part, Steppable
+from phalanx.plan.placement import added, covers, remaining
+from phalanx.seams import Lanes, Link, Part, Steppable
 from phalanx.seams.sharing import Vector
 from phalanx.surroundings import interrupts
+
+
+class ProcessLink(Link, Protocol):
+    """A link that the inline engine drives."""
+
+    def begin(self) -> None:
+        """Forget what an earlier step left."""
+        ...
 
 
 class LocalLink:
@@ -76,6 +84,11 @@ class LaneLink:
     framework : Steppable
     lanes : Lanes
         Its devices.
+
+    Attributes
+    ----------
+    buffers : dict
+        By replica that ran: how many samples it had, and the buffers that it left.
     """
 
     def __init__(self, framework: Steppable, lanes: Lanes) -> None:
@@ -87,36 +100,47 @@ class LaneLink:
         self._lane_of = {replica: lane for lane, block in enumerate(placement.blocks) for replica in block}
         in_turn = itertools.zip_longest(*placement.blocks)  # so that each device gets work before any gets more
         self.hosted: Sequence[int] = [replica for row in in_turn for replica in row if replica is not None]
-        self._nodes = [node for block in placement.blocks for node in remaining(placement.replicas, block)]
-        self._order = functools.cache(functools.partial(additions, placement.replicas, self._nodes))
+        nodes = [node for block in placement.blocks for node in remaining(placement.replicas, block)]
+        whole = range(placement.blocks[0].start, placement.blocks[-1].stop)
+        self._groups = [  # of devices' sums, those that add up to one node of the whole block
+            [position for position, node in enumerate(nodes) if covers(top, node)]
+            for top in remaining(placement.replicas, whole)
+        ]
+        self._order = functools.cache(functools.partial(added, placement.replicas, nodes))
         self.begin()
 
     def begin(self) -> None:
         """Forget what an earlier step left."""
         add = self._framework.arithmetic.add
         self._folds: list[Fold[Vector]] = [Fold(self._replicas, add) for _ in self._blocks]
-        self._buffers: dict[int, tuple[int, list[Any]]] = {}
+        self.buffers: dict[int, tuple[int, list[Any]]] = {}
 
     def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:
         """See ``seams.Link.push``."""
         self._folds[self._lane_of[replica]].push(replica, gradient)
         if samples:
-            self._buffers[replica] = (samples, buffers)
+            self.buffers[replica] = (samples, buffers)
         interrupts.check()
 
     def all_gather(self, parts: Sequence[Part]) -> list[Part]:
         """See ``seams.Link.all_gather``."""
         by_replica = dict(zip(self.hosted, parts, strict=True))
-        return [by_replica[replica] for replica in range(self._replicas)]
+        return [by_replica[replica] for replica in sorted(by_replica)]
 
     def mean(self, weight: float) -> Vector:
         """See ``seams.Link.mean``."""
-        sums = [partial.value for fold in self._folds for partial in fold.partials()]
-        there = {number: self._lanes.moved(vector) for number, vector in enumerate(sums) if vector is not None}
+        (total,) = self.sums()
+        assert total is not None
+        return total if weight == 1 else self._framework.arithmetic.divide(total, weight)
+
+    def sums(self) -> list[Vector | None]:
+        """What all devices add up to: one vector, or one for each node of the tree that a part of the replicas has."""
+        vectors = [partial.value for fold in self._folds for partial in fold.partials()]
+        there = {number: self._lanes.moved(vector) for number, vector in enumerate(vectors) if vector is not None}
         for into, source in self._order(tuple(there)):
             there[into] = self._framework.arithmetic.add(there[into], there[source])
-        total = next(iter(there.values()))
-        return total if weight == 1 else self._framework.arithmetic.divide(total, weight)
+        firsts = [next((position for position in group if position in there), None) for group in self._groups]
+        return [None if first is None else there[first] for first in firsts]
 
     def norm(self, gradient: Vector) -> float:
         """See ``seams.Link.norm``."""
@@ -129,4 +153,4 @@ class LaneLink:
     def commit(self, step: int, gradient: Vector | None) -> None:
         """See ``seams.Link.commit``."""
         if gradient is not None:
-            self._framework.update(step, gradient, [self._buffers[replica] for replica in sorted(self._buffers)])
+            self._framework.update(step, gradient, [self.buffers[replica] for replica in sorted(self.buffers)])

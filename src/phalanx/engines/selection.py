@@ -37,7 +37,7 @@ def open_engine(
     if distributes(engine):
         from phalanx.engines.hosts.driver import open_distributed  # loads what speaks to networks
 
-        return open_distributed(definition, workers, processors(), deadline_seconds, begin)
+        return open_distributed(definition, workers, devices, processors(), deadline_seconds, begin, allow=allow)
     deadline = Deadline(deadline_seconds)
     count = workers or min(definition.replicas, usable_cores())
     here = count == 1 or len(devices) > 1 or set(devices) - {"cpu"} or not CAPABLE

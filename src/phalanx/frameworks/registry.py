@@ -18,10 +18,13 @@ from phalanx.seams.snapshots import Tensor
 from phalanx.surroundings import interrupts
 
 
-def open_framework(definition: Definition, devices: Sequence[str] = (), *, allow: bool = False) -> Framework:
+def open_framework(
+    definition: Definition, devices: Sequence[str] = (), *, allow: bool = False, part: tuple[int, int] = (0, 1)
+) -> Framework:
     """The recipe's state before its first step, on ``devices`` (none named: where the model is made).
 
-    ``allow``: on accelerators, operations without a deterministic kernel, too.
+    ``allow``: on accelerators, operations without a deterministic kernel, too. ``part``: which of how many processes
+    this is, where each drives devices of its own.
     """
     from phalanx.frameworks.torch.adapter import Torch, building
     from phalanx.frameworks.torch.devices import accelerators
@@ -33,9 +36,9 @@ def open_framework(definition: Definition, devices: Sequence[str] = (), *, allow
         with interrupts.breakable(at_once=True):
             model = _made(definition)
         if not outside.is_pytree(model):
-            found = accelerators.found(devices, definition.replicas, home_of(model))
+            found = accelerators.found(devices, definition.replicas // part[1], home_of(model))
             if len(found) > 1 or found[0].type != "cpu":
-                return TorchLanes(definition, found, model, allow=allow)
+                return TorchLanes(definition, found, model, allow=allow, part=part)
             return Torch(definition, model)
         return _jax().Jax(definition, devices, model)
 

@@ -59,6 +59,11 @@ def remaining(replicas: int, block: range) -> list[Node]:
     return [(partial.level, partial.index) for partial in fold.partials()]
 
 
+def covers(top: Node, node: Node) -> bool:
+    """Whether a node of the fold's tree lies below another, or is that one."""
+    return node[0] <= top[0] and node[1] >> (top[0] - node[0]) == top[1]
+
+
 def most_held(replicas: int, block: range) -> int:
     """How many values a worker holds at most while it folds its block, the one that just came included."""
     fold: Fold[int] = Fold(replicas, lambda left, _: left)

@@ -123,7 +123,8 @@ def _check_engine(settled: Settled, replicas: int) -> None:
     if workers is not None and workers > replicas:
         raise UsageError(f"workers is {workers}, but there are {replicas} replicas to compute; use workers <= replicas")
     several = workers is not None and workers > 1
-    spawns = engine in ("processes", "distributed") or several or (engine == "auto" and presence.several())
+    world = engine == "distributed" or (engine == "auto" and presence.several())
+    spawns = engine == "processes" or several or (world and workers is not None)
     if engine == "inline" and several:
         raise UsageError(f"workers is {workers}, but engine='inline' is one worker; use engine='processes' or 'auto'")
     elsewhere = [name for name in settled.devices if name != "cpu"]
@@ -137,7 +138,7 @@ def _check_engine(settled: Settled, replicas: int) -> None:
             f"devices is {list(settled.devices)}, which are devices of one process, but these are worker processes; "
             "leave devices out, or use workers=1 in one process"
         )
-    if spawns and not hasattr(select, "poll"):
+    if (spawns or world) and not hasattr(select, "poll"):
         raise UsageError("worker processes need Linux or macOS; use engine='inline' (same answer)")
 
 

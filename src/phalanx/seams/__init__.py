@@ -176,6 +176,28 @@ class Lanes(Protocol):
         """A vector with each entry on the device that updates the parameter that it belongs to."""
         ...
 
+    def home(self, vector: Vector) -> Vector:
+        """A vector in host memory."""
+        ...
+
+    def outward(self, left: Sequence[Any]) -> list[bytes | None]:
+        """Buffers that a replica left, as bytes; None for those that it did not write."""
+        ...
+
+    def inward(self, pieces: Sequence[bytes | bytearray | None]) -> list[Any]:
+        """The same as buffers again, of a replica that was computed elsewhere."""
+        ...
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each buffer."""
+        ...
+
+    @property
+    def blanks(self) -> list[Any]:
+        """In host memory, an array as each parameter's gradient is, with any content."""
+        ...
+
     def expect(self, following: Callable[[], Sequence[Todo]]) -> None:
         """What will be computed in the next step may be read while this one is waited for."""
         ...

@@ -1,4 +1,4 @@
-"""The distributed engine: this host's part of a run over several, in worker processes of its own.
+"""The distributed engine: this host's part of a run over several, in worker processes or on devices of its own.
 
 Every process of the world does the same steps, and has the whole state; what hosts need of each other their workers
 exchange (``rendezvous``). Who is lost, or leaves the run, ends it everywhere, with an error that names it.
@@ -14,7 +14,9 @@ from phalanx.checkpoint.tensors import packed, unpacked
 from phalanx.definition.data import Columns
 from phalanx.definition.fields import Definition
 from phalanx.definition.fingerprint import hashed, shared
+from phalanx.engines.hosts.lanes import HostLaneLink
 from phalanx.engines.hosts.world import CLOSED, World
+from phalanx.engines.inline import Inline
 from phalanx.engines.processes.driver import Processes
 from phalanx.engines.recovery.deadline import Deadline
 from phalanx.errors import SeveredError, UsageError
@@ -45,14 +47,18 @@ class Distributed:
         self, definition: Definition, framework: Framework, run_state: RunState, world: World, workers: int
     ) -> None:
         self.run_state = run_state
-        self.environment = Processes.environment
         self._definition = definition
         self._framework = framework
         self._world = world
         blocks, placements = hosts(definition.replicas, world.size, workers)
-        deadline = Deadline(world.seconds + PATIENCE)
-        placement, rendezvous = placements[world.rank], world.rendezvous(blocks)
-        self._here = Processes(definition, framework, placement, run_state, deadline, rendezvous)
+        rendezvous, lanes = world.rendezvous(blocks), framework.lanes
+        self._here: Processes | Inline
+        if lanes is not None:
+            self._here = Inline(definition, framework, run_state, HostLaneLink(framework, lanes, rendezvous))
+        else:
+            deadline = Deadline(world.seconds + PATIENCE)
+            self._here = Processes(definition, framework, placements[world.rank], run_state, deadline, rendezvous)
+        self.environment = self._here.environment
         self.workers = workers * world.size
 
     @property
@@ -91,7 +97,7 @@ class Distributed:
 
     def capture(self) -> Captured:
         """See ``seams.Engine.capture``; also after others have left, of the last step that was finished here."""
-        if not self._here.closed or self._here.lost:
+        if isinstance(self._here, Inline) or not self._here.closed or self._here.lost:
             return self._here.capture()
         with self._framework.environment:
             return self._framework.snapshots.capture(copy=False)
@@ -132,9 +138,12 @@ class Distributed:
 def open_distributed(
     definition: Definition,
     workers: int | None,
+    devices: Sequence[str],
     cores: Sequence[int],
     seconds: float | None,
     begin: Callable[[Framework], RunState],
+    *,
+    allow: bool = False,
 ) -> Distributed:
     """Meet the others, see that all mean the same, take over rank 0's state, and start this host's workers.
 
@@ -151,10 +160,12 @@ def open_distributed(
             raise UsageError(
                 f"there are {world.size} processes, but {definition.replicas} replicas to compute; start fewer"
             )
-        framework = open_framework(definition, ["cpu"])
+        part = world.rank, world.size
+        framework = open_framework(definition, devices or ["cpu"], allow=allow, part=part)
         recipe, doubts = shared(definition)
         room = world.agree({"recipe": recipe, **_facts(definition, framework, workers)}, cores, doubts)
         count = max(1, min(room if workers is None else workers // world.size, definition.replicas // world.size))
+        count = 1 if framework.lanes is not None else count
         run_state = _same_start(world, framework, begin)
         return Distributed(definition, framework, run_state, world, count)
     except SeveredError as error:
@@ -176,6 +187,7 @@ def _facts(definition: Definition, framework: Framework, workers: int | None) ->
     return {
         "steps": None if definition.data is None else definition.plan.steps,
         "workers": workers,
+        "devices": framework.lanes is not None,
         "data": hashed(tuple(arrays)).hex() if whole else None,
         "environment": {**recorded_environment(), **own},
     }

@@ -10,6 +10,8 @@ import torch
 from phalanx.frameworks.torch import arithmetic
 from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.devices.accelerators import watched
+from phalanx.frameworks.torch.replica.buffers import Left, bytes_of
+from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.plan.placement import Placement
 from phalanx.seams import Todo
 
@@ -29,10 +31,15 @@ class Exchange:
     devices : sequence of torch.device
     owners : sequence of int
         The number of the device that updates each parameter.
+    lanes : sequence of Lane
+        What each device computes with.
     """
 
-    def __init__(self, placement: Placement, devices: Sequence[torch.device], owners: Sequence[int]) -> None:
+    def __init__(
+        self, placement: Placement, devices: Sequence[torch.device], owners: Sequence[int], lanes: Sequence[Lane]
+    ) -> None:
         self.placement = placement
+        self._lanes = lanes
         self._homes = devices
         self._owned = {owner: [n for n, other in enumerate(owners) if other == owner] for owner in sorted(set(owners))}
         self._following: Callable[[], Sequence[Todo]] | None = None
@@ -47,6 +54,36 @@ class Exchange:
                 result[number] = grad
         return result
 
+    @property
+    def sizes(self) -> list[int]:
+        """See ``seams.Lanes.sizes``."""
+        return [start.nbytes for start in self._lanes[0].buffers.starts]
+
+    @property
+    def blanks(self) -> list[torch.Tensor]:
+        """See ``seams.Lanes.blanks``."""
+        return [arithmetic.blank(arithmetic.spec_of(parameter)) for parameter in self._lanes[0].parameters]
+
+    def home(self, vector: Gradient) -> Gradient:
+        """See ``seams.Lanes.home``; waits for the devices."""
+        return [None if entry is None else entry.cpu() for entry in vector]
+
+    def outward(self, left: Sequence[torch.Tensor]) -> list[bytes | None]:
+        """See ``seams.Lanes.outward``."""
+        unwritten = {id(start) for lane in self._lanes for start in lane.buffers.starts}
+        return [None if id(value) in unwritten else bytes_of(value.cpu()).numpy().tobytes() for value in left]
+
+    def inward(self, pieces: Sequence[bytes | bytearray | None]) -> Left:
+        """See ``seams.Lanes.inward``."""
+        found: Left = []
+        for piece, start in zip(pieces, self._lanes[0].buffers.starts, strict=True):
+            if piece is None:
+                found.append(start)
+            else:
+                value = torch.frombuffer(bytearray(piece), dtype=start.dtype).reshape(start.shape)
+                found.append(value.to(start.device))
+        return found
+
     def expect(self, following: Callable[[], Sequence[Todo]]) -> None:
         """See ``seams.Lanes.expect``."""
         self._following = following
@@ -56,8 +93,9 @@ class Exchange:
         following, self._following = self._following, None
         return [] if following is None else following()
 
-    def spread(self, parameters: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Copy every parameter from its owner to the other devices; ``parameters`` are those of each device."""
+    def spread(self) -> None:
+        """Copy every parameter from its owner to the other devices."""
+        parameters = [lane.parameters for lane in self._lanes]
         with torch.no_grad():
             for owner, entries in self._owned.items():
                 updated = [parameters[owner][number] for number in entries]

@@ -32,7 +32,7 @@ from phalanx.frameworks.torch.replica.feed import Feed, opened
 from phalanx.frameworks.torch.replica.forward import AmbiguousMean, Unread
 from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.frameworks.torch.snapshot import Snapshots, entries, exported
-from phalanx.plan.placement import dealt, place
+from phalanx.plan.placement import Placement, dealt, hosts
 from phalanx.seams import Computed, Exported, Lanes, Todo
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Reentrant
@@ -50,6 +50,8 @@ class TorchLanes:
         What ``make_model`` made, inside ``building``.
     allow : bool
         Whether operations without a deterministic kernel are allowed.
+    part : (int, int)
+        Which of how many processes this is: it computes its block of the replicas.
 
     Attributes
     ----------
@@ -60,16 +62,32 @@ class TorchLanes:
 
     name = "torch"
 
-    def __init__(self, definition: Definition, devices: Sequence[torch.device], model: Any, *, allow: bool) -> None:
+    def __init__(
+        self,
+        definition: Definition,
+        devices: Sequence[torch.device],
+        model: Any,
+        *,
+        allow: bool,
+        part: tuple[int, int] = (0, 1),
+    ) -> None:
         self.arithmetic = DeviceArithmetic()
         self.devices = tuple(devices)
         self._shapes = StaticShapes()
         surroundings = accelerators.Surroundings(devices, allow=allow)
         self.environment = Reentrant(Environment(definition.threads, definition.generators), self._shapes, surroundings)
         with self.environment, interrupts.breakable(at_once=True):
-            self._build(definition, checked(model), surroundings)
+            rank, processes = part
+            placement = hosts(definition.replicas, processes, len(devices))[1][rank]
+            self._build(definition, checked(model), surroundings, placement)
 
-    def _build(self, definition: Definition, model: torch.nn.Module, surroundings: accelerators.Surroundings) -> None:
+    def _build(
+        self,
+        definition: Definition,
+        model: torch.nn.Module,
+        surroundings: accelerators.Surroundings,
+        placement: Placement,
+    ) -> None:
         found = compiled({"make_model": model, **definition.holders})
         check_sizes(found, definition)
         self._shapes.known = bool(found)
@@ -87,13 +105,12 @@ class TorchLanes:
             self._feeds.append(DeviceFeed(host, device, surroundings.generators.get(device), ahead=ahead))
             self._lanes.append(Lane(definition, own, self._feeds[-1], Buffers(own, Versions()), ambiguous, later=True))
         self._first = self._lanes[0]
-        placement = place(definition.replicas, len(self.devices))
         self._lane_of = {replica: number for number, block in enumerate(placement.blocks) for replica in block}
         sizes = [parameter.nbytes for parameter in self._first.parameters]
         owners = self._own(definition, dealt(sizes, len(self._lanes)))
         if self._updates.foreign:  # it may look at several parameters at once
             owners = self._own(definition, [0] * len(sizes))
-        self._exchange = Exchange(placement, self.devices, owners)
+        self._exchange = Exchange(placement, self.devices, owners, self._lanes)
         self.lanes: Lanes | None = self._exchange
         self._describable = False
 
@@ -158,7 +175,7 @@ class TorchLanes:
         """See ``seams.Steppable.update``."""
         with accelerators.watched(self.devices):
             self._updates.apply(step, gradient)
-            self._exchange.spread([lane.parameters for lane in self._lanes])
+            self._exchange.spread()
             self._settle(buffers or [])
         if not self._describable:  # better refused after the first step than when the run is over
             for _ in entries(self._first.model, self._updates.optimizers, self._updates.named):
