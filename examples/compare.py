@@ -1,4 +1,4 @@
-"""The same weights and batches by hand, in one big batch, with DDP and with DataParallel: equal up to rounding."""
+"""By hand (on the devices named, or four CPUs), in one big batch, with DDP, DataParallel: equal up to rounding."""
 
 import sys
 import tempfile
@@ -15,11 +15,11 @@ MODEL = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 3))
 
 
 def by_hand(algorithm):
-    replicas = manual.replicate(MODEL, ["cpu"] * 4)
+    replicas = manual.replicate(MODEL, sys.argv[1:] or ["cpu"] * 4)
     optimizers = [torch.optim.SGD(replica.parameters(), lr=LR) for replica in replicas]
     for batch in zip(X, Y, strict=True):
         manual.data_parallel_step(replicas, optimizers, batch, nn.functional.cross_entropy, algorithm=algorithm)
-    return replicas[0].state_dict()
+    return replicas[0].cpu().state_dict()
 
 
 def plain(wrap, device="cpu", rank=0, processes=1):

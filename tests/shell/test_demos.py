@@ -108,8 +108,8 @@ def test_the_chapter_on_idx_files(folder):
     done = phalanx_command("demo", "fashion-mnist", "--data", str(folder), "--workers", "2", "--quiet", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "Fashion-MNIST, in torch" in done.stdout
-    assert "sec/epoch on [worker 0]\n" in done.stdout
-    assert "sec/epoch on [worker 0, worker 1]\n" in done.stdout
+    assert "examples/sec on [worker 0]\n" in done.stdout
+    assert "examples/sec on [worker 0, worker 1]\n" in done.stdout
     assert (folder / "out/demo-fashion-mnist.png").stat().st_size > 10_000
 
 

@@ -7,7 +7,6 @@ saved, run the same again; 130 stopped by Ctrl-C.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import pathlib
 import sys
@@ -17,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from phalanx import __version__
+from phalanx.cli.files import load_recipe
 from phalanx.cli.printed import pace, picture, report
 from phalanx.definition.evaluation import Evaluation
 from phalanx.errors import PhalanxError, Preempted, UsageError
@@ -74,8 +74,7 @@ def train(
     _check_picture(plot)
     recipe, evaluation = load_recipe(file)
     saving = {"run_dir": run_dir or None, "snapshot_every": _count(snapshot_every)}
-    saving["devices"] = devices if devices == "auto" else devices.split(",")
-    result = _trained(recipe, evaluation, workers, quiet=quiet, **saving)
+    result = _trained(recipe, evaluation, workers, quiet=quiet, devices=_listed(devices), **saving)
     if rank() > 0:  # one of several processes: the first reports
         return
     drawn = picture(result, plot) if plot else None
@@ -91,26 +90,30 @@ def demo(
         bool, typer.Option("--digits", help="fashion-mnist's job on bundled digits: no network.")
     ] = False,
     data: Annotated[str, typer.Option("--data", metavar="DIR", help="Where the IDX files are.")] = "data/fashion-mnist",
+    devices: Devices = "auto",
     plot: Plot = "out/demo-{name}.png",
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train on real data and draw a picture; fashion-mnist with one worker, and then with all."""
+    """Train on real data and draw a picture; fashion-mnist with one worker or device, and then with all."""
     from phalanx.cli.demos import CHAPTER
     from phalanx.cli.demos import demo as chosen
+    from phalanx.proof.check import listed
 
     _check_picture(plot)
     shown = chosen(name, framework, data, digits_instead=digits)
     if not json_:
         typer.echo(f"phalanx: {shown.title}")
     if name == CHAPTER:
-        alone = _trained(shown.recipe, shown.evaluation, "1", quiet=quiet)
-        result = _trained(shown.recipe, shown.evaluation, _all(workers), quiet=quiet)
+        named = [] if devices == "auto" else listed(devices.split(","), shown.recipe.replicas)
+        alone = _trained(shown.recipe, shown.evaluation, "1", quiet=quiet, devices=named[:1] or "auto")
+        count = "1" if named else _all(workers)
+        result = _trained(shown.recipe, shown.evaluation, count, quiet=quiet, devices=named or "auto")
         if not json_:
-            typer.echo(f"{pace(alone)}\n{pace(result)}")
+            typer.echo(f"{pace(alone, named[:1])}\n{pace(result, named)}")
         assert alone.digest == result.digest
     else:
-        result = _trained(shown.recipe, shown.evaluation, workers, quiet=quiet)
+        result = _trained(shown.recipe, shown.evaluation, workers, quiet=quiet, devices=_listed(devices))
     report(name, result, picture(result, plot.format(name=name)), json_=json_)
 
 
@@ -182,8 +185,8 @@ def check_devices(
         told = {"circumstances": facts, "rows": [dataclasses.asdict(row) for row in rows], "same": status == SAME}
         typer.echo(json.dumps(told))
     else:
-        typer.echo("\n".join(f"{name:38}  {value}" for name, value in facts.items()))
-        typer.echo(("the same digest", "DIFFERENT DIGESTS", "it could not be told")[status])
+        lines = [f"{name:38}  {value}" for name, value in facts.items()]
+        typer.echo("\n".join([*lines, ("the same digest", "DIFFERENT DIGESTS", "it could not be told")[status]]))
     if status != SAME:
         raise typer.Exit(status)
 
@@ -225,36 +228,6 @@ def _line(one: Trial) -> str:
     return f"seed {one.seed}: {one.kills} kills, {one.steps} steps, {verdict} {one.problem}".rstrip()
 
 
-def load_recipe(file: str) -> tuple[Recipe, Evaluation | None]:
-    """The recipe, and the evaluation if there is one, of ``PATH`` or ``PATH:NAME``.
-
-    Raises
-    ------
-    UsageError
-        There is no such file, or it defines no recipe of that name. What the file itself raises comes through.
-    """
-    path, _, name = file.partition(":")
-    name = name or "recipe"
-    source = pathlib.Path(path).resolve()
-    spec = importlib.util.spec_from_file_location(f"phalanx_file_{source.stem}", source)
-    if not source.is_file():
-        raise UsageError(f"FILE is {path!r}, which does not exist or is no file; give FILE or FILE:NAME")
-    if spec is None or spec.loader is None:
-        raise UsageError(
-            f"FILE is {path!r}, which is not a Python file; give one that defines `{name} = phalanx.Recipe(...)`"
-        )
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(source.parent))
-    spec.loader.exec_module(module)
-    recipe = getattr(module, name, None)
-    if not isinstance(recipe, Recipe):
-        raise UsageError(
-            f"{path} defines no recipe named {name!r}; add `{name} = phalanx.Recipe(...)`, or give FILE:NAME"
-        )
-    evaluation = getattr(module, "evaluation", None)
-    return recipe, evaluation if isinstance(evaluation, Evaluation) else None
-
-
 def main() -> None:
     """Run the command line; errors become one sentence and an exit code."""
     try:
@@ -274,6 +247,10 @@ def main() -> None:
 
 def _count(text: str) -> int | str:
     return int(text) if text.lstrip("-").isdigit() else text
+
+
+def _listed(devices: str) -> str | list[str]:
+    return devices if devices == "auto" else devices.split(",")
 
 
 def _trained(recipe: Recipe, evaluation: Evaluation | None, workers: str, *, quiet: bool, **saving: Any) -> Result:

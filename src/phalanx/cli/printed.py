@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import typer
@@ -21,11 +22,13 @@ def picture(result: Result, path: str) -> pathlib.Path:
     return target
 
 
-def pace(result: Result) -> str:
-    """As d2l prints it."""
-    workers = ", ".join(f"worker {number}" for number in range(result.workers))
+def pace(result: Result, devices: Sequence[str] = ()) -> str:
+    """As d2l prints it, with examples per second; ``devices``: where it was trained, if not in workers."""
+    places = ", ".join(devices or [f"worker {number}" for number in range(result.workers)])
     seconds = result.seconds / result.steps * (result.steps_per_epoch or 1)
-    return f"test acc {result.metric_history[-1].value:.3f}, {seconds:.2f} sec/epoch on [{workers}]"
+    rate = result.samples / result.seconds
+    value = result.metric_history[-1].value
+    return f"test acc {value:.3f}, {seconds:.2f} sec/epoch, {rate:.0f} examples/sec on [{places}]"
 
 
 def report(name: str, result: Result, drawn: pathlib.Path | None, *, json_: bool) -> None:

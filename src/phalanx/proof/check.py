@@ -66,7 +66,7 @@ def check(recipe: Recipe, devices: Sequence[str], steps: int) -> Iterator[Row]:
     if recipe.data is None:
         raise UsageError("the recipe has data=None, so there is nothing to train on; check one that has data")
     short = dataclasses.replace(recipe, steps=steps, epochs=None)
-    named = registry.device_names(devices, recipe.replicas)
+    named = listed(devices, recipe.replicas)
     counts = sorted({1, min(2, len(named)), len(named)})
     one = _row(short, "1 device", named[:1])
     yield one
@@ -80,6 +80,11 @@ def check(recipe: Recipe, devices: Sequence[str], steps: int) -> Iterator[Row]:
         yield _row(alone, "1 device, replicas=1: another answer", named[:1], compared=False)
 
 
+def listed(devices: Sequence[str], replicas: int) -> list[str]:
+    """These devices one by one: a kind alone is all that are visible, at most R."""
+    return registry.device_names(devices, replicas)
+
+
 def verdict(rows: Sequence[Row]) -> int:
     """Whether all runs of the recipe ended in the same digest: ``SAME``, ``DIFFERENT`` or ``UNKNOWN``."""
     digests = {row.digest for row in rows if row.compared}
@@ -90,7 +95,7 @@ def verdict(rows: Sequence[Row]) -> int:
 
 def circumstances(devices: Sequence[str], replicas: int) -> dict[str, str]:
     """What the bits may depend on besides the recipe, and how fast two devices exchange memory."""
-    named = registry.device_names(devices, replicas)
+    named = listed(devices, replicas)
     facts = {"machine": f"{platform.system()} {platform.machine()}", "python": platform.python_version()}
     facts |= {name: str(value) for name, value in registry.recorded_environment().items()}
     facts |= registry.device_facts(named)

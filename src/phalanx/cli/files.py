@@ -1,0 +1,41 @@
+"""Recipes in Python files, as the command line takes them."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+import sys
+
+from phalanx.definition.evaluation import Evaluation
+from phalanx.errors import UsageError
+from phalanx.recipe import Recipe
+
+
+def load_recipe(file: str) -> tuple[Recipe, Evaluation | None]:
+    """The recipe, and the evaluation if there is one, of ``PATH`` or ``PATH:NAME``.
+
+    Raises
+    ------
+    UsageError
+        There is no such file, or it defines no recipe of that name. What the file itself raises comes through.
+    """
+    path, _, name = file.partition(":")
+    name = name or "recipe"
+    source = pathlib.Path(path).resolve()
+    spec = importlib.util.spec_from_file_location(f"phalanx_file_{source.stem}", source)
+    if not source.is_file():
+        raise UsageError(f"FILE is {path!r}, which does not exist or is no file; give FILE or FILE:NAME")
+    if spec is None or spec.loader is None:
+        raise UsageError(
+            f"FILE is {path!r}, which is not a Python file; give one that defines `{name} = phalanx.Recipe(...)`"
+        )
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(source.parent))
+    spec.loader.exec_module(module)
+    recipe = getattr(module, name, None)
+    if not isinstance(recipe, Recipe):
+        raise UsageError(
+            f"{path} defines no recipe named {name!r}; add `{name} = phalanx.Recipe(...)`, or give FILE:NAME"
+        )
+    evaluation = getattr(module, "evaluation", None)
+    return recipe, evaluation if isinstance(evaluation, Evaluation) else None
