@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -103,9 +104,7 @@ def data_parallel_step(
             for replica in replicas:
                 torch.nn.utils.clip_grad_norm_(replica.parameters(), definition.max_norm)
     except BaseException:
-        _drop(works)
-        for work in works:
-            work.buffers.restore()
+        _undo(works)
         raise
     for optimizer in optimizers:
         optimizer.step()
@@ -197,6 +196,14 @@ def _drop(works: Sequence[ReplicaStep]) -> None:
     for work in works:
         for parameter in work.model.parameters():
             parameter.grad = None
+
+
+def _undo(works: Sequence[ReplicaStep]) -> None:
+    """Leave no gradient, and buffers as they were before."""
+    _drop(works)
+    for work in works:
+        with contextlib.suppress(RuntimeError):  # a device that failed has nothing left to put back
+            work.buffers.restore()
 
 
 def _average(definition: Definition, works: Sequence[ReplicaStep], algorithm: str) -> float:
