@@ -13,6 +13,7 @@ from phalanx.collectives import operations
 from tests import accelerator
 from tests.collectives.oracles import CASES, bits, wild
 
+pytestmark = pytest.mark.accelerator
 COUNTS = [1, 2, 3, 4]
 PER_DEVICE = [1, 2]
 ALGORITHMS = ["ordered", "ring", "naive"]

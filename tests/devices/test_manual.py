@@ -18,6 +18,7 @@ from tests import accelerator
 from tests.by_hand import start, take
 from tests.families import FAMILIES, ConstantBuffers, TrappedNet, conv_norm, mlp, normal, whole
 
+pytestmark = pytest.mark.accelerator
 COUNTS = [1, 2, 3, 4]
 PER_DEVICE = [1, 2]
 LEFT_OUT = {"transformer", "odd_tensors"}  # dropout draws from each device's generator; no complex kernels there
