@@ -218,8 +218,9 @@ def test_reading_each_loss_at_once_is_noticed(fake, monkeypatch):
     differentiate = computing._differentiate
 
     def reading(definition, work, shares):
-        differentiate(definition, work, shares)
+        norm = differentiate(definition, work, shares)
         work.loss.item()
+        return norm
 
     monkeypatch.setattr(computing, "_differentiate", reading)
     assert stepped(fake, 4)[0] == pytest.approx(alone)

@@ -10,7 +10,7 @@ import pytest
 from tests.state.runs import ROOT
 
 SCRIPT = """
-import collections, json
+import collections, json, tempfile
 import jax, numpy, optax
 from phalanx.errors import PhalanxError
 from phalanx.frameworks.jax import devices as place
@@ -100,6 +100,21 @@ def on_device():
     place.arithmetic_on = before
     return found
 
+def accuracy(output, target):
+    return (output.argmax(-1) == target).mean()
+
+def resumed(before, after):
+    # three steps on some devices, the others on others, with an evaluation in between
+    with tempfile.TemporaryDirectory() as folder:
+        recipe(steps=3).train(engine="inline", devices=before, run_dir=folder)
+        with recipe().start(engine="inline", devices=after, run_dir=folder) as run:
+            measured = [run.evaluate(accuracy, mlp.data) for _ in range(2)]
+            for _ in run:
+                measured.append(run.evaluate(accuracy, mlp.data))
+            result = run.result()
+        (device,) = set().union(*(leaf.devices() for leaf in jax.tree.leaves(result.params)))
+        return result.digest, result.resumed_from, measured, str(device)
+
 def planted(owner, name, fault):
     # The digests on one device and on three with a fault.
     right = getattr(owner, name)
@@ -117,6 +132,7 @@ print(json.dumps({
     "on device": on_device(),
     "stale": planted(Owners, "step", lambda right: lambda self, state, gradient: None),
     "shifted": planted(place.Blocks, "moved", lambda right: lambda self, vector: [-entry for entry in vector]),
+    "resumed": [resumed(ONE, ONE), resumed(ONE, THREE), resumed(THREE, TWO)],
     "many": answers([*FIVE, "cpu:5"]),
     "equal": answers(ONE, TWO, ["cpu:0", "cpu:1"]),
     "other": answers(ONE, seed=9),
@@ -128,10 +144,15 @@ print(json.dumps({
 
 
 @pytest.fixture(scope="module")
-def answers():
+def answers(tmp_path_factory):
     """Digests, losses and the number of devices that computed, from a process with six CPU devices."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=6"
-    environment = os.environ | {"XLA_FLAGS": flags, "NPROC": "6"}
+    cache = {  # what two runs compile alike is compiled once
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    environment = os.environ | cache | {"XLA_FLAGS": flags, "NPROC": "6"}
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=115)
     assert done.returncode == 0, done.stderr
@@ -211,3 +232,11 @@ def test_more_devices_than_replicas_are_refused(answers):
     ((kind, told, used),) = answers["many"]
     assert (kind, used) == ("UsageError", 0)
     assert "raise replicas=" in told
+
+
+def test_resuming_on_other_devices(answers):
+    """A run goes on on other devices to the same digest and evaluations, and all its parameters end on the first."""
+    one, *others = answers["resumed"]
+    assert one[:2] == [answers["equal"][0][0], 3]
+    assert [found[:3] for found in others] == [one[:3]] * 2
+    assert [found[3][-1] for found in answers["resumed"]] == ["0", "0", "1"]

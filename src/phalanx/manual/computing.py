@@ -33,7 +33,7 @@ from phalanx.manual.shards import is_samples
 class ReplicaStep:
     """One replica with its share of the batch, and what it computed: loss, returned weight, buffers as it left them.
 
-    Until all have their work, the loss, the norm of the gradient and a weight are what lies on the device.
+    Until all have their work, the loss and a weight are what lies on the device.
     """
 
     replica: int
@@ -42,7 +42,6 @@ class ReplicaStep:
     samples: range
     share: Any
     loss: Any = 0.0
-    norm: Any = 0.0
     weight: Any = None
     left: Left = field(default_factory=list[torch.Tensor])
 
@@ -55,18 +54,17 @@ class ReplicaStep:
 def compute(definition: Definition, works: Sequence[ReplicaStep]) -> None:
     """Compute all works, in order; the devices are waited for when each has all of its own."""
     torch.clear_autocast_cache()  # it may hold casts of weights from before the last update
-    sender, begun = Sender(), list[ReplicaStep]()
+    sender, norms = Sender(), list[torch.Tensor]()
     with accelerators.watched([work.device for work in works]), plain_autograd():
         batches = [_sent(sender, work) for work in works]  # first: a copy may wait for what its device was given before
         try:
             for work, batch in zip(works, batches, strict=True):
                 with _addressed(work), accelerators.current(work.device):
-                    _differentiate(definition, work, batch)
-                begun.append(work)
+                    norms.append(_differentiate(definition, work, batch))
         except Exception:
-            _read(begun)  # a replica that is not finite comes before one that raised later
+            _read(works[: len(norms)], norms)  # a replica that is not finite comes before one that raised later
             raise
-        _read(begun)
+        _read(works, norms)
 
 
 def _sent(sender: Sender, work: ReplicaStep) -> Any:
@@ -96,40 +94,40 @@ def _where(work: ReplicaStep) -> str:
     return f"replica {work.replica} on {work.device}, samples {spell_samples(work.samples)} of the batch"
 
 
-def _differentiate(definition: Definition, work: ReplicaStep, batch: Any) -> None:
-    """Begin loss, gradient and buffers of one share; at a weight of 0 that is known the gradient is not computed."""
+def _differentiate(definition: Definition, work: ReplicaStep, batch: Any) -> torch.Tensor:
+    """Begin loss, gradient, its norm and buffers of one share; at a weight known to be 0 there is no gradient."""
     work.buffers.begin()
     loss, work.weight = Forward(definition, work.model, work.device, later=True).loss(batch, "batch")
     if work.weight != 0:
         loss.backward()
         check_dense(list(work.model.named_parameters()))
-        work.norm = torch.nn.utils.get_total_norm([grad for grad in _gradient(work) if grad is not None])
     work.loss = loss.detach().reshape(())
     work.left = work.buffers.left()
+    return torch.nn.utils.get_total_norm([grad for grad in _gradient(work) if grad is not None])
 
 
 def _gradient(work: ReplicaStep) -> list[torch.Tensor | None]:
     return [parameter.grad for parameter in work.model.parameters()]
 
 
-def _read(works: Sequence[ReplicaStep]) -> None:
+def _read(works: Sequence[ReplicaStep], norms: Sequence[torch.Tensor]) -> None:
     """Wait for the devices and take the numbers from them, one copy each; weights come by themselves."""
-    numbers = DeviceArithmetic().read([work.loss for work in works] + [work.norm for work in works])
-    for work, loss, norm in zip(works, numbers, numbers[len(works) :], strict=False):
-        work.loss, work.norm = loss, norm
+    numbers = DeviceArithmetic().read([*(work.loss for work in works), *norms])
+    for number, work in enumerate(works):
+        work.loss = numbers[number]
         if isinstance(work.weight, Unread):
             with _addressed(work):
                 work.weight = work.weight.read()
-        _check_finite(work)
+        _check_finite(work, numbers[len(works) + number])
 
 
-def _check_finite(work: ReplicaStep) -> None:
+def _check_finite(work: ReplicaStep, norm: float) -> None:
     """The norm screens; elements are looked at only where it is not finite, since it may merely overflow."""
     if work.weight == 0:
         return
     if not math.isfinite(work.loss):
         what = f"the loss is {work.loss}"
-    elif not math.isfinite(work.norm) and not arithmetic.finite(_gradient(work)):
+    elif not math.isfinite(norm) and not arithmetic.finite(_gradient(work)):
         what = "the gradient has values that are not finite"
     else:
         return
