@@ -85,7 +85,9 @@ class Jax:
         self._blocks: Blocks | None = None
         if len(devices) > 1:
             self._owners = Owners(self._updates, self._state.params, self._state.optimizer, devices)
-            self._blocks = self.lanes = Blocks(replicas, devices, self._owners.owners)
+            self._blocks = self.lanes = Blocks(
+                replicas, devices, self._owners.owners, jax.tree.leaves(self._state.params)
+            )
 
     @property
     def lr(self) -> float:
