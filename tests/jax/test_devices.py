@@ -10,10 +10,13 @@ import pytest
 from tests.state.runs import ROOT
 
 SCRIPT = """
-import collections, json
+import collections, json, tempfile
 import jax, numpy, optax
 from phalanx.errors import PhalanxError
+from phalanx.frameworks.jax import devices as place
 from phalanx.frameworks.jax.forward import Forward
+from phalanx.frameworks.jax.optimizer import Update
+from phalanx.frameworks.jax.owners import Owners
 from tests.jax.families import FAMILIES
 
 used = collections.Counter()
@@ -23,6 +26,18 @@ def noted(self, params, batch, key):
     used[str(device)] += 1
     return begun(self, params, batch, key)
 Forward.begun = noted
+
+lies = {}
+step = Owners.step
+def seen(self, state, gradient):
+    step(self, state, gradient)
+    lies.clear()
+    for kind, tree in (("params", state.params), ("state", state.optimizer)):
+        found = lies[kind] = collections.Counter()
+        for leaf in jax.tree.leaves(tree):
+            (device,) = leaf.devices()
+            found[str(device.id)] += leaf.nbytes
+Owners.step = seen
 
 def forward(params, x, key):
     hidden = jax.nn.relu(x @ params["first"]["w"])
@@ -56,8 +71,8 @@ class Broken(Rows):
 mlp = FAMILIES["mlp"]
 
 def recipe(**changes):
-    given = {"forward_fn": forward, "loss_fn": loss, "batch_size": 3, "steps": 7, "optimizer": optax.adamw(0.05)}
-    return mlp.recipe(5, threads=2, **(given | changes))
+    given = {"forward_fn": forward, "loss_fn": loss, "batch_size": 4, "steps": 7, "optimizer": optax.adamw(0.05)}
+    return mlp.recipe(5, threads=6, **(given | changes))
 
 def answers(*orders, **changes):
     found = []
@@ -70,24 +85,76 @@ def answers(*orders, **changes):
             found.append([type(error).__name__, str(error), len(used)])
     return found
 
-ONE, TWO = ["cpu:0"], ["cpu:1", "cpu:0"]
+ONE, TWO, THREE = ["cpu:0"], ["cpu:1", "cpu:0"], ["cpu:0", "cpu:1", "cpu:2"]
+FIVE = [f"cpu:{number}" for number in range(5)]
+
+def there(**changes):
+    # Where the parameters and the optimizer's state lie after a step on three devices.
+    recipe(**changes).train(engine="inline", devices=THREE)
+    return {kind: dict(found) for kind, found in lies.items()}
+
+def on_device():
+    # With arithmetic as on accelerators.
+    before, place.arithmetic_on = place.arithmetic_on, lambda device: place.DeviceArithmetic()
+    found = answers(ONE, TWO, THREE)
+    place.arithmetic_on = before
+    return found
+
+def accuracy(output, target):
+    return (output.argmax(-1) == target).mean()
+
+def resumed(before, after):
+    # three steps on some devices, the others on others, with an evaluation in between
+    with tempfile.TemporaryDirectory() as folder:
+        recipe(steps=3).train(engine="inline", devices=before, run_dir=folder)
+        with recipe().start(engine="inline", devices=after, run_dir=folder) as run:
+            measured = [run.evaluate(accuracy, mlp.data) for _ in range(2)]
+            for _ in run:
+                measured.append(run.evaluate(accuracy, mlp.data))
+            result = run.result()
+        (device,) = set().union(*(leaf.devices() for leaf in jax.tree.leaves(result.params)))
+        return result.digest, result.resumed_from, measured, str(device)
+
+def planted(owner, name, fault):
+    # The digests on one device and on three with a fault.
+    right = getattr(owner, name)
+    setattr(owner, name, fault(right))
+    found = answers(ONE, THREE)
+    setattr(owner, name, right)
+    return found
+
+coupled = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1))
 print(json.dumps({
+    "three": answers(ONE, THREE, FIVE, batch_size=8),
+    "optimizers": [answers(ONE, THREE, optimizer=made) for made in (coupled, optax.lion(0.01))],
+    "clipped": answers(ONE, THREE, max_norm=0.1),
+    "owned": there(), "together": there(max_norm=0.1),
+    "on device": on_device(),
+    "stale": planted(Owners, "step", lambda right: lambda self, state, gradient: None),
+    "shifted": planted(place.Blocks, "moved", lambda right: lambda self, vector: [-entry for entry in vector]),
+    "resumed": [resumed(ONE, ONE), resumed(ONE, THREE), resumed(THREE, TWO)],
+    "many": answers([*FIVE, "cpu:5"]),
     "equal": answers(ONE, TWO, ["cpu:0", "cpu:1"]),
     "other": answers(ONE, seed=9),
     "refilled": answers(ONE, TWO, TWO, data=Rows(), collate_fn=refilled),
     "errors": answers(ONE, TWO, data=Broken()),
-    "refused": answers(["cpu:0", "cpu"], ["cpu:1", "cpu:1"], ["cpu:-1"], ["cpu:"], ["cpu:2"], ["CPU:1"], ["cpu: 1"]),
+    "refused": answers(["cpu:0", "cpu"], ["cpu:1", "cpu:1"], ["cpu:-1"], ["cpu:"], ["cpu:6"], ["CPU:1"], ["cpu: 1"]),
 }))
 """
 
 
 @pytest.fixture(scope="module")
-def answers():
-    """Digests, losses and the number of devices that computed, from a process with two CPU devices."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
-    environment = os.environ | {"XLA_FLAGS": flags, "NPROC": "2"}
+def answers(tmp_path_factory):
+    """Digests, losses and the number of devices that computed, from a process with six CPU devices."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=6"
+    cache = {  # what two runs compile alike is compiled once
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    environment = os.environ | cache | {"XLA_FLAGS": flags, "NPROC": "6"}
     command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=115)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -124,3 +191,52 @@ def test_devices_that_cannot_be_are_refused(answers):
     for kind, told, used in answers["refused"]:
         assert (kind, used) == ("UsageError", 0)
         assert told.startswith("devices ")
+
+
+def test_up_to_one_device_per_replica(answers):
+    """One, three and five devices for five replicas, whole and short blocks: the same digest and losses."""
+    one, *others = answers["three"]
+    assert [found[:2] for found in others] == [one[:2]] * 2
+    assert [found[2] for found in answers["three"]] == [1, 3, 5]
+
+
+def test_any_optimizer(answers):
+    """Optimizers that treat each parameter alone, and those that do not, end alike on one device and on three."""
+    for one, three in [*answers["optimizers"], answers["clipped"]]:
+        assert one[:2] == three[:2]
+
+
+def test_the_state_lies_on_owners(answers):
+    """Adam's moments are spread over the devices as parameters are, its step count is once; clipped, all is on one."""
+    params, state = answers["owned"]["params"], answers["owned"]["state"]
+    assert len(params) == 3
+    assert state == {device: 2 * size + 4 * (device == "0") for device, size in params.items()}
+    assert set(answers["together"]["state"]) == set(answers["together"]["params"]) == {"0"}
+
+
+def test_sums_on_devices(answers):
+    """Added, weighed and divided on the devices, as on accelerators, gradients end alike for one, two and three."""
+    one, *others = answers["on device"]
+    assert [found[:2] for found in others] == [one[:2]] * 2
+
+
+@pytest.mark.parametrize("fault", ["stale", "shifted"])
+def test_a_fault_on_several_devices_is_noticed(fault, answers):
+    """Negative twin: owners that do not update, or get another gradient, end in another digest than one device."""
+    one, three = answers[fault]
+    assert one[0] == answers["equal"][0][0] != three[0]
+
+
+def test_more_devices_than_replicas_are_refused(answers):
+    """The way out is named."""
+    ((kind, told, used),) = answers["many"]
+    assert (kind, used) == ("UsageError", 0)
+    assert "raise replicas=" in told
+
+
+def test_resuming_on_other_devices(answers):
+    """A run goes on on other devices to the same digest and evaluations, and all its parameters end on the first."""
+    one, *others = answers["resumed"]
+    assert one[:2] == [answers["equal"][0][0], 3]
+    assert [found[:3] for found in others] == [one[:3]] * 2
+    assert [found[3][-1] for found in answers["resumed"]] == ["0", "0", "1"]

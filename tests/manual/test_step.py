@@ -3,8 +3,6 @@
 import contextlib
 import functools
 import math
-import threading
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -16,8 +14,6 @@ import phalanx
 from phalanx import manual
 from phalanx.frameworks.torch.replica.gradient import drop
 from phalanx.manual import step as stepping
-from phalanx.surroundings import lanes
-from phalanx.surroundings.lanes import Lane
 from tests.by_hand import start, take
 from tests.families import (
     DATA,
@@ -490,50 +486,6 @@ def test_sparse_gradients_are_refused():
     before = state(replicas, optimizers)
     with pytest.raises(phalanx.UsageError, match=r"'0.weight' has a sparse gradient"):
         manual.data_parallel_step(replicas, optimizers, (whole(4, 6), whole(3, 6)), F.cross_entropy)
-    assert state(replicas, optimizers) == before
-
-
-class Witness(nn.Module):
-    """Notes which thread calls it."""
-
-    threads: ClassVar[set] = set()
-
-    def __init__(self):
-        super().__init__()
-        self.body = MODEL
-
-    def forward(self, x):
-        self.threads.add(threading.get_ident())
-        return self.body(x)
-
-
-def each_alone(devices):
-    return [Lane(device, (replica,)) for replica, device in enumerate(devices)]
-
-
-@pytest.mark.parametrize("cast", [False, True])
-def test_devices_run_at_the_same_time(cast, monkeypatch):
-    """Lanes run in threads of their own, with the caller's autocast, and end in the bits of one after another."""
-    ends = []
-    for dealt in (lanes.dealt, each_alone):
-        monkeypatch.setattr(lanes, "dealt", dealt)
-        Witness.threads.clear()
-        replicas, optimizers = ready(Witness())
-        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-            loss = manual.data_parallel_step(replicas, optimizers, FEATURES, F.cross_entropy)
-        ends.append((loss, *digests(replicas, optimizers, 1)))
-        assert (threading.get_ident() in Witness.threads) == (dealt is not each_alone)
-    assert ends[0] == ends[1]
-
-
-def test_a_failure_in_a_thread_reaches_the_caller(monkeypatch):
-    """An error on another device is the same error, and no replica is updated."""
-    monkeypatch.setattr(lanes, "dealt", each_alone)
-    replicas, optimizers = ready(TrappedNet(raising))
-    before = state(replicas, optimizers)
-    with pytest.raises(phalanx.WorkerError, match="replica 1") as caught:
-        manual.data_parallel_step(replicas, optimizers, trapped_batch(), F.mse_loss)
-    assert caught.value.replica == 1
     assert state(replicas, optimizers) == before
 
 

@@ -214,12 +214,13 @@ def all_gather(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def _carry_out(transfers: Sequence[Transfer], chunks: Sequence[Sequence[torch.Tensor]], op: str = "sum") -> None:
     """Do what the schedule says to ``chunks[participant][chunk]``, in place."""
     for transfer in transfers:
-        mine = chunks[transfer.target][transfer.chunk]
-        incoming = chunks[transfer.source][transfer.chunk].to(mine.device)
+        mine, theirs = chunks[transfer.target][transfer.chunk], chunks[transfer.source][transfer.chunk]
+        # Between accelerators nobody waits: each device does its work in order. The CPU's memory may be used at once.
+        free = "cpu" not in (mine.device.type, theirs.device.type)
         if transfer.reduces:
-            COMBINE[op](mine, incoming)
+            COMBINE[op](mine, theirs.to(mine.device, non_blocking=free))
         else:
-            mine.copy_(incoming)
+            mine.copy_(theirs, non_blocking=free)
 
 
 def _cut(tensor: torch.Tensor, bounds: Bounds) -> list[torch.Tensor]:

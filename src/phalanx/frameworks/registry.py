@@ -40,6 +40,11 @@ def open_framework(
             if len(found) > 1 or found[0].type != "cpu":
                 return TorchLanes(definition, found, model, allow=allow, part=part)
             return Torch(definition, model)
+        if part[1] > 1 and len(devices) > 1:
+            raise UsageError(
+                f"devices is {list(devices)}, but of several processes each drives one jax device in this version; use "
+                "one process for all of them, or leave devices out"
+            )
         return _jax().Jax(definition, devices, model)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -12,11 +13,16 @@ import torch
 from phalanx.collectives import all_reduce
 from phalanx.definition import checks
 from phalanx.errors import UsageError
+from phalanx.manual.moving import Vector, moved
 from phalanx.manual.replicas import Named, Replica, check_trained, tensors_of
 from phalanx.plan.fold import fold_values
+from phalanx.plan.placement import dealt
 
 ORDERED: Final = "ordered"
 ALGORITHMS: Final = (ORDERED, "ring", "naive")
+GROUP_BYTES = 1 << 22  # of gradients that are folded together: small ones share a copy, and sums take little memory
+
+Placed = tuple[torch.device, Vector]
 
 
 def sync_gradients(replicas: Sequence[Replica], weights: Any = None, algorithm: str = ORDERED) -> None:
@@ -65,13 +71,15 @@ def average(parameters: Sequence[Named], weights: Sequence[float], algorithm: st
     """Write the mean into ``.grad`` of what is trained; weights are taken as they are, 0 where nothing is added."""
     divisor = total(weights)
     with torch.no_grad():
-        for tied in zip(*parameters, strict=True):
-            tensors = [tensor for _, tensor in tied]
-            if not tensors[0].requires_grad:
-                continue
+        trained = [tied for tied in zip(*parameters, strict=True) if tied[0][1].requires_grad]
+        homes = [[tensor for _, tensor in tied] for tied in trained]
+        if algorithm == ORDERED:
+            for owner, numbers in _groups(homes):
+                _fold_group([homes[number] for number in numbers], weights, owner, divisor)
+            return
+        for tensors in homes:
             terms = [_term(tensor.grad, weight) for tensor, weight in zip(tensors, weights, strict=True)]
-            sums = _folded(terms, tensors) if algorithm == ORDERED else _reduced(terms, tensors, algorithm)
-            for tensor, summed in zip(tensors, sums, strict=True):
+            for tensor, summed in zip(tensors, _reduced(terms, tensors, algorithm), strict=True):
                 tensor.grad = summed if summed is None or divisor == 1 else summed.div_(divisor)
 
 
@@ -103,10 +111,51 @@ def _term(gradient: torch.Tensor | None, weight: float) -> torch.Tensor | None:
     return gradient if weight == 1 else gradient * weight
 
 
-def _folded(terms: list[torch.Tensor | None], homes: list[torch.Tensor]) -> list[torch.Tensor | None]:
-    """The sum by the definition, once for every home."""
-    summed = fold_values(terms, lambda left, right: left + right.to(left.device))
-    return [None if summed is None else summed.to(home.device, copy=True) for home in homes]
+def _groups(homes: Sequence[Sequence[torch.Tensor]]) -> Iterator[tuple[torch.device, list[int]]]:
+    """Tied parameters to be averaged together, by number, and the device that does it: each about as many bytes."""
+    alike: dict[tuple[torch.device, ...], list[int]] = {}
+    for number, tensors in enumerate(homes):
+        alike.setdefault(tuple(tensor.device for tensor in tensors), []).append(number)
+    for places, numbers in alike.items():
+        devices = list(dict.fromkeys(places))
+        owners = dealt([homes[number][0].nbytes for number in numbers], len(devices))
+        for index, device in enumerate(devices):
+            group, size = list[int](), 0
+            for number, owner in zip(numbers, owners, strict=True):
+                if owner == index:
+                    group.append(number)
+                    size += homes[number][0].nbytes
+                if size >= GROUP_BYTES:
+                    yield device, group
+                    group, size = [], 0
+            if group:
+                yield device, group
+
+
+def _fold_group(
+    homes: Sequence[Sequence[torch.Tensor]], weights: Sequence[float], owner: torch.device, divisor: float
+) -> None:
+    """Fold where the terms lie if that is one device, else at the owner, and copy the mean to each device once."""
+    replicas = list(zip(*homes, strict=True))
+    terms = [
+        (mine[0].device, [_term(tensor.grad, weight) for tensor in mine])
+        for mine, weight in zip(replicas, weights, strict=True)
+    ]
+    folded = fold_values(terms, functools.partial(_added, owner))
+    assert folded is not None
+    mean = [None if summed is None else summed if divisor == 1 else summed / divisor for summed in folded[1]]
+    for device in dict.fromkeys(place for place, _ in terms):
+        arrived = moved(mean, device)
+        for mine in (mine for mine in replicas if mine[0].device == device):
+            for tensor, summed in zip(mine, arrived, strict=True):
+                tensor.grad = None if summed is None else summed.clone()
+
+
+def _added(owner: torch.device, left: Placed, right: Placed) -> Placed:
+    """The sum of two vectors, as a new one: gradients may share memory with each other. Absent + x = x."""
+    home = left[0] if left[0] == right[0] else owner
+    pairs = zip(moved(left[1], home), moved(right[1], home), strict=True)
+    return home, [b if a is None else a if b is None else a + b for a, b in pairs]
 
 
 def _reduced(terms: list[torch.Tensor | None], homes: list[torch.Tensor], algorithm: str) -> list[torch.Tensor | None]:

@@ -75,7 +75,9 @@ def _tensor(column: Any) -> Any:
 def _rows(column: Any, start: int, end: int) -> Any:
     if is_samples(column):
         return column[start:end]
-    return column[torch.arange(start, end) if isinstance(column, torch.Tensor) else np.arange(start, end)]
+    if isinstance(column, torch.Tensor):
+        return column[torch.arange(start, end, device=column.device)]
+    return column[np.arange(start, end)]
 
 
 def _length(path: str, column: Any) -> int:

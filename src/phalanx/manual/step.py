@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from phalanx.frameworks.torch.replica.buffers import Buffers, Left
 from phalanx.frameworks.torch.replica.forward import AmbiguousMean, check_stateless
 from phalanx.manual.computing import ReplicaStep, compute
 from phalanx.manual.gradients import ALGORITHMS, ORDERED, average
+from phalanx.manual.moving import Unlooked, moved
 from phalanx.manual.replicas import check_trained, tensors_of
 from phalanx.manual.shards import samples_in, shard_batch, tensors_in
 from phalanx.plan.shares import share_bounds, share_weights
@@ -45,7 +47,8 @@ def data_parallel_step(
     optimizer states are those of ``phalanx.Recipe`` with as many replicas, unless the model draws random numbers:
     those come from each device's generator, which is not seeded here.
 
-    Replicas on one device run one after another, several devices at the same time, each in a thread of its own.
+    Replicas on one device run one after another, several devices at the same time: all have their work before the first
+    is waited for, which is once a step, when losses are read. Kernels are those that torch's settings choose.
 
     Parameters
     ----------
@@ -101,9 +104,7 @@ def data_parallel_step(
             for replica in replicas:
                 torch.nn.utils.clip_grad_norm_(replica.parameters(), definition.max_norm)
     except BaseException:
-        _drop(works)
-        for work in works:
-            work.buffers.restore()
+        _undo(works)
         raise
     for optimizer in optimizers:
         optimizer.step()
@@ -181,9 +182,13 @@ def _deal(replicas: Sequence[torch.nn.Module], batch: Any) -> list[ReplicaStep]:
     shards = shard_batch(tensors_in(batch), len(replicas))
     bounds = share_bounds(samples, len(replicas))
     return [
-        ReplicaStep(number, model, Buffers(model), range(*ends), shard)
+        ReplicaStep(number, model, _buffers(model), range(*ends), shard)
         for number, (model, ends, shard) in enumerate(zip(replicas, bounds, shards, strict=True))
     ]
+
+
+def _buffers(model: torch.nn.Module) -> Buffers:
+    return Buffers(model, Unlooked() if any(buffer.device.type != "cpu" for buffer in model.buffers()) else None)
 
 
 def _drop(works: Sequence[ReplicaStep]) -> None:
@@ -191,6 +196,14 @@ def _drop(works: Sequence[ReplicaStep]) -> None:
     for work in works:
         for parameter in work.model.parameters():
             parameter.grad = None
+
+
+def _undo(works: Sequence[ReplicaStep]) -> None:
+    """Leave no gradient, and buffers as they were before."""
+    _drop(works)
+    for work in works:
+        with contextlib.suppress(RuntimeError):  # a device that failed has nothing left to put back
+            work.buffers.restore()
 
 
 def _average(definition: Definition, works: Sequence[ReplicaStep], algorithm: str) -> float:
@@ -213,12 +226,20 @@ def _average(definition: Definition, works: Sequence[ReplicaStep], algorithm: st
 
 def _settle(works: Sequence[ReplicaStep]) -> None:
     """Buffers by the recipe's rule on the first replica, then the same bytes on the others."""
-    first, others = works[0].buffers, works[1:]
-    homes = first.starts
-    first.settle([(len(work.samples), _moved(work.left, homes)) for work in works if work.samples])
-    for work in others:
+    first = works[0].buffers
+    if not first.starts:
+        return
+    first.settle([(len(work.samples), _moved(work.left, first.starts)) for work in works if work.samples])
+    for work in works[1:]:
         work.buffers.settle([(1, _moved(first.starts, work.buffers.starts))])
 
 
 def _moved(values: Left, homes: Left) -> Left:
-    return [value.to(home.device) for value, home in zip(values, homes, strict=True)]
+    """The values where their homes are: those of one device together."""
+    result = list(values)
+    for device in dict.fromkeys(home.device for home in homes):
+        numbers = [number for number, home in enumerate(homes) if home.device == device]
+        for number, value in zip(numbers, moved([values[number] for number in numbers], device), strict=True):
+            assert value is not None
+            result[number] = value
+    return result

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -18,12 +17,15 @@ from phalanx.definition.digest import digest_of
 from phalanx.definition.evaluation import measured
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
-from phalanx.frameworks.jax import arithmetic, outside
+from phalanx.frameworks.jax import devices as place
 from phalanx.frameworks.jax import forward as batch
+from phalanx.frameworks.jax import outside
 from phalanx.frameworks.jax.arithmetic import Gradient
-from phalanx.frameworks.jax.environment import Environment, named_device
+from phalanx.frameworks.jax.devices import Blocks
+from phalanx.frameworks.jax.environment import Environment
 from phalanx.frameworks.jax.forward import Forward
 from phalanx.frameworks.jax.optimizer import Update
+from phalanx.frameworks.jax.owners import Owners
 from phalanx.frameworks.jax.sharing import Sharing
 from phalanx.frameworks.jax.snapshot import Snapshots, State, entries
 from phalanx.frameworks.jax.tree import named, placed
@@ -47,8 +49,8 @@ class Jax:
     ----------
     definition : Definition
     devices : sequence of str
-        Replicas are computed on them in turn, the state lies on the first; empty: where ``make_model`` puts the
-        parameters.
+        Each computes a block of replicas, and has the optimizer's state for the parameters that it owns, see
+        ``owners``; empty: one, where ``make_model`` puts the parameters.
     params : pytree
         What ``make_model`` returned.
     """
@@ -58,22 +60,34 @@ class Jax:
 
     def __init__(self, definition: Definition, devices: Sequence[str], params: Any) -> None:
         _check(definition)
-        self.arithmetic = arithmetic
         self.environment = Reentrant(Environment(definition.generators))
         with self.environment:
-            found = _found(devices)
+            found = place.found(devices, definition.replicas)
             params = placed(params, found[0] if found else None)
             leaves = jax.tree.leaves(params)
             (self._device,) = leaves[0].devices()
-            self._others = found[1:]
+            self.arithmetic = place.arithmetic_on(self._device)
             if self._device.platform == "cpu":
                 outside.check_threads(definition.threads)
             self._double = any(leaf.dtype == jnp.float64 for leaf in leaves)
             self._forward = Forward(definition)
             self._updates = Update(definition)
             self._state = State(params, jax.device_put(self._updates.begin(params), self._device))
+            self._deal(definition.replicas, found)
         self._owned = definition.generators
         self._collate = definition.collate_fn or batch.collate
+
+    def _deal(self, replicas: int, devices: Sequence[Any]) -> None:
+        """With several devices, each computes a block of replicas and owns some of the parameters."""
+        self._devices = devices or [self._device]
+        self._copied: tuple[Any, dict[Any, Any]] = None, {}
+        self._owners: Owners | None = None
+        self._blocks: Blocks | None = None
+        if len(devices) > 1:
+            self._owners = Owners(self._updates, self._state.params, self._state.optimizer, devices)
+            self._blocks = self.lanes = Blocks(
+                replicas, devices, self._owners.owners, jax.tree.leaves(self._state.params)
+            )
 
     @property
     def lr(self) -> float:
@@ -92,24 +106,25 @@ class Jax:
 
     def gradients(self, todo: Sequence[Todo]) -> Iterator[Computed]:
         """See ``seams.Steppable.gradients``: while one is waited for, the other devices compute the next."""
-        params = itertools.cycle([self._state.params, *(jax.device_put(self._state.params, to) for to in self._others)])
         begun: deque[Callable[[], Computed]] = deque()
-        for _, key, share in todo:
-            begun.append(self._begun(next(params), key, share))
-            if len(begun) > len(self._others):
+        for replica, key, share in todo:
+            params = self._params_on(self._device if self._blocks is None else self._blocks.device_of(replica))
+            begun.append(self._begun(params, key, share))
+            if len(begun) >= len(self._devices):
                 yield begun.popleft()()
         while begun:
             yield begun.popleft()()
 
     def norm(self, gradient: Gradient) -> float:
         """2-norm of ``gradient`` over all parameters."""
-        return arithmetic.root(arithmetic.squares(gradient))
+        return self.arithmetic.norm(gradient)
 
     def update(self, step: int, gradient: Gradient, buffers: Sequence[tuple[int, list[Any]]] | None) -> None:
         """See ``seams.Steppable.update``; there are no buffers."""
-        if self._others:
-            gradient = jax.device_put(gradient, self._device)
-        self._updates.step(self._state, gradient)
+        if self._owners is None:
+            self._updates.step(self._state, gradient)
+        else:
+            self._owners.step(self._state, gradient)
 
     def schedule(self, loss: float) -> None:
         """Schedules are the optimizer's own."""
@@ -121,7 +136,7 @@ class Jax:
         """See ``seams.Framework.measure``."""
         with interrupts.breakable():
             samples = jax.device_put(self._batch(key, share), self._device)
-            output = self._forward.output(self._state.params, samples)
+            output = self._forward.output(self._params_on(self._device), samples)
             return measured(metric_fn(output, self._forward.target(samples)), len(share.samples))
 
     def opened(self, source: Source) -> Source:
@@ -132,14 +147,25 @@ class Jax:
 
     def export(self, steps: int, *, copy: bool) -> Exported:
         """See ``seams.Framework.export``; containers are the caller's own, arrays cannot be written."""
-        params = jax.tree.map(lambda leaf: leaf, self._state.params)
+        params = jax.tree.map(lambda leaf: leaf, self._params_on(self._device))
         return Exported(params, named(params), digest_of(entries(params, self._state.optimizer), steps))
+
+    def _params_on(self, device: Any) -> Any:
+        """All parameters on a device: with several, a copy per step of what others own."""
+        if self._blocks is None:
+            return self._state.params
+        if self._copied[0] is not self._state.params:
+            self._copied = self._state.params, {}
+        copies = self._copied[1]
+        if device not in copies:
+            copies[device] = jax.device_put(self._state.params, device)
+        return copies[device]
 
     def _begun(self, params: Any, key: int, share: Share) -> Callable[[], Computed]:
         """Begin to compute a gradient where ``params`` are; what is returned waits for it, or raises."""
         try:
             batch = self._batch(key, share)
-            if self._others:  # the next is made while this one is in use, maybe in the same memory
+            if self._blocks is not None:  # the next is made while this one is in use, maybe in the same memory
                 batch = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, batch)
             return self._forward.begun(params, batch, key)
         except Exception as error:
@@ -168,20 +194,3 @@ def _check(definition: Definition) -> None:
             f"precision is {definition.precision!r}, which is torch's autocast; make jax parameters of that dtype in "
             "make_model, or convert them in forward_fn, and leave precision out"
         )
-
-
-def _found(names: Sequence[str]) -> list[Any]:
-    devices: list[Any] = []
-    for name in names:
-        try:
-            devices.append(named_device(name))
-        except (RuntimeError, ValueError, IndexError) as error:
-            raise UsageError(
-                f"devices names {name!r}, which jax cannot use here ({error}); use ['cpu'], or leave it out"
-            ) from error
-    if len(set(devices)) < len(devices):  # "cuda" and "cuda:0"
-        raise UsageError(f"devices is {list(names)}, which names a device more than once; name each once")
-    kinds = sorted({device.device_kind for device in devices})
-    if len(kinds) > 1:
-        raise UsageError(f"devices is {list(names)}, which are of several kinds, whose bits differ: {', '.join(kinds)}")
-    return devices

@@ -57,6 +57,11 @@ def root(sums: np.ndarray) -> float:
     return math.sqrt(sums.sum())
 
 
+def norm(vector: Gradient) -> float:
+    """2-norm over all entries."""
+    return root(squares(vector))
+
+
 def add_up(parts: Sequence[Any], additions: Sequence[tuple[int, int]], first: int, divisor: float) -> np.ndarray:
     """Do the additions (into, from) between ``parts``, then divide part ``first``."""
     sums = list(parts)

@@ -20,6 +20,8 @@ from phalanx.frameworks.jax.arithmetic import Gradient
 from phalanx.frameworks.jax.snapshot import State
 from phalanx.frameworks.jax.tree import is_key, plain, strong
 
+Leaves = list[Any]
+
 SMALL = 2  # the length of each dimension of what others own: a program for arrays of one element may be another
 EXAMPLE = "optimizer=optax.adamw(1e-3)"
 
@@ -85,21 +87,43 @@ class Update:
             return False
         return small == coupling.part(self._of_leaves, self._params, self._state, outputs)
 
+    def owned(
+        self, owned: Sequence[int], held: Sequence[int], device: Any
+    ) -> Callable[..., tuple[list[Any], list[Any]]]:
+        """The update of these parameters and leaves of the state alone, as the whole program computes it.
+
+        What is returned takes their gradients, the parameters and the leaves, all on ``device``, and gives the next.
+        """
+        small, small_state = jax.device_put((self._blank(owned), self._blank_state(owned, held)), device)
+
+        def step(gradient: Sequence[Any], params: Sequence[Any], state: Sequence[Any]) -> tuple[Leaves, Leaves]:
+            trees = [jax.tree.unflatten(self._of_params, _with(small, owned, own)) for own in (gradient, params)]
+            fixed_state = jax.tree.unflatten(self._of_state, _with(small_state, held, state))
+            after = [jax.tree.leaves(tree) for tree in self._apply(trees[0], fixed_state, trees[1])]
+            return [after[0][index] for index in owned], [after[1][index] for index in held]
+
+        return step
+
     def restrict(self, owned: Sequence[int], held: Sequence[int], params: Any, state: Any, homes: Any) -> None:
         """From here on update these parameters and leaves of the state only, in arrays that lie in ``homes``."""
         if not owned:
             self._part = _nothing
             return
-        small = [jnp.zeros(spec.shape, spec.dtype) for spec in jax.tree.leaves(self._small(owned))]
-        small_state = [
-            None if index in held else jnp.zeros(spec.shape, spec.dtype)
-            for index, spec in enumerate(jax.tree.leaves(self._small_state(owned)))
-        ]
+        small, small_state = self._blank(owned), self._blank_state(owned, held)
         fixed = jax.tree.unflatten(self._of_params, _with(small, owned, params))
         fixed_state = jax.tree.unflatten(self._of_state, _with(small_state, held, state))
         spread = functools.partial(_with, small, owned)
         part = Part(self._apply, spread, self._of_params, fixed, fixed_state, list(owned), list(held), homes)
         self._part = part.step
+
+    def _blank(self, owned: Sequence[int]) -> list[Any]:
+        return [jnp.zeros(spec.shape, spec.dtype) for spec in jax.tree.leaves(self._small(owned))]
+
+    def _blank_state(self, owned: Sequence[int], held: Sequence[int]) -> list[Any]:
+        return [
+            None if index in held else jnp.zeros(spec.shape, spec.dtype)
+            for index, spec in enumerate(jax.tree.leaves(self._small_state(owned)))
+        ]
 
     def _small(self, owned: Sequence[int]) -> Any:
         """The parameters' shapes, those of others cut down: the program stays the same, and so do its bits."""

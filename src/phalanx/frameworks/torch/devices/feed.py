@@ -37,7 +37,7 @@ class DeviceFeed:
         self._ready: dict[int, Any] = {}  # batches of the next step, by key
         self._sources: list[torch.Tensor] = []  # pinned memory that copies of this step and the next may still read
         self._older: list[torch.Tensor] = []
-        self._pins = generator is not None and _can_pin()
+        self._pins = generator is not None and can_pin()
 
     def batch(self, key: int, share: Share) -> Any:
         """See ``Feed.batch``; on the device."""
@@ -84,7 +84,8 @@ class DeviceFeed:
         return leaf.to(self._device, non_blocking=self._pins)
 
 
-def _can_pin() -> bool:
+def can_pin() -> bool:
+    """Whether torch has pinned memory here."""
     try:
         torch.empty(1).pin_memory()
     except RuntimeError:

@@ -1,0 +1,161 @@
+"""The devices of a jax run: found by name, with blocks of replicas, and arithmetic where gradients lie."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from phalanx.errors import UsageError
+from phalanx.frameworks.jax import arithmetic
+from phalanx.frameworks.jax.arithmetic import Gradient
+from phalanx.frameworks.jax.environment import named_device
+from phalanx.plan.placement import place
+from phalanx.seams import Todo
+
+
+def found(names: Sequence[str], replicas: int) -> list[Any]:
+    """The devices with these names; a kind alone, other than "cpu", is all of its devices, at most one per replica.
+
+    Raises
+    ------
+    UsageError
+        jax cannot use one here, one comes twice, they are of several kinds, or there are more than replicas.
+    """
+    devices: list[Any] = []
+    for name in names:
+        try:
+            alone = len(names) == 1 and ":" not in name and name != "cpu"
+            devices += _all_of(name, replicas) if alone else [named_device(name)]
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise UsageError(
+                f"devices names {name!r}, which jax cannot use here ({error}); use ['cpu'], or leave it out"
+            ) from error
+    if len(set(devices)) < len(devices):  # "cuda" and "cuda:0"
+        raise UsageError(f"devices is {list(names)}, which names a device more than once; name each once")
+    kinds = sorted({device.device_kind for device in devices})
+    if len(kinds) > 1:
+        raise UsageError(f"devices is {list(names)}, which are of several kinds, whose bits differ: {', '.join(kinds)}")
+    if len(devices) > replicas:
+        raise UsageError(
+            f"devices names {len(devices)} devices, but there are {replicas} replicas to compute; name at most "
+            f"{replicas}, or raise replicas= (which is part of the answer)"
+        )
+    return devices
+
+
+def _all_of(kind: str, replicas: int) -> list[Any]:
+    named_device(kind)  # says why it cannot be used
+    devices = jax.devices(kind)
+    if len(devices) > replicas:
+        warnings.warn(
+            f"devices is {kind!r}: {replicas} of {len(devices)} devices are used, as there are {replicas} replicas to "
+            "compute; raise replicas= (which is part of the answer) to use more",
+            UserWarning,
+            stacklevel=2,
+        )
+    return devices[:replicas]
+
+
+class Blocks:
+    """Implements ``seams.Lanes``: which device computes which replicas, and where each parameter is updated.
+
+    Parameters
+    ----------
+    replicas : int
+    devices : sequence of jax.Device
+    owners : sequence of int
+        The number of the device that updates each parameter.
+    params : sequence of jax.Array
+        All parameters.
+    """
+
+    def __init__(self, replicas: int, devices: Sequence[Any], owners: Sequence[int], params: Sequence[Any]) -> None:
+        self._params = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in params]
+        self.placement = place(replicas, len(devices))
+        self._homes = [devices[owner] for owner in owners]
+        self._computes = {
+            replica: device for device, block in zip(devices, self.placement.blocks, strict=True) for replica in block
+        }
+
+    def device_of(self, replica: int) -> Any:
+        """Where a replica is computed."""
+        return self._computes[replica]
+
+    def moved(self, vector: Gradient) -> Gradient:
+        """See ``seams.Lanes.moved``."""
+        return [jax.device_put(entry, home) for entry, home in zip(vector, self._homes, strict=True)]
+
+    def home(self, vector: Gradient) -> Gradient:
+        """See ``seams.Lanes.home``."""
+        return [np.asarray(entry) for entry in vector]
+
+    def outward(self, left: Sequence[Any]) -> list[bytes | None]:
+        """There are no buffers."""
+        return []
+
+    def inward(self, pieces: Sequence[bytes | bytearray | None]) -> list[Any]:
+        """There are no buffers."""
+        return []
+
+    @property
+    def sizes(self) -> list[int]:
+        """There are no buffers."""
+        return []
+
+    @property
+    def blanks(self) -> list[Any]:
+        """See ``seams.Lanes.blanks``."""
+        return [np.empty(leaf.shape, leaf.dtype) for leaf in self._params]
+
+    def expect(self, following: Callable[[], Sequence[Todo]]) -> None:
+        """Nothing is read ahead: jax has begun each device's next replica by the time one is waited for."""
+
+
+class DeviceArithmetic:
+    """Implements ``seams.Arithmetic`` where the arrays lie: one operation a program, so that each is rounded once."""
+
+    def add(self, left: Gradient, right: Gradient) -> Gradient:
+        """See ``seams.Arithmetic.add``."""
+        return [jnp.add(a, b) for a, b in zip(left, right, strict=True)]
+
+    def scale(self, vector: Gradient, factor: float) -> Gradient:
+        """See ``arithmetic.scale``."""
+        return [_applied(jnp.multiply, entry, factor) for entry in vector]
+
+    def divide(self, vector: Gradient, divisor: float) -> Gradient:
+        """See ``arithmetic.divide``."""
+        return [_applied(jnp.divide, entry, divisor) for entry in vector]
+
+    def read(self, scalars: Sequence[float]) -> list[float]:
+        """Losses are read when they are computed, so they are numbers already."""
+        return list(scalars)
+
+    def finite(self, vector: Gradient) -> bool:
+        """See ``seams.Arithmetic.finite``."""
+        return all(bool(jnp.isfinite(entry).all()) for entry in vector)
+
+    def norm(self, vector: Gradient) -> float:
+        """2-norm over all entries; of each the squares are added where it lies, in float32 at least."""
+        wide = [_wide(entry).reshape(-1) for entry in vector]
+        return math.sqrt(math.fsum([float(found) for found in [jnp.vdot(entry, entry) for entry in wide]]))
+
+
+def arithmetic_on(device: Any) -> Any:
+    """How gradients on a device are added: on the CPU, numpy reads and writes what is jax's."""
+    return arithmetic if device.platform == "cpu" else DeviceArithmetic()
+
+
+def _wide(entry: Any) -> Any:
+    return entry.astype(jnp.promote_types(entry.dtype, jnp.float32))
+
+
+def _applied(operation: Callable[[Any, Any], Any], entry: Any, number: float) -> Any:
+    """By an array of the number: by the number, XLA would multiply by its rounded inverse instead of dividing."""
+    wide = _wide(entry)
+    return operation(wide, jnp.full_like(wide, number)).astype(entry.dtype)
