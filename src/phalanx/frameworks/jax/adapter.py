@@ -79,7 +79,7 @@ class Jax:
 
     def _deal(self, replicas: int, devices: Sequence[Any]) -> None:
         """With several devices, each computes a block of replicas and owns some of the parameters."""
-        self._devices = devices or [self._device]
+        self._homes = devices or [self._device]
         self._copied: tuple[Any, dict[Any, Any]] = None, {}
         self._owners: Owners | None = None
         self._blocks: Blocks | None = None
@@ -110,7 +110,7 @@ class Jax:
         for replica, key, share in todo:
             params = self._params_on(self._device if self._blocks is None else self._blocks.device_of(replica))
             begun.append(self._begun(params, key, share))
-            if len(begun) >= len(self._devices):
+            if len(begun) >= len(self._homes):
                 yield begun.popleft()()
         while begun:
             yield begun.popleft()()

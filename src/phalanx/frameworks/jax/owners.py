@@ -36,7 +36,7 @@ class Owners:
 
     def __init__(self, updates: Update, params: Any, optimizer: Any, devices: Sequence[Any]) -> None:
         self._updates = updates
-        self._devices = devices
+        self._homes = devices
         sizes = [leaf.nbytes for leaf in jax.tree.leaves(params)]
         self.owners = dealt(sizes, len(devices))
         users = updates.users() if updates.steady else None
@@ -49,7 +49,7 @@ class Owners:
     def step(self, state: State, gradient: Gradient) -> None:
         """Take the state to the next; returns when it is computed."""
         if not self._busy:
-            first = self._devices[0]
+            first = self._homes[0]
             state.params, state.optimizer = jax.device_put((state.params, state.optimizer), first)
             self._updates.step(state, [jax.device_put(entry, first) for entry in gradient])
             return
