@@ -139,8 +139,11 @@ def total_weight(parts: Sequence[Part]) -> float | None:
 
 def mean_loss(losses: Sequence[float], parts: Sequence[Part], weight: float) -> float:
     """The mean of the replicas' ``losses``, given the sum of their weights."""
-    pairs = [(loss, part.weight) for loss, part in zip(losses, parts, strict=True)]
-    total = fold_values([None if not own else loss if own == 1 else own * loss for loss, own in pairs], operator.add)
+    terms = [
+        (loss if part.weight == 1 else part.weight * loss) if part.weight else None
+        for loss, part in zip(losses, parts, strict=True)
+    ]
+    total = fold_values(terms, operator.add)
     assert total is not None
     return total if weight == 1 else total / weight
 

@@ -41,7 +41,7 @@ class Arithmetic(Protocol):
         """Whether every element is finite."""
         ...
 
-    def read(self, scalars: Sequence[Any]) -> list[float]:
+    def read(self, scalars: list[Any]) -> list[float]:
         """Losses as numbers; waits for the devices that compute them."""
         ...
 

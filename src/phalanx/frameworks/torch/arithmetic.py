@@ -31,9 +31,9 @@ def divide(vector: Gradient, divisor: float) -> Gradient:
     return [None if a is None else a.div_(divisor) for a in vector]
 
 
-def read(scalars: Sequence[float]) -> list[float]:
+def read(scalars: list[float]) -> list[float]:
     """Losses are read when they are computed, so they are numbers already."""
-    return list(scalars)
+    return scalars
 
 
 def finite(vector: Gradient) -> bool:

@@ -28,7 +28,7 @@ class Feed:
 
     def __init__(self, definition: Definition, model: torch.nn.Module, shapes: StaticShapes) -> None:
         self.collate = definition.collate_fn or default_collate
-        self._shapes = shapes
+        self.settle = shapes.settle  # what is compiled from here on is compiled for the sizes at hand
         self._owned = definition.generators
         self._models = generators.find({"model": model})
 
@@ -38,10 +38,6 @@ class Feed:
         samples = share.read(share.samples)
         self.seed(key)
         return samples if share.collated else self.collate(samples)
-
-    def settle(self) -> None:
-        """What is compiled from here on is compiled for the sizes at hand."""
-        self._shapes.settle()
 
     def seed(self, key: int) -> None:
         """Seed every generator that user code may draw from."""
