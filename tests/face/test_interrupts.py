@@ -59,7 +59,8 @@ def metric(output, target):
 
 
 def press():
-    os.kill(os.getpid(), signal.SIGINT)
+    """Ctrl-C, at once: sent to the process, another thread may be given it, and the main thread hears of it later."""
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
 
 def surroundings():
