@@ -211,7 +211,7 @@ def blame(
     framework: Steppable, definition: Definition, t: int, shares: Sequence[Share], hosted: Sequence[int]
 ) -> NonFiniteError:
     """Name the replica. A replica-step is a pure function, so it can simply be computed again."""
-    for replica in hosted:
+    for replica in sorted(hosted):
         share = shares[replica]
         if not len(share.samples):
             continue

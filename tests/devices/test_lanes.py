@@ -192,3 +192,112 @@ def test_workers_have_one_device():
     """Several devices are lanes of one process: with worker processes they are refused."""
     with pytest.raises(phalanx.UsageError, match="which are devices of one process, but these are worker processes"):
         MLP.recipe(3).train(devices=["cpu", "cpu"], workers=2)
+
+
+class Dropped(nn.Module):
+    """Batch norm that a replica's forward uses or leaves out, as the random numbers say."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.last(self.norm(x) if torch.rand(()) < 0.5 else x)
+
+
+def test_buffers_that_are_written_uncounted():
+    """Batch norm counts no write of its statistics: they are settled wherever and whenever it is used first."""
+    recipe = MLP.recipe(6, make_model=Dropped, batch_size=18, steps=8, drop_last=True)
+    assert trained(recipe, 3) == trained(recipe, 2) == trained(recipe, 1)
+
+
+def test_after_an_error_in_the_first_step():
+    """What the first replicas wrote into buffers before user code raised is undone."""
+    calls = iter(range(1000))
+
+    def loss_fn(output, target):
+        if next(calls) == 1:
+            raise KeyError("once")
+        return F.cross_entropy(output, target)
+
+    recipe = NORM.recipe(4, loss_fn=loss_fn)
+    with recipe.start(devices=["cpu"] * 2) as run:
+        with pytest.raises(phalanx.WorkerError):
+            next(run)
+        run.finish()
+        assert run.result().digest == trained(NORM.recipe(4), 1)[0]
+
+
+def test_a_batch_instead_of_the_planned_one():
+    """What was read ahead for a planned step is not taken for a batch that the caller brings."""
+    x, y = MLP.data
+
+    def look(count):
+        with MLP.recipe(4, steps=6).start(devices=["cpu"] * count, engine="inline") as run:
+            return [
+                next(run).loss,
+                run.step((x[:9], y[:9])),
+                next(run).loss,
+                run.step((x[3:8], y[3:8])),
+                run.result().digest,
+            ]
+
+    assert look(2) == look(3) == look(1)
+
+
+def test_what_the_optimizer_s_factory_changes():
+    """Parameters that it writes or freezes are the same on all devices."""
+
+    def factory(named):
+        named = list(named)
+        with torch.no_grad():
+            named[0][1].mul_(0.5)
+        named[1][1].requires_grad_(False)
+        return torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
+
+    recipe = MLP.recipe(4, optimizer=factory)
+    assert trained(recipe, 3) == trained(recipe, 2) == trained(recipe, 1)
+
+
+def test_hooks_and_closures_over_the_model():
+    """What make_model hangs on parameters, and closures over its model, are each device's own."""
+
+    def make():
+        model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+        model[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        model[0].weight.gain = 2.0
+        model[2].register_forward_pre_hook(lambda module, inputs: (inputs[0] * model[0].weight.gain,))
+        return model
+
+    recipe = MLP.recipe(4, make_model=make)
+    assert trained(recipe, 3) == trained(recipe, 2) == trained(recipe, 1)
+
+
+def test_a_loss_that_holds_the_model_is_refused():
+    """A closure over one device's model would compute with the wrong one on others."""
+    held = []
+
+    def make():
+        held.append(nn.Linear(5, 3))
+        return held[-1]
+
+    def loss_fn(output, target):
+        return F.cross_entropy(output, target) + held[-1].weight.square().sum()
+
+    recipe = MLP.recipe(4, make_model=make, loss_fn=loss_fn)
+    with pytest.raises(phalanx.UsageError, match=r"loss_fn.* each of several devices has a model of its own"):
+        recipe.train(devices=["cpu"] * 2)
+
+
+def test_another_model_for_another_device_is_refused():
+    """make_model must return the same parameters each time it is called."""
+    numbers = iter(range(10))
+
+    def make():
+        model = nn.Linear(5, 3)
+        model.bias.data.fill_(next(numbers))
+        return model
+
+    with pytest.raises(phalanx.UsageError, match="another model for the second device"):
+        MLP.recipe(4, make_model=make).train(devices=["cpu"] * 2)

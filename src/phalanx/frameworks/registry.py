@@ -27,7 +27,7 @@ def open_framework(
     this is, where each drives devices of its own.
     """
     from phalanx.frameworks.torch.adapter import Torch, building
-    from phalanx.frameworks.torch.devices import accelerators
+    from phalanx.frameworks.torch.devices import accelerators, names
     from phalanx.frameworks.torch.devices.lanes import TorchLanes
     from phalanx.frameworks.torch.model import home_of
 
@@ -36,9 +36,10 @@ def open_framework(
         with interrupts.breakable(at_once=True):
             model = _made(definition)
         if not outside.is_pytree(model):
-            found = accelerators.found(devices, definition.replicas // part[1], home_of(model))
+            found = names.found(devices, definition.replicas // part[1], home_of(model))
             if len(found) > 1 or found[0].type != "cpu":
-                return TorchLanes(definition, found, model, allow=allow, part=part)
+                again = functools.partial(_made, definition)
+                return TorchLanes(definition, found, model, again, allow=allow, part=part)
             return Torch(definition, model)
         if part[1] > 1 and len(devices) > 1:
             raise UsageError(
@@ -162,13 +163,13 @@ def _jax() -> Any:
 
 def device_names(names: Sequence[str], replicas: int) -> list[str]:
     """These devices one by one: a kind alone becomes the devices that it has, at most one per replica."""
-    from phalanx.frameworks.torch.devices import accelerators
+    from phalanx.frameworks.torch.devices.names import spelled
 
-    return accelerators.spelled(names, replicas)
+    return spelled(names, replicas)
 
 
 def device_facts(names: Sequence[str]) -> dict[str, str]:
     """What torch says of these devices, and how fast the first two of them exchange memory."""
-    from phalanx.frameworks.torch.devices import accelerators
+    from phalanx.frameworks.torch.devices.names import facts
 
-    return accelerators.facts(names)
+    return facts(names)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from phalanx.errors import RunError, UsageError, WorkerError
+from phalanx.errors import PhalanxError, UsageError
 from phalanx.frameworks import registry
 from phalanx.recipe import Recipe
 
@@ -109,7 +109,9 @@ def _row(recipe: Recipe, what: str, devices: Sequence[str], *, compared: bool = 
         result = recipe.train(
             devices=list(devices), nondeterministic=allow, engine="inline", progress=False, callbacks=[note]
         )
-    except (RunError, WorkerError) as error:
+    except PhalanxError as error:
+        if isinstance(error, UsageError) and DETERMINISTIC not in str(error):
+            raise
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         return Row(what, tuple(devices), None, float("nan"), f"{type(error).__name__}: {reason}", compared)
     seconds = (marks[-1] - marks[0]) / (len(marks) - 1)

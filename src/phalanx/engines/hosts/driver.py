@@ -187,7 +187,7 @@ def _facts(definition: Definition, framework: Framework, workers: int | None) ->
     return {
         "steps": None if definition.data is None else definition.plan.steps,
         "workers": workers,
-        "devices": framework.lanes is not None,
+        "devices": "worker processes" if framework.lanes is None else "of each process",
         "data": hashed(tuple(arrays)).hex() if whole else None,
         "environment": {**recorded_environment(), **own},
     }

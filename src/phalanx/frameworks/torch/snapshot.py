@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import warnings
@@ -27,17 +28,20 @@ from phalanx.seams.snapshots import CODES, Captured, Tensor
 class Snapshots:
     """Implements ``seams.Snapshots`` for PyTorch.
 
-    ``taken_over`` is called when ``model`` was written: other devices have copies of it.
+    ``taken_over`` is called when ``model`` was written: other devices have copies of it. ``reading()`` is a context in
+    which tensors are read, which says what it means if that fails.
     """
 
     model: torch.nn.Module
     updates: Update
     buffers: Buffers
     taken_over: Callable[[], None] = lambda: None
+    reading: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     def capture(self, *, copy: bool) -> Captured:
         """See ``seams.Snapshots.capture``."""
-        return captured(self.model, self.updates, copy=copy)
+        with self.reading():
+            return captured(self.model, self.updates, copy=copy)
 
     def adopt(self, state: Captured) -> None:
         """See ``seams.Snapshots.adopt``."""

@@ -1,4 +1,4 @@
-"""The devices of a torch run by their names, and what a run sets in this process while it uses accelerators.
+"""What a run sets in this process while it uses accelerators, and what it says if one of them fails.
 
 Knows no vendor: what torch has for every kind of device (``torch.accelerator``, ``torch.get_device_module``) is asked,
 and what a kind does not have is left out. CUDA alone needs a variable of the environment for deterministic kernels.
@@ -8,48 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from phalanx.errors import RunError, UsageError
-from phalanx.frameworks.torch.model import named_device
 
 WORKSPACE, WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
-COPIED_BYTES, COPIES = 1 << 26, 8
-MENTIONED: set[str] = set()  # topics of what was said once in this process
-
-
-def found(names: Sequence[str], replicas: int, home: torch.device) -> list[torch.device]:
-    """The devices with these names, in use from here on; for no names ``home``, where the model was made.
-
-    Raises
-    ------
-    UsageError
-        torch cannot use one here, they are of several kinds, one comes twice, or there are more than replicas.
-    """
-    if not names:
-        if home.type == "cpu":
-            _mention_idle()
-        return [home]
-    devices = [device for name in spelled(names, replicas) if (device := named_device(name)) is not None]
-    kinds = sorted({device.type for device in devices})
-    if len(kinds) > 1:
-        raise UsageError(f"devices is {list(names)}, which are of several kinds, whose bits differ: {', '.join(kinds)}")
-    if kinds != ["cpu"] and len(set(devices)) < len(devices):
-        raise UsageError(
-            f"devices is {list(names)}, which names a device more than once, and that computes one replica at a time; "
-            "name each once"
-        )
-    if len(devices) > replicas:
-        raise UsageError(
-            f"devices names {len(devices)} devices, but there are {replicas} replicas to compute; name at most "
-            f"{replicas}, or raise replicas= (which is part of the answer)"
-        )
-    return devices
 
 
 def prepare(names: Sequence[str], *, allow: bool) -> None:
@@ -62,91 +28,6 @@ def prepare(names: Sequence[str], *, allow: bool) -> None:
     """
     if not allow and any(name.startswith("cuda") for name in names):
         set_workspace()
-
-
-def spelled(names: Sequence[str], replicas: int) -> list[str]:
-    """The names of devices one by one: a kind alone is all of its devices, "local" the one that torchrun means."""
-    listed = [_local() if name == "local" else name for name in names]
-    if len(listed) == 1 and torch.device(_known(listed[0])).index is None and listed[0] != "cpu":
-        return _all_of(listed[0], replicas)
-    return listed
-
-
-def facts(names: Sequence[str]) -> dict[str, str]:
-    """What torch says of these devices, and how fast the first two of them exchange memory."""
-    devices = [torch.device(name) for name in names]
-    kind = torch.get_device_module(devices[0])
-    told = {"devices": ", ".join(names)}
-    if hasattr(kind, "get_device_name"):
-        told["names"] = ", ".join(sorted({kind.get_device_name(device) for device in devices}))
-    if len(devices) > 1 and devices[0] != devices[1]:
-        told["copy between two"] = f"{_copied_bytes_per_second(devices[0], devices[1]) / 1e9:.2f} GB/s"
-    return told
-
-
-def _copied_bytes_per_second(source: torch.device, target: torch.device) -> float:
-    block = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=source)
-    block.to(target)
-    module: Any = torch.get_device_module(source)
-    module.synchronize(target)
-    began = time.perf_counter()
-    for _ in range(COPIES):
-        block.to(target, non_blocking=True)
-    module.synchronize(source)
-    module.synchronize(target)
-    return COPIES * COPIED_BYTES / (time.perf_counter() - began)
-
-
-def _known(name: str) -> str:
-    try:
-        torch.device(name)
-    except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UsageError(
-            f"devices names {name!r}, which torch cannot use here ({reason}); use ['cpu'], or leave it out"
-        ) from error
-    return name
-
-
-def _all_of(kind: str, replicas: int) -> list[str]:
-    """All visible devices of a kind, at most one per replica."""
-    named_device(kind)  # says why it cannot be used
-    count = getattr(torch.get_device_module(kind), "device_count", lambda: 1)()
-    if count > replicas:
-        _mention(
-            "more than replicas",
-            f"devices is {kind!r}: {replicas} of {count} devices are used, as there are {replicas} replicas to "
-            "compute; raise replicas= (which is part of the answer) to use more",
-        )
-    return [f"{kind}:{number}" for number in range(min(count, replicas))]
-
-
-def _local() -> str:
-    """The accelerator that torchrun means for this process."""
-    rank = os.environ.get("LOCAL_RANK", "")
-    kind = torch.accelerator.current_accelerator()
-    if kind is None or not rank.isdigit():
-        missing = "torch has no accelerator here" if kind is None else "LOCAL_RANK is not set, as torchrun sets it"
-        raise UsageError(f"devices names 'local', but {missing}; name the device, as in devices=['cuda:0']")
-    return f"{kind.type}:{rank}"
-
-
-def _mention_idle() -> None:
-    """Say once that there are accelerators, if a run leaves them alone because nobody named them."""
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if kind is not None:
-        count = torch.accelerator.device_count()
-        _mention(
-            "idle",
-            f"{count} {kind.type} devices are idle, as make_model makes the model elsewhere; devices={kind.type!r} "
-            "uses them",
-        )
-
-
-def _mention(topic: str, text: str) -> None:
-    if topic not in MENTIONED:
-        MENTIONED.add(topic)
-        warnings.warn(text, UserWarning, stacklevel=2)
 
 
 class Generator:
@@ -278,8 +159,12 @@ def watched(devices: Sequence[torch.device]) -> Iterator[None]:
     """
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
+    except torch.OutOfMemoryError as error:
+        names = ", ".join(map(str, dict.fromkeys(devices)))
+        raise RunError(
+            f"out of memory on {names} ({error}); use more devices, which share the optimizer's state, or a larger "
+            "replicas= (part of the answer), which makes each share smaller"
+        ) from error
     except RuntimeError as error:
         lost = [str(device) for device in dict.fromkeys(devices) if device.type != "cpu" and not _answers(device)]
         if not lost:

@@ -1,7 +1,9 @@
 """Buffers on a device: the rule of ``replica.buffers``, without reading anything back.
 
-Whether forward wrote a buffer is told by autograd's version counter, which the host has; whether replicas left equal
-bytes is found out, and decided, on the device.
+Small buffers are taken to be written by every forward pass: no counter of torch's tells (batch norm writes its
+statistics uncounted), and comparing would wait for the device. Whether replicas left equal bytes is found out, and
+decided, on the device. Large ones, such as masks, are taken to be constants as long as autograd's counter says so, and
+are compared from time to time.
 """
 
 from __future__ import annotations
@@ -11,33 +13,28 @@ from typing import Any
 
 import torch
 
+from phalanx.frameworks.torch.devices.exchange import is_dense
 from phalanx.frameworks.torch.replica.buffers import bytes_of, mean_of, same_bytes
 
 FOREACH: Any = torch
+SMALL_BYTES = 1 << 18
+FIRST, EVERY = 8, 256  # looks at a large buffer: so many at first, and again from so many to so many
 Mark = tuple[int | None, int | None, int]  # versions of a buffer and of its start, and which start
 
 
 class Versions:
-    """Implements ``Contents`` by version counters.
-
-    The first time a buffer seems to be unwritten, its bytes are compared, to see whether the counter tells the truth:
-    what is written through ``.data`` is not counted.
-    """
+    """Implements ``Contents``."""
 
     def __init__(self) -> None:
         self._marks: list[Mark] = []  # as of when buffers and starts were equal
-        self._hidden: set[int] = set()  # buffers that are written without being counted
-        self._verified: set[int] = set()
+        self._looks: dict[int, int] = {}  # how often a large buffer was looked at
 
     def unwritten(self, number: int, value: torch.Tensor, tensor: torch.Tensor | None, start: torch.Tensor) -> bool:
         """See ``Contents.unwritten``."""
-        if value is not tensor or self._may_differ(number, tensor, start):
+        if value is not tensor or start.nbytes <= SMALL_BYTES or self._marks[number] != _mark(tensor, start):
             return False
-        if number not in self._verified:
-            self._verified.add(number)
-            if not same_bytes(value, start):
-                self._hidden.add(number)
-        return number not in self._hidden
+        self._looks[number] = looks = self._looks.get(number, -1) + 1
+        return looks % EVERY > FIRST or same_bytes(value, start)
 
     def write(self, tensors: Sequence[torch.Tensor | None], starts: Sequence[torch.Tensor | None]) -> None:
         """See ``Contents.write``."""
@@ -64,8 +61,10 @@ class Versions:
         alike = torch.stack([torch.eq(mine, bytes_of(other)).all() for other in others]).all()
         return torch.where(alike, first, mean_of(values, weights))
 
-    def _may_differ(self, number: int, tensor: torch.Tensor | None, start: torch.Tensor) -> bool:
-        return number in self._hidden or self._marks[number] != _mark(tensor, start)
+    def _may_differ(self, number: int, tensor: torch.Tensor, start: torch.Tensor) -> bool:
+        """Whether the buffer may not be what it was at the start; what overlaps itself can only have been assigned."""
+        small = start.nbytes <= SMALL_BYTES and is_dense(tensor)
+        return small or self._marks[number] != _mark(tensor, start)
 
 
 def _mark(tensor: torch.Tensor | None, start: torch.Tensor | None) -> Mark:

@@ -46,6 +46,10 @@ class Exchange:
 
     def moved(self, vector: Gradient) -> Gradient:
         """See ``seams.Lanes.moved``."""
+        with watched(self._homes):
+            return self._moved(vector)
+
+    def _moved(self, vector: Gradient) -> Gradient:
         result = list(vector)
         for owner, entries in self._owned.items():
             numbers = [number for number in entries if (grad := vector[number]) is not None]

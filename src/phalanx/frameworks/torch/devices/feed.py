@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,34 +35,40 @@ class DeviceFeed:
         self._device = device
         self._generator = generator
         self._may_read_ahead = ahead
-        self._ready: dict[int, Any] = {}  # batches of the next step, by key
+        self._ready: dict[tuple[int, str], Any] = {}  # batches of the next step, by key and origin
         self._sources: list[torch.Tensor] = []  # pinned memory that copies of this step and the next may still read
         self._older: list[torch.Tensor] = []
         self._pins = generator is not None and can_pin()
 
     def batch(self, key: int, share: Share) -> Any:
         """See ``Feed.batch``; on the device."""
-        if key not in self._ready:
+        if (key, share.origin) not in self._ready:
             batch = self._host.batch(key, share)
             self._seed(key)
             return self._copied(batch)
         self._host.settle()
         self._host.seed(key)
         self._seed(key)
-        return self._ready.pop(key)
+        return self._ready.pop((key, share.origin))
 
     def read_ahead(self, todo: Todo) -> None:
         """Read the batch of a replica of the next step, and begin to copy it to the device.
 
         What user code raises here it will raise again in its own step, where it gets its address.
         """
-        if self._may_read_ahead and todo.key not in self._ready:
+        address = todo.key, todo.share.origin
+        if self._may_read_ahead and address not in self._ready:
             with contextlib.suppress(Exception), interrupts.breakable():
                 samples = todo.share.read(todo.share.samples)
-                self._ready[todo.key] = self._copied(samples if todo.share.collated else self._host.collate(samples))
+                self._ready[address] = self._copied(samples if todo.share.collated else self._host.collate(samples))
 
-    def begin(self) -> None:
-        """Another step: the host has waited for all that was begun before the last one."""
+    def begin(self, todo: Sequence[Todo]) -> None:
+        """Another step: the host has waited for all that was begun before the last one.
+
+        What was read ahead for other batches than those of ``todo`` is not asked for any more.
+        """
+        wanted = {(item.key, item.share.origin) for item in todo}
+        self._ready = {address: batch for address, batch in self._ready.items() if address in wanted}
         self._older, self._sources = self._sources, []
 
     def forget(self) -> None:

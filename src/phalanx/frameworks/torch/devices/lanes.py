@@ -10,7 +10,7 @@ generators belong to the process, and a replica's are seeded before it.
 
 from __future__ import annotations
 
-import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,9 +18,10 @@ import torch
 
 from phalanx.definition.data import Share, Source
 from phalanx.definition.fields import Definition
-from phalanx.errors import RunError, UsageError
+from phalanx.errors import UsageError
 from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.devices import accelerators
+from phalanx.frameworks.torch.devices.apart import check_apart, put, same
 from phalanx.frameworks.torch.devices.contents import Versions
 from phalanx.frameworks.torch.devices.exchange import DeviceArithmetic, Exchange
 from phalanx.frameworks.torch.devices.feed import DeviceFeed
@@ -48,6 +49,8 @@ class TorchLanes:
         Of one kind, at most R.
     model : Any
         What ``make_model`` made, inside ``building``.
+    again : callable
+        Makes the same model once more, for another device.
     allow : bool
         Whether operations without a deterministic kernel are allowed.
     part : (int, int)
@@ -67,6 +70,7 @@ class TorchLanes:
         definition: Definition,
         devices: Sequence[torch.device],
         model: Any,
+        again: Callable[[], Any],
         *,
         allow: bool,
         part: tuple[int, int] = (0, 1),
@@ -79,27 +83,27 @@ class TorchLanes:
         with self.environment, interrupts.breakable(at_once=True):
             rank, processes = part
             placement = hosts(definition.replicas, processes, len(devices))[1][rank]
-            self._build(definition, checked(model), surroundings, placement)
+            first = checked(model)
+            models = [first, *(same(first, checked(again())) for _ in devices[1:])]
+            check_apart(definition, models)
+            with accelerators.watched(self.devices):
+                self._build(definition, models, surroundings, placement)
 
     def _build(
         self,
         definition: Definition,
-        model: torch.nn.Module,
+        models: Sequence[torch.nn.Module],
         surroundings: accelerators.Surroundings,
         placement: Placement,
     ) -> None:
-        found = compiled({"make_model": model, **definition.holders})
+        found = compiled({"make_model": models[0], **definition.holders})
         check_sizes(found, definition)
         self._shapes.known = bool(found)
         ambiguous = AmbiguousMean(definition)
         self._lanes: list[Lane] = []
         self._feeds: list[DeviceFeed] = []
-        models = [
-            model,
-            *(_another(model) for _ in self.devices[1:]),
-        ]  # copied where it was made, mostly in host memory
         for own, device in zip(models, self.devices, strict=True):
-            own.to(device)
+            put(own, device)
             host = Feed(definition, own, self._shapes)
             ahead = definition.collate_fn is None
             self._feeds.append(DeviceFeed(host, device, surroundings.generators.get(device), ahead=ahead))
@@ -112,6 +116,8 @@ class TorchLanes:
             owners = self._own(definition, [0] * len(sizes))
         self._exchange = Exchange(placement, self.devices, owners, self._lanes)
         self.lanes: Lanes | None = self._exchange
+        self._exchange.spread()  # the optimizer's factory may have changed parameters
+        self._freeze_alike()
         self._describable = False
 
     def _own(self, definition: Definition, owners: Sequence[int]) -> Sequence[int]:
@@ -129,7 +135,8 @@ class TorchLanes:
     def snapshots(self) -> Snapshots:
         """How this state becomes a snapshot, and is made again out of one."""
         self.rewind()
-        return Snapshots(self._first.model, self._updates, self._first.buffers, self._take_over)
+        reading = functools.partial(accelerators.watched, self.devices)
+        return Snapshots(self._first.model, self._updates, self._first.buffers, self._take_over, reading)
 
     @property
     def sharing(self) -> Any:
@@ -148,7 +155,7 @@ class TorchLanes:
     def gradients(self, todo: Sequence[Todo]) -> Iterator[Computed]:
         """See ``seams.Steppable.gradients``: each device has a replica to compute before the first is asked for."""
         for feed in self._feeds:
-            feed.begin()
+            feed.begin(todo)
         count = len(self._lanes)
         for start in range(0, len(todo), count):
             begun: list[Computed | Exception] = []
@@ -165,7 +172,8 @@ class TorchLanes:
 
     def norm(self, gradient: Gradient) -> float:
         """See ``seams.Steppable.norm``; the one place where a step waits for its devices."""
-        whole = self._updates.enqueue_norm(gradient, self.devices[0])
+        with accelerators.watched(self.devices):
+            whole = self._updates.enqueue_norm(gradient, self.devices[0])
         for todo in self._exchange.following():
             self._feeds[self._lane_of[todo.replica]].read_ahead(todo)
         with accelerators.watched(self.devices):
@@ -185,7 +193,7 @@ class TorchLanes:
     def schedule(self, loss: float) -> None:
         """See ``seams.Framework.schedule``; a schedule may freeze parameters."""
         self._updates.schedule(loss)
-        if self._updates.touched:
+        if self._updates.touched or self._updates.foreign:
             self._freeze_alike()
 
     def rewind(self) -> None:
@@ -218,10 +226,13 @@ class TorchLanes:
         try:
             with accelerators.watched([device]), accelerators.current(device):
                 return self._lanes[number].gradient(todo)
-        except torch.OutOfMemoryError as error:
-            raise RunError(
-                f"{device} is out of memory at replica {todo.replica} ({error}); use more devices, which share the "
-                "optimizer's state, or a larger replicas= (part of the answer), which makes each share smaller"
+        except RuntimeError as error:
+            if "does not have a deterministic implementation" not in str(error):
+                raise
+            name = str(error).split(" does not have")[0]
+            raise UsageError(
+                f"{name} has no deterministic kernel on {device}, so equal bits cannot be promised; use another "
+                "operation, or give the promise up: nondeterministic='allow'"
             ) from error
 
     def _settle(self, buffers: Sequence[tuple[int, Left]]) -> None:
@@ -265,13 +276,3 @@ def _weighted(computed: Computed) -> Computed:
         if computed.weight == 0:
             computed.gradient = None
     return computed
-
-
-def _another(model: torch.nn.Module) -> torch.nn.Module:
-    try:
-        return copy.deepcopy(model)
-    except Exception as error:
-        raise UsageError(
-            f"the model ({type(model).__name__}) cannot be copied ({error}), but each device needs one; name one "
-            "device, or keep what cannot be copied out of the model"
-        ) from error

@@ -1,0 +1,77 @@
+"""Models of several devices are alike and apart: nothing of one is used on another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from phalanx.definition.fields import Definition
+from phalanx.definition.reachable import reachable
+from phalanx.errors import UsageError
+from phalanx.frameworks.torch.replica.buffers import same_bytes
+
+
+def check_apart(definition: Definition, models: Sequence[torch.nn.Module]) -> None:
+    """See that functions of the recipe lead to none of these models, if they are several.
+
+    Raises
+    ------
+    UsageError
+        One does; names the way there.
+    """
+    if len(models) == 1:
+        return
+    own = {id(part) for model in models for part in (*model.modules(), *model.parameters(), *model.buffers())}
+    functions = {"optimizer": definition.optimizer, "scheduler": definition.scheduler, **definition.holders}
+    for path, thing in reachable({name: function for name, function in functions.items() if function is not None}):
+        if id(thing) in own:
+            raise UsageError(
+                f"{path} is a {type(thing).__name__} of the model that make_model returned, but each of several "
+                "devices has a model of its own; take what is needed from the arguments (forward_fn gets the model, "
+                "optimizer the named parameters), or name one device"
+            )
+
+
+def same(first: torch.nn.Module, other: torch.nn.Module) -> torch.nn.Module:
+    """Another model for another device, if it begins with the same bytes.
+
+    Raises
+    ------
+    UsageError
+        It does not.
+    """
+    pairs = [(list(one.named_parameters()), list(one.named_buffers())) for one in (first, other)]
+    for mine, theirs in zip(*pairs, strict=True):
+        same = [name for name, _ in mine] == [name for name, _ in theirs] and all(
+            (a.shape, a.dtype) == (b.shape, b.dtype) and same_bytes(a.detach(), b.detach())
+            for (_, a), (_, b) in zip(mine, theirs, strict=True)
+        )
+        if not same:
+            raise UsageError(
+                "make_model returned another model for the second device than for the first; it must return the same "
+                "parameters and buffers each time: draw random numbers only from random, numpy.random and torch"
+            )
+    return other
+
+
+def put(model: torch.nn.Module, device: torch.device) -> None:
+    """Move a model; some kinds of devices get new parameters then, which hooks do not go along with.
+
+    Raises
+    ------
+    UsageError
+        A parameter has hooks that would be lost.
+    """
+    hooked = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    }
+    model.to(device)
+    for name, parameter in model.named_parameters():
+        if name in hooked and hooked[name] is not parameter:
+            raise UsageError(
+                f"parameter {name!r} has hooks, which torch does not take along to {device.type!r}; make the model on "
+                "the device in make_model, and register them there"
+            )
