@@ -260,6 +260,18 @@ def test_what_the_optimizer_s_factory_changes():
     assert trained(recipe, 3) == trained(recipe, 2) == trained(recipe, 1)
 
 
+def test_hooks_of_the_optimizer_s_factory():
+    """It has one device's parameters, so hooks that it registers on them are refused."""
+
+    def factory(named):
+        named = list(named)
+        named[0][1].register_hook(lambda gradient: gradient * 0.5)
+        return torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
+
+    with pytest.raises(phalanx.UsageError, match="optimizer registers hooks on parameters"):
+        MLP.recipe(4, optimizer=factory).train(devices=["cpu"] * 2)
+
+
 def test_hooks_and_closures_over_the_model():
     """What make_model hangs on parameters, and closures over its model, are each device's own."""
 

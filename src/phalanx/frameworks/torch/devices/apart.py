@@ -55,6 +55,12 @@ def same(first: torch.nn.Module, other: torch.nn.Module) -> torch.nn.Module:
     return other
 
 
+def hooked(named: Sequence[tuple[str, torch.nn.Parameter]]) -> dict[str, int]:
+    """How many hooks each parameter has."""
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return {name: sum(len(getattr(parameter, kind, None) or ()) for kind in kinds) for name, parameter in named}
+
+
 def put(model: torch.nn.Module, device: torch.device) -> None:
     """Move a model; some kinds of devices get new parameters then, which hooks do not go along with.
 
@@ -63,14 +69,11 @@ def put(model: torch.nn.Module, device: torch.device) -> None:
     UsageError
         A parameter has hooks that would be lost.
     """
-    hooked = {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
-    }
+    before = dict(model.named_parameters())
+    counts = hooked(list(before.items()))
     model.to(device)
     for name, parameter in model.named_parameters():
-        if name in hooked and hooked[name] is not parameter:
+        if counts[name] and before[name] is not parameter:
             raise UsageError(
                 f"parameter {name!r} has hooks, which torch does not take along to {device.type!r}; make the model on "
                 "the device in make_model, and register them there"

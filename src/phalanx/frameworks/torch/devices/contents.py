@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from phalanx.frameworks.torch.devices.exchange import is_dense
-from phalanx.frameworks.torch.replica.buffers import bytes_of, mean_of, same_bytes
+from phalanx.frameworks.torch.replica.buffers import Compared, bytes_of, mean_of, same_bytes
 
 FOREACH: Any = torch
 SMALL_BYTES = 1 << 18
@@ -38,11 +38,14 @@ class Versions:
 
     def write(self, tensors: Sequence[torch.Tensor | None], starts: Sequence[torch.Tensor | None]) -> None:
         """See ``Contents.write``."""
-        pairs = [
-            (tensor, start)
-            for number, (tensor, start) in enumerate(zip(tensors, starts, strict=True))
-            if tensor is not None and start is not None and self._may_differ(number, tensor, start)
-        ]
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for number, (tensor, start) in enumerate(zip(tensors, starts, strict=True)):
+            if tensor is None or start is None or not tensor.numel():
+                continue
+            if not is_dense(tensor):  # expanded memory cannot be written, so it is looked at
+                Compared().write([tensor], [start])
+            elif start.nbytes <= SMALL_BYTES or self._marks[number] != _mark(tensor, start):
+                pairs.append((tensor, start))
         if pairs:
             FOREACH._foreach_copy_([tensor for tensor, _ in pairs], [start for _, start in pairs])
         self.equal(tensors, starts)
@@ -60,11 +63,6 @@ class Versions:
         mine = bytes_of(first)
         alike = torch.stack([torch.eq(mine, bytes_of(other)).all() for other in others]).all()
         return torch.where(alike, first, mean_of(values, weights))
-
-    def _may_differ(self, number: int, tensor: torch.Tensor, start: torch.Tensor) -> bool:
-        """Whether the buffer may not be what it was at the start; what overlaps itself can only have been assigned."""
-        small = start.nbytes <= SMALL_BYTES and is_dense(tensor)
-        return small or self._marks[number] != _mark(tensor, start)
 
 
 def _mark(tensor: torch.Tensor | None, start: torch.Tensor | None) -> Mark:

@@ -21,7 +21,7 @@ from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.devices import accelerators
-from phalanx.frameworks.torch.devices.apart import check_apart, put, same
+from phalanx.frameworks.torch.devices.apart import check_apart, hooked, put, same
 from phalanx.frameworks.torch.devices.contents import Versions
 from phalanx.frameworks.torch.devices.exchange import DeviceArithmetic, Exchange
 from phalanx.frameworks.torch.devices.feed import DeviceFeed
@@ -123,7 +123,13 @@ class TorchLanes:
     def _own(self, definition: Definition, owners: Sequence[int]) -> Sequence[int]:
         """Give each parameter an owner, and make one optimizer over the owners' parameters."""
         named = [self._lanes[owner].named[index] for index, owner in enumerate(owners)]
+        hooks = hooked(named)
         self._updates = Update(definition, named)
+        if len(self._lanes) > 1 and hooked(named) != hooks:
+            raise UsageError(
+                "optimizer registers hooks on parameters, but each of several devices has parameters of its own; "
+                "register them in make_model, or name one device"
+            )
         return owners
 
     @property
