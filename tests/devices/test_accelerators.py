@@ -361,3 +361,9 @@ def test_processes_of_torchrun(fake, tmp_path):
     environment = {**os.environ, "LOCAL_RANK": "2"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [trained(MLP.recipe(3), 1)[0], "fake:2"]
+
+
+def test_tied_parameters_stay_tied(fake):
+    """Torch gives some kinds of devices new parameters; those that modules share are one again: the CPU's bits."""
+    recipe = FAMILIES["tied"].recipe(3)
+    assert trained(recipe, 2)[0] == recipe.train(engine="inline", devices="cpu").digest

@@ -62,19 +62,37 @@ def hooked(named: Sequence[tuple[str, torch.nn.Parameter]]) -> dict[str, int]:
 
 
 def put(model: torch.nn.Module, device: torch.device) -> None:
-    """Move a model; some kinds of devices get new parameters then, which hooks do not go along with.
+    """Move a model; what modules share stays shared, though some kinds of devices get new parameters.
 
     Raises
     ------
     UsageError
         A parameter has hooks that would be lost.
     """
-    before = dict(model.named_parameters())
+    before, shared = dict(model.named_parameters()), _shared(model)
     counts = hooked(list(before.items()))
     model.to(device)
+    for first, *others in shared:
+        for path in others:
+            owner, _, name = path.rpartition(".")
+            setattr(model.get_submodule(owner), name, _tensors(model)[first])
     for name, parameter in model.named_parameters():
         if counts[name] and before[name] is not parameter:
             raise UsageError(
                 f"parameter {name!r} has hooks, which torch does not take along to {device.type!r}; make the model on "
                 "the device in make_model, and register them there"
             )
+
+
+def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by every path that leads to one."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return dict(named)
+
+
+def _shared(model: torch.nn.Module) -> list[list[str]]:
+    """The paths of each tensor that several modules have."""
+    paths: dict[int, list[str]] = {}
+    for path, tensor in _tensors(model).items():
+        paths.setdefault(id(tensor), []).append(path)
+    return [listed for listed in paths.values() if len(listed) > 1]
