@@ -112,9 +112,10 @@ def _why_refused() -> str:
 
 
 def _saved_hooks() -> list[Any]:
-    """Take off all hooks on saved tensors; returns them, outermost first."""
+    """Take off all hooks on saved tensors; returns them, outermost first. torch 2.6 does not show them: they stay."""
     found: list[Any] = []
-    while (pair := AUTOGRAD._top_saved_tensors_default_hooks(True)) is not None:
+    top = getattr(AUTOGRAD, "_top_saved_tensors_default_hooks", lambda _: None)
+    while (pair := top(True)) is not None:
         AUTOGRAD._pop_saved_tensors_default_hooks()
         found.insert(0, pair)
     return found

@@ -106,7 +106,7 @@ def _all_of(kind: str, replicas: int) -> list[str]:
 def _local() -> str:
     """The accelerator that torchrun means for this process."""
     rank = os.environ.get("LOCAL_RANK", "")
-    kind = torch.accelerator.current_accelerator()
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if kind is None or not rank.isdigit():
         missing = "torch has no accelerator here" if kind is None else "LOCAL_RANK is not set, as torchrun sets it"
         raise UsageError(f"devices names 'local', but {missing}; name the device, as in devices=['cuda:0']")
