@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import phalanx
 from phalanx.engines import links
-from phalanx.frameworks.torch.devices import exchange, lanes
+from phalanx.frameworks.torch.devices import exchange, lanes, names
 from tests.by_hand import answer
 from tests.families import DATA, FAMILIES, OPTIMIZERS, SCHEDULERS
 
@@ -313,3 +313,37 @@ def test_another_model_for_another_device_is_refused():
 
     with pytest.raises(phalanx.UsageError, match="another model for the second device"):
         MLP.recipe(4, make_model=make).train(devices=["cpu"] * 2)
+
+
+class OneDevice:
+    """A device module as mps has it: one device, whose generator is named by nothing."""
+
+    state = 0
+
+    def manual_seed(self, seed):
+        self.state = seed
+
+    def get_rng_state(self):
+        return self.state
+
+    def set_rng_state(self, state):
+        self.state = state
+
+
+def test_a_kind_of_one_device(monkeypatch):
+    """Its generator is seeded and put back, though it takes no device and has no seed for all."""
+    module = OneDevice()
+    monkeypatch.setattr(torch, "get_device_module", lambda device=None: module)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(names, "MENTIONED", {"idle"})
+    seeds = []
+
+    def make():
+        seeds.append(module.state)
+        return nn.Linear(5, 3)
+
+    module.manual_seed(42)
+    MLP.recipe(2, make_model=make, seed=7).train(engine="inline")
+    assert (seeds, module.state) == ([7], 42)

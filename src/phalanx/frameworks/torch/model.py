@@ -49,8 +49,13 @@ def _seed_accelerators(seed: int) -> bool:
     module: Any = torch.get_device_module()
     if not getattr(module, "is_initialized", lambda: True)():  # using them only for that would take their memory
         return False
-    module.manual_seed_all(seed)
+    seed_all(module)(seed)
     return True
+
+
+def seed_all(module: Any) -> Any:
+    """How all generators of a kind of device are seeded; a kind of one device, as mps, has one."""
+    return getattr(module, "manual_seed_all", None) or module.manual_seed
 
 
 def _on_accelerator(model: Any) -> bool:

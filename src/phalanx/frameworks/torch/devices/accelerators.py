@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from phalanx.errors import RunError, UsageError
+from phalanx.frameworks.torch.model import seed_all
 
 WORKSPACE, WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 
@@ -45,12 +46,13 @@ class Generator:
         self._module = module
         own = listed[device.index or 0] if len(listed) > (device.index or 0) else None
         # Kinds without a list of generators seed all of theirs at once: then each is seeded before it is used.
-        self.seed: Callable[[int], Any] = module.manual_seed_all if own is None else own.manual_seed
+        self.seed: Callable[[int], Any] = seed_all(module) if own is None else own.manual_seed
 
     def kept(self) -> Callable[[], Any]:
         """Puts it back into the state that it has now."""
-        state = self._module.get_rng_state(self._device)
-        return lambda: self._module.set_rng_state(state, self._device)
+        which = (self._device,) if hasattr(self._module, "set_device") else ()  # kinds of one device, as mps, name none
+        state = self._module.get_rng_state(*which)
+        return lambda: self._module.set_rng_state(state, *which)
 
 
 @contextlib.contextmanager
