@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -420,6 +421,21 @@ def test_what_is_kept_comes_at_the_check_or_at_the_end():
     assert interrupted(checks_nothing) == (True, ["kept to the end"])
     assert interrupted(leaves) == (False, ["dropped"])
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_what_was_dropped_holds_nothing():
+    """The frame that a kept SIGINT came in, with all that its function knows, is let go of with it."""
+
+    class Arena:
+        pass
+
+    def leaves():
+        arena = Arena()
+        with interrupts.guarded(leaving=True):
+            press()
+        return weakref.ref(arena)
+
+    assert leaves()() is None
 
 
 def test_an_open_block_is_the_callers():

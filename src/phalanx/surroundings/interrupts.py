@@ -77,11 +77,12 @@ class _Process:
             self.opened = True  # the handler did not raise
             return
         now, late = time.monotonic(), self._late  # late: our own alarm sent it, and nobody pressed anything
-        self._late, self._frame = False, frame
+        self._late = False
         if not self.pressed:
             self._since = now
         if not late:
             self.pressed += 1
+        self._frame = frame if self.pressed else None
         if self.breakable and self.pressed and (late or self.at_once or now - self._since > AGAIN_SECONDS):
             self._break_off()
         elif self.breakable and self.pressed == 1:
@@ -100,13 +101,14 @@ class _Process:
 
     def deliver(self) -> None:
         """Give what was kept to the caller's handler, which usually raises."""
+        frame = self._frame
         self.drop()
-        frame, self._frame = self._frame, None
         self.before(signal.SIGINT, frame)
 
     def drop(self) -> None:
         """Forget what was kept."""
         self.pressed = 0
+        self._frame = None  # it holds all that its function and those above know, as whole arenas
         self._serial += 1
 
     def _break_off(self) -> None:
