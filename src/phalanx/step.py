@@ -232,8 +232,8 @@ def blame(
                 samples=share.samples,
             )
     return NonFiniteError(
-        f"the mean loss or gradient of step {t} is not finite, though no replica's is when computed again; nothing was "
-        "updated. Either their sum overflows (lower the loss or the weights that loss_fn returns), or the model does "
-        "not compute the same twice",
+        f"the mean loss or gradient of step {t} is not finite, though no replica's is that was computed here, computed "
+        "again; nothing was updated. If other hosts take part, one of them names the replica; else their sum overflows "
+        "(lower the loss or the weights that loss_fn returns), or the model does not compute the same twice",
         step=t,
     )

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import phalanx
-from phalanx.frameworks.torch.devices import accelerators, exchange, feed, lanes, names
+from phalanx.definition import device_generators
+from phalanx.frameworks.torch.devices import exchange, feed, lanes, names
 from phalanx.plan.placement import place, remaining
 from tests import accelerator
 from tests.families import DATA, FAMILIES, OPTIMIZERS, SCHEDULERS
@@ -77,9 +78,23 @@ def test_four_devices(fake, replicas):
     assert trained(noisy(replicas), 4) == trained(noisy(replicas), 1)
 
 
+def test_a_loop_by_hand_is_seeded(fake):
+    """``plan.seeded`` keys the generators of every accelerator in use, whatever its kind, and puts them back."""
+    plan = noisy().plan
+    devices = [f"fake:{number}" for number in range(2)]
+
+    def drawn(step):
+        with plan.seeded(step, 1):
+            return [torch.rand(3, device=device).cpu().tolist() for device in devices]
+
+    before = [torch.fake.get_rng_state(device).tolist() for device in devices]
+    assert drawn(0) == drawn(0) != drawn(1)
+    assert [torch.fake.get_rng_state(device).tolist() for device in devices] == before
+
+
 def generator_of_the_first(monkeypatch):
-    original = accelerators.Generator.__init__
-    monkeypatch.setattr(accelerators.Generator, "__init__", lambda own, device: original(own, torch.device("fake:0")))
+    original = device_generators.in_use
+    monkeypatch.setattr(device_generators, "in_use", lambda: original()[:1])
 
 
 def in_order_of_arrival(monkeypatch):

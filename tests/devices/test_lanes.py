@@ -320,6 +320,12 @@ class OneDevice:
 
     state = 0
 
+    def is_available(self):
+        return True
+
+    def device_count(self):
+        return 1
+
     def manual_seed(self, seed):
         self.state = seed
 
@@ -336,7 +342,6 @@ def test_a_kind_of_one_device(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda device=None: module)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setattr(names, "MENTIONED", {"idle"})
     seeds = []
 

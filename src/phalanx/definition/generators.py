@@ -1,6 +1,6 @@
 """Random generators: seeded from keys, and left to the caller as they were found.
 
-Covers ``random``, ``numpy.random`` and, where torch is loaded, torch's CPU generator and those of every CUDA device
+Covers ``random``, ``numpy.random`` and, where torch is loaded, torch's CPU generator and those of every accelerator
 in use; and generators that user code owns, where they can be found. Importing this imports no framework.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.definition import device_generators
 from phalanx.definition.reachable import reachable
 from phalanx.plan.keys import MASK32, splitmix64
 from phalanx.surroundings.interrupts import guarded
@@ -31,8 +32,8 @@ def seed(key: int, owned: Mapping[str, Any] | None = None) -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.default_generator.manual_seed(key)
-        for generator in torch.cuda.default_generators:  # none before CUDA is in use
-            generator.manual_seed(key)
+        for generator in device_generators.in_use():
+            generator.seed(key)
     if owned:
         reseed(owned, key)
 
@@ -49,7 +50,7 @@ def find(roots: Mapping[str, Any]) -> Owned:
     known = [np.random.mtrand._rand, np.random.mtrand._rand._bit_generator, random.seed.__self__]  # type: ignore[attr-defined]
     kinds: tuple[type, ...] = (np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
     if torch is not None:
-        known += [torch.default_generator, *torch.cuda.default_generators]
+        known += [torch.default_generator, *getattr(torch.get_device_module(), "default_generators", ())]
         kinds += (torch.Generator,)
     strangers = set(map(id, known))
     return {path: value for path, value in reachable(roots) if isinstance(value, kinds) and id(value) not in strangers}
@@ -77,8 +78,7 @@ class kept(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a fu
         ]
         if torch is not None:
             self._restore.append(_restoring(torch.default_generator))
-            if torch.cuda.is_initialized():
-                self._restore.append(functools.partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+            self._restore += [generator.kept() for generator in device_generators.in_use()]
         self._restore += map(_restoring, self._owned.values())
 
     def __exit__(self, *_: object) -> None:

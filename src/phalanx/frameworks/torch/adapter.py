@@ -12,7 +12,6 @@ from phalanx.definition.data import Share, Source
 from phalanx.definition.fields import Definition
 from phalanx.frameworks.torch import arithmetic
 from phalanx.frameworks.torch.arithmetic import Gradient
-from phalanx.frameworks.torch.devices import accelerators
 from phalanx.frameworks.torch.environment import Environment, StaticShapes, check_sizes, compiled
 from phalanx.frameworks.torch.model import checked
 from phalanx.frameworks.torch.optimizer import Update
@@ -125,5 +124,5 @@ class Torch:
 @contextlib.contextmanager
 def building(threads: int) -> Iterator[None]:
     """Inside, a model may be made and opened, one at a time: generators, threads and modes are the run's."""
-    with Environment(threads), accelerators.kept_generators():
+    with Environment(threads):
         yield

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from phalanx.definition import generators
+from phalanx.definition import device_generators, generators
 from phalanx.errors import UsageError
 
 TRAINED: Final[weakref.WeakSet[torch.nn.Module]] = weakref.WeakSet()  # what factories returned, while it lives
@@ -29,7 +29,7 @@ def made(make_model: Any, seed: int) -> Any:
     try:
         while True:
             generators.seed(seed)
-            seeded = _seed_accelerators(seed)
+            seeded = bool(device_generators.in_use())
             model = make_model()
             if seeded or not _on_accelerator(model):
                 break  # else it was the first to use the devices: once more, now that their generators are there
@@ -40,22 +40,6 @@ def made(make_model: Any, seed: int) -> Any:
         ) from error
     _check_new(model)
     return model
-
-
-def _seed_accelerators(seed: int) -> bool:
-    """Seed the generators of all accelerators if they are in use; whether they are."""
-    if not torch.accelerator.is_available():
-        return False
-    module: Any = torch.get_device_module()
-    if not getattr(module, "is_initialized", lambda: True)():  # using them only for that would take their memory
-        return False
-    seed_all(module)(seed)
-    return True
-
-
-def seed_all(module: Any) -> Any:
-    """How all generators of a kind of device are seeded; a kind of one device, as mps, has one."""
-    return getattr(module, "manual_seed_all", None) or module.manual_seed
 
 
 def _on_accelerator(model: Any) -> bool:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from phalanx.errors import RunError, UsageError
-from phalanx.frameworks.torch.model import seed_all
 
 WORKSPACE, WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 
@@ -29,41 +28,6 @@ def prepare(names: Sequence[str], *, allow: bool) -> None:
     """
     if not allow and any(name.startswith("cuda") for name in names):
         set_workspace()
-
-
-class Generator:
-    """The random generator of one device.
-
-    Parameters
-    ----------
-    device : torch.device
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        module = torch.get_device_module(device)
-        listed = getattr(module, "default_generators", ())
-        self._device = device
-        self._module = module
-        own = listed[device.index or 0] if len(listed) > (device.index or 0) else None
-        # Kinds without a list of generators seed all of theirs at once: then each is seeded before it is used.
-        self.seed: Callable[[int], Any] = seed_all(module) if own is None else own.manual_seed
-
-    def kept(self) -> Callable[[], Any]:
-        """Puts it back into the state that it has now."""
-        which = (self._device,) if hasattr(self._module, "set_device") else ()  # kinds of one device, as mps, name none
-        state = self._module.get_rng_state(*which)
-        return lambda: self._module.set_rng_state(state, *which)
-
-
-@contextlib.contextmanager
-def kept_generators() -> Iterator[None]:
-    """Restore the generators of all accelerators that are in use."""
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    used = kind is not None and getattr(torch.get_device_module(kind), "is_initialized", lambda: True)()
-    with contextlib.ExitStack() as exits:
-        for number in range(torch.accelerator.device_count() if kind is not None and used else 0):
-            exits.callback(Generator(torch.device(kind.type, number)).kept())  # type: ignore[union-attr]
-        yield
 
 
 @contextlib.contextmanager
@@ -82,7 +46,7 @@ def current(device: torch.device) -> Iterator[None]:
 
 
 class Surroundings(contextlib.AbstractContextManager[None]):
-    """Inside, kernels are deterministic and generators the run's; outside, all is as the caller has it.
+    """Inside, kernels are deterministic; outside, all is as the caller has it.
 
     Parameters
     ----------
@@ -96,18 +60,13 @@ class Surroundings(contextlib.AbstractContextManager[None]):
         kind = devices[0].type
         self._accelerated = kind != "cpu"
         self._allow = allow
-        self.generators = {device: Generator(device) for device in devices if self._accelerated}
         self._exits = contextlib.ExitStack()
         if kind == "cuda" and not allow:
             set_workspace()
 
     def __enter__(self) -> None:
-        with contextlib.ExitStack() as exits:
-            for generator in self.generators.values():
-                exits.callback(generator.kept())
-            if self._accelerated:
-                exits.enter_context(_deterministic(allow=self._allow))
-            self._exits = exits.pop_all()
+        if self._accelerated:
+            self._exits.enter_context(_deterministic(allow=self._allow))
 
     def __exit__(self, *_: object) -> None:
         self._exits.close()

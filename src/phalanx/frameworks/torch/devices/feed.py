@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from phalanx.definition.data import Share, map_tree
-from phalanx.frameworks.torch.devices.accelerators import Generator
 from phalanx.frameworks.torch.replica.feed import Feed
 from phalanx.seams import Todo
 from phalanx.surroundings import interrupts
@@ -23,32 +22,27 @@ class DeviceFeed:
     host : Feed
         Reads them.
     device : torch.device
-    generator : Generator or None
-        The device's own; None for the CPU.
     ahead : bool
         Whether batches may be collated ahead of time. User code that collates may draw random numbers, and those come
         before the ones of forward.
     """
 
-    def __init__(self, host: Feed, device: torch.device, generator: Generator | None, *, ahead: bool) -> None:
+    def __init__(self, host: Feed, device: torch.device, *, ahead: bool) -> None:
         self._host = host
         self._device = device
-        self._generator = generator
+        self._accelerated = device.type != "cpu"
         self._may_read_ahead = ahead
         self._ready: dict[tuple[int, str], Any] = {}  # batches of the next step, by key and origin
         self._sources: list[torch.Tensor] = []  # pinned memory that copies of this step and the next may still read
         self._older: list[torch.Tensor] = []
-        self._pins = generator is not None and can_pin()
+        self._pins = self._accelerated and can_pin()
 
     def batch(self, key: int, share: Share) -> Any:
         """See ``Feed.batch``; on the device."""
         if (key, share.origin) not in self._ready:
-            batch = self._host.batch(key, share)
-            self._seed(key)
-            return self._copied(batch)
+            return self._copied(self._host.batch(key, share))
         self._host.settle()
         self._host.seed(key)
-        self._seed(key)
         return self._ready.pop((key, share.origin))
 
     def read_ahead(self, todo: Todo) -> None:
@@ -75,12 +69,8 @@ class DeviceFeed:
         """Nothing that was read ahead will be asked for."""
         self._ready.clear()
 
-    def _seed(self, key: int) -> None:
-        if self._generator is not None:
-            self._generator.seed(key)
-
     def _copied(self, batch: Any) -> Any:
-        return batch if self._generator is None else map_tree(self._to_device, batch)
+        return map_tree(self._to_device, batch) if self._accelerated else batch
 
     def _to_device(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):

@@ -87,15 +87,9 @@ class TorchLanes:
             models = [first, *(same(first, checked(again())) for _ in devices[1:])]
             check_apart(definition, models)
             with accelerators.watched(self.devices):
-                self._build(definition, models, surroundings, placement)
+                self._build(definition, models, placement)
 
-    def _build(
-        self,
-        definition: Definition,
-        models: Sequence[torch.nn.Module],
-        surroundings: accelerators.Surroundings,
-        placement: Placement,
-    ) -> None:
+    def _build(self, definition: Definition, models: Sequence[torch.nn.Module], placement: Placement) -> None:
         found = compiled({"make_model": models[0], **definition.holders})
         check_sizes(found, definition)
         self._shapes.known = bool(found)
@@ -106,7 +100,7 @@ class TorchLanes:
             put(own, device)
             host = Feed(definition, own, self._shapes)
             ahead = definition.collate_fn is None
-            self._feeds.append(DeviceFeed(host, device, surroundings.generators.get(device), ahead=ahead))
+            self._feeds.append(DeviceFeed(host, device, ahead=ahead))
             self._lanes.append(Lane(definition, own, self._feeds[-1], Buffers(own, Versions()), ambiguous, later=True))
         self._first = self._lanes[0]
         self._lane_of = {replica: number for number, block in enumerate(placement.blocks) for replica in block}
