@@ -6,13 +6,20 @@ import signal
 import pytest
 import torch
 
-from tests.sampling import SEED
+from tests.sampling import SEED, rotate
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in the background of a shell: nobody could press Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 os.environ["NPROC"] = "1"  # jax computes with one thread; read when it makes its first array in a process
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Draw some of the tests that take long, before marks are looked at, unless files were asked for by name."""
+    if not any(".py" in argument for argument in config.args):
+        rotate(items)
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -1,7 +1,9 @@
 """Of a long list of cases every run tries some, drawn by a seed that is printed; a campaign tries all of them.
 
 The cases that were drawn are marked "sampled", the others "campaign": ``make test`` leaves the latter out, and
-``make chaos`` runs both, whatever the seed. ``PHALANX_SEED=... make test`` draws the same cases again.
+``make chaos`` runs both, whatever the seed. ``PHALANX_SEED=... make test`` draws the same cases again. So it is with
+tests that take long (marked "long": seconds, as they start interpreters, hosts or compilers): of those of a file every
+run tries one in three. A file that is named on the command line runs all of them.
 """
 
 import itertools
@@ -33,6 +35,20 @@ def sample(name, cases, count):
     cases = list(cases)
     chosen = set(generator(name).sample(range(len(cases)), count))
     return [marked(case, index in chosen) for index, case in enumerate(cases)]
+
+
+def rotate(items):
+    """Of the tests of each file that take long, draw one in three, and at least one."""
+    files = {}
+    for item in items:
+        if item.get_closest_marker("long"):
+            files.setdefault(item.nodeid.split("::")[0], {}).setdefault(item.originalname, []).append(item)
+    for file, tests in files.items():
+        drawn = generator(file).sample(sorted(tests), -(-len(tests) // 3))
+        for name, cases in tests.items():
+            for case in cases:
+                if not case.get_closest_marker("campaign"):
+                    case.add_marker("sampled" if name in drawn else "campaign")
 
 
 def cover(name, rows, columns):

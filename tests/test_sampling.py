@@ -48,3 +48,43 @@ def test_marks_that_a_case_has_are_kept():
     """A case with a mark and a name of its own keeps both."""
     (case,) = sample("one case", [pytest.param(1, 2, marks=pytest.mark.house, id="named")], 1)
     assert (case.values, case.id, [mark.name for mark in case.marks]) == ((1, 2), "named", ["house", "sampled"])
+
+
+class Item:
+    """A test as pytest collects it."""
+
+    def __init__(self, name, *marks):
+        self.nodeid, self.originalname, self.marks = f"tests/test_it.py::{name}", name.split("[")[0], list(marks)
+
+    def get_closest_marker(self, name):
+        return name in self.marks
+
+    add_marker = property(lambda self: self.marks.append)
+
+
+def rotated(monkeypatch, seed):
+    """Names of tests that this seed draws, of a file with seven that take long; the others are for campaigns."""
+    monkeypatch.setattr(sampling, "SEED", seed)
+    items = [Item("quick"), Item("cases[0]", "long"), Item("cases[1]", "long"), Item("cases[2]", "long", "campaign")]
+    items += [Item(letter, "long") for letter in "abcdef"]
+    sampling.rotate(items)
+    assert items[0].marks == []
+    assert items[3].marks == ["long", "campaign"]
+    assert all(item.marks[1:] in (["sampled"], ["campaign"]) for item in items[1:])
+    return {item.nodeid.split("::")[1] for item in items if "sampled" in item.marks}
+
+
+def test_tests_that_take_long_rotate(monkeypatch):
+    """Three of seven are drawn, with all their cases that were; the same with the same seed, each with some seed."""
+    runs = [rotated(monkeypatch, seed) for seed in range(12)]
+    assert runs[0] == rotated(monkeypatch, 0)
+    assert all(len({name.split("[")[0] for name in names}) == 3 for names in runs)
+    assert all(("cases[0]" in names) == ("cases[1]" in names) for names in runs)
+    assert set.union(*runs) == {"cases[0]", "cases[1]", *"abcdef"}
+
+
+def test_one_alone_in_its_file_always_runs():
+    """No file loses its only test."""
+    alone = Item("alone", "long")
+    sampling.rotate([alone])
+    assert alone.marks == ["long", "sampled"]

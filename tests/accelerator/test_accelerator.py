@@ -289,6 +289,7 @@ def in_own_process(code):
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.long
 def test_the_host_cannot_read_a_device(fake):
     """Reading where a device tensor says that it is ends the process."""
     ended = in_own_process("ctypes.c_float.from_address(torch.ones(3, device='fake:0').data_ptr()).value")
@@ -309,6 +310,7 @@ def test_a_forked_child_cannot_use_it(fake):
     assert "forked process" in in_own_process(code).stderr
 
 
+@pytest.mark.long
 def test_number_of_devices(fake):
     """FAKE_DEVICES says how many there are."""
     os.environ["FAKE_DEVICES"] = "7"

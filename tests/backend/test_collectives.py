@@ -6,6 +6,7 @@ from tests.backend import jobs
 from tests.sampling import cover, sample
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", sample("all_reduce of ranks", [1, 2, 3, 4], 2))
 def test_all_reduce(right, size):
     """All dtypes, operations and sizes: the fold by rank, rounded once where the dtype is narrow."""
@@ -24,12 +25,14 @@ def test_reduce(right, size):
     right(size, "jobs.reduces")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("size", "name"), cover("moves of ranks", [1, 2, 3], jobs.MOVES))
 def test_moves(right, size, name):
     """What only moves arrives as it was: any dtype, any size, any root, uneven parts."""
     right(size, "jobs.moves", name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", sample("reduce_scatter of ranks", [1, 2, 3], 2))
 def test_reduce_scatter(right, size):
     """Each rank has the reduction of its part, in both forms."""
@@ -47,6 +50,7 @@ def test_messages(right, size, job):
     right(size, f"jobs.{job}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "job", ["objects", "asynchronous", "subgroups", "views", "all_ops", "inference", "coalesced", "meshes", "compiled"]
 )

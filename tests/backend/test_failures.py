@@ -11,6 +11,7 @@ from phalanx.errors import UsageError
 from tests.sampling import cover
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("size", "count", "how"),
     cover("dead ranks", [(2, 1), (2, 2_000_000), (3, 2_000_000)], ["between", "within", "leaves"]),
@@ -34,12 +35,14 @@ def test_ranks_that_differ_are_told(right, kind):
     right(2, "failures.differing", kind)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("job", ["late", "refused", "wrong_length", "broken_off", "destroyed"])
 def test_other_mistakes(right, job):
     """Ranks that come late, calls that cannot be, messages of another length, Ctrl-C, groups destroyed too early."""
     right(2, f"failures.{job}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["queue", "send", "poll"])
 def test_a_death_is_noticed_behind_others(ran, how):
     """Also by those who wait for something later in the line, or only ask whether it is done."""

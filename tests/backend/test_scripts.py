@@ -9,6 +9,7 @@ from tests.sampling import sample
 NEEDS = {"Lightning Fabric": "lightning_fabric", "Accelerate": "accelerate"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sample("scripts", scripts.SCRIPTS, 8))
 def test_script(right, tmp_path, name):
     """Two runs end in equal bits, and near to what Gloo gives."""

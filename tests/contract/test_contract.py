@@ -63,18 +63,21 @@ def test_any_number_of_workers(kit, workers):
     same(recipe, workers, kit.metric)
 
 
+@pytest.mark.long
 @with_kits(["name"], [*of_each("families", FAMILIES), pytest.param("jax", "lenet", marks=pytest.mark.campaign)])
 def test_families(kit, name):
     """Every model, with five replicas, ends in the same state, losses and evaluation on three workers."""
     same(kit.recipe(5, name), 3, None if name == "whole_loss" else kit.metric)
 
 
+@pytest.mark.long
 @with_kits(["name"], of_each("optimizers", OPTIMIZERS))
 def test_optimizers(kit, name):
     """An optimizer over what a worker owns has the bits of one over everything."""
     same(kit.recipe(3, steps=4, optimizer=kit.optimizers[name]), 2)
 
 
+@pytest.mark.long
 @with_kits(["replicas"], cover("loop by hand", KITS, [1, 4]))
 def test_the_loop_by_hand(kit, replicas):
     """Two workers, or the only one, end in the bits of a loop that anyone could write."""
@@ -84,6 +87,7 @@ def test_the_loop_by_hand(kit, replicas):
     assert (result.digest, result.loss_history) == (digest, losses)
 
 
+@pytest.mark.long
 def test_another_answer(kit):
     """Other replicas, another seed, or one step fewer is another digest: equal ones mean something."""
     recipes = [kit.recipe(2, "dropout"), kit.recipe(3, "dropout"), kit.recipe(2, "dropout", seed=1)]
@@ -91,6 +95,7 @@ def test_another_answer(kit):
     assert len({course(recipe, engine="inline")[0] for recipe in recipes}) == 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", sample("clipping of kits", [2, 3], 1))
 def test_clipping(kit, workers):
     """The norm is that of all gradients, wherever they are owned."""
@@ -106,6 +111,7 @@ def test_steps_that_are_not_finite(kit, on_nonfinite):
     assert "nan" in same(recipe, 2)[1]
 
 
+@pytest.mark.long
 def test_batches_that_the_caller_brings(kit):
     """Batches brought by hand to three workers end in the planned run's bits."""
     recipe = kit.recipe(5)
@@ -115,6 +121,7 @@ def test_batches_that_the_caller_brings(kit):
         assert run.result().digest == recipe.train(engine="inline").digest
 
 
+@pytest.mark.long
 def test_the_state_at_every_report(kit):
     """While a report is held the state is exactly that after its step, and taking it changes nothing."""
     recipe = kit.recipe(4, optimizer=kit.adaptive)
@@ -127,6 +134,7 @@ def test_the_state_at_every_report(kit):
     assert [seen[0], seen[2]] == wanted
 
 
+@pytest.mark.long
 def test_moving_to_workers_and_back(kit, monkeypatch):
     """One process, then two workers, then one process again: the bits of one process."""
     recipe = kit.recipe(3, steps=20, optimizer=kit.adaptive)
@@ -138,6 +146,7 @@ def test_moving_to_workers_and_back(kit, monkeypatch):
     assert (result.digest, result.loss_history) == (wanted.digest, wanted.loss_history)
 
 
+@pytest.mark.long
 def test_reports(kit):
     """Loss and norm of every step are the same for any number of workers."""
 
@@ -159,6 +168,7 @@ def test_evaluation_after_each_epoch(kit):
     assert one.digest == other.digest == recipe.train(engine="inline").digest
 
 
+@pytest.mark.long
 @with_kits(["place"], of_each("deaths", dict.fromkeys(KITS, PLACES), 2))
 def test_a_death_at_every_named_point(kit, tmp_path, place):
     """SIGKILL of either worker at each point of the protocol: the digest is that of a quiet run."""
@@ -171,6 +181,7 @@ def test_a_death_at_every_named_point(kit, tmp_path, place):
     assert sprung(tmp_path) == 1
 
 
+@pytest.mark.long
 @with_kits(["before", "after"], cover("going on", KITS, [(1, 2), (2, 3), (3, 1)]))
 def test_going_on_with_other_workers(kit, tmp_path, before, after):
     """A run goes on from its directory with other workers, to the bits of one that was never interrupted."""

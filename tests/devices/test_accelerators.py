@@ -377,6 +377,7 @@ def test_peak_memory(fake):
     assert peaks[1] < 5.5
 
 
+@pytest.mark.long
 def test_processes_of_torchrun(fake, tmp_path):
     """``devices="local"`` is the device with the number in LOCAL_RANK."""
     script = (

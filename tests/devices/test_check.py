@@ -20,6 +20,7 @@ recipe = phalanx.Recipe(lambda: torch.nn.Linear(2, 3), (x, torch.arange(24) % 3)
 """
 
 
+@pytest.mark.long
 def test_the_table(tmp_path):
     """From the shell: one device twice, two, all, and what R costs; exit status 0, as JSON too."""
     (tmp_path / "job.py").write_text(RECIPE)

@@ -29,6 +29,7 @@ def trained(recipe, count, **options):
     return result.digest, result.loss_history
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_any_number_of_devices(name):
     """Two and three devices end in the bits and losses of the folded loop."""
@@ -77,6 +78,7 @@ def test_faults_are_seen(monkeypatch, fault):
     assert trained(recipe, 3) != wanted
 
 
+@pytest.mark.long
 def test_resumed_on_other_devices(tmp_path):
     """A run goes on with other devices, with workers, and with one device, to the digest of one that never stopped."""
     recipe = [NORM.recipe(4, steps=steps, optimizer=OPTIMIZERS["adamw"]) for steps in (2, 4, 5, 6)]

@@ -133,6 +133,7 @@ class Stacking(torch.optim.SGD):
         return super().step(closure)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", [hooked, functools.partial(Stacking, lr=0.1), Elsewhere])
 def test_optimizers_that_see_everything_run_whole(optimizer):
     """Hooks, empty groups, state beside the parameters: one worker has all of it."""

@@ -27,6 +27,7 @@ recipe = phalanx.Recipe(
 """
 
 
+@pytest.mark.long
 def test_a_campaign_kills_and_finds_nothing_wrong():
     """Ten kills or more over a few runs: the same digests, nothing left, and a pause for each replacement."""
     recipe = FAMILIES["conv_norm"].recipe(4, steps=150, optimizer=ADAMW)
@@ -59,6 +60,7 @@ def test_the_command_draws_and_tells(tmp_path):
     assert (tmp_path / "chaos.png").stat().st_size > 10_000
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("workers", "words"), [("5", "4 replicas"), ("0", "--workers")])
 def test_the_command_refuses_in_words(tmp_path, workers, words):
     """More workers than replicas, or none: exit code 2 and a sentence."""

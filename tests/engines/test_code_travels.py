@@ -215,6 +215,7 @@ attempt()
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("edited", [True, False])
 def test_an_edit_before_phalanx_was_imported(folder, edited):
     """What was imported and edited before phalanx could note it is refused by name; reloading it is a way out."""

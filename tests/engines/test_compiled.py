@@ -63,6 +63,7 @@ def squared(output, target):
     return (output - target).square().mean()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make_model", sample("compiled models", [made, Lazy], 1))
 def test_uneven_shares(make_model):
     """With shares of 17, 17 and 16, workers that see one size compute what a process that sees both does."""
@@ -79,6 +80,7 @@ def test_a_resumed_run(tmp_path):
     assert give(steps=5).train(engine="inline", run_dir=tmp_path).digest == wanted
 
 
+@pytest.mark.long
 def test_chunks_of_an_evaluation():
     """Chunks of an evaluation, the last one short, are measured alike by one process and by two."""
     found = []
@@ -112,6 +114,7 @@ def test_symbolic_sizes_are_refused_for_uneven_shares(name, options):
         recipe(functools.partial(made, dynamic=True), **UNEVEN[name]).train(**options)
 
 
+@pytest.mark.long
 def test_symbolic_sizes_are_fine_for_even_shares():
     """With shares of one size, dynamic=True ends in one digest."""
     give = functools.partial(recipe, functools.partial(made, dynamic=True), replicas=2, batch_size=20, drop_last=True)
@@ -136,6 +139,7 @@ class Counting(nn.Module):
         return self.body(x, self.calls)
 
 
+@pytest.mark.long
 def test_the_limit_of_recompilations_is_an_error(monkeypatch):
     """Code that is compiled without end ends the run, instead of going on uncompiled."""
     monkeypatch.setattr(environment, "LIMITS", {"recompile_limit": 1})

@@ -43,6 +43,7 @@ def wanted():
     return norm_recipe().train(engine="inline")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("place", "worker", "step"), cover("deaths", PLACES, itertools.product((0, 1, 2), (FIRST, LATER)))
 )
@@ -66,6 +67,7 @@ def test_other_ways_to_end(tmp_path, wanted, how):
     assert sprung(tmp_path) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", sample("hanging", ["COMPUTING", "COMPUTED", "FOLDED", "UPDATING", "UPDATED"], 2))
 def test_a_worker_that_hangs_is_ended_and_replaced(tmp_path, wanted, place):
     """A stopped worker counts as dead after ``deadline_seconds``."""
@@ -74,6 +76,7 @@ def test_a_worker_that_hangs_is_ended_and_replaced(tmp_path, wanted, place):
     assert sprung(tmp_path) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("workers", "place"), cover("all workers at once", [1, 2, 3], ["COMPUTING", "FOLDING", "UPDATING"])
 )
@@ -97,6 +100,7 @@ def test_deaths_in_a_replay(tmp_path, wanted):
     assert [sprung(tmp_path / name) for name in ("one", "two", "three")] == [1, 2, 1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("whom", ["all", "others"])
 def test_deaths_while_the_state_is_taken_back(tmp_path, wanted, monkeypatch, whom):
     """After a broken update, workers die when replacements are there but nobody has the old state yet."""
@@ -139,6 +143,7 @@ def test_a_snapshot_in_memory_is_checked(tmp_path, wanted, monkeypatch, flipped)
         assert_same(recipe.train(workers=3, engine="processes"), wanted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("place", "task"), [("COMPUTING", "resume"), ("UPDATED", "resume"), ("half updated", "take")])
 def test_a_repair_that_ctrl_c_breaks_off_is_finished(tmp_path, wanted, monkeypatch, place, task):
     """Ctrl-C when the replacement is there and nobody was told: the next call tells them, and goes on."""
@@ -286,6 +291,7 @@ def test_one_death_in_every_step():
     assert_same(result, recipe.train(engine="inline"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", sample("deaths at random", ["conv_norm", "two_groups", "embedding", "counting"], 2))
 def test_deaths_at_random(family):
     """A worker is ended every few steps while the run goes freely."""
@@ -330,6 +336,7 @@ def suicidal(parent, how):
     return mlp()
 
 
+@pytest.mark.long
 def test_workers_that_cannot_start_end_the_run():
     """They exit before they have done anything, again and again: three times are enough, of SIGKILL some more."""
     for how, told in (("exit", r"3 times .*status 0"), (signal.SIGKILL, r"\d\d? times .*SIGKILL, .* and \d+ more")):
@@ -357,6 +364,7 @@ class Struck:
         return self.make_model()
 
 
+@pytest.mark.long
 def test_state_that_only_one_worker_knows(tmp_path):
     """With an optimizer from elsewhere, the others can be replaced while they compute; the first one cannot."""
     for name in ("1", "0"):
@@ -397,6 +405,7 @@ class Unscheduled(Trapped):
         Worker.take = lambda worker, orders: take(worker, {**orders, "losses": []})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("fault", "place"), [(Forgetful, "half updated"), (Unscheduled, "COMPUTING")])
 def test_planted_faults_show_in_the_digest(tmp_path, wanted, fault, place):
     """The tests above can fail: with a fault in the way back, the digest differs."""
@@ -448,6 +457,7 @@ def slow_accuracy(output, target):
     return accuracy(output, target)
 
 
+@pytest.mark.long
 def test_a_long_evaluation_does_not_count_as_hung():
     """Each chunk takes less than the deadline, all of them more: nobody is ended."""
     with FAMILIES["mlp"].recipe(4).start(workers=2, engine="processes", deadline_seconds=2.0) as run:

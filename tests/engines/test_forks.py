@@ -86,6 +86,7 @@ def command(code):
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.long
 def test_children_of_a_callback_do_not_end_the_parents_run():
     """They raise, exit, use the run, train for themselves: no worker of the parent dies, and its digest is right."""
     done = subprocess.run(command(CHILDREN), env=ENVIRONMENT, capture_output=True, text=True, timeout=100, check=False)
@@ -99,6 +100,7 @@ def living(pid):
     return False
 
 
+@pytest.mark.long
 def test_workers_end_with_the_parent_though_its_child_lives_on():
     """The parent is killed; the child that it forked holds nothing that keeps workers or the zygote alive."""
     with subprocess.Popen(command(LIVES_ON), env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as script:

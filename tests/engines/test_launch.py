@@ -107,6 +107,7 @@ def test_a_script_without_a_main_guard(tmp_path, verdict):
     assert_says(python(tmp_path / "script.py"), "top of the script", verdict)
 
 
+@pytest.mark.long
 @way("stdin")
 def test_a_script_that_comes_through_stdin(verdict):
     """`python - <<EOF` works: there is no file that a worker could import."""
@@ -119,6 +120,7 @@ def test_a_command_that_stands_in_the_arguments(verdict):
     assert_says(python("-c", JOB + VERDICT), verdict)
 
 
+@pytest.mark.long
 @way("command line")
 def test_a_file_that_the_command_line_trains(tmp_path, verdict):
     """`phalanx train FILE --workers 2` trains in two workers, to the digest of the library."""
@@ -139,6 +141,7 @@ def answer(terminal, endings, seconds=SECONDS):
     return shown
 
 
+@pytest.mark.long
 @way("prompt")
 def test_an_interactive_prompt(verdict):
     """Typed line by line at a terminal, where no source is kept, the same program works."""
@@ -236,6 +239,7 @@ phalanx.Recipe(Net, (x, y), refuse, replicas=3, batch_size=12, steps=2).train(wo
 """
 
 
+@pytest.mark.long
 @way("notebook")
 def test_a_notebook(tmp_path, verdict):
     """Classes and functions of cells work in workers; what they print, and what they raise, comes out of the cell."""
@@ -309,6 +313,7 @@ def test_local_classes_and_closures_of_a_function():
     assert type(several.model) is Outer
 
 
+@pytest.mark.long
 def test_twice_and_after_close():
     """A second run, and one after phalanx.close(), end as the first one."""
     recipe = small()
@@ -322,6 +327,7 @@ def test_twice_and_after_close():
     assert len(digests) == 1
 
 
+@pytest.mark.long
 def test_two_runs_open_at_once():
     """Two runs of one process, their steps interleaved, do not meet."""
     one, other = small(seed=1), small(seed=2)
@@ -349,6 +355,7 @@ def in_threads(*calls):
     return results
 
 
+@pytest.mark.long
 def test_a_thread_that_ends_before_the_next_run():
     """The first run may be in a thread: what it started does not end with the thread."""
     recipe = small()
@@ -358,6 +365,7 @@ def test_a_thread_that_ends_before_the_next_run():
     assert {first, in_workers(recipe).digest} == {recipe.train(engine="inline").digest}
 
 
+@pytest.mark.long
 def test_a_run_that_outlives_the_thread_it_was_started_in():
     """Started in one thread, stepped in another, finished here: the workers live until the run is closed."""
     recipe = small()
@@ -370,6 +378,7 @@ def test_a_run_that_outlives_the_thread_it_was_started_in():
         assert run.result().digest == recipe.train(engine="inline").digest
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("warm", [True, False])
 def test_two_threads_at_once(warm):
     """Two threads train at once, also when both find no zygote."""
@@ -461,6 +470,7 @@ def changed_settings(place, monkeypatch, tmp_path):
     torch.backends.mkldnn.enabled = before[2]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("place", ["loss", "dataset", "forward"])
 def test_user_code_sees_the_callers_settings(place, changed_settings):
@@ -690,6 +700,7 @@ def small_shm_command():
     return None
 
 
+@pytest.mark.long
 def test_a_container_with_little_shared_memory(verdict):
     """With a /dev/shm of 64 KB, as in containers, and a model that is larger, training goes as everywhere."""
     prefix = small_shm_command()

@@ -120,6 +120,7 @@ def test_without_a_memfd_memory_is_a_file_without_a_name(no_memfd):
     made.close()
 
 
+@pytest.mark.long
 def test_without_a_memfd_training_gives_the_same_bits(no_memfd):
     """Workers share an unlinked file instead."""
     expected = MLP.recipe(3).train(engine="inline")
@@ -251,6 +252,7 @@ def touched(recipe, workers):
     return Plan(open_framework(recipe).sharing, place(recipe.replicas, workers)).layout.touched
 
 
+@pytest.mark.long
 def test_fewer_workers_take_less(monkeypatch):
     """The way out that the error names exists: where 8 workers do not fit, 2 may, and train to the same bits."""
     recipe = MLP.recipe(8, make_model=lambda: torch.nn.Sequential(torch.nn.Linear(5, 3000), torch.nn.Linear(3000, 3)))

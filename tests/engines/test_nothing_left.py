@@ -185,6 +185,7 @@ def cleared_away(tag):
                     process.kill()
 
 
+@pytest.mark.long
 @KINDS
 @pytest.mark.parametrize("way", sample("ways to end", WAYS, 3))
 def test_nothing_is_left_when_an_interpreter_ends(way, repeat, tmp_path):
@@ -385,6 +386,7 @@ def below():
     return found
 
 
+@pytest.mark.long
 @KINDS
 @pytest.mark.parametrize("ending", sample("endings", ENDINGS, 8), ids=lambda ending: ending.__name__)
 def test_nothing_is_left_in_a_process_that_goes_on(ending, repeat, monkeypatch, tmp_path):
@@ -407,6 +409,7 @@ def test_nothing_is_left_in_a_process_that_goes_on(ending, repeat, monkeypatch, 
     assert_soon(lambda: shared_memory() - shared, "shared memory")
 
 
+@pytest.mark.long
 def test_close_ends_the_zygote():
     """After phalanx.close() no process of ours is left, not even a zombie, and none of its descriptors."""
     phalanx.close()
@@ -419,6 +422,7 @@ def test_close_ends_the_zygote():
     assert not descriptors() - held
 
 
+@pytest.mark.long
 def test_a_result_outlives_its_run():
     """What a closed run returned holds no shared memory: model and parameters are the caller's own."""
     result = small().train(workers=2, engine="processes")

@@ -124,6 +124,7 @@ def ends(make_recipe):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_workers_change_nothing(name):
     """A dataset with a generator of its own ends in one digest, and one metric, for any number of workers."""
@@ -171,6 +172,7 @@ PARTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", PARTS)
 def test_generators_of_other_parts(part):
     """Generators of the model, the loss and the collating function are keyed in each replica-step."""

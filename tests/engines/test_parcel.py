@@ -76,6 +76,7 @@ def module_of(name, source):
 # Functions and classes.
 
 
+@pytest.mark.long
 def test_functions_of_any_kind_arrive(called):
     """A lambda, a closure over a closure, a partial, a method of a local class: all are called elsewhere."""
     base = 10
@@ -99,6 +100,7 @@ def test_functions_of_any_kind_arrive(called):
     assert called(function) == str(function()) == "38"
 
 
+@pytest.mark.long
 def test_a_class_with_super_and_inheritance_arrives(called):
     """Local classes keep their bases, properties and class methods."""
 
@@ -122,6 +124,7 @@ def test_a_class_with_super_and_inheritance_arrives(called):
     assert called(lambda: (Derived.make().double, isinstance(Derived(), Base))) == "(6, True)"
 
 
+@pytest.mark.long
 def test_recursive_functions_arrive(called):
     """A function that calls itself, and two that call each other."""
 
@@ -134,6 +137,7 @@ def test_recursive_functions_arrive(called):
     assert called(lambda: (even(10), odd(10))) == "(True, False)"
 
 
+@pytest.mark.long
 def test_a_module_that_a_new_interpreter_finds_travels_by_name(sent, called):
     """Its functions are imported there, and are the very same here."""
     assert sent(textwrap.dedent) is textwrap.dedent
@@ -141,6 +145,7 @@ def test_a_module_that_a_new_interpreter_finds_travels_by_name(sent, called):
     assert called(functools.partial(textwrap.dedent, "  a")) == "a"
 
 
+@pytest.mark.long
 def test_a_module_that_a_new_interpreter_does_not_find_travels_by_value(called, monkeypatch):
     """Functions and classes of a module made at run time, with what they use of it, arrive all the same."""
     module = module_of(
@@ -160,6 +165,7 @@ def test_a_module_that_a_new_interpreter_does_not_find_travels_by_value(called, 
     assert called(lambda: (square().area(), offset(1))) == "(25, 4)"
 
 
+@pytest.mark.long
 def test_a_module_that_a_new_interpreter_does_not_find_may_be_named_as_such(called, monkeypatch):
     """A function that says ``module.function`` needs the whole module, and gets it."""
     module = module_of("made_here", "FACTOR = 3\ndef times(value): return value * FACTOR")
@@ -167,6 +173,7 @@ def test_a_module_that_a_new_interpreter_does_not_find_may_be_named_as_such(call
     assert called(lambda: module.times(4)) == "12"
 
 
+@pytest.mark.long
 def test_a_module_whose_folder_has_left_the_path_travels_by_value(called, monkeypatch, tmp_path):
     """A module that was imported from a folder which is no longer on the path."""
     (tmp_path / "left_behind.py").write_text("FACTOR = 7\ndef times(value):\n    return value * FACTOR\n")
@@ -222,6 +229,7 @@ print("same", __name__)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("by", ["file", pytest.param("stdin", marks=pytest.mark.campaign)])
 def test_a_script_without_a_guard(by, tmp_path):
     """Classes and functions of ``__main__``, without ``if __name__``, from a file or typed in, train in workers."""

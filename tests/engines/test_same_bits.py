@@ -84,6 +84,7 @@ def evaluation_of(recipe):
 # Whole recipes.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "workers"), cover("families", [name for name in FAMILIES if name not in ALL_WORKERS], FEW)
 )
@@ -92,6 +93,7 @@ def test_families_with_some_workers(name, workers):
     same(FAMILIES[name].recipe(5), workers)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "workers"), cover("any number of workers", ALL_WORKERS, EVERY))
 def test_families_with_any_number_of_workers(name, workers):
     """Eight replicas of uneven shares, and a last batch with empty ones: the same on 1 to 8 workers."""
@@ -442,6 +444,7 @@ def test_a_run_that_is_left_early(steps, workers):
     assert len(digests) == 1
 
 
+@pytest.mark.long
 def test_more_steps_than_reports_have_room():
     """A run that is longer than the ring of reports loses none of them."""
     same(MLP.recipe(2, steps=RING + 76, batch_size=2), 2)
@@ -769,6 +772,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("fault", "name", "replicas", "workers", "changes"), FAULTS)
 def test_faults_in_the_workers(fault, name, replicas, workers, changes):
     """Each named mistake ends in another digest, and the same run without it does not."""

@@ -270,6 +270,7 @@ def clamped(named):
     return optimizer
 
 
+@pytest.mark.long
 def test_the_way_out_is_exact():
     """Weights clamped in a hook of the optimizer end in one digest, within the bounds, for any number of workers."""
     wanted = give(None, clamped).train(engine="inline")

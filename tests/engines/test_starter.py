@@ -56,6 +56,7 @@ def running(pid):
     return state not in "ZX"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("whom", sample("struck", [["zygote"], ["worker", "zygote"], ["zygote", "workers"]], 1))
 def test_it_may_be_killed_together_with_workers(whom):
     """As a cgroup's OOM killer does: the run goes on; each worker died once, of what it died of, and was replaced."""
@@ -98,6 +99,7 @@ def mortal(monkeypatch):
     phalanx.close()
 
 
+@pytest.mark.long
 def test_it_may_be_killed_while_it_starts(mortal):
     """Those that are killed before they have said anything are replaced; no death of a worker is told, as none died."""
     with recipe().start(workers=2, engine="processes") as run:
@@ -108,6 +110,7 @@ def test_it_may_be_killed_while_it_starts(mortal):
     assert_same(result, recipe().train(engine="inline"))
 
 
+@pytest.mark.long
 def test_it_may_be_killed_again_while_it_starts_again(mortal, monkeypatch):
     """It dies in the middle of a run, and so do the next two."""
     monkeypatch.setattr(Mortal, "left", 0)
@@ -132,6 +135,7 @@ def test_one_that_never_starts_ends_the_run_and_says_why(monkeypatch, capfd):
     phalanx.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", sample("stopped", ["start", "death", "close"], 2))
 def test_it_may_be_stopped(moment):
     """SIGSTOP before it is asked for something: it is woken, and the run goes on, or ends, within seconds."""
@@ -152,6 +156,7 @@ def test_it_may_be_stopped(moment):
     assert_same(result, recipe().train(engine="inline"))
 
 
+@pytest.mark.long
 def test_one_that_stays_stopped_is_replaced(monkeypatch):
     """Whoever stopped it does not let it be woken: it is killed, and another does its work."""
     process = zygote()
@@ -185,6 +190,7 @@ def test_ctrl_c_while_it_does_not_answer(monkeypatch):
     assert zygote() is process
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ended", [False, True])
 def test_a_worker_whose_start_was_interrupted_is_ended(ended, monkeypatch):
     """Nobody waits for it any more: it is gone after the next request, and nothing is left; also if it ended before."""
@@ -215,6 +221,7 @@ def test_a_worker_whose_start_was_interrupted_is_ended(ended, monkeypatch):
     assert set(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.long
 def test_a_storm_over_everybody(monkeypatch):
     """Workers are ended all the time, and twice the zygote as well: the same digest, and only deaths that happened."""
     with recipe(steps=40).start(workers=2, engine="processes") as run:

@@ -92,6 +92,7 @@ class Nested(nn.Module):
         return self.inner(x)
 
 
+@pytest.mark.long
 def test_deep_models_find_as_much_stack_in_workers(deep):
     """What runs in a thread with a large stack here does not overflow the stack of a worker."""
     found = []
@@ -319,6 +320,7 @@ import time; time.sleep(60)
 """
 
 
+@pytest.mark.long
 def test_programs_in_sessions_of_their_own_end_with_the_caller(tag, tmp_path):
     """They are gone soon after the caller's process is killed."""
     program = CALLER.format(here=os.path.dirname(__file__), folder=str(tmp_path))
@@ -367,6 +369,7 @@ def recipe():
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "entering",
     [

@@ -152,6 +152,7 @@ def notes(error):
 # User code
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("place", "workers"), cover("errors in user code", PLACES, [2, 3]))
 def test_an_error_in_user_code_arrives_as_inline(place, workers):
     """A WorkerError from the user's exception, with step, replica, samples, remote traceback and last good state."""
@@ -259,6 +260,7 @@ def test_an_error_that_cannot_be_shown_does_not_hang():
             recipe(**failing_at("loss", raising(Mute))).train(**options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("workers", "slow"), cover("several errors", [2, 3, 4], [False, True]))
 def test_of_several_errors_the_one_of_the_lowest_replica_is_raised(slow, workers):
     """Whichever worker fails first: the error is that of the lowest replica, as one process would have met it."""
@@ -428,6 +430,7 @@ UPDATES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", UPDATES)
 def test_an_error_in_the_update_ends_the_run_as_inline(place):
     """What raises in the optimizer leaves no state, in the scheduler it does; either way the run refuses to go on."""
@@ -560,6 +563,7 @@ DEATHS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("way", "place"), cover("what ends workers", DEATHS, ["model", "dataset"]))
 def test_what_ends_every_worker_is_told_soon(way, place):
     """os._exit, a segmentation fault or a signal in user code, each time: a RunError says where and how; no hang."""
@@ -600,6 +604,7 @@ def test_what_ends_workers_while_everybody_runs_ahead_is_told():
 MOMENTS = ["between steps", "in a step", "in an evaluation", "before close"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("when", "number"), cover("killed workers", MOMENTS, [0, 1]))
 def test_a_worker_that_is_killed_is_replaced(when, number):
     """SIGKILL from outside, whenever it comes: the run goes on with another, close() works, nothing is left."""
@@ -712,6 +717,7 @@ def all_steps(made, call):
             run.step() if call == "step" else next(run)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("call", "replicas"), cover("Ctrl-C in a long step", ["train", "iterate", "step"], [[2], [0, 1, 2, 3]])
 )
@@ -736,6 +742,7 @@ def test_ctrl_c_in_a_long_step_comes_back_with_the_state(call, replicas, tmp_pat
     assert_no_workers()
 
 
+@pytest.mark.long
 def test_a_run_goes_on_after_ctrl_c(tmp_path):
     """Who catches Ctrl-C within the block goes on to the digest of an undisturbed run."""
     sleeping = tmp_path / "sleeping"
@@ -750,6 +757,7 @@ def test_a_run_goes_on_after_ctrl_c(tmp_path):
         assert run.result().digest == recipe(data=marked(2)).train(engine="inline").digest
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("then", sample("after Ctrl-C", ["step", "result", "evaluate"], 2))
 def test_a_run_goes_on_after_ctrl_c_in_an_evaluation(then, tmp_path):
     """Interrupted in a metric, the run is whole: steps, result and evaluations are as if nothing had been."""
@@ -782,6 +790,7 @@ def test_a_run_goes_on_after_ctrl_c_in_an_evaluation(then, tmp_path):
     assert values[0] == values[1]
 
 
+@pytest.mark.long
 def test_ctrl_c_in_a_long_evaluation_comes_back_with_the_state(tmp_path):
     """An evaluation that is due in train() and would take 40 s is left at once, with the state after the last step."""
     sleeping = tmp_path / "sleeping"
@@ -798,6 +807,7 @@ def test_ctrl_c_in_a_long_evaluation_comes_back_with_the_state(tmp_path):
     assert_no_workers()
 
 
+@pytest.mark.long
 def test_ctrl_c_pressed_twice_comes_back_from_stubborn_code(tmp_path):
     """Where user code swallows the first Ctrl-C, the second one ends the run, and nothing is left."""
     sleeping = tmp_path / "sleeping"

@@ -22,6 +22,7 @@ def trained(recipe):
     return result.digest, result.loss_history
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "replicas"), CASES)
 def test_families(name, replicas):
     """Every family ends in the bits and losses of the folded loop."""
@@ -123,6 +124,7 @@ def test_seeds(seed):
     assert trained(recipe) == answer(recipe)
 
 
+@pytest.mark.long
 def test_threads():
     """Replicas compute with the recipe's threads, whatever the caller's are."""
     alone, both = (FAMILIES["wide_sum"].recipe(3, threads=threads) for threads in (1, 2))
@@ -282,6 +284,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("fault", "name", "replicas"), FAULTS)
 def test_faults_in_the_loop(fault, name, replicas):
     """Each named mistake in the folded loop ends in another digest."""

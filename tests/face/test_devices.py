@@ -71,6 +71,7 @@ def test_the_cpu_twice(engine):
     assert twice.digest == recipe().train(engine="inline").digest
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("engine", [*HERE, "auto, two workers"])
 @pytest.mark.parametrize("devices", ["cpu", ["cpu"], "cpu:0", ("cpu:0",), "auto"])
 def test_the_cpu_by_any_name(engine, devices):

@@ -108,6 +108,7 @@ VERBS = {
 }
 
 
+@pytest.mark.long
 @SWALLOWED
 @pytest.mark.parametrize("lines", [3, pytest.param(30, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("verb", VERBS)
@@ -251,6 +252,7 @@ def ctrl_c_after(path, *waits):
                 thread.join()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"engine": "inline"}, {"engine": "processes", "workers": 2}], ids=["inline", "W2"])
 @pytest.mark.parametrize("seconds", [0.4, 3.0])
 def test_ctrl_c_in_a_context_manager_of_the_users_tears_nothing(options, seconds, tmp_path):
@@ -317,6 +319,7 @@ def test_user_code_that_swallows_ctrl_c_does_not_go_on_with_what_it_left(tmp_pat
     assert caught.value.result.steps == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("waits", [(0.0, 0.2), (0.2, 0.2, 0.2)])
 def test_ctrl_c_twice_with_workers_carries_the_state(waits, tmp_path):
     """However soon Ctrl-C comes again, the error has the state after the last whole step."""
@@ -327,6 +330,7 @@ def test_ctrl_c_twice_with_workers_carries_the_state(waits, tmp_path):
     assert caught.value.result.digest == recipe(steps=1).start(engine="inline").result().digest
 
 
+@pytest.mark.long
 def test_a_worker_that_ctrl_c_ends_is_told_of_and_not_counted(tmp_path, monkeypatch):
     """Incidents say why a worker was replaced, and any number of such ends does not end a run."""
     monkeypatch.setattr(crew, "PATIENCE_SECONDS", 0.1)
@@ -351,6 +355,7 @@ def sleeping_often(folder, output, target):
     return F.mse_loss(output, target)
 
 
+@pytest.mark.long
 def test_ctrl_c_at_the_hand_over_leaves_the_run_inline(monkeypatch):
     """Engine auto that is interrupted while workers start goes on, and tries again."""
     real, calls = auto.Processes, []

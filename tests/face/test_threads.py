@@ -132,6 +132,7 @@ def test_finish_gives_way_too():
     assert done == [digest_of(1, 3)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"engine": "inline"}, {"engine": "processes", "workers": 2}], ids=["inline", "W2"])
 def test_a_run_may_be_asked_from_several_threads(options):
     """Evaluations and results from another thread wait for the step that is being done, and see a whole state."""
@@ -363,6 +364,7 @@ print(found)
 """
 
 
+@pytest.mark.long
 def test_children_forked_while_training_end_by_signals(tmp_path):
     """SIGTERM ends a child of a callback, Ctrl-C one of another thread: the run's handlers are not theirs."""
     done = subprocess.run(

@@ -131,6 +131,7 @@ def test_what_replicas_left():
     assert together(3, 5, work, [torch.empty(1)]) == [wanted] * 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "changes"), [("step", (9, 5)), ("weights", (0, 6))])
 def test_who_differs_is_named(name, changes):
     """A host in another step, or with other weights, is refused by the other, and named."""

@@ -117,6 +117,7 @@ tried(lambda: digest({replicas}, {folder!r}, {trusting}, {steps}, workers=4, dea
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("replicas", [4, pytest.param(8, marks=pytest.mark.campaign)])
 def test_whatever_is_not_as_usual(pair, tmp_path, replicas):
     """Absent gradients, weights, layers used in a pass inside a pass, a short batch: the digest of one process."""

@@ -10,6 +10,7 @@ from tests.families import FAMILIES
 from tests.hosts.worlds import world
 
 
+@pytest.mark.long
 def test_run_after_run(pair):
     """A process may train again and again, each run ends without a word, and the store listens on loopback.
 
@@ -34,6 +35,7 @@ told += [place for _, place, _, state, *_ in lines if place.endswith(port) and s
     assert found == [[wanted[0], False, wanted[1], False, wanted[2], False]] * 2
 
 
+@pytest.mark.long
 def test_a_world_of_the_caller_s_own():
     """A group that the caller made is used for its store only, and is there afterwards as before."""
     found = world("""
@@ -137,6 +139,7 @@ def test_a_store_that_torchrun_keeps():
         assert world(code, **told) == [wanted] * 2
 
 
+@pytest.mark.long
 def test_what_differs_is_named(pair):
     """Other steps, workers, data, closures or code in one process are refused in all, and devices that cannot be.
 
@@ -175,6 +178,7 @@ told[-1] = [told[-1], [str(one.message).partition(", ")[0] for one in caught]]
         assert told[6] == [1, [f"loss_fn: global `rank` is {rank} in process {rank}"]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stopped", [pytest.param([0, 1], marks=pytest.mark.campaign), [1]])
 def test_sigterm(pair, tmp_path, stopped):
     """To one process or to all: it ends all of them after a step, process 0 saves that, and the run goes on from it."""

@@ -108,6 +108,7 @@ def test_examples_are_short(example):
     assert len(example.read_text(encoding="utf-8").splitlines()) <= EXAMPLE_LINES
 
 
+@pytest.mark.long
 def test_examples_run(tmp_path):
     """Every example runs to its end from any folder, without arguments; one after another, as each may be run again."""
     paths = [str(path) for path in EXAMPLES if path.name not in RUN_ELSEWHERE]

@@ -68,6 +68,7 @@ CASES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_refused(name):
     """The message has everything that the case asks for."""

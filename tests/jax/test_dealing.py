@@ -104,6 +104,7 @@ def whole(optimizer, shapes, gradients, dtype=jnp.float32):
     return {(kind, index): plain(leaf).tobytes() for kind, found in leaves.items() for index, leaf in enumerate(found)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "shapes"),
     [
@@ -121,6 +122,7 @@ def test_every_part_has_the_bits_of_the_whole(name, shapes):
     assert owners == ({0} if name in TOGETHER else {0, 1, 2})
 
 
+@pytest.mark.long
 def test_other_gradients_are_other_bits():
     """Equal bits mean something: one element of one gradient changes them."""
     gradients = [arrays("alike", seed=10)]

@@ -159,6 +159,7 @@ def answers(tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 def test_any_devices(answers):
     """One device or two in any order, with dropout, empty shares and weights, some 0: the same digest and losses."""
     one, *others = answers["equal"]
@@ -177,6 +178,7 @@ def test_another_seed(answers):
     assert answers["other"][0][0] != answers["equal"][0][0]
 
 
+@pytest.mark.long
 def test_errors_come_in_turn(answers):
     """What user code raises has the address of its replica, though a device began with it before its turn."""
     one, other = answers["errors"]

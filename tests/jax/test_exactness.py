@@ -27,6 +27,7 @@ def trained(recipe):
 LARGE = [pytest.param(name, marks=pytest.mark.campaign) for name in ("lenet", "transformer")]  # to compile
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*sample("one jax replica", ["mlp", "whole_loss"], 1), *LARGE])
 def test_one_replica(name):
     """A recipe ends in the bits and losses of the plain loop."""
@@ -34,6 +35,7 @@ def test_one_replica(name):
     assert trained(recipe) == answer(recipe)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sample("jax replicas", ["dropout", "masked_tokens", "bfloat16", "no_key"], 1))
 def test_several_replicas(name):
     """A recipe ends in the bits of its uneven shares, weighted and folded by hand."""
@@ -41,6 +43,7 @@ def test_several_replicas(name):
     assert trained(recipe) == answer(recipe)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("replicas", sample("counts of jax replicas", [4, 7], 1))
 def test_replica_counts(replicas):
     """Even shares, uneven ones and empty ones are folded as by hand."""
@@ -48,6 +51,7 @@ def test_replica_counts(replicas):
     assert trained(recipe) == answer(recipe)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sample("jax optimizers", OPTIMIZERS, 3))
 def test_optimizers(name):
     """Optimizers, schedules and what draws random numbers end in the bits of the loop by hand, state included."""
@@ -68,6 +72,7 @@ def test_clipping(replicas):
     assert trained(recipe) == answer(recipe) != trained(MLP.recipe(replicas))
 
 
+@pytest.mark.long
 def test_same_bits_again_and_other_answers():
     """A recipe ends in one digest; another seed, replica count, order or optimizer ends in another."""
     dropout = FAMILIES["dropout"]
@@ -171,6 +176,7 @@ def test_it_is_compiled_once_per_shape():
     assert traced == [(4, 5)]
 
 
+@pytest.mark.long
 def test_the_caller_s_modes_change_nothing():
     """Inside jax.disable_jit, and with another kind of random keys, the answer is the same."""
     recipe = FAMILIES["dropout"].recipe(2, steps=1)
@@ -201,6 +207,7 @@ def test_names_are_never_equal():
     assert list(recipe.train(engine="inline").params) == ["['a']['b']", "['a.b']"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("replicas", sample("jax evaluation", [1, 3], 1))
 def test_evaluation(replicas):
     """Every sample counts once, nothing is padded, dropout is off, and the state is as it was."""
@@ -221,6 +228,7 @@ def test_evaluation(replicas):
     assert values[0] == pytest.approx(float((np.asarray(whole).argmax(-1) == y).mean()), abs=1e-6)
 
 
+@pytest.mark.long
 def test_the_reported_numbers():
     """A report has the norm of the mean gradient before clipping, and the rate of the default optimizer."""
     seen = []

@@ -47,6 +47,7 @@ def run_here(threads):
     return names["run"](threads)
 
 
+@pytest.mark.long
 def test_threads_are_the_recipe_s(tmp_path):
     """A run starts XLA with its own threads, whatever NPROC says and after a snapshot was read; NPROC stays."""
     FAMILIES["mlp"].recipe(2, steps=1).train(engine="inline", run_dir=tmp_path)
@@ -54,11 +55,13 @@ def test_threads_are_the_recipe_s(tmp_path):
     assert ran(WIDE + told, PJRT_NPROC="3") == [run_here(1), "None", "3"]
 
 
+@pytest.mark.long
 def test_threads_change_bits():
     """Two threads end in other bits with a wide layer, so their number does matter."""
     assert ran(WIDE + "print(run(2))") != [run_here(1)]
 
 
+@pytest.mark.long
 def test_a_backend_that_was_started_before_is_refused():
     """A backend with other threads is refused with the way out."""
     refused = "jnp.ones(3).block_until_ready()\ntry:\n    run(1)\nexcept phalanx.UsageError as error:\n    print(error)"
@@ -70,6 +73,7 @@ def test_a_backend_that_was_started_before_is_refused():
         run_here(2)
 
 
+@pytest.mark.long
 def test_torch_users_need_no_jax():
     """Where jax cannot be imported all of a torch run works, and a factory with a key is told what to install."""
     told = """
@@ -92,6 +96,7 @@ except phalanx.UsageError as error:
     assert "'phalanx[jax]'" in ran(told)
 
 
+@pytest.mark.long
 def test_torch_users_never_import_jax():
     """Where jax can be imported a torch recipe does not."""
     told = """
@@ -103,6 +108,7 @@ print(sorted({"jax", "optax"} & {name.split(".")[0] for name in sys.modules}))
     assert ran(told) == ["[]"]
 
 
+@pytest.mark.long
 def test_compiled_programs_are_cleared_away(tmp_path):
     """However the process that starts workers ends, its folder goes with it, and it says nothing."""
     told = f"""

@@ -14,6 +14,7 @@ from tests.jax.families import FAMILIES
 MLP = FAMILIES["mlp"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["dropout", "bfloat16"])
 def test_resuming(name, tmp_path):
     """A run that goes on from its directory ends in the bits of one that was never interrupted."""
@@ -25,6 +26,7 @@ def test_resuming(name, tmp_path):
     assert (resumed.digest, resumed.loss_history) == (whole.digest, whole.loss_history)
 
 
+@pytest.mark.long
 def test_an_optimizer_with_a_random_key_resumes(tmp_path):
     """Random keys in the optimizer's state, old and new ones, are saved too."""
 
@@ -73,6 +75,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
     assert again.resumed_from == 2
 
 
+@pytest.mark.long
 def test_another_environment_warns(tmp_path):
     """Going on with another precision of products warns that bits may differ."""
     MLP.recipe(2, steps=2).train(engine="inline", run_dir=tmp_path)

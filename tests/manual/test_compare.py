@@ -53,6 +53,7 @@ def sizes(shards):
     return [len(x) for x, _ in shards]
 
 
+@pytest.mark.long
 def test_the_comparison_passes():
     """Run as a script, it compares with DDP over Gloo, prints every parameter, and ends with 0."""
     done = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, timeout=100, check=False)

@@ -165,6 +165,7 @@ def state(replicas, optimizers):
     return digests(replicas, optimizers, 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("make_model", [mlp, conv_norm, double, Counting, Unused, ConstantBuffers])
 def test_replicas_stay_equal(make_model, algorithm):

@@ -89,6 +89,7 @@ def collisions(numbers):
     return len(numbers) - len({number & LOW for number in numbers})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("seed", "stream", "start"),
     [

@@ -169,6 +169,7 @@ def test_uneven_orders_are_noticed():
     assert unevenness([np.roll(range(5), turn).tolist() for turn in range(4000)]) > 220
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("window", [1, 2, 3, 8, 31])
 def test_windows_are_the_whole_order(window):
     """Every length up to 70, asked for in batches of every kind: what is held in windows has the order of one sort."""

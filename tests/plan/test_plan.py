@@ -287,6 +287,7 @@ def test_negative_steps_are_refused(step):
 # Arithmetic
 
 
+@pytest.mark.long
 def test_steps_per_epoch_counts_batches():
     """As many steps as slices of the data; with ``drop_last`` as many as full ones."""
     for samples, batch_size in itertools.product(range(1, 41), range(1, 46)):

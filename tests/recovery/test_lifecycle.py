@@ -124,6 +124,7 @@ def check(supervisor):
 POINTS = list(itertools.product(range(STEPS), Phase))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_a_death_at_every_point_is_judged_as_what_it_is(count):
     """Every phase x every worker x many orders in which the others go on: never a torn state taken for a whole one."""

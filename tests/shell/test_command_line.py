@@ -43,6 +43,7 @@ def recipe_file(tmp_path):
     return tmp_path / "job.py"
 
 
+@pytest.mark.long
 def test_train_prints_what_the_library_gives(recipe_file):
     """`phalanx train FILE` ends in the digest of `recipe.train()`, shows the metric, and exits with 0."""
     done = phalanx_command("train", "job.py", "--quiet", cwd=recipe_file.parent)
@@ -92,6 +93,7 @@ def test_explain_shows_an_algorithm(here, tmp_path, name):
     assert "ring" in wrong.stderr
 
 
+@pytest.mark.long
 def test_train_draws_one_bar_and_a_picture(recipe_file):
     """The bar goes to stderr, the picture where --plot says."""
     done = phalanx_command("train", "job.py", "--plot", "sub/loss.png", cwd=recipe_file.parent)
@@ -119,6 +121,7 @@ def test_wrong_calls_end_in_one_sentence(here, recipe_file, arguments, words):
     assert all(word in done.stderr for word in words)
 
 
+@pytest.mark.long
 def test_an_exception_in_user_code_is_shown_with_its_traceback(tmp_path):
     """Exit code 1; the user's own line is in the traceback, then one sentence with step and replica."""
     broken = RECIPE.replace("torch.nn.functional.mse_loss", "lambda output, target: 1 / 0")
@@ -130,6 +133,7 @@ def test_an_exception_in_user_code_is_shown_with_its_traceback(tmp_path):
     assert "step 0, replica 0" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.long
 def test_control_c_says_where_it_stopped(tmp_path):
     """Exit code 130; the digest printed is that of a whole step."""
     endless = RECIPE.replace("epochs=3", "steps=10**7").replace(

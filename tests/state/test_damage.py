@@ -112,6 +112,7 @@ FILE_DAMAGES = (
 )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("damage", "name"),
     cover("damaged files", FILE_DAMAGES, FILES),
@@ -283,6 +284,7 @@ CONTENT_DAMAGES = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", CONTENT_DAMAGES)
 def test_damaged_content(run_dir, wanted, kind):
     """What is inside does not fit: the older snapshot is used, with a warning that says what; the digest is right."""
@@ -311,6 +313,7 @@ def flipped(path, bit):
     path.write_bytes(data)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FILES)
 def test_flipped_bits_are_refused_or_harmless(run_dir, name):
     """One bit of each file, at many positions: the snapshot is refused, or it is the same."""
@@ -467,6 +470,7 @@ def test_odd_headers(run_dir, name):
         (folder / name).write_bytes(whole)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("field", sorted(snapshot.FIELDS))
 def test_odd_states(run_dir, field):
     """A state that was sealed with an odd value is used if it makes sense, or refused by an error of the library's."""

@@ -65,6 +65,7 @@ def test_a_bad_warm_start_leaves_the_directory_free(tmp_path, wanted, good, warm
     assert_same(norm_recipe(STEPS).train(**options), wanted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_dropped_run_leaves_the_directory_free(tmp_path, wanted, workers):
     """A run that nobody closed or entered gives back the directory when it is dropped; while it is held, it is held."""
@@ -104,6 +105,7 @@ def test_an_exception_between_start_and_with(tmp_path):
     assert free(tmp_path)
 
 
+@pytest.mark.long
 def test_no_descriptor_is_left(tmp_path):
     """Dropped, refused and closed runs leave no descriptor open."""
 
@@ -136,6 +138,7 @@ def forked(act):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.long
 def test_a_forked_child_holds_nothing(tmp_path):
     """A child neither lets go of its parent's directory nor writes there, whatever it does with its copy of the run."""
     run = norm_recipe(STEPS).start(run_dir=tmp_path, engine="inline")
@@ -161,6 +164,7 @@ def test_a_forked_child_holds_nothing(tmp_path):
     assert free(tmp_path)
 
 
+@pytest.mark.long
 def test_a_child_that_outlives_the_run(tmp_path):
     """A forked child that goes on keeps no lock: not when the run is closed, and not when its process is killed."""
     read, write = os.pipe()
@@ -188,6 +192,7 @@ def test_a_child_that_outlives_the_run(tmp_path):
     os.waitpid(child, 0)
 
 
+@pytest.mark.long
 def test_a_fork_that_python_does_not_see(tmp_path, monkeypatch):
     """In a process that is not the one that took the lock, nothing is unlocked or closed."""
     directory = RunDirectory(tmp_path, 3)
@@ -417,6 +422,7 @@ print(run.result().digest)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("room", [0, 1, 77, 200])
 def test_a_run_on_a_full_disk(tmp_path, room):
     """No file may grow for some steps: the run ends in its digest, and its log has whole lines, the last ones too."""

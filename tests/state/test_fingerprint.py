@@ -245,6 +245,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", REFUSED)
 def test_another_recipe_is_told_from_it(make, name):
     """What differs is refused by the name of the field and the path to it; the same made again is the same."""
@@ -391,6 +392,7 @@ print(json.dumps([changes.written(changes.recipe_of(module, given)) for given in
 """
 
 
+@pytest.mark.long
 def test_processes_agree(make, tmp_path):
     """Another process, hash seed, folder, working directory, order of imports: the same fingerprints to the letter."""
     given = [

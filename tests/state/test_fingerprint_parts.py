@@ -262,6 +262,7 @@ def test_recipes_of_jax():
     assert "closure variable" in next(path for path in seen(made()).named(CODE) if "max_norm" in path)
 
 
+@pytest.mark.long
 def test_fingerprints_are_small():
     """The usual recipe takes some KB in each snapshot, a model of hundreds of modules not much more."""
     assert len(json.dumps(written(norm_recipe(2)))) < 4000
@@ -275,6 +276,7 @@ def test_fingerprints_are_small():
     assert found.differs == ["make_model is another a Sequential here than there"]
 
 
+@pytest.mark.long
 def test_every_family_is_seen():
     """The recipes of these tests have nothing that cannot be seen, and each is told from all others."""
     found = [written(family.recipe(3)) for family in FAMILIES.values()]

@@ -74,6 +74,7 @@ def drive():
         yield function
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", [*sample("killed drivers", range(STEPS - 1), 3), STEPS - 1])
 def test_the_driver_is_killed_after_every_step(tmp_path, wanted, drive, step):
     """SIGKILL after step k, in the midst of saving or just after it; the run ends as if nothing had been."""
@@ -115,6 +116,7 @@ def forget_weights(monkeypatch):
     monkeypatch.setattr("phalanx.frameworks.torch.snapshot.adopt_weights", lambda model, weights: None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", [forget_buffers, forget_schedule, forget_moments, forget_weights])
 def test_what_is_not_put_back_shows_in_the_digest(tmp_path, monkeypatch, fault):
     """The tests here can fail: without buffers, schedule, moments or weights, the digest differs."""
@@ -139,6 +141,7 @@ def assert_snapshots_are_right(run_dir, steps):
             assert found == alone, step
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_every_snapshot_is_the_state_of_its_step(tmp_path, workers):
     """While the run goes on, each snapshot is copied: it is that of a run of so many steps, bit for bit."""
@@ -147,6 +150,7 @@ def test_every_snapshot_is_the_state_of_its_step(tmp_path, workers):
     assert_snapshots_are_right(tmp_path, 12)
 
 
+@pytest.mark.long
 def test_snapshots_while_workers_die(tmp_path):
     """Workers are ended every few steps, and replaced, while snapshots are written: all of them are right."""
     rng = random.Random(1)
@@ -267,6 +271,7 @@ def accuracy(output, target):
 EVALUATION = phalanx.Evaluation(accuracy, IMAGES)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 2])
 def test_evaluations_are_kept(tmp_path, workers):
     """What was measured before the interruption is in metric_history, once, as in a run in one go."""
@@ -308,6 +313,7 @@ def test_no_evaluation_is_lost_to_a_snapshot(tmp_path, monkeypatch, workers):
     assert_same(result, give().train(engine="inline"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 2])
 def test_no_step_is_missing_in_the_log(tmp_path, monkeypatch, workers):
     """Whenever snapshots are taken, the log has every step once, in order."""
@@ -380,6 +386,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("field", OTHERS)
 def test_another_recipe_is_refused(tmp_path, field):
     """The error names the field; what is there stays as it is, and its own recipe goes on."""
@@ -566,6 +573,7 @@ def test_a_fingerprint_that_is_none(tmp_path, recipe):
     assert steps_in(tmp_path) == [2]
 
 
+@pytest.mark.long
 def test_another_environment_is_told(tmp_path, monkeypatch):
     """With another version of torch, a warning says that bits may differ, and in what."""
     from phalanx.checkpoint import resume
@@ -588,6 +596,7 @@ def test_resume_false(tmp_path):
     norm_recipe(3).train(run_dir=tmp_path, engine="inline")
 
 
+@pytest.mark.long
 def test_two_runs_at_once(tmp_path):
     """The second is refused as long as the first is open, from another process too."""
     with norm_recipe(4).start(run_dir=tmp_path, engine="inline") as run:
@@ -683,6 +692,7 @@ def real_part(model, batch):
     return model(batch[0].real)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, lambda: torch.device("meta")])
 def test_the_callers_modes_do_not_matter(tmp_path, mode):
     """A run goes on within the caller's inference mode, or with another default device, as it does without."""
@@ -859,6 +869,7 @@ def test_sigterm_here(tmp_path, earlier, workers):
     assert_same(norm_recipe(9).train(run_dir=tmp_path, **engine_of(workers)), alone)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 2])
 def test_sigterm_at_any_time(tmp_path, earlier, workers):
     """It comes a dozen times, some milliseconds apart, while the run goes freely: in the end, nothing is missing."""

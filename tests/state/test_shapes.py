@@ -209,6 +209,7 @@ def strike(rng, folder):
     forged(folder, tensor, change, name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(n, marks=pytest.mark.campaign) for n in range(3, 60))])
 def test_forged_at_random(tmp_path, good, seed):
     """Whatever is changed: a snapshot is read and resumed from, or refused with a SnapshotError or UsageError."""

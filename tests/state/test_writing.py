@@ -115,6 +115,7 @@ def write_and_die(run_dir, state, keep, fatal, when):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("when", "keep"), sample("deaths while writing", WAYS, 1))
 def test_a_death_at_every_operation(tmp_path, good, next_state, wanted, when, keep):
     """Killed at any operation of a write: the last good snapshot loads, nothing is in the way of the next run."""
@@ -151,6 +152,7 @@ def careless(target):
     return contextlib.nullcontext(target)
 
 
+@pytest.mark.long
 def test_a_careless_writer_is_found_out(tmp_path, good, next_state, monkeypatch):
     """The test above can fail: written in place, a snapshot of which half is there is found, and passed over."""
     monkeypatch.setattr(files, "whole_folder", careless)
@@ -262,6 +264,7 @@ class Broken:
 PLACES = ("mkdir", "open", "write", "fsync", "rename", "fsync of a folder")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("workers", "operation", "number"),
     [
@@ -285,6 +288,7 @@ def test_a_write_that_fails_is_told(tmp_path, monkeypatch, wanted, operation, nu
         assert snapshot.read(folder_of(tmp_path, step)).step == step
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("operation", "number"), cover("writes that end the run", PLACES, ERRORS))
 def test_a_write_that_fails_ends_the_run(tmp_path, monkeypatch, wanted, operation, number):
     """With on_snapshot_error="stop": an error with the state; later, the run goes on from the snapshot before."""
@@ -299,6 +303,7 @@ def test_a_write_that_fails_ends_the_run(tmp_path, monkeypatch, wanted, operatio
     assert_same(norm_recipe(STEPS).train(**options), wanted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("every", [1, 4, 5])
 @pytest.mark.parametrize("step", [4, 5, STEPS])
 def test_no_failure_is_swallowed_at_the_end(tmp_path, monkeypatch, step, every):
@@ -382,6 +387,7 @@ def test_other_errors_in_the_writer_are_not_lost(tmp_path, monkeypatch):
         norm_recipe(STEPS).train(**options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)
 @pytest.mark.parametrize("operation", PLACES)
 def test_save_that_fails(tmp_path, monkeypatch, operation, number):
@@ -428,6 +434,7 @@ def test_only_the_owner_may_read(tmp_path, umask):
             assert mode == (0o700 if path.is_dir() else 0o600), f"{path} is {mode:o}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["a file", "in a file", "read-only"])
 def test_directories_that_cannot_be_used(tmp_path, what):
     """One sentence names the argument and why."""
