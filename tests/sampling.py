@@ -2,8 +2,8 @@
 
 The cases that were drawn are marked "sampled", the others "campaign": ``make test`` leaves the latter out, and
 ``make chaos`` runs both, whatever the seed. ``PHALANX_SEED=... make test`` draws the same cases again. So it is with
-tests that take long (marked "long": seconds, as they start interpreters, hosts or compilers): of those of a file every
-run tries one in three. A file that is named on the command line runs all of them.
+tests that take long (marked "long": seconds, as they start interpreters, hosts or compilers): of those of a folder
+every run tries one in four. A file that is named on the command line runs all of them.
 """
 
 import itertools
@@ -38,17 +38,18 @@ def sample(name, cases, count):
 
 
 def rotate(items):
-    """Of the tests of each file that take long, draw one in three, and at least one."""
-    files = {}
+    """Of the tests of each folder that take long, draw one in four, and at least one."""
+    folders = {}
     for item in items:
         if item.get_closest_marker("long"):
-            files.setdefault(item.nodeid.split("::")[0], {}).setdefault(item.originalname, []).append(item)
-    for file, tests in files.items():
-        drawn = generator(file).sample(sorted(tests), -(-len(tests) // 3))
-        for name, cases in tests.items():
+            test = item.nodeid.split("[")[0]
+            folders.setdefault(test.split("::")[0].rpartition("/")[0], {}).setdefault(test, []).append(item)
+    for folder, tests in folders.items():
+        drawn = generator(folder).sample(sorted(tests), -(-len(tests) // 4))
+        for test, cases in tests.items():
             for case in cases:
                 if not case.get_closest_marker("campaign"):
-                    case.add_marker("sampled" if name in drawn else "campaign")
+                    case.add_marker("sampled" if test in drawn else "campaign")
 
 
 def cover(name, rows, columns):

@@ -54,7 +54,7 @@ class Item:
     """A test as pytest collects it."""
 
     def __init__(self, name, *marks):
-        self.nodeid, self.originalname, self.marks = f"tests/test_it.py::{name}", name.split("[")[0], list(marks)
+        self.nodeid, self.marks = f"tests/test_it.py::{name}", list(marks)
 
     def get_closest_marker(self, name):
         return name in self.marks
@@ -63,7 +63,7 @@ class Item:
 
 
 def rotated(monkeypatch, seed):
-    """Names of tests that this seed draws, of a file with seven that take long; the others are for campaigns."""
+    """Names of tests that this seed draws, of a folder with seven that take long; the others are for campaigns."""
     monkeypatch.setattr(sampling, "SEED", seed)
     items = [Item("quick"), Item("cases[0]", "long"), Item("cases[1]", "long"), Item("cases[2]", "long", "campaign")]
     items += [Item(letter, "long") for letter in "abcdef"]
@@ -75,16 +75,16 @@ def rotated(monkeypatch, seed):
 
 
 def test_tests_that_take_long_rotate(monkeypatch):
-    """Three of seven are drawn, with all their cases that were; the same with the same seed, each with some seed."""
-    runs = [rotated(monkeypatch, seed) for seed in range(12)]
+    """Two of seven are drawn, with all their cases that were; the same with the same seed, each with some seed."""
+    runs = [rotated(monkeypatch, seed) for seed in range(20)]
     assert runs[0] == rotated(monkeypatch, 0)
-    assert all(len({name.split("[")[0] for name in names}) == 3 for names in runs)
+    assert all(len({name.split("[")[0] for name in names}) == 2 for names in runs)
     assert all(("cases[0]" in names) == ("cases[1]" in names) for names in runs)
     assert set.union(*runs) == {"cases[0]", "cases[1]", *"abcdef"}
 
 
-def test_one_alone_in_its_file_always_runs():
-    """No file loses its only test."""
+def test_one_alone_in_its_folder_always_runs():
+    """No folder loses its only test."""
     alone = Item("alone", "long")
     sampling.rotate([alone])
     assert alone.marks == ["long", "sampled"]
