@@ -39,6 +39,7 @@ def test_reduce_scatter(right, size):
     right(size, "jobs.reduce_scatters")
 
 
+@pytest.mark.long
 def test_barrier(right, tmp_path):
     """Nobody goes on before all have come."""
     right(3, "jobs.barriers", str(tmp_path))

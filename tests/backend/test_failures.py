@@ -23,12 +23,14 @@ def test_a_dead_rank_is_an_error_on_all_others(ran, size, count, how):
     assert codes == [0] * (size - 1) + [ended], "\n".join(told)
 
 
+@pytest.mark.long
 def test_a_dead_sender_is_an_error(ran):
     """Who waits for a message from a dead rank is told."""
     codes, told = ran(2, "failures.sender_dies")
     assert codes == [-signal.SIGKILL, 0], told
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["size", "kind", "op", "dtype", "moved dtype", "root"])
 def test_ranks_that_differ_are_told(right, kind):
     """Different collectives, sizes, operations, dtypes or roots: an error that says what each does, and no hang."""

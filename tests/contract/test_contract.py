@@ -102,6 +102,7 @@ def test_clipping(kit, workers):
     assert same(kit.recipe(5, max_norm=0.05), workers)[0] != course(kit.recipe(5), engine="inline")[0]
 
 
+@pytest.mark.long
 @with_kits(["on_nonfinite"], cover("not finite, any kit", KITS, ["skip", "ignore"]))
 def test_steps_that_are_not_finite(kit, on_nonfinite):
     """A step with NaN in one share is skipped by all workers, or taken by all of them."""

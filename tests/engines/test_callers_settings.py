@@ -75,6 +75,7 @@ def nested(*contexts):
         yield
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", ENGINES, ids=NAMES)
 @pytest.mark.parametrize("name", MODES)
 def test_modes_around_a_run_are_shut_out(name, options):

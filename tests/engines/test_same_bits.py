@@ -194,6 +194,7 @@ def test_seeds(seed, workers):
     same(FAMILIES["transformer"].recipe(5, seed=seed), workers)
 
 
+@pytest.mark.long
 @two_or_three("threads")
 def test_threads(workers):
     """Workers compute with the recipe's threads."""

@@ -180,6 +180,7 @@ def test_a_resumed_run_goes_on_alike(tmp_path, name, half):
     assert give(*CASES[name]).train(engine="processes", workers=2, run_dir=tmp_path).digest == wanted
 
 
+@pytest.mark.long
 def test_a_group_added_later(tmp_path):
     """Parameters that a scheduler gives to the optimizer after some steps are updated from there on, by any engine."""
 

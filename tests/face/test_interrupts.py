@@ -129,6 +129,7 @@ def test_ctrl_c_at_any_line_inline(verb, lines, tmp_path):
         assert surroundings() == before
 
 
+@pytest.mark.long
 @SWALLOWED
 @pytest.mark.parametrize("steps", [10, pytest.param(60, marks=pytest.mark.campaign)])
 def test_ctrl_c_at_any_line_with_workers(steps, tmp_path):

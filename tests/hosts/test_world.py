@@ -71,6 +71,7 @@ with family.recipe(4, data=None, steps=None).start(deadline_seconds=20) as run:
     assert all("the batch of step 3 is another in process 1" in told[1] for told in found), found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("odd", [0, pytest.param(1, marks=pytest.mark.campaign)])
 def test_an_error_of_one_process_is_told_to_all(pair, odd):
     """What user code raises in one process ends the others in seconds, with its words; and so does leaving early."""

@@ -173,6 +173,7 @@ def test_a_batch_in_memory_that_is_used_again(answers):
     assert [found[:2] for found in others] == [one[:2]] * 2
 
 
+@pytest.mark.long
 def test_another_seed(answers):
     """Another seed is another digest: equal ones mean something."""
     assert answers["other"][0][0] != answers["equal"][0][0]

@@ -44,6 +44,7 @@ def test_an_optimizer_with_a_random_key_resumes(tmp_path):
         assert MLP.recipe(2, steps=4, optimizer=noise(key)).train(engine="inline", run_dir=place).digest == whole.digest
 
 
+@pytest.mark.long
 def test_saving_and_loading(tmp_path):
     """A saved state is read back as numpy arrays, bit for bit, with the digest of the result; and can be begun from."""
     with FAMILIES["bfloat16"].recipe(2).start(engine="inline") as run:

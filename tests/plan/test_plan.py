@@ -308,6 +308,7 @@ def test_epochs_are_counted_from_zero(recipe, step):
     assert first <= step < first + plan.steps_per_epoch
 
 
+@pytest.mark.long
 def test_a_plan_is_compared_by_its_recipe():
     """Equal recipes have equal plans, whatever was asked of them; another seed makes another plan."""
     asked = make()
@@ -324,6 +325,7 @@ def low_halves(function, replicas, steps=400):
     return len({function(step, replica) & LOW for step in range(steps) for replica in range(replicas)})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("replicas", [1, 2, 3, 8, 17])
 def test_each_replica_step_has_a_key_of_its_own(replicas):
     """No two replica-steps of a run share the low half of their keys."""

@@ -158,6 +158,7 @@ NOTED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NOTED)
 def test_written_attributes_of_a_record_are_told(make, name):
     """A loss that writes attributes of a record outside of it is the same recipe after use, and a warning names it."""

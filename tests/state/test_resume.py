@@ -203,6 +203,7 @@ def test_a_schedule_of_a_rate_that_is_a_tensor(tmp_path):
     halved(tmp_path, give)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sample("resumed data", DATA, 4))
 def test_every_kind_of_data(tmp_path, name):
     """Sample order and random draws depend on the step alone, so nothing of them has to be kept."""
