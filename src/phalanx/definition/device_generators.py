@@ -36,13 +36,27 @@ class DeviceGenerator:
 
 def in_use() -> tuple[DeviceGenerator, ...]:
     """Those of the accelerators that this process uses; asking starts none, and lets the process fork as before."""
-    torch: Any = sys.modules.get("torch")
-    if torch is None or (kind := torch.accelerator.current_accelerator()) is None:
-        return ()
-    module = torch.get_device_module(kind)
-    if not getattr(module, "is_initialized", module.is_available)():  # to use them only for that would take memory
+    module = _module()
+    # To use them only for that would take memory.
+    if module is None or not getattr(module, "is_initialized", module.is_available)():
         return ()
     return _of(module, module.device_count())
+
+
+def listed() -> tuple[Any, ...]:
+    """Their generators as torch's objects, of kinds that show them."""
+    return tuple(getattr(_module(), "default_generators", ()))
+
+
+def _module() -> Any:
+    """What torch has for the kind of accelerator that this machine has, or None."""
+    torch: Any = sys.modules.get("torch")
+    try:
+        kind = torch and torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6, where there is none
+        return None
+    # By its name: torch remembers what it answers when asked without one, and a kind may be registered later.
+    return kind and torch.get_device_module(kind)
 
 
 @functools.cache

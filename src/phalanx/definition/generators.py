@@ -50,7 +50,7 @@ def find(roots: Mapping[str, Any]) -> Owned:
     known = [np.random.mtrand._rand, np.random.mtrand._rand._bit_generator, random.seed.__self__]  # type: ignore[attr-defined]
     kinds: tuple[type, ...] = (np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
     if torch is not None:
-        known += [torch.default_generator, *getattr(torch.get_device_module(), "default_generators", ())]
+        known += [torch.default_generator, *device_generators.listed()]
         kinds += (torch.Generator,)
     strangers = set(map(id, known))
     return {path: value for path, value in reachable(roots) if isinstance(value, kinds) and id(value) not in strangers}
