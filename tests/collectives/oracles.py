@@ -34,7 +34,7 @@ def wild(count, shape, dtype, seed, special=False):
 
 def _one(random, shape, dtype, special):
     if dtype == torch.bool:
-        return torch.tensor(random.random(shape) < 0.5)
+        return torch.from_numpy(np.asarray(random.random(shape) < 0.5))
     if dtype in INTEGERS:
         limits = torch.iinfo(dtype)
         return torch.tensor(random.integers(limits.min, limits.max, shape, endpoint=True, dtype=np.int64)).to(dtype)
@@ -50,6 +50,7 @@ def bits(tensor):
     """Dtype, shape and bytes; every NaN counts as the same NaN, because hardware chooses its payload."""
     real = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
     if real.is_floating_point():
+        real = real.float() if real.itemsize == 1 else real  # exact; torch 2.6 cannot choose among eighths
         real = torch.where(real.isnan(), torch.full_like(real, torch.nan), real)
     own = real.resolve_neg().clone(memory_format=torch.contiguous_format)
     return tensor.dtype, tuple(tensor.shape), bytes(own.untyped_storage().tolist())

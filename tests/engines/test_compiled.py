@@ -94,12 +94,16 @@ def test_settings_of_the_compiler_are_the_callers_again():
     """Inside a run sizes are never made symbolic; afterwards the compiler's settings are as before."""
     import torch._dynamo.config as config
 
-    before = config.automatic_dynamic_shapes, config.recompile_limit, config.fail_on_recompile_limit_hit
+    def settings():
+        names = [*environment.STATIC, *environment.LIMITS, *environment.OLDER.values()]
+        return {name: getattr(config, name) for name in names if hasattr(config, name)}
+
+    before = settings()
     with recipe().start(engine="inline") as run:
         next(run)
         with run._engine.environment:
             assert not config.automatic_dynamic_shapes
-        assert (config.automatic_dynamic_shapes, config.recompile_limit, config.fail_on_recompile_limit_hit) == before
+        assert settings() == before
 
 
 UNEVEN = {"uneven shares": {}, "a short batch": {"replicas": 1, "batch_size": 20}}

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
@@ -134,9 +135,11 @@ def _absent(rank: int) -> PhalanxError:
 def _open(rank: int, size: int, address: str, port: int, limit: datetime.timedelta) -> Any:
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         listening = interfaces.listening(address, port)
-        found = TCP(
-            address, port, size, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=listening
-        )
+        options = {"timeout": limit, "wait_for_workers": False, "master_listen_fd": listening}
+        options["use_libuv"] = not torch.__version__.startswith(
+            "2.6."
+        )  # that of torch 2.6 takes no socket that listens
+        found = TCP(address, port, size, is_master=True, **options)
     else:
         found = _bare(next(iter(rendezvous("env://", rank, size, timeout=limit)))[0])
     return c10d.PrefixStore(os.environ.get("TORCHELASTIC_RUN_ID", ""), found)

@@ -174,6 +174,11 @@ STATIC: Final = {
     "automatic_dynamic_remote_pgo": False,
     "fail_on_recompile_limit_hit": True,
 }
+OLDER: Final = {  # what torch 2.6 calls them
+    "recompile_limit": "cache_size_limit",
+    "accumulated_recompile_limit": "accumulated_cache_size_limit",
+    "fail_on_recompile_limit_hit": "fail_on_cache_limit_hit",
+}
 
 
 class StaticShapes(contextlib.AbstractContextManager[None]):
@@ -203,10 +208,10 @@ class StaticShapes(contextlib.AbstractContextManager[None]):
         if self._before or frames is None or not (self.known or frames.FRAME_COUNTER):
             return
         config: Any = sys.modules["torch._dynamo.config"]
-        limits = {name: max(least, getattr(config, name)) for name, least in LIMITS.items()}
-        for name, value in {**STATIC, **limits}.items():
-            self._before[name] = getattr(config, name)
-            setattr(config, name, value)
+        for name, wanted in {**STATIC, **LIMITS}.items():
+            setting = name if hasattr(config, name) else OLDER[name]
+            before = self._before[setting] = getattr(config, setting)
+            setattr(config, setting, max(before, wanted) if name in LIMITS else wanted)
 
 
 def compiled(roots: Mapping[str, Any]) -> dict[str, Any]:
