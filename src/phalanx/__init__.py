@@ -20,6 +20,7 @@ from phalanx.errors import (
 from phalanx.frameworks.registry import digest
 from phalanx.frameworks.torch.replica.forward import weighted
 from phalanx.plan import Plan
+from phalanx.proof.tune import tune
 from phalanx.recipe import Recipe, close, load, train
 from phalanx.run.result import Result
 from phalanx.run.run import Run
@@ -51,5 +52,6 @@ __all__ = [
     "digest",
     "load",
     "train",
+    "tune",
     "weighted",
 ]

@@ -1,4 +1,4 @@
-"""The command line: ``phalanx train FILE``, ``demo NAME``, ``chaos FILE``, ``check FILE``, ``explain NAME``.
+"""The command line: ``phalanx train FILE``, ``demo NAME``, ``chaos``, ``check``, ``tune FILE``, ``explain NAME``.
 
 Exit codes: 0 done; 1 the run went wrong (its error says how); 2 the call is wrong; 75 SIGTERM came and the state was
 saved, run the same again; 130 stopped by Ctrl-C.
@@ -6,7 +6,6 @@ saved, run the same again; 130 stopped by Ctrl-C.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pathlib
 import sys
@@ -16,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from phalanx import __version__
+from phalanx.cli import tables
 from phalanx.cli.files import load_recipe
 from phalanx.cli.printed import pace, picture, report
 from phalanx.definition.evaluation import Evaluation
@@ -170,25 +170,26 @@ def check_devices(
 
     Exit status 0 if they are, 1 if they differ, 2 if that could not be told.
     """
-    from phalanx.proof.check import SAME, check, circumstances, verdict
-
     recipe, _ = load_recipe(file)
-    names = devices.split(",")
-    facts = circumstances(names, recipe.replicas)
-    rows = []
-    for row in check(recipe, names, steps):
-        rows.append(row)
-        if not json_:
-            typer.echo(f"{row.what:38}  {row.digest or row.problem}  {row.seconds * 1e3:.1f} ms a step")
-    status = verdict(rows)
-    if json_:
-        told = {"circumstances": facts, "rows": [dataclasses.asdict(row) for row in rows], "same": status == SAME}
-        typer.echo(json.dumps(told))
-    else:
-        lines = [f"{name:38}  {value}" for name, value in facts.items()]
-        typer.echo("\n".join([*lines, ("the same digest", "DIFFERENT DIGESTS", "it could not be told")[status]]))
-    if status != SAME:
+    status = tables.check(recipe, devices.split(","), steps, json_=json_)
+    if status:
         raise typer.Exit(status)
+
+
+@app.command("tune")
+def tune_recipe(
+    file: Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="A Python file that defines `recipe`, or NAME.")],
+    seconds: Annotated[float, typer.Option("--seconds", help="About how long it may take.")] = 60.0,
+    plot: Plot = "",
+    json_: Json = False,
+) -> None:
+    """Measure how many replicas, workers and threads suit a recipe on this machine, and give advice.
+
+    Replicas and threads are part of the answer: with others, a recipe ends in other weights.
+    """
+    _check_picture(plot)
+    recipe, _ = load_recipe(file)
+    tables.tune(recipe, seconds, plot, json_=json_)
 
 
 @app.command()

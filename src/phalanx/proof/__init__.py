@@ -1,1 +1,1 @@
-"""What shows that a run keeps its promise."""
+"""What shows that a run keeps its promise, and what it costs."""

@@ -79,6 +79,23 @@ def plot_timeline(incidents: Sequence[Incident], seconds: float, workers: int, t
     return figure
 
 
+def plot_choices(rows: Sequence[tuple[str, int, float]], title: str) -> Axes:
+    """Samples per second over R, of (name of the line, R, samples per second); the numbers of R are evenly apart."""
+    ax = _new_axes()
+    counts = sorted({replicas for _, replicas, _ in rows})
+    for name in dict.fromkeys(name for name, _, _ in rows):
+        points = [(counts.index(replicas), rate) for line, replicas, rate in rows if line == name]
+        ax.plot(*zip(*points, strict=True), "o-", label=name)
+    ax.set_xticks(range(len(counts)), [str(count) for count in counts])
+    ax.set_xlabel("replicas (R, part of the answer)")
+    ax.set_ylabel("samples/s")
+    ax.set_ylim(bottom=0)
+    ax.grid(alpha=0.2)
+    ax.set_title(title, fontsize=9, wrap=True)
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4, frameon=False, fontsize=8)
+    return ax
+
+
 def _plot_losses(losses: np.ndarray[Any, np.dtype[np.float64]], per_epoch: int | None, ax: Axes) -> None:
     unit = per_epoch or 1
     many = per_epoch is not None and len(losses) > per_epoch

@@ -1,0 +1,53 @@
+"""What the command line prints line by line while it measures: ``phalanx check`` and ``phalanx tune``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Sequence
+
+import typer
+
+from phalanx.proof import check as checked
+from phalanx.proof import tune as tuned
+from phalanx.recipe import Recipe
+
+
+def check(recipe: Recipe, devices: Sequence[str], steps: int, *, json_: bool) -> int:
+    """Print each run of the check; returns the exit status."""
+    facts = checked.circumstances(devices, recipe.replicas)
+    rows = []
+    for row in checked.check(recipe, devices, steps):
+        rows.append(row)
+        if not json_:
+            typer.echo(f"{row.what:38}  {row.digest or row.problem}  {row.seconds * 1e3:.1f} ms a step")
+    status = checked.verdict(rows)
+    if json_:
+        same = status == checked.SAME
+        told = {"circumstances": facts, "rows": [dataclasses.asdict(row) for row in rows], "same": same}
+        typer.echo(json.dumps(told))
+    else:
+        lines = [f"{name:38}  {value}" for name, value in facts.items()]
+        typer.echo("\n".join([*lines, ("the same digest", "DIFFERENT DIGESTS", "it could not be told")[status]]))
+    return status
+
+
+def tune(recipe: Recipe, seconds: float, plot: str, *, json_: bool) -> None:
+    """Print what was measured, and the advice."""
+    found = tuned.tune(recipe, seconds, progress=False if json_ else "auto")
+    if plot:
+        target = pathlib.Path(plot)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        found.plot().figure.savefig(target)
+    if json_:
+        typer.echo(json.dumps(dataclasses.asdict(found)))
+        return
+    typer.echo("replicas  workers  threads  ms a step  samples/s  price of R     memory")
+    for row in found.rows:
+        price = "" if row.price is None else f"{row.price:.2f}"
+        typer.echo(
+            f"{row.replicas:8}  {row.workers:7}  {row.threads:7}  {row.seconds * 1e3:9.2f}  "
+            f"{row.samples_per_second:9,.0f}  {price:>10}  {row.memory / 2**20:5,.0f} MiB"
+        )
+    typer.echo(found.advice)

@@ -1,0 +1,88 @@
+"""``phalanx tune``: what is measured, and what advice follows from it."""
+
+import json
+
+import pytest
+
+import phalanx
+from phalanx.proof.tune import Choice, Tuned, advised, candidates
+from tests.families import FAMILIES
+from tests.shell.test_command_line import phalanx_command
+
+RECIPE = """
+import torch, phalanx
+x = torch.arange(64.0).reshape(32, 2) / 64
+recipe = phalanx.Recipe(lambda: torch.nn.Linear(2, 3), (x, torch.arange(32) % 3), torch.nn.functional.cross_entropy,
+                        replicas=4, batch_size=8, steps=3)
+"""
+
+
+def row(replicas, workers, rate, *, threads=1, price=None):
+    return Choice(replicas, workers, threads, 64 / rate, rate, price, 0)
+
+
+@pytest.mark.long
+def test_the_table(tmp_path):
+    """From the shell: the plain loop with each number of threads, then R up to the batch, also of a short recipe."""
+    (tmp_path / "job.py").write_text(RECIPE)
+    done = phalanx_command("tune", "job.py", "--seconds", "1", "--json", "--plot", "out/tune.png", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert {choice["replicas"] for choice in told["rows"]} == {1, 2, 4, 8}
+    assert told["rows"][0]["price"] == 1.0
+    assert all(choice["samples_per_second"] > 0 for choice in told["rows"])
+    assert all((choice["price"] is None) == (choice["workers"] + choice["threads"] > 2) for choice in told["rows"])
+    assert f"replicas={told['replicas']}" in told["advice"]
+    assert (tmp_path / "out/tune.png").stat().st_size > 1000
+
+
+def test_ways_that_are_tried():
+    """No more workers than replicas or cores, no smaller shares than a sample; the recipe's own R is among them."""
+    recipe = FAMILIES["mlp"].recipe(6, batch_size=8)
+    ways = candidates(recipe, 4)
+    assert {way[0] for way in ways} == {1, 2, 4, 6, 8}
+    assert [threads for replicas, _, threads in ways if replicas == 1] == [1, 2, 4]
+    assert max(workers for _, workers, _ in ways) == 4
+    assert all(workers <= replicas for replicas, workers, _ in ways)
+    assert candidates(FAMILIES["mlp"].recipe(1, batch_size=1), 1) == [(1, 1, 1)]
+
+
+def test_the_largest_that_costs_nothing_is_advised():
+    """R = 4 trains as fast as R = 2, within noise, and leaves room for more workers; R = 8 does not."""
+    rows = [row(1, 1, 100, price=1.0), row(1, 1, 150, threads=2), row(2, 1, 99, price=1.01), row(2, 2, 200)]
+    rows += [row(4, 1, 95, price=1.05), row(4, 2, 195), row(8, 1, 50, price=2.0), row(8, 2, 110)]
+    found = advised(64, rows)
+    assert (found.replicas, found.workers, found.threads) == (4, 2, 1)
+    assert "1.30 times the plain loop on its best number of threads" in found.advice
+    assert "replicas=8 would make shares of 8, for which a step takes 2.00 times" in found.advice
+
+
+def test_the_plain_loop_may_be_best():
+    """Where every cut costs more than workers gain, the plain loop with its best threads is advised, and why."""
+    rows = [row(1, 1, 100, price=1.0), row(1, 1, 150, threads=2), row(2, 1, 60, price=1.67), row(2, 2, 110)]
+    found = advised(64, rows)
+    assert (found.replicas, found.workers, found.threads) == (1, 1, 2)
+    assert found.advice.startswith("replicas=1 with threads=2, the plain loop, trains 150 samples/s here; replicas=2")
+
+
+@pytest.mark.long
+def test_nothing_is_changed_by_tuning():
+    """A recipe ends in the digest that it had before it was tuned."""
+    recipe = FAMILIES["mlp"].recipe(2)
+    before = recipe.train(engine="inline").digest
+    found = phalanx.tune(recipe, seconds=0.1)
+    assert isinstance(found, Tuned)
+    assert recipe.train(engine="inline").digest == before
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), "long"])
+def test_seconds_are_a_number(seconds):
+    """Anything else is refused by name."""
+    with pytest.raises(phalanx.UsageError, match=r"seconds is .*seconds=60"):
+        phalanx.tune(FAMILIES["mlp"].recipe(2), seconds)
+
+
+def test_data_is_needed():
+    """A recipe whose batches the caller brings has nothing to train on."""
+    with pytest.raises(phalanx.UsageError, match="data is None"):
+        phalanx.tune(FAMILIES["mlp"].recipe(2, data=None, epochs=None))
