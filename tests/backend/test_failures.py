@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from phalanx.backend import memory
+from phalanx.backend import memory, progress
 from phalanx.errors import UsageError
 from tests.sampling import cover
 
@@ -103,3 +103,20 @@ def test_nothing_is_left(right):
     before = set(pathlib.Path("/dev/shm").iterdir())
     right(2, "failures.late")
     assert set(pathlib.Path("/dev/shm").iterdir()) == before
+
+
+def test_what_nobody_waited_for_yet_is_kept_for_old_torch(monkeypatch):
+    """Torch 2.6 hands Work to C++ without its Python part: it lives until it was waited for, and no longer."""
+
+    class Done:
+        done, error, queue = True, None, None
+
+    monkeypatch.setattr(progress, "KEEPS", True)
+    monkeypatch.setattr(progress, "finish", lambda operation, seconds: None)
+    work = progress.Work(Done(), 1.0, [])
+    assert set(progress.UNAWAITED) == {work}
+    work.wait()
+    assert not progress.UNAWAITED
+    monkeypatch.setattr(progress, "KEEPS", False)
+    progress.Work(Done(), 1.0, [])
+    assert not progress.UNAWAITED

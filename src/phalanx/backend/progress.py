@@ -30,6 +30,10 @@ NAP_SECONDS, LONGEST_NAP_SECONDS = 0.00002, 0.0005
 
 LOCK = threading.RLock()
 QUEUES: list[Queue] = []  # of all groups, where something is under way
+# torch 2.6 lets go of the Python part of what a group hands to C++ (DDP's reducer, say), and then waits for ever for
+# the rest: there, what nobody has waited for is kept. 2.13 keeps it itself; the versions between were not tried.
+KEEPS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+UNAWAITED: set[dist.Work] = set()
 
 
 class Operation:
@@ -184,11 +188,16 @@ class Work(dist.Work):
         self._seconds = seconds
         self._outputs = outputs
         self._sources = sources
+        if KEEPS:
+            UNAWAITED.add(self)
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """Until it is done."""
         given = 0.0 if timeout is None else timeout.total_seconds()
-        finish(self._operation, given if given > 0 else self._seconds)
+        try:
+            finish(self._operation, given if given > 0 else self._seconds)
+        finally:
+            UNAWAITED.discard(self)
         return True
 
     def get_future(self) -> Any:
