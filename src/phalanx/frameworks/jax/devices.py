@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx.errors import UsageError
-from phalanx.frameworks.jax import arithmetic
-from phalanx.frameworks.jax.arithmetic import Gradient
+from phalanx.frameworks import arithmetic
+from phalanx.frameworks.arithmetic import Gradient
 from phalanx.frameworks.jax.environment import named_device
 from phalanx.plan.placement import place
 from phalanx.seams import Todo
