@@ -65,7 +65,7 @@ HOMES = {
     "jax": ("frameworks.jax", "cli.demos"),
     "jaxlib": ("frameworks.jax",),
     "optax": ("frameworks.jax", "cli.demos"),
-    "tinygrad": ("frameworks.tinygrad",),
+    "tinygrad": ("frameworks.tinygrad", "cli.demos"),
     "matplotlib": ("run.plots", "cli"),
     "tqdm": ("run.observers",),
     "typer": ("cli",),

@@ -46,7 +46,7 @@ NAMED: dict[str, tuple[str, str]] = {
     "backend": ("torch", "it is a backend of torch.distributed"),
     "collectives": ("torch", "they are operations on torch's tensors"),
     "manual": ("torch", "one writes torch by hand there"),
-    "cli": ("jax optax torch", "demos are recipes, and those for jax say how to install it"),
+    "cli": ("jax optax tinygrad torch", "demos are recipes, and say what to install for them"),
     "definition/batches.py": ("torch", "a message explains with torch.Generator why a sample differs from one reading"),
     "definition/data.py": ("torch", "a message says what columns can be"),
     "definition/fields.py": ("torch", "messages show what to write"),

@@ -12,6 +12,7 @@ from tinygrad import Tensor, nn
 import phalanx
 
 SAMPLES = 20
+SGD = functools.partial(nn.optim.SGD, lr=0.1, momentum=0.9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class Family:
     forward_fn: Callable[..., Any] | None = None
     batch_size: int | None = 8
     steps: int = 4
-    optimizer: Any = functools.partial(nn.optim.SGD, lr=0.1, momentum=0.9)
+    optimizer: Any = SGD
 
     def recipe(self, replicas: int, **changes: Any) -> phalanx.Recipe:
         """Its recipe with so many replicas; ``changes`` replace or add arguments."""

@@ -1,4 +1,4 @@
-"""The command line: ``phalanx train FILE``, ``demo NAME``, ``chaos FILE``, ``check FILE``, ``explain NAME``.
+"""The commands ``phalanx train FILE``, ``demo NAME``, ``chaos FILE``, ``check FILE``, ``devices``, ``explain NAME``.
 
 Exit codes: 0 done; 1 the run went wrong (its error says how); 2 the call is wrong; 75 SIGTERM came and the state was
 saved, run the same again; 130 stopped by Ctrl-C.
@@ -85,7 +85,7 @@ def train(
 def demo(
     name: Annotated[str, typer.Argument(metavar="NAME", help="digits, iris or fashion-mnist.")],
     workers: Workers = "auto",
-    framework: Annotated[str, typer.Option("--framework", help="torch or jax; for fashion-mnist.")] = "torch",
+    framework: Annotated[str, typer.Option("--framework", help="torch, jax or tinygrad; for fashion-mnist.")] = "torch",
     digits: Annotated[
         bool, typer.Option("--digits", help="fashion-mnist's job on bundled digits: no network.")
     ] = False,
@@ -189,6 +189,19 @@ def check_devices(
         typer.echo("\n".join([*lines, ("the same digest", "DIFFERENT DIGESTS", "it could not be told")[status]]))
     if status != SAME:
         raise typer.Exit(status)
+
+
+@app.command("devices")
+def list_devices(json_: Json = False) -> None:
+    """List which devices each framework can use here, and what is missing for the others."""
+    from phalanx.proof.check import usable
+
+    rows = usable()
+    if json_:
+        typer.echo(json.dumps([dataclasses.asdict(row) for row in rows]))
+        return
+    for row in rows:
+        typer.echo(f"{row.framework:9} {row.device:8} {row.what or f'not here: {row.missing}'}")
 
 
 @app.command()

@@ -212,3 +212,16 @@ def device_facts(names: Sequence[str]) -> dict[str, str]:
     from phalanx.frameworks.torch.devices.names import facts
 
     return facts(names)
+
+
+def all_devices() -> list[tuple[str, str, str, str]]:
+    """Framework, name, what it is, and what is missing for it: every device here, and every kind without one."""
+    from phalanx.frameworks.torch.devices.names import available
+
+    rows = [("torch", *row) for row in available()]
+    for name, opened in (("jax", _jax), ("tinygrad", _tinygrad)):
+        try:
+            rows += [(name, *row) for row in opened().available()]
+        except UsageError as error:  # it is not installed
+            rows.append((name, "any", "", str(error)))
+    return rows

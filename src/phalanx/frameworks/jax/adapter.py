@@ -22,6 +22,7 @@ from phalanx.frameworks.jax import devices as place
 from phalanx.frameworks.jax import forward as batch
 from phalanx.frameworks.jax import outside
 from phalanx.frameworks.jax.devices import Blocks
+from phalanx.frameworks.jax.devices import available as available
 from phalanx.frameworks.jax.environment import Environment
 from phalanx.frameworks.jax.forward import Forward
 from phalanx.frameworks.jax.optimizer import Update

@@ -62,6 +62,14 @@ def _all_of(kind: str, replicas: int) -> list[Any]:
     return devices[:replicas]
 
 
+def available() -> list[tuple[str, str, str]]:
+    """Each device that jax can use here: name, what it is, "". With the CPU alone: what others need."""
+    rows = [(f"{device.platform}:{device.id}", str(device.device_kind), "") for device in jax.devices()]
+    if jax.default_backend() == "cpu":
+        rows.append(("cuda", "", "jax finds no accelerator; for NVIDIA GPUs: pip install 'jax[cuda12]'"))
+    return rows
+
+
 class Blocks:
     """Implements ``seams.Lanes``: which device computes which replicas, and where each parameter is updated.
 

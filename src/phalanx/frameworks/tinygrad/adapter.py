@@ -23,6 +23,7 @@ from phalanx.frameworks.tinygrad.devices import Blocks
 from phalanx.frameworks.tinygrad.environment import Environment, recorded
 from phalanx.frameworks.tinygrad.forward import Batch, Forward, plain
 from phalanx.frameworks.tinygrad.lane import Lane
+from phalanx.frameworks.tinygrad.listing import available as available
 from phalanx.frameworks.tinygrad.model import opened, settled, write
 from phalanx.frameworks.tinygrad.optimizer import Update
 from phalanx.frameworks.tinygrad.sharing import Sharing
@@ -124,7 +125,7 @@ class Tinygrad:
         """See ``seams.Framework.opened``: shares are taken from numpy arrays."""
         if isinstance(source, Samples):
             return source
-        return Columns(tuple(map(batch.column, source.arrays)), source.rebuild)
+        return Columns(tuple(map(np.asarray, source.arrays)), source.rebuild)
 
     def export(self, steps: int, *, copy: bool) -> Exported:
         """See ``seams.Framework.export``: always a copy, on the first device."""

@@ -51,7 +51,7 @@ class Forward:
         """The loss of a batch, and the weight that it told, or None."""
         output = self.output(model, batch)
         loss_fn = self._definition.loss_fn
-        value: Any = output if loss_fn is None else loss_fn(output, self.target(batch))
+        value: Any = getattr(output, "loss", output) if loss_fn is None else loss_fn(output, self.target(batch))
         pair: tuple[Any, Any] = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
         loss, weight = pair
         _check_loss(self.teller, loss)
@@ -99,11 +99,6 @@ class Batch:
     def rebuilt(self, tensors: Sequence[Any]) -> Any:
         """The tree with these in place of its arrays."""
         return map_tree(tensors.__getitem__, self._numbers)
-
-
-def column(array: Any) -> np.ndarray:
-    """A column as a numpy array, from which shares are taken."""
-    return plain(array) if isinstance(array, Tensor) else np.asarray(array)
 
 
 def collate(samples: Sequence[Any]) -> Any:

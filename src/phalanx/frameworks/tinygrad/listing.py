@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
 from typing import Any
 
 from tinygrad.device import ALL_DEVICES, Device
+from tinygrad.helpers import getenv
 
 from phalanx.errors import UsageError
 from phalanx.frameworks.tinygrad.environment import described
@@ -28,13 +30,15 @@ def opened(name: str) -> str:
         device = Device.canonicalize(name)
         if device.split(":")[0] not in KINDS:
             raise ValueError(f"its kinds are {', '.join(KINDS)}")
+        if device.split(":")[0] == "CPU" and shutil.which(compiler := getenv("CC", "clang")) is None:
+            raise FileNotFoundError(compiler)  # what was compiled before could be had, so opening it proves nothing
         Device[device].renderer  # noqa: B018  says why it cannot be used
         return device
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UsageError(
-            f"devices names {name!r}, which tinygrad cannot use here ({type(error).__name__}: {reason}); "
-            f"{missing(name)}. `phalanx devices` lists what there is"
+            f"device {name!r} is none that tinygrad can use here ({type(error).__name__}: {reason}); {missing(name)}. "
+            "`phalanx devices` lists what there is"
         ) from error
 
 

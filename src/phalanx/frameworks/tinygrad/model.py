@@ -15,6 +15,7 @@ from tinygrad.nn.state import get_state_dict
 from tinygrad.tensor import Tensor
 
 from phalanx.errors import UsageError
+from phalanx.frameworks.tinygrad import listing
 from phalanx.plan.fold import Fold
 from phalanx.plan.shares import share_weights
 
@@ -90,6 +91,8 @@ def opened(whole: Any) -> Model:
         )
     for name, tensor in named.items():
         _check(name, tensor)
+    for device in sorted({str(tensor.device) for tensor in named.values()}):
+        listing.opened(device)  # says what is missing for it
     Tensor.realize(*named.values())
     model = Model(
         whole,
