@@ -1,5 +1,6 @@
 """What cannot be done is refused with a sentence that names it and the way out."""
 
+import concurrent.futures
 import functools
 import sys
 
@@ -162,6 +163,13 @@ def test_reading_a_tensor_while_a_program_is_captured():
         return output.mean() * output.max().item()
 
     refused("step 0, replica 1", error=phalanx.WorkerError, loss_fn=reading)
+
+
+def test_another_thread():
+    """Tinygrad's cache on disk belongs to the thread that used it first: another one is told so."""
+    FAMILIES["mlp"].recipe(2, steps=0).train()
+    with concurrent.futures.ThreadPoolExecutor(1) as other:
+        other.submit(refused, "in the thread in which it was used first").result()
 
 
 def test_without_tinygrad(monkeypatch):

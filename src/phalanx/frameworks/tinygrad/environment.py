@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sqlite3
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
@@ -12,6 +13,7 @@ from tinygrad.device import Device
 from tinygrad.helpers import Context
 
 from phalanx.definition import generators
+from phalanx.errors import UsageError
 from phalanx.frameworks.tinygrad import outside
 
 # Settings of tinygrad's that choose other programs, and so other bits, or other defaults of dtypes.
@@ -42,6 +44,7 @@ class Environment(contextlib.AbstractContextManager[None]):
         self._exits = contextlib.ExitStack()
 
     def __enter__(self) -> None:
+        _check_thread()
         with contextlib.ExitStack() as exits:
             exits.enter_context(generators.kept(self._owned))
             exits.enter_context(outside.seeded(0))
@@ -50,6 +53,23 @@ class Environment(contextlib.AbstractContextManager[None]):
 
     def __exit__(self, *_: object) -> None:
         self._exits.close()
+
+
+def _check_thread() -> None:
+    """Refuse other threads than that in which tinygrad compiled first: its cache on disk is that one's alone.
+
+    Raises
+    ------
+    UsageError
+        This is another.
+    """
+    try:
+        helpers.db_connection().cursor().close()
+    except sqlite3.ProgrammingError as error:
+        raise UsageError(
+            "tinygrad computes only in the thread in which it was used first, and this is another; run the recipe "
+            "there, or use tinygrad in no other thread before"
+        ) from error
 
 
 def recorded(device: str) -> dict[str, str]:

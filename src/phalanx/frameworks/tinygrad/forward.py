@@ -115,6 +115,8 @@ def collate(samples: Sequence[Any]) -> Any:
 
 def plain(tensor: Tensor) -> np.ndarray:
     """The numbers of a tensor, in memory of their own; waits for its device."""
+    if tensor.uop.has_buffer_identity() and tensor.uop.is_realized:  # 0.1 ms instead of 3 ms
+        return tensor.uop.buffer.numpy().reshape(tensor.shape)  # type: ignore[union-attr, return-value]
     return tensor.numpy()
 
 

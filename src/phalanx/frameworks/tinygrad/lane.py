@@ -104,6 +104,8 @@ class Lane:
             told |= {"weight": None if in_tensor else weight, "in a tensor": in_tensor}
             found = [loss, *gradient, *([weight] if in_tensor else [])]
             Tensor.realize(*found, *buffers)
+            found = [entry.contiguous() for entry in found]  # of a gradient that is another's transpose, a copy
+            Tensor.realize(*found)
             return found
 
     def _output(self, batch: Any, told: dict[str, Any]) -> Any:
