@@ -24,10 +24,10 @@ def refused(match, *, options=None, error=phalanx.UsageError, **changes):
     [
         (["CPU", "CPU:0"], "more than once"),
         (["CPU:1", "CPU:1"], "more than once"),
-        (["TPU"], "none that tinygrad can use here.*its kinds are.*CPU"),
-        (["METAL"], "none that tinygrad can use here.*it needs macOS"),
+        (["TPU"], "tinygrad cannot use 'TPU' here.*its kinds are.*CPU"),
+        (["METAL"], "tinygrad cannot use 'METAL' here.*it needs macOS"),
         (["CPU", "CPU:1", "CPU:2"], "3 devices, but there are 2 replicas"),
-        (["cuda:0"], "none that tinygrad can use here"),
+        (["cuda:0"], "tinygrad cannot use 'cuda:0' here"),
     ],
 )
 def test_devices(devices, match):

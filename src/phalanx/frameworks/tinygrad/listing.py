@@ -37,8 +37,8 @@ def opened(name: str) -> str:
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UsageError(
-            f"device {name!r} is none that tinygrad can use here ({type(error).__name__}: {reason}); {missing(name)}. "
-            "`phalanx devices` lists what there is"
+            f"devices: tinygrad cannot use {name!r} here ({type(error).__name__}: {reason}); {missing(name)}. `phalanx "
+            "devices` lists what there is"
         ) from error
 
 
