@@ -33,7 +33,7 @@ class Recipe(Definition):
     ----------
     make_model : callable or torch.nn.Module
         Called without arguments right after seeding with ``seed``; a module is copied, never trained in place. If it
-        returns a tree of jax arrays, jax computes and optax updates (``docs/jax.md``); then it may take a ``key``.
+        returns a tree of jax arrays, jax computes (``docs/jax.md``); a model of tinygrad's: ``docs/open_devices.md``.
     data : tuple, dict, list, map-style dataset or None
         Columns (a tuple or dict of arrays or tensors of equal length), a dataset with ``__getitem__`` and ``__len__``,
         a list of samples; None: the caller brings batches with ``run.step(batch)``.
@@ -53,7 +53,7 @@ class Recipe(Definition):
         Optimizer steps, or passes over the data; exactly one of them.
     optimizer : callable, optional
         Called with ``list(model.named_parameters())``; returns a ``torch.optim.Optimizer`` or a list of them. Default:
-        ``torch.optim.Adam`` with ``lr``. For jax, an ``optax.GradientTransformation``.
+        ``torch.optim.Adam`` with ``lr``. For jax, an ``optax.GradientTransformation``; tinygrad: ``nn.optim``'s.
     lr : float, default 1e-3
         Only for the default optimizer.
     scheduler : callable, optional
@@ -101,7 +101,7 @@ class Recipe(Definition):
             Where workers live: "inline" is this process, "distributed" all processes of a torch.distributed world
             (``docs/hosts.md``). "auto": distributed in such a world, else processes if ``workers`` is more than 1.
         devices : "auto", str or sequence of str
-            Names as torch or jax has them, at most R: this process deals replicas to them (``docs/devices.md``).
+            Names as the framework has them, at most R: this process deals replicas to them (``docs/devices.md``).
             "cuda": all that are visible; "local": the one that torchrun means; "cpu" may come several times. Worker
             processes compute on "cpu" only. "auto": where ``make_model`` puts the model.
         nondeterministic : "error" or "allow"

@@ -1,4 +1,4 @@
-"""The same tests for torch and for jax: each framework brings models, optimizers and loops by hand as a kit."""
+"""The same tests for every framework: each brings models, optimizers and loops by hand as a kit."""
 
 import dataclasses
 import functools
@@ -33,6 +33,10 @@ class Kit:
         ``answer(recipe)``: digest and losses by a loop written by hand.
     metric : callable
         ``metric(output, target)``: a mean and its weight.
+    spread : callable
+        ``spread(count)``: options with which so many compute at a time: worker processes, or devices of this process.
+    defaults : callable
+        ``defaults(replicas)``: what a recipe is given that does not say otherwise.
     """
 
     name: str
@@ -41,9 +45,15 @@ class Kit:
     adaptive: Any
     answer: Callable[..., Any]
     metric: Callable[[Any, Any], Any]
+    spread: Callable[[int], dict[str, Any]] = lambda count: {"engine": "processes", "workers": count}
+    defaults: Callable[[int], dict[str, Any]] = lambda replicas: {}
 
     def recipe(self, replicas, family="mlp", **changes):
-        return self.families[family].recipe(replicas, **changes)
+        return self.families[family].recipe(replicas, **(self.defaults(replicas) | changes))
+
+    def engine_of(self, count):
+        """Options with which so many compute; one is this process."""
+        return {"engine": "inline"} if count == 1 else self.spread(count)
 
 
 def torch_metric(output, target):
@@ -74,4 +84,35 @@ JAX = Kit(
     jax_by_hand.answer,
     jax_metric,
 )
-KITS = {"torch": TORCH, "jax": JAX}
+
+
+def tinygrad_metric(output, target):
+    return output.numpy().astype(np.float64).mean(), abs(float(target.numpy().flatten()[0])) + 1
+
+
+def cpus(count):
+    return {"devices": ["CPU", *(f"CPU:{number}" for number in range(1, count))]}
+
+
+def one_shape(replicas):
+    """Shares of one size, as each shape is compiled."""
+    return {"batch_size": 2 * replicas, "drop_last": True}
+
+
+def kit_of(name):
+    """The kit of a framework, which is imported no sooner."""
+    if name != "tinygrad":
+        return {"torch": TORCH, "jax": JAX}[name]
+    from tests.tinygrad import by_hand as tinygrad_by_hand
+    from tests.tinygrad import families as tinygrad_families
+
+    return Kit(
+        "tinygrad",
+        tinygrad_families.FAMILIES,
+        tinygrad_families.OPTIMIZERS,
+        tinygrad_families.OPTIMIZERS["adamw"],
+        tinygrad_by_hand.answer,
+        tinygrad_metric,
+        cpus,
+        one_shape,
+    )

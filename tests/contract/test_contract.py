@@ -15,16 +15,25 @@ import phalanx
 from tests.engines.deaths import PLACES, Trapped, sprung
 from tests.engines.moving import hurry, moves, turn_back
 from tests.sampling import cover, sample
-from tests.state.runs import ROOT, engine_of
+from tests.state.runs import ROOT
 
-KITS = ("torch", "jax")
+PROCESSES = ("torch", "jax")  # those that compute in worker processes, too
+KITS = (*PROCESSES, "tinygrad")
 EVERY = (1, 2, 3, 5, 8)
 STEPS = 6
 FAMILIES = {
     "torch": ["lenet", "transformer", "conv_norm", "masked_tokens"],
     "jax": ["masked_tokens", "dropout", "bfloat16", "whole_loss"],
+    "tinygrad": ["dropout", "norm", "tied", "masked", "whole_loss"],
 }
-OPTIMIZERS = {"torch": ["sgd_nesterov", "adamw", "adafactor"], "jax": ["noise", "adam_schedule", "rates", "unless_nan"]}
+OPTIMIZERS = {
+    "torch": ["sgd_nesterov", "adamw", "adafactor"],
+    "jax": ["noise", "adam_schedule", "rates", "unless_nan"],
+    "tinygrad": ["sgd", "adam", "lamb", "two"],
+}
+
+
+MORE = [pytest.param(kit, name, marks=pytest.mark.campaign) for kit, name in (("jax", "lenet"), ("tinygrad", "conv"))]
 
 
 def with_kits(names, pairs):
@@ -34,8 +43,13 @@ def with_kits(names, pairs):
 
 def of_each(name, choices, count=1):
     """Pairs of a kit and one of its choices; so many of each kit's are drawn."""
-    pairs = {kit: [(kit, choice) for choice in choices[kit]] for kit in KITS}
-    return [case for kit in KITS for case in sample(f"{name} of {kit}", pairs[kit], count)]
+    pairs = {kit: [(kit, choice) for choice in choices[kit]] for kit in choices}
+    return [case for kit in choices for case in sample(f"{name} of {kit}", pairs[kit], count)]
+
+
+def in_processes(function):
+    """For frameworks that have worker processes."""
+    return pytest.mark.parametrize("kit", PROCESSES, indirect=True)(function)
 
 
 def course(recipe, metric=None, **options):
@@ -48,33 +62,33 @@ def course(recipe, metric=None, **options):
     return result.digest, [loss.hex() for loss in result.loss_history], value
 
 
-def same(recipe, workers, metric=None):
-    """Compare workers with one process; returns what both answered."""
+def same(kit, recipe, workers, metric=None):
+    """Compare workers, or devices, with one of them in one process; returns what both answered."""
     wanted = course(recipe, metric, engine="inline")
-    assert course(recipe, metric, engine="processes", workers=workers) == wanted, f"{workers} workers"
+    assert course(recipe, metric, **kit.spread(workers)) == wanted, f"{workers} workers"
     return wanted
 
 
 @with_kits(["workers"], of_each("any number of workers", dict.fromkeys(KITS, EVERY)))
 def test_any_number_of_workers(kit, workers):
     """Eight replicas of uneven shares, and a last batch with empty ones: the same on 1 to 8 workers."""
-    recipe = kit.recipe(8, batch_size=13, steps=5, optimizer=kit.adaptive)
+    recipe = kit.recipe(8, batch_size=13, steps=5, drop_last=False, optimizer=kit.adaptive)
     assert {len(share) for step in range(2) for share in recipe.plan.shares(step)} == {0, 1, 2}
-    same(recipe, workers, kit.metric)
+    same(kit, recipe, workers, kit.metric)
 
 
 @pytest.mark.long
-@with_kits(["name"], [*of_each("families", FAMILIES), pytest.param("jax", "lenet", marks=pytest.mark.campaign)])
+@with_kits(["name"], [*of_each("families", FAMILIES), *MORE])
 def test_families(kit, name):
     """Every model, with five replicas, ends in the same state, losses and evaluation on three workers."""
-    same(kit.recipe(5, name), 3, None if name == "whole_loss" else kit.metric)
+    same(kit, kit.recipe(5, name), 3, None if name == "whole_loss" else kit.metric)
 
 
 @pytest.mark.long
 @with_kits(["name"], of_each("optimizers", OPTIMIZERS))
 def test_optimizers(kit, name):
     """An optimizer over what a worker owns has the bits of one over everything."""
-    same(kit.recipe(3, steps=4, optimizer=kit.optimizers[name]), 2)
+    same(kit, kit.recipe(3, steps=4, optimizer=kit.optimizers[name]), 2)
 
 
 @pytest.mark.long
@@ -83,7 +97,7 @@ def test_the_loop_by_hand(kit, replicas):
     """Two workers, or the only one, end in the bits of a loop that anyone could write."""
     recipe = kit.recipe(replicas, optimizer=kit.adaptive)
     digest, losses = kit.answer(recipe)[:2]
-    result = recipe.train(engine="processes", workers=min(replicas, 2))
+    result = recipe.train(**kit.spread(min(replicas, 2)))
     assert (result.digest, result.loss_history) == (digest, losses)
 
 
@@ -99,7 +113,7 @@ def test_another_answer(kit):
 @pytest.mark.parametrize("workers", sample("clipping of kits", [2, 3], 1))
 def test_clipping(kit, workers):
     """The norm is that of all gradients, wherever they are owned."""
-    assert same(kit.recipe(5, max_norm=0.05), workers)[0] != course(kit.recipe(5), engine="inline")[0]
+    assert same(kit, kit.recipe(5, max_norm=0.05), workers)[0] != course(kit.recipe(5), engine="inline")[0]
 
 
 @pytest.mark.long
@@ -109,14 +123,14 @@ def test_steps_that_are_not_finite(kit, on_nonfinite):
     x, y = (np.asarray(column).copy() for column in kit.recipe(1).data)
     x[11, 0] = np.nan
     recipe = kit.recipe(5, data=(x, y), on_nonfinite=on_nonfinite)
-    assert "nan" in same(recipe, 2)[1]
+    assert "nan" in same(kit, recipe, 2)[1]
 
 
 @pytest.mark.long
 def test_batches_that_the_caller_brings(kit):
     """Batches brought by hand to three workers end in the planned run's bits."""
     recipe = kit.recipe(5)
-    with kit.recipe(5, data=None, steps=None).start(engine="processes", workers=3) as run:
+    with kit.recipe(5, data=None, steps=None).start(**kit.spread(3)) as run:
         for step in range(recipe.plan.steps):
             run.step(tuple(column[recipe.plan.indices(step)] for column in recipe.data))
         assert run.result().digest == recipe.train(engine="inline").digest
@@ -127,7 +141,7 @@ def test_the_state_at_every_report(kit):
     """While a report is held the state is exactly that after its step, and taking it changes nothing."""
     recipe = kit.recipe(4, optimizer=kit.adaptive)
     seen = []
-    with recipe.start(engine="processes", workers=2) as run:
+    with recipe.start(**kit.spread(2)) as run:
         for report in run:
             seen.append(run.result().digest)
             assert report.step == len(seen) - 1
@@ -136,6 +150,7 @@ def test_the_state_at_every_report(kit):
 
 
 @pytest.mark.long
+@in_processes
 def test_moving_to_workers_and_back(kit, monkeypatch):
     """One process, then two workers, then one process again: the bits of one process."""
     recipe = kit.recipe(3, steps=20, optimizer=kit.adaptive)
@@ -155,7 +170,7 @@ def test_reports(kit):
         with kit.recipe(5).start(**options) as run:
             return [(report.loss.hex(), report.grad_norm.hex(), report.samples) for report in run]
 
-    assert reports(engine="inline") == reports(engine="processes", workers=3)
+    assert reports(engine="inline") == reports(**kit.spread(3))
 
 
 def test_evaluation_after_each_epoch(kit):
@@ -163,14 +178,14 @@ def test_evaluation_after_each_epoch(kit):
     recipe = kit.recipe(5, steps=None, epochs=2)
     evaluation = phalanx.Evaluation(kit.metric, tuple(column[:13] for column in recipe.data), batch_size=3)
     one = recipe.train(engine="inline", evaluation=evaluation)
-    other = recipe.train(engine="processes", workers=2, evaluation=evaluation)
+    other = recipe.train(**kit.spread(2), evaluation=evaluation)
     assert len(one.metric_history) == 2
     assert list(map(dataclasses.astuple, one.metric_history)) == list(map(dataclasses.astuple, other.metric_history))
     assert one.digest == other.digest == recipe.train(engine="inline").digest
 
 
 @pytest.mark.long
-@with_kits(["place"], of_each("deaths", dict.fromkeys(KITS, PLACES), 2))
+@with_kits(["place"], of_each("deaths", dict.fromkeys(PROCESSES, PLACES), 2))
 def test_a_death_at_every_named_point(kit, tmp_path, place):
     """SIGKILL of either worker at each point of the protocol: the digest is that of a quiet run."""
     plain = kit.families["plain"]
@@ -187,18 +202,18 @@ def test_a_death_at_every_named_point(kit, tmp_path, place):
 def test_going_on_with_other_workers(kit, tmp_path, before, after):
     """A run goes on from its directory with other workers, to the bits of one that was never interrupted."""
     whole = kit.recipe(4, steps=STEPS, optimizer=kit.adaptive).train(engine="inline")
-    kit.recipe(4, steps=2, optimizer=kit.adaptive).train(run_dir=tmp_path, **engine_of(before))
-    resumed = kit.recipe(4, steps=STEPS, optimizer=kit.adaptive).train(run_dir=tmp_path, **engine_of(after))
+    kit.recipe(4, steps=2, optimizer=kit.adaptive).train(run_dir=tmp_path, **kit.engine_of(before))
+    resumed = kit.recipe(4, steps=STEPS, optimizer=kit.adaptive).train(run_dir=tmp_path, **kit.engine_of(after))
     assert resumed.resumed_from == 2
     assert (resumed.digest, resumed.loss_history) == (whole.digest, whole.loss_history)
 
 
 DRIVER = """
 import os, signal, sys
-from tests.contract.kits import KITS
-kit = KITS[{name!r}]
+from tests.contract.kits import kit_of
+kit = kit_of({name!r})
 with kit.recipe(4, steps=6, optimizer=kit.adaptive).start(
-    engine="processes", workers=2, run_dir={run_dir!r}, snapshot_every=1
+    **kit.spread(2), run_dir={run_dir!r}, snapshot_every=1
 ) as run:
     for report in run:
         if report.step == 3:
@@ -239,7 +254,7 @@ def test_user_errors_have_an_address(kit):
         raise KeyError("weights")
 
     with pytest.raises(phalanx.WorkerError, match="step 0, replica 0") as caught:
-        kit.recipe(2, loss_fn=broken).train(engine="processes", workers=2)
+        kit.recipe(2, loss_fn=broken).train(**kit.spread(2))
     assert isinstance(caught.value.__cause__, KeyError)
     assert caught.value.result.steps == 0
 

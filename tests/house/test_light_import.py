@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.house
 
-HEAVY = {"jax", "matplotlib", "sklearn", "rich", "typer", "tqdm", "cloudpickle", "IPython"}
+HEAVY = {"jax", "tinygrad", "matplotlib", "sklearn", "rich", "typer", "tqdm", "cloudpickle", "IPython"}
 # What nobody expects of an import: a socket, a process, a look-up of a name.
 EFFECTS = "socket. subprocess. os.fork os.posix_spawn os.exec os.system urllib. http."
 

@@ -33,19 +33,20 @@ SMALL = {
 
 # Who may say the name of a framework, and why: a file, or a folder with all that is in it. Docstrings and comments may
 # say it anywhere; names and texts in code may not.
-FRAMEWORKS = re.compile("torch|jax|optax", re.IGNORECASE)
+FRAMEWORKS = re.compile("torch|jax|optax|tinygrad", re.IGNORECASE)
 NAMED: dict[str, tuple[str, str]] = {
     "frameworks/torch": ("torch", "its room"),
     "frameworks/jax": ("jax optax", "its room"),
+    "frameworks/tinygrad": ("tinygrad", "its room"),
     "__init__.py": ("torch", "phalanx.weighted comes from there"),
-    "frameworks/registry.py": ("jax optax torch", "the registry of both"),
-    "frameworks/torch/model.py": ("jax", "a message says what make_model may return"),
+    "frameworks/registry.py": ("jax optax tinygrad torch", "the registry of all"),
+    "frameworks/torch/model.py": ("jax tinygrad", "a message says what make_model may return"),
     "frameworks/torch/optimizer.py": ("jax optax", "a message says whose optimizer it was given"),
     "frameworks/jax/adapter.py": ("torch", "a message says whose autocast is asked for"),
     "backend": ("torch", "it is a backend of torch.distributed"),
     "collectives": ("torch", "they are operations on torch's tensors"),
     "manual": ("torch", "one writes torch by hand there"),
-    "cli": ("jax optax torch", "demos are recipes, and those for jax say how to install it"),
+    "cli": ("jax optax tinygrad torch", "demos are recipes, and say what to install for them"),
     "definition/batches.py": ("torch", "a message explains with torch.Generator why a sample differs from one reading"),
     "definition/data.py": ("torch", "a message says what columns can be"),
     "definition/fields.py": ("torch", "messages show what to write"),
@@ -228,7 +229,7 @@ def test_few_files_are_scraps():
 
 
 def test_only_rooms_of_a_framework_name_it():
-    """Identifiers and texts name torch, jax or optax only where the table has a reason for it."""
+    """Identifiers and texts name torch, jax, optax or tinygrad only where the table has a reason for it."""
     wrong = [text for name, path in package_files().items() for text in unexpected_names(name, reading.parsed(path))]
     assert not wrong, "\n".join(wrong)
 

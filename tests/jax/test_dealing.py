@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from phalanx.frameworks.jax import arithmetic
+from phalanx.frameworks import arithmetic
 from phalanx.frameworks.jax.optimizer import Update
 from phalanx.frameworks.jax.sharing import Sharing, alias
 from phalanx.frameworks.jax.snapshot import State

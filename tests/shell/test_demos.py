@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import io
 import json
+import shutil
 import urllib.request
 
 import numpy as np
@@ -15,6 +16,9 @@ from phalanx.cli.demos import idx
 from tests.shell.test_command_line import phalanx_command
 
 JAX = pytest.mark.skipif(importlib.util.find_spec("optax") is None, reason="needs jax and optax")
+TINYGRAD = pytest.mark.skipif(
+    importlib.util.find_spec("tinygrad") is None or shutil.which("clang") is None, reason="needs tinygrad and clang"
+)
 
 
 def encoded(array):
@@ -115,10 +119,17 @@ def test_the_chapter_on_idx_files(folder):
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=JAX)])
-def test_the_chapter_on_digits(tmp_path, framework):
+@pytest.mark.parametrize(
+    ("framework", "spread"),
+    [
+        ("torch", "--workers 2"),
+        pytest.param("jax", "--workers 2", marks=JAX),
+        pytest.param("tinygrad", "--devices CPU,CPU:1", marks=TINYGRAD),
+    ],
+)
+def test_the_chapter_on_digits(tmp_path, framework, spread):
     """Without any file it reaches 97 % on the bundled digits."""
-    arguments = ["demo", "fashion-mnist", "--digits", "--framework", framework, "--workers", "2", "--quiet", "--json"]
+    arguments = ["demo", "fashion-mnist", "--digits", "--framework", framework, *spread.split(), "--quiet", "--json"]
     done = phalanx_command(*arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["metrics"]["accuracy"] >= 0.97
@@ -127,7 +138,7 @@ def test_the_chapter_on_digits(tmp_path, framework):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["fashion-mnist", "--framework", "mxnet"], ["--framework", "mxnet", "torch", "jax"]),
+        (["fashion-mnist", "--framework", "mxnet"], ["--framework", "mxnet", "torch", "jax", "tinygrad"]),
         (["digits", "--framework", "jax"], ["digits", "--framework", "fashion-mnist"]),
     ],
 )

@@ -149,8 +149,8 @@ class Loaded:
     digest : str or None
         That of the run's ``Result``, where ``run.save`` wrote it.
     weights : dict
-        Parameters and buffers by name, as tensors: ``model.load_state_dict(weights, strict=False)``. Those of a jax
-        recipe are numpy arrays.
+        Parameters and buffers by name, as tensors: ``model.load_state_dict(weights, strict=False)``. Those of jax
+        and tinygrad are numpy arrays.
     loss_history : list of float
         Mean loss of every step.
     """

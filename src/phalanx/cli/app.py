@@ -1,4 +1,4 @@
-"""The command line: ``phalanx train FILE``, ``demo NAME``, ``chaos``, ``check``, ``tune FILE``, ``explain NAME``.
+"""The commands ``phalanx train FILE``, ``demo NAME``, ``chaos``, ``check``, ``tune``, ``devices``, ``explain NAME``.
 
 Exit codes: 0 done; 1 the run went wrong (its error says how); 2 the call is wrong; 75 SIGTERM came and the state was
 saved, run the same again; 130 stopped by Ctrl-C.
@@ -85,7 +85,7 @@ def train(
 def demo(
     name: Annotated[str, typer.Argument(metavar="NAME", help="digits, iris or fashion-mnist.")],
     workers: Workers = "auto",
-    framework: Annotated[str, typer.Option("--framework", help="torch or jax; for fashion-mnist.")] = "torch",
+    framework: Annotated[str, typer.Option("--framework", help="torch, jax or tinygrad; for fashion-mnist.")] = "torch",
     digits: Annotated[
         bool, typer.Option("--digits", help="fashion-mnist's job on bundled digits: no network.")
     ] = False,
@@ -190,6 +190,12 @@ def tune_recipe(
     _check_picture(plot)
     recipe, _ = load_recipe(file)
     tables.tune(recipe, seconds, plot, json_=json_)
+
+
+@app.command("devices")
+def list_devices(json_: Json = False) -> None:
+    """List which devices each framework can use here, and what is missing for the others."""
+    tables.devices(json_=json_)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""What the command line prints line by line while it measures: ``phalanx check`` and ``phalanx tune``."""
+"""What the command line prints line by line: ``phalanx check``, ``phalanx tune`` and ``phalanx devices``."""
 
 from __future__ import annotations
 
@@ -51,3 +51,13 @@ def tune(recipe: Recipe, seconds: float, plot: str, *, json_: bool) -> None:
             f"{row.samples_per_second:9,.0f}  {price:>10}  {row.memory / 2**20:5,.0f} MiB"
         )
     typer.echo(found.advice)
+
+
+def devices(*, json_: bool) -> None:
+    """Print which devices there are, and what is missing for the others."""
+    rows = checked.usable()
+    if json_:
+        typer.echo(json.dumps([dataclasses.asdict(row) for row in rows]))
+        return
+    for row in rows:
+        typer.echo(f"{row.framework:9} {row.device:8} {row.what or f'not here: {row.missing}'}")

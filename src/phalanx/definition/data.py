@@ -155,6 +155,11 @@ def open_columns(data: Any, argument: str) -> Columns:
                 f"{name} is a {type(column).__name__}, but columns must be arrays or tensors with a first axis; "
                 "convert it with numpy.asarray or torch.tensor, or pass a list of samples"
             )
+        if not hasattr(type(column), "__array__"):
+            raise UsageError(
+                f"{name} is a {type(column).__module__}.{type(column).__name__}, which numpy cannot read, and shares "
+                "are cut and compared in host memory; pass a numpy array: .numpy()"
+            )
         _check_numpy(name, column)
     lengths = {name: int(column.shape[0]) for name, column in columns}
     if len(set(lengths.values())) > 1:

@@ -1,6 +1,6 @@
 """Picks the framework of a recipe and imports it then, not before.
 
-What ``make_model`` returns decides: a ``torch.nn.Module``, or a tree of jax arrays.
+What ``make_model`` returns decides: a ``torch.nn.Module``, a tree of jax arrays, or an object with tensors of tinygrad.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from phalanx.definition.digest import digest_of
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks.jax import outside
+from phalanx.frameworks.tinygrad import outside as outside_tinygrad
 from phalanx.seams import Framework
 from phalanx.seams.snapshots import Tensor
 from phalanx.surroundings import interrupts
@@ -35,6 +36,9 @@ def open_framework(
     with building(definition.threads), outside.threads(definition.threads):
         with interrupts.breakable(at_once=True):
             model = _made(definition)
+        if outside_tinygrad.is_model(model):
+            _check_alone(part)
+            return _tinygrad().Tinygrad(definition, devices, model)
         if not outside.is_pytree(model):
             found = names.found(devices, definition.replicas // part[1], home_of(model))
             if len(found) > 1 or found[0].type != "cpu":
@@ -54,8 +58,8 @@ def digest(model: Any, optimizer: Any = None, step: int | None = None) -> str:
 
     Parameters
     ----------
-    model : torch.nn.Module or pytree of jax arrays
-    optimizer : torch.optim.Optimizer, sequence of them, optax state, or None
+    model : torch.nn.Module, pytree of jax arrays, or object with tensors of tinygrad
+    optimizer : torch.optim.Optimizer, sequence of them, optax state, optimizer of tinygrad, or None
         Its state is included, tensors and scalars.
     step : int or None
         How many optimizer steps led here.
@@ -69,6 +73,10 @@ def digest(model: Any, optimizer: Any = None, step: int | None = None) -> str:
         from phalanx.frameworks.jax import snapshot
 
         return digest_of(snapshot.entries(model, optimizer), step)
+    if outside_tinygrad.is_model(model):
+        from phalanx.frameworks.tinygrad import snapshot as tinygrad_snapshot
+
+        return digest_of(tinygrad_snapshot.entries(tinygrad_snapshot.state_of(model, optimizer)), step)
     from phalanx.frameworks.torch import snapshot as torch_snapshot
 
     return torch_snapshot.digest(model, optimizer, step)
@@ -110,12 +118,14 @@ def recorded_environment() -> dict[str, Any]:
 
 
 def tensor_of(stored: Tensor, facts: dict[str, Any]) -> Any:
-    """A tensor of a snapshot with these facts as its framework's own; for jax, as a numpy array."""
+    """A tensor of a snapshot with these facts as its framework's own; for jax and tinygrad, as a numpy array."""
     if facts.get("framework") == "jax":
         _jax()
         from phalanx.frameworks.jax import snapshot
 
         return snapshot.array_of(stored)
+    if facts.get("framework") == "tinygrad":
+        return _tinygrad().array_of(stored)
     from phalanx.frameworks.torch import snapshot as torch_snapshot
 
     return torch_snapshot.tensor_of(stored)
@@ -144,8 +154,13 @@ def _made(definition: Definition) -> Any:
     from phalanx.frameworks.torch.model import made
 
     make_model, seed = definition.make_model, definition.seed
+    if outside_tinygrad.is_model(make_model):
+        return make_model  # never written
     if not outside.takes_key(make_model, required=True):
-        return made(make_model, seed)
+        with outside_tinygrad.seeded(seed) as seeded:
+            model = made(make_model, seed)
+        # else it was the first to import tinygrad: once more, now that its generators can be seeded
+        return model if seeded or not outside_tinygrad.is_model(model) else _made(definition)
     _jax()
     from phalanx.frameworks.jax.tree import prng_key, words
 
@@ -161,15 +176,52 @@ def _jax() -> Any:
     return adapter
 
 
+def _tinygrad() -> Any:
+    """The tinygrad adapter; says what to install where it cannot be imported."""
+    try:
+        from phalanx.frameworks.tinygrad import adapter
+    except ImportError as error:
+        raise UsageError(f"this needs tinygrad ({error}); install it: pip install 'phalanx[tinygrad]'") from error
+    return adapter
+
+
+def _check_alone(part: tuple[int, int]) -> None:
+    """Refuse to be one of several processes."""
+    if part[1] > 1:
+        raise UsageError(
+            f"this is one of {part[1]} processes, but a recipe with tinygrad computes in one; use one process, with "
+            "several devices"
+        )
+
+
 def device_names(names: Sequence[str], replicas: int) -> list[str]:
     """These devices one by one: a kind alone becomes the devices that it has, at most one per replica."""
+    if outside_tinygrad.are_names(names):
+        return list(names)
     from phalanx.frameworks.torch.devices.names import spelled
 
     return spelled(names, replicas)
 
 
 def device_facts(names: Sequence[str]) -> dict[str, str]:
-    """What torch says of these devices, and how fast the first two of them exchange memory."""
+    """What their framework says of these devices, and how fast the first two exchange memory, if torch can tell."""
+    if outside_tinygrad.are_names(names):
+        from phalanx.frameworks.tinygrad.devices import facts as tinygrad_facts
+
+        return tinygrad_facts(names)
     from phalanx.frameworks.torch.devices.names import facts
 
     return facts(names)
+
+
+def all_devices() -> list[tuple[str, str, str, str]]:
+    """Framework, name, what it is, and what is missing for it: every device here, and every kind without one."""
+    from phalanx.frameworks.torch.devices.names import available
+
+    rows = [("torch", *row) for row in available()]
+    for name, opened in (("jax", _jax), ("tinygrad", _tinygrad)):
+        try:
+            rows += [(name, *row) for row in opened().available()]
+        except UsageError as error:  # it is not installed
+            rows.append((name, "any", "", str(error)))
+    return rows

@@ -45,6 +45,26 @@ class Row:
     compared: bool = True
 
 
+@dataclass(frozen=True)
+class Usable:
+    """A device, or a kind that there is none of.
+
+    Attributes
+    ----------
+    framework, device : str
+        Whose name for it that is.
+    what : str
+        What it is; empty where it cannot be used.
+    missing : str
+        What is missing, and how to install it; empty where it can be used.
+    """
+
+    framework: str
+    device: str
+    what: str
+    missing: str
+
+
 def check(recipe: Recipe, devices: Sequence[str], steps: int) -> Iterator[Row]:
     """Train so many steps on one device twice, on two and on all; each row as soon as it is there.
 
@@ -83,6 +103,11 @@ def check(recipe: Recipe, devices: Sequence[str], steps: int) -> Iterator[Row]:
 def listed(devices: Sequence[str], replicas: int) -> list[str]:
     """These devices one by one: a kind alone is all that are visible, at most R."""
     return registry.device_names(devices, replicas)
+
+
+def usable() -> list[Usable]:
+    """What every framework can use here, and what is missing for the rest."""
+    return [Usable(*row) for row in registry.all_devices()]
 
 
 def verdict(rows: Sequence[Row]) -> int:

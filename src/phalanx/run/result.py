@@ -20,9 +20,9 @@ class Result:
 
     Attributes
     ----------
-    model : torch.nn.Module or pytree of jax arrays
+    model : torch.nn.Module, pytree of jax arrays, or model of tinygrad's
         The trained model, the caller's own.
-    params : dict of str to torch.Tensor or jax.Array
+    params : dict of str to the framework's tensor or array
         Its parameters by name.
     loss_history : list of float
         Mean loss of every step.

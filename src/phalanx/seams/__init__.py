@@ -1,6 +1,6 @@
 """The seams between the step and what computes it: a handful of methods each, and nothing else.
 
-A framework (torch, jax) computes a replica's gradient and applies the mean; a step sees only ``Steppable``.
+A framework (torch, jax, tinygrad) computes a replica's gradient and applies the mean; a step sees only ``Steppable``.
 A gradient is a vector: a list with one entry per parameter, None where the parameter got none.
 """
 
@@ -116,7 +116,7 @@ class Framework(Steppable, Protocol):
     Attributes
     ----------
     name : str
-        "torch" or "jax".
+        "torch", "jax" or "tinygrad".
     lanes : Lanes or None
         Its devices, if they are several, or one that computes by itself.
     """

@@ -31,7 +31,8 @@ class Demo:
 
 def accuracy(output: Any, target: Any) -> float:
     """Share of samples whose largest output is the target class; works for one sample without a batch axis too."""
-    return float((np.asarray(output).argmax(-1) == np.asarray(target)).mean())
+    found, wanted = (each.numpy() if hasattr(each, "numpy") else np.asarray(each) for each in (output, target))
+    return float((found.argmax(-1) == wanted).mean())
 
 
 def bundled(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""d2l's chapter on several devices, end to end: LeNet on Fashion-MNIST, in torch or in jax.
+"""d2l's chapter on several devices, end to end: LeNet on Fashion-MNIST, in torch, jax or tinygrad.
 
 Source: Dive into Deep Learning, "Training on Multiple GPUs". ``digits`` puts scikit-learn's digits in the place of what
 would have to be downloaded.
@@ -19,7 +19,6 @@ from phalanx.definition.evaluation import Evaluation
 from phalanx.errors import UsageError
 from phalanx.recipe import Recipe
 
-FRAMEWORKS = ("torch", "jax")
 SIDE = 28
 REPLICAS = 8
 
@@ -47,23 +46,24 @@ def fashion_mnist(framework: str, folder: str, *, digits: bool) -> Demo:
     Parameters
     ----------
     framework : str
-        "torch" or "jax".
+        "torch", "jax" or "tinygrad".
     folder : str
         Where the four IDX files are, or are to be put.
     digits : bool
         Train on scikit-learn's digits, enlarged to 28 x 28, instead.
     """
-    if framework not in FRAMEWORKS:
-        raise UsageError(f"--framework is {framework!r}; use {' or '.join(FRAMEWORKS)}")
+    recipes = {"torch": _torch, "jax": _jax, "tinygrad": _tinygrad}
+    if framework not in recipes:
+        raise UsageError(f"--framework is {framework!r}; use {', '.join(recipes)}")
     job = _digits() if digits else _fashion(pathlib.Path(folder))
-    recipe = (_torch if framework == "torch" else _jax)(job)
-    return Demo(f"LeNet on {job.title}, in {framework}", recipe, Evaluation(accuracy, recipe_data(framework, job.test)))
+    test = Evaluation(accuracy, recipe_data(framework, job.test))
+    return Demo(f"LeNet on {job.title}, in {framework}", recipes[framework](job), test)
 
 
 def recipe_data(framework: str, split: tuple[np.ndarray, np.ndarray]) -> tuple[Any, Any]:
     """Images and labels as the framework's recipe takes them."""
     x, y = split
-    if framework == "jax":
+    if framework != "torch":
         return x, y.astype(np.int32)
     import torch
 
@@ -112,6 +112,34 @@ def _torch(job: Job) -> Recipe:
         epochs=job.epochs,
         optimizer=functools.partial(torch.optim.SGD, lr=job.lr, momentum=0.9),
         scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, job.steps),
+    )
+
+
+def _tinygrad(job: Job) -> Recipe:
+    """With one learning rate: tinygrad has no schedules of its own."""
+    try:
+        from tinygrad import nn
+        from tinygrad.nn.optim import SGD
+        from tinygrad.tensor import Tensor
+    except ImportError as error:
+        raise UsageError(f"--framework tinygrad needs it ({error}); pip install 'phalanx[tinygrad]'") from error
+
+    def lenet() -> list[Any]:
+        return [
+            nn.Conv2d(1, 20, 3), Tensor.relu, Tensor.avg_pool2d,
+            nn.Conv2d(20, 50, 5), Tensor.relu, Tensor.avg_pool2d, functools.partial(Tensor.flatten, start_dim=1),
+            nn.Linear(800, 128), Tensor.relu, nn.Linear(128, 10),
+        ]  # fmt: skip
+
+    return Recipe(
+        lenet,
+        recipe_data("tinygrad", job.train),
+        lambda output, target: output.sparse_categorical_crossentropy(target),
+        lambda model, x: x.sequential(model),
+        replicas=REPLICAS,
+        batch_size=job.batch_size,
+        epochs=job.epochs,
+        optimizer=functools.partial(SGD, lr=job.lr / 2, momentum=0.9),
     )
 
 

@@ -17,11 +17,12 @@ from phalanx.definition.digest import digest_of
 from phalanx.definition.evaluation import measured
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
+from phalanx.frameworks.arithmetic import Gradient
 from phalanx.frameworks.jax import devices as place
 from phalanx.frameworks.jax import forward as batch
 from phalanx.frameworks.jax import outside
-from phalanx.frameworks.jax.arithmetic import Gradient
 from phalanx.frameworks.jax.devices import Blocks
+from phalanx.frameworks.jax.devices import available as available
 from phalanx.frameworks.jax.environment import Environment
 from phalanx.frameworks.jax.forward import Forward
 from phalanx.frameworks.jax.optimizer import Update

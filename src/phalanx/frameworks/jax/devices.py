@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx.errors import UsageError
-from phalanx.frameworks.jax import arithmetic
-from phalanx.frameworks.jax.arithmetic import Gradient
+from phalanx.frameworks import arithmetic
+from phalanx.frameworks.arithmetic import Gradient
 from phalanx.frameworks.jax.environment import named_device
 from phalanx.plan.placement import place
 from phalanx.seams import Todo
@@ -60,6 +60,14 @@ def _all_of(kind: str, replicas: int) -> list[Any]:
             stacklevel=2,
         )
     return devices[:replicas]
+
+
+def available() -> list[tuple[str, str, str]]:
+    """Each device that jax can use here: name, what it is, "". With the CPU alone: what others need."""
+    rows = [(f"{device.platform}:{device.id}", str(device.device_kind), "") for device in jax.devices()]
+    if jax.default_backend() == "cpu":
+        rows.append(("cuda", "", "jax finds no accelerator; for NVIDIA GPUs: pip install 'jax[cuda12]'"))
+    return rows
 
 
 class Blocks:

@@ -15,8 +15,8 @@ import optax
 
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
+from phalanx.frameworks.arithmetic import Gradient
 from phalanx.frameworks.jax import coupling
-from phalanx.frameworks.jax.arithmetic import Gradient
 from phalanx.frameworks.jax.snapshot import State
 from phalanx.frameworks.jax.tree import is_key, plain, strong
 

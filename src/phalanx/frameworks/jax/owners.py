@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from phalanx.frameworks.jax.arithmetic import Gradient
+from phalanx.frameworks.arithmetic import Gradient
 from phalanx.frameworks.jax.optimizer import Update
 from phalanx.frameworks.jax.snapshot import State
 from phalanx.plan.placement import dealt

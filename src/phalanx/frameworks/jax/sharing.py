@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 from phalanx.errors import UsageError
-from phalanx.frameworks.jax import arithmetic
-from phalanx.frameworks.jax.arithmetic import Gradient, view
+from phalanx.frameworks import arithmetic
+from phalanx.frameworks.arithmetic import Gradient, view
 from phalanx.frameworks.jax.optimizer import Update
 from phalanx.frameworks.jax.snapshot import State
 from phalanx.frameworks.jax.tree import is_key, like, plain

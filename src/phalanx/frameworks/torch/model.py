@@ -134,8 +134,8 @@ def _check_new(model: Any) -> None:
 def _check(model: Any) -> None:
     if not isinstance(model, torch.nn.Module) or isinstance(model, torch.jit.ScriptModule):
         raise UsageError(
-            f"make_model returned {_described(model)}; it must return a plain torch.nn.Module, or a tree of jax arrays "
-            "(jnp.asarray makes them)"
+            f"make_model returned {_described(model)}; it must return a plain torch.nn.Module, a tree of jax arrays "
+            "(jnp.asarray makes them), or an object with tensors of tinygrad"
         )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):

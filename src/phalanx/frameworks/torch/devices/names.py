@@ -54,6 +54,17 @@ def spelled(names: Sequence[str], replicas: int) -> list[str]:
     return listed
 
 
+def available() -> list[tuple[str, str, str]]:
+    """Each device that torch can use here: name, what it is, "". Without an accelerator: what that needs."""
+    rows = [("cpu", f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads", "")]
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind is None:
+        build = f"no accelerator that torch {torch.__version__} can use; builds for CUDA, ROCm and XPU: see pytorch.org"
+        return [*rows, ("cuda", "", build)]
+    names = [f"{kind.type}:{number}" for number in range(torch.accelerator.device_count())]
+    return rows + [(name, facts([name]).get("names", kind.type), "") for name in names]
+
+
 def facts(names: Sequence[str]) -> dict[str, str]:
     """What torch says of these devices, and how fast the first two of them exchange memory."""
     devices = [torch.device(name) for name in names]

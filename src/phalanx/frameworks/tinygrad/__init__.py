@@ -1,0 +1,1 @@
+"""The tinygrad framework: programs captured per device and shape, updates by its own optimizers."""

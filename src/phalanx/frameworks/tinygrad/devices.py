@@ -1,0 +1,94 @@
+"""The devices of a tinygrad run by tinygrad's own names, and their blocks of replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from phalanx.errors import UsageError
+from phalanx.frameworks.arithmetic import Gradient
+from phalanx.frameworks.tinygrad.environment import described, recorded
+from phalanx.frameworks.tinygrad.listing import opened
+from phalanx.frameworks.tinygrad.model import Model
+from phalanx.plan.placement import place
+from phalanx.seams import Todo
+
+
+def found(names: Sequence[str], replicas: int) -> list[str]:
+    """The devices with these names, opened, as tinygrad spells them: "CL:0" is "CL".
+
+    Raises
+    ------
+    UsageError
+        tinygrad cannot use one here, one comes twice, they are of several kinds, or there are more than replicas.
+    """
+    devices = [opened(name) for name in names]
+    if len(set(devices)) < len(devices):  # "CL" and "CL:0"
+        raise UsageError(f"devices is {list(names)}, which names a device more than once; name each once")
+    kinds = sorted({described(device) for device in devices})
+    if len(kinds) > 1:
+        raise UsageError(f"devices is {list(names)}, which are of several kinds, whose bits differ: {', '.join(kinds)}")
+    if len(devices) > replicas:
+        raise UsageError(
+            f"devices names {len(devices)} devices, but there are {replicas} replicas to compute; name at most "
+            f"{replicas}, or raise replicas= (which is part of the answer)"
+        )
+    return devices
+
+
+class Blocks:
+    """Implements ``seams.Lanes``: which device computes which replicas. Gradients are added in host memory.
+
+    Parameters
+    ----------
+    replicas : int
+    devices : sequence of str
+    params : sequence of numpy.ndarray
+    """
+
+    def __init__(self, replicas: int, devices: Sequence[str], params: Sequence[np.ndarray]) -> None:
+        self.placement = place(replicas, len(devices))
+        self.number_of = {replica: number for number, block in enumerate(self.placement.blocks) for replica in block}
+        self.blanks: list[Any] = [np.empty_like(array) for array in params]
+        self.sizes: list[int] = []
+
+    def moved(self, vector: Gradient) -> Gradient:
+        """See ``seams.Lanes.moved``: they are in host memory."""
+        return vector
+
+    def home(self, vector: Gradient) -> Gradient:
+        """See ``seams.Lanes.home``: they are there."""
+        return vector
+
+    def outward(self, left: Sequence[Any]) -> list[bytes | None]:
+        """Buffers do not travel to other processes."""
+        return []
+
+    def inward(self, pieces: Sequence[bytes | bytearray | None]) -> list[Any]:
+        """Buffers do not travel to other processes."""
+        return []
+
+    def expect(self, following: Callable[[], Sequence[Todo]]) -> None:
+        """Nothing is read ahead: each device has its next replica by the time one is waited for."""
+
+
+def home_of(model: Model) -> str:
+    """Where a model was made.
+
+    Raises
+    ------
+    UsageError
+        On several devices.
+    """
+    homes = sorted({str(tensor.device) for tensor in model.tensors})
+    if len(homes) > 1:
+        raise UsageError(f"make_model returned a model spread over {homes}; put it on one device")
+    return homes[0]
+
+
+def facts(names: Sequence[str]) -> dict[str, str]:
+    """What tinygrad says of these devices, for a report."""
+    devices = [opened(name) for name in names]
+    return {"devices": ", ".join(devices), "tinygrad": "; ".join(sorted({str(recorded(name)) for name in devices}))}

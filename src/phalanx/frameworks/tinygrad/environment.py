@@ -1,0 +1,86 @@
+"""The surroundings of a run in this process, and what of them a snapshot records."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+from tinygrad import helpers
+from tinygrad.device import Device
+from tinygrad.helpers import Context
+
+from phalanx.definition import generators
+from phalanx.errors import UsageError
+from phalanx.frameworks.tinygrad import outside
+
+# Settings of tinygrad's that choose other programs, and so other bits, or other defaults of dtypes.
+SETTINGS = (
+    "NOOPT", "IMAGE", "FLOAT16", "WINO", "USE_TC", "TC_OPT", "TRANSCENDENTAL", "NOLOCALS", "SPLIT_REDUCEOP",
+    "DISABLE_FAST_IDIV", "FUSE_OPTIM", "EMULATED_DTYPES", "DEFAULT_FLOAT", "DEFAULT_INT", "ALLOW_TF32", "PCONTIG",
+    "USE_ATOMICS", "NUM_CPU_THREADS",
+)  # fmt: skip
+
+
+class Environment(contextlib.AbstractContextManager[None]):
+    """A context, entered once at a time: inside, generators may be seeded, and programs are chosen by fixed rules.
+
+    Never by timing them (``BEAM``): that would choose by chance, and with the program the bits. Programs are compiled
+    in this process (``PARALLEL``): those that tinygrad would start for that run the caller's script again.
+
+    Parameters
+    ----------
+    threads : int
+        How many threads share an operation on the CPU.
+    owned : mapping
+        Generators of user code, to be restored as the global ones are.
+    """
+
+    def __init__(self, threads: int, owned: Mapping[str, Any] | None = None) -> None:
+        self._threads = threads
+        self._owned = owned
+        self._exits = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        _check_thread()
+        with contextlib.ExitStack() as exits:
+            exits.enter_context(generators.kept(self._owned))
+            exits.enter_context(outside.seeded(0))
+            exits.enter_context(Context(BEAM=0, PARALLEL=0, NUM_CPU_THREADS=self._threads))
+            self._exits = exits.pop_all()
+
+    def __exit__(self, *_: object) -> None:
+        self._exits.close()
+
+
+def _check_thread() -> None:
+    """Refuse other threads than that in which tinygrad compiled first: its cache on disk is that one's alone.
+
+    Raises
+    ------
+    UsageError
+        This is another.
+    """
+    try:
+        helpers.db_connection().cursor().close()
+    except sqlite3.ProgrammingError as error:
+        raise UsageError(
+            "tinygrad computes only in the thread in which it was used first, and this is another; run the recipe "
+            "there, or use tinygrad in no other thread before"
+        ) from error
+
+
+def recorded(device: str) -> dict[str, str]:
+    """What changes bits and is not in a recipe, as text; the device by what it is, not by its number."""
+    settings = {name: str(getattr(helpers, name).value) for name in SETTINGS}
+    return {"tinygrad": version("tinygrad"), **settings, "device": described(device)}
+
+
+def described(device: str) -> str:
+    """A device's kind, its program compiler, and what it says of itself."""
+    opened: Any = Device[device]
+    told = [getattr(opened, name, None) for name in ("device_name", "driver_version", "arch")]
+    known = [str(text) for text in told[:2] if text] or [str(text) for text in told[2:] if text]
+    return " ".join([device.split(":")[0], type(opened.renderer).__name__, *known])

@@ -1,0 +1,176 @@
+"""The user's model: its tensors by name, which of them are trained, copies of it, and what its buffers become."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tinygrad.device import Buffer
+from tinygrad.dtype import dtypes
+from tinygrad.nn.state import get_state_dict
+from tinygrad.tensor import Tensor
+
+from phalanx.errors import UsageError
+from phalanx.frameworks.tinygrad import listing
+from phalanx.plan.fold import Fold
+from phalanx.plan.shares import share_weights
+
+NARROW = (dtypes.bfloat16, *dtypes.fp8s)  # what numpy has no dtype for
+
+
+@dataclass(frozen=True)
+class Model:
+    """What ``make_model`` returned, and its tensors by name, each once. They are never written.
+
+    Attributes
+    ----------
+    whole : object
+        The model. While its functions are traced for a device, its tensors are those of that device.
+    params, buffers : dict of str to Tensor
+        Those that are trained, and those marked by ``is_param_(False)``, in the order of ``get_state_dict``.
+    listed : sequence of Tensor
+        All of them as ``get_parameters`` gives them to an optimizer, tied ones more than once.
+    """
+
+    whole: Any
+    params: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    listed: Sequence[Tensor]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Parameters, then buffers."""
+        return [*self.params.values(), *self.buffers.values()]
+
+    def check_places(self) -> None:
+        """Refuse a forward pass that put other tensors in the place of the model's.
+
+        Raises
+        ------
+        UsageError
+            It did; names the first one.
+        """
+        now = get_state_dict(self.whole)
+        own = {id(tensor) for tensor in self.listed}
+        for name in now:
+            if id(now[name]) not in own:
+                raise UsageError(
+                    f"forward put another tensor in the place of the model's {name!r}, which a captured program would "
+                    "not see; write into the one that is there: .assign(...)"
+                )
+
+    def copied(self, contents: Mapping[str, np.ndarray], device: str) -> Any:
+        """A model of its own for the caller, with these contents on a device."""
+        memo: dict[int, Any] = {}
+        for name, tensor in {**self.params, **self.buffers}.items():
+            memo[id(tensor)] = owned(contents[name], device).is_param_(tensor.is_param)
+        return copy.deepcopy(self.whole, memo)
+
+
+def opened(whole: Any) -> Model:
+    """A model's tensors, realized together.
+
+    Raises
+    ------
+    UsageError
+        It cannot be copied, has nothing to be trained, or something that cannot be.
+    """
+    named: dict[str, Tensor] = {}
+    everything = get_state_dict(whole)
+    for name, tensor in everything.items():
+        if not any(tensor is other for other in named.values()):
+            named[name] = tensor
+    if not any(tensor.is_param for tensor in named.values()):
+        raise UsageError(
+            f"make_model returned a {type(whole).__name__} without trainable parameters; leave .is_param_(True) for "
+            "some"
+        )
+    for name, tensor in named.items():
+        _check(name, tensor)
+    for device in sorted({str(tensor.device) for tensor in named.values()}):
+        listing.opened(device)  # says what is missing for it
+    Tensor.realize(*named.values())
+    model = Model(
+        whole,
+        {name: tensor for name, tensor in named.items() if tensor.is_param},
+        {name: tensor for name, tensor in named.items() if not tensor.is_param},
+        list(everything.values()),
+    )
+    _check_copies(model)
+    return model
+
+
+def owned(array: np.ndarray, device: str) -> Tensor:
+    """A tensor of the run's own on a device, with memory that ``write`` writes and captured programs see."""
+    flat = Tensor(np.array(array).reshape(-1), device=device).contiguous().realize()
+    return flat if array.ndim == 1 else flat.reshape(array.shape)
+
+
+def write(tensor: Tensor, array: np.ndarray) -> None:
+    """Put these numbers where a tensor has its own; ``array`` stays as it is until the device has read it."""
+    content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    source = Buffer("PYTHON", tensor.numel(), tensor.dtype, opaque=memoryview(content))  # type: ignore[arg-type]
+    tensor.uop.base.buffer.copy_from(source)  # type: ignore[union-attr]
+
+
+def settled(left: Sequence[tuple[int, list[np.ndarray]]], starts: list[np.ndarray]) -> list[np.ndarray]:
+    """The rule of every framework, for (samples, buffers) of each replica that ran, in order.
+
+    A buffer whose bytes are equal on all of them keeps those. Otherwise a floating one becomes the mean, weighted by
+    sample count and added in the fold's order; others become the first replica's.
+    """
+    if not left or not starts:
+        return starts
+    weights = share_weights([samples for samples, _ in left])
+    return [_one([buffers[number] for _, buffers in left], weights) for number in range(len(starts))]
+
+
+def _one(values: list[np.ndarray], weights: Sequence[float]) -> np.ndarray:
+    first = values[0]
+    if first.dtype.kind != "f" or all(first.tobytes() == other.tobytes() for other in values[1:]):
+        return first
+    fold: Fold[np.ndarray] = Fold(len(values), np.add)
+    total: Fold[float] = Fold(len(values), operator.add)
+    for position, (value, weight) in enumerate(zip(values, weights, strict=True)):
+        fold.push(position, value if weight == 1 else value * value.dtype.type(weight))
+        total.push(position, weight)
+    summed, weight = fold.total(), total.total()
+    assert summed is not None
+    assert weight is not None
+    return np.asarray(summed / summed.dtype.type(weight))
+
+
+def _check(name: str, tensor: Tensor) -> None:
+    if tensor.dtype in NARROW:
+        raise UsageError(
+            f"{name} of the model is {tensor.dtype}, which cannot be folded exactly in this version; keep weights in "
+            "float32 or float16 and cast them in forward"
+        )
+    if tensor.is_param and not dtypes.is_float(tensor.dtype):
+        raise UsageError(
+            f"{name} of the model is {tensor.dtype}{list(tensor.shape)} and would be trained; mark what is not a "
+            "parameter: .is_param_(False)"
+        )
+    if tensor.device is None:
+        raise UsageError(
+            f"{name} of the model is a constant without memory; make it as a tensor of values: Tensor([1.0])"
+        )
+    if not isinstance(tensor.device, str):
+        raise UsageError(f"{name} of the model is on {tensor.device}; make the model on one device, and name several")
+    if 0 in tensor.shape:
+        raise UsageError(f"{name} of the model has the shape {tensor.shape}, without elements; leave it out")
+
+
+def _check_copies(model: Model) -> None:
+    try:
+        memo: dict[int, Any] = {id(tensor): tensor for tensor in model.listed}
+        copy.deepcopy(model.whole, memo)
+    except Exception as error:
+        raise UsageError(
+            f"make_model returned a {type(model.whole).__name__} that cannot be copied ({error}), and the result is a "
+            "copy; keep what cannot be copied out of it, or give it a __deepcopy__"
+        ) from error

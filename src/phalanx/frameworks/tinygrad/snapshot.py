@@ -1,0 +1,131 @@
+"""A tinygrad state by name, for snapshots and digests; it names no device."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tinygrad.nn.state import get_state_dict
+
+from phalanx.definition.digest import Entry
+from phalanx.errors import SnapshotError
+from phalanx.frameworks.tinygrad import optimizer as updates
+from phalanx.frameworks.tinygrad.forward import plain
+from phalanx.seams.snapshots import Captured, Tensor
+
+NAME, OPTIMIZER = "tinygrad", "optimizer."
+FRAMEWORK, ENVIRONMENT = "framework", "environment"
+
+Named = dict[str, np.ndarray]
+
+
+@dataclass
+class State:
+    """What changes from step to step, read from the first device: numpy arrays by name."""
+
+    params: Named
+    buffers: Named
+    optimizer: Named
+
+
+@dataclass(frozen=True)
+class Snapshots:
+    """Implements ``seams.Snapshots`` for tinygrad.
+
+    Parameters
+    ----------
+    read : callable
+        Returns the state.
+    write : callable
+        Takes another one with the same names, shapes and dtypes.
+    environment : dict
+        What changes bits and is not in a recipe.
+    """
+
+    read: Callable[[], State]
+    write: Callable[[State], None]
+    environment: dict[str, str]
+
+    def capture(self, *, copy: bool) -> Captured:
+        """See ``seams.Snapshots.capture``: what is read is a copy."""
+        state = self.read()
+        training = {OPTIMIZER + name: array for name, array in state.optimizer.items()}
+        facts = {FRAMEWORK: NAME, ENVIRONMENT: self.environment}
+        return Captured(_stored({**state.params, **state.buffers}), _stored(training), facts)
+
+    def adopt(self, state: Captured) -> None:
+        """See ``seams.Snapshots.adopt``."""
+        if state.facts.get(FRAMEWORK) != NAME:
+            raise SnapshotError("the snapshot is not of a tinygrad recipe")
+        given = state.facts.get(ENVIRONMENT)
+        now, then = self.environment, given if isinstance(given, dict) else {}
+        differing = [name for name in {**now, **then} if now.get(name) != then.get(name)]
+        if differing:
+            told = "; ".join(f"{name} is {now.get(name)}, was {then.get(name)}" for name in differing)
+            warnings.warn(f"bits may differ from an uninterrupted run's: {told}", stacklevel=2)
+        found = self.read()
+        stored = {
+            name.removeprefix(OPTIMIZER): tensor
+            for name, tensor in state.training.items()
+            if name.startswith(OPTIMIZER)
+        }
+        found.optimizer = _fitted(found.optimizer, stored)
+        self._take(found, state.weights)
+
+    def adopt_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """See ``seams.Snapshots.adopt_weights``."""
+        self._take(self.read(), weights)
+
+    def _take(self, state: State, weights: Mapping[str, Tensor]) -> None:
+        fitted = _fitted({**state.params, **state.buffers}, weights)
+        state.params, state.buffers = ({name: fitted[name] for name in part} for part in (state.params, state.buffers))
+        self.write(state)
+
+
+def array_of(stored: Tensor) -> np.ndarray:
+    """A stored tensor as a numpy array of its own."""
+    return np.frombuffer(bytearray(stored.content), dtype=np.dtype(stored.dtype)).reshape(stored.shape)
+
+
+def entries(state: State) -> Iterator[Entry]:
+    """Parameters, buffers, then the optimizer's state, by name."""
+    for kind, part in (("parameter", state.params), ("buffer", state.buffers), ("optimizer", state.optimizer)):
+        for name, array in part.items():
+            yield Entry(kind, name, array.dtype.name, array.shape, _bytes(array))
+
+
+def state_of(model: Any, optimizer: Any) -> State:
+    """The state of a loop written by hand: a model, and an optimizer, several, or none."""
+    named: dict[str, Any] = {}
+    for name, tensor in get_state_dict(model).items():
+        if not any(tensor is other for other in named.values()):
+            named[name] = tensor
+    whole = optimizer if not isinstance(optimizer, Sequence) or len(optimizer) != 1 else optimizer[0]
+    state = {} if whole is None else dict(updates.entries(whole, list(named.values())))
+    return State(
+        {name: plain(tensor) for name, tensor in named.items() if tensor.is_param},
+        {name: plain(tensor) for name, tensor in named.items() if not tensor.is_param},
+        {name: plain(tensor) for name, tensor in state.items()},
+    )
+
+
+def _stored(named: Named) -> dict[str, Tensor]:
+    return {name: Tensor(array.dtype.name, array.shape, _bytes(array)) for name, array in named.items()}
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _fitted(own: Named, stored: Mapping[str, Tensor]) -> Named:
+    """The stored arrays, if they are those that there are here."""
+    for name in [*own, *stored]:
+        mine, theirs = own.get(name), stored.get(name)
+        here = None if mine is None else f"{mine.dtype.name}{list(mine.shape)}"
+        there = None if theirs is None else f"{theirs.dtype}{list(theirs.shape)}"
+        if here != there:
+            raise SnapshotError(f"{name} is {there or 'missing'} in the snapshot, but {here or 'missing'} here")
+    return {name: array_of(stored[name]) for name in own}

@@ -1,0 +1,141 @@
+"""R = 1 has the bits of a plain loop of tinygrad's, R = k those of k shares folded; and what must not be so."""
+
+import functools
+import itertools
+
+import numpy as np
+import pytest
+from tinygrad import Context, Tensor, helpers, nn
+
+import phalanx
+from tests.sampling import sample
+from tests.tinygrad.by_hand import answer
+from tests.tinygrad.families import FAMILIES, OPTIMIZERS, Mlp
+
+TWO = ["CPU", "CPU:1"]
+ONE_BY_ONE = ("dropout", "norm", "tied", "whole_loss")
+
+
+@pytest.mark.parametrize("name", sample("tinygrad, R = 1", ONE_BY_ONE, 2))
+def test_one_replica(name):
+    """One replica ends in the bits of a loop by hand: dropout, BatchNorm, a weight used twice, a loss in forward."""
+    recipe = FAMILIES[name].recipe(1)
+    result = recipe.train()
+    assert (result.digest, result.loss_history) == answer(recipe)
+
+
+@pytest.mark.parametrize("name", sample("tinygrad, R = 3", ("dropout", "masked"), 1))
+def test_three_replicas(name):
+    """Three uneven shares, and weights that the loss tells, some 0, are folded as by hand."""
+    recipe = FAMILIES[name].recipe(3, optimizer=OPTIMIZERS["adam"], steps=3)
+    result = recipe.train(devices=TWO)
+    assert (result.digest, result.loss_history) == answer(recipe)
+
+
+@pytest.mark.parametrize(("replicas", "fault"), [(1, "unkeyed"), (4, "one_key"), (4, "left_to_right")])
+def test_a_fault_is_noticed(replicas, fault):
+    """Negative twin: one stream for all steps or replicas, or another order of additions, is another digest."""
+    recipe = FAMILIES["dropout"].recipe(replicas, steps=2, batch_size=2 * replicas)
+    assert recipe.train().digest != answer(recipe, fault)[0]
+
+
+def test_what_is_realized_apart_is_another_program():
+    """Negative twin: gradients that are realized with the update have other bits, which the documents say."""
+    recipe = FAMILIES["norm"].recipe(1, steps=2)
+    assert recipe.train().digest != answer(recipe, "realized apart")[0]
+
+
+def test_a_stale_device_is_noticed(monkeypatch):
+    """Negative twin: if the second device kept its first weights, two devices would end in another digest."""
+    from phalanx.frameworks.tinygrad.adapter import Tinygrad
+
+    recipe = FAMILIES["mlp"].recipe(2)
+    wanted = recipe.train(devices=TWO).digest
+    assert wanted == recipe.train().digest
+    monkeypatch.setattr(Tinygrad, "_spread", lambda self: None)  # planted
+    assert recipe.train(devices=TWO).digest != wanted
+
+
+def test_buffers_are_settled():
+    """After a step a floating buffer is the mean of what replicas left, a count the first's, a constant as it was."""
+    recipe = FAMILIES["norm"].recipe(2, steps=1, batch_size=8)
+    model = recipe.train().model
+    means = []
+    with Context(TRAINING=1):
+        for replica, indices in enumerate(recipe.plan.shares(0)):
+            Tensor.manual_seed(recipe.seed)
+            own = recipe.make_model()
+            Tensor.realize(*nn.state.get_parameters(own))
+            Tensor.manual_seed(recipe.plan.key(0, replica))
+            own(Tensor(recipe.data[0][indices])).realize(own.norm.running_mean)
+            means.append(own.norm.running_mean.numpy())
+    assert np.array_equal(model.norm.running_mean.numpy(), (means[0] + means[1]) / np.float32(2))
+    assert not np.array_equal(means[0], means[1])
+    assert (model.norm.num_batches_tracked.item(), model.scale.numpy()) == (1, np.float32(0.7))
+
+
+def test_dtypes_stay():
+    """A model of 64 bits is trained in 64 bits: what float32 cannot hold is there at the end."""
+
+    class Double:
+        def __init__(self):
+            self.weight = Tensor(np.array([1 + 1e-12, 2.0]))
+
+    recipe = phalanx.Recipe(
+        Double, np.eye(2), None, lambda model, x: (x * model.weight).sum() * 0.0,
+        replicas=2, batch_size=2, steps=2, optimizer=functools.partial(nn.optim.SGD, lr=0.1),
+    )  # fmt: skip
+    weight = recipe.train(devices=TWO).params["weight"]
+    assert weight.numpy().dtype == np.float64
+    assert weight.numpy()[0] == 1 + 1e-12 != float(np.float32(1 + 1e-12))
+
+
+def test_uneven_shares_are_not_biased():
+    """Three samples over two replicas have the mean of three: 6 to the last bit, not 6.75, the mean of two means."""
+
+    class Line:
+        def __init__(self):
+            self.weight = Tensor([0.0])
+
+    def trained(replicas):
+        data = np.array([[3.0], [6.0], [9.0]], np.float32)
+        optimizer = functools.partial(nn.optim.SGD, lr=1.0)
+        forward = lambda model, x: (x * model.weight).mean()  # noqa: E731
+        recipe = phalanx.Recipe(
+            Line, data, None, forward, replicas=replicas, batch_size=3, steps=1, shuffle=False, optimizer=optimizer
+        )
+        return float(recipe.train().params["weight"].item())
+
+    assert [trained(replicas) for replicas in (1, 2, 3)] == [-6.0] * 3
+
+
+def test_nothing_is_shared_with_the_caller():
+    """A model that is passed in stays as it is, and neither devices nor results have memory in common with it."""
+    model = Mlp()
+    Tensor.realize(*nn.state.get_parameters(model))
+    before = model.first.weight.numpy().copy()
+    recipe = FAMILIES["mlp"].recipe(2, make_model=model)
+    with recipe.start(devices=TWO) as run:
+        first = next(iter(run)) and run.result().params["first.weight"]
+        held = first.numpy()
+        run.finish()
+        last = run.result().params["first.weight"].numpy()
+    assert np.array_equal(model.first.weight.numpy(), before)
+    assert np.array_equal(first.numpy(), held)
+    assert len({array.tobytes() for array in (before, held, last)}) == 3
+    homes = itertools.combinations([model.first.weight, first, run.result().model.first.weight], 2)
+    assert all(one.uop.base.buffer is not other.uop.base.buffer for one, other in homes)
+    assert recipe.train().digest == run.result().digest
+
+
+def test_the_callers_settings_stay():
+    """Streams and settings of the caller are as before a run, which does not look at them."""
+    recipe = FAMILIES["dropout"].recipe(1, steps=1)
+    Tensor.manual_seed(5)
+    wanted = Tensor.rand(3).numpy()
+    Tensor.manual_seed(5)
+    with Context(BEAM=0, TRAINING=0):
+        result = recipe.train()
+        assert helpers.TRAINING.value == 0
+    assert np.array_equal(Tensor.rand(3).numpy(), wanted)
+    assert result.digest == recipe.train().digest
