@@ -57,6 +57,10 @@ class Group(dist.ProcessGroup):
 
     _set_group_name = setGroupName
 
+    def _get_backend(self, device: torch.device) -> Group:
+        """Itself: torch 2.15 asks what messages go through whether it takes several at once."""
+        return self
+
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
         """Every rank ends with the reduction of all."""
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp.op
