@@ -173,6 +173,7 @@ def test_reports(kit):
     assert reports(engine="inline") == reports(**kit.spread(3))
 
 
+@pytest.mark.long
 def test_evaluation_after_each_epoch(kit):
     """Values in the middle of a run are the same, and taking them changes nothing that follows."""
     recipe = kit.recipe(5, steps=None, epochs=2)

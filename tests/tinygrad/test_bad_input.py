@@ -59,6 +59,7 @@ def test_worker_processes(options):
     refused("computes in one process.*devices=", options=options)
 
 
+@pytest.mark.long
 def test_auto_stays_here():
     """Without options a run stays in this process, without a word."""
     assert FAMILIES["mlp"].recipe(2, steps=2).train().workers == 1

@@ -32,6 +32,7 @@ def test_three_replicas(name):
     assert (result.digest, result.loss_history) == answer(recipe)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("replicas", "fault"), [(1, "unkeyed"), (4, "one_key"), (4, "left_to_right")])
 def test_a_fault_is_noticed(replicas, fault):
     """Negative twin: one stream for all steps or replicas, or another order of additions, is another digest."""
@@ -39,12 +40,14 @@ def test_a_fault_is_noticed(replicas, fault):
     assert recipe.train().digest != answer(recipe, fault)[0]
 
 
+@pytest.mark.long
 def test_what_is_realized_apart_is_another_program():
     """Negative twin: gradients that are realized with the update have other bits, which the documents say."""
     recipe = FAMILIES["norm"].recipe(1, steps=2)
     assert recipe.train().digest != answer(recipe, "realized apart")[0]
 
 
+@pytest.mark.long
 def test_a_stale_device_is_noticed(monkeypatch):
     """Negative twin: if the second device kept its first weights, two devices would end in another digest."""
     from phalanx.frameworks.tinygrad.adapter import Tinygrad
@@ -56,6 +59,7 @@ def test_a_stale_device_is_noticed(monkeypatch):
     assert recipe.train(devices=TWO).digest != wanted
 
 
+@pytest.mark.long
 def test_buffers_are_settled():
     """After a step a floating buffer is the mean of what replicas left, a count the first's, a constant as it was."""
     recipe = FAMILIES["norm"].recipe(2, steps=1, batch_size=8)

@@ -38,6 +38,7 @@ def test_two_opencl_devices(told):
     assert told["check"][1] == "CL, CL:1"
 
 
+@pytest.mark.long
 @opencl
 def test_the_documented_example(told):
     """What docs/open_devices.md shows as the way to two OpenCL devices runs as it stands there."""

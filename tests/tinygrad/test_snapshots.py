@@ -28,6 +28,7 @@ def wanted():
     return recipe().train()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("before", "after"), [(["CPU"], TWO), (TWO, ["CPU:2"])])
 def test_going_on_on_other_devices(tmp_path, wanted, before, after):
     """One device, then two, or two and then another one: the bits of a run that was never interrupted."""
@@ -66,6 +67,7 @@ with recipe().start(devices=TWO, run_dir={run_dir!r}, snapshot_every=1) as run:
 """
 
 
+@pytest.mark.long
 def test_a_process_that_is_killed(tmp_path, wanted):
     """SIGKILL in the third step on two devices: the same call again, on one, ends in the same bits."""
     environment = os.environ | {"CC": CLANG or ""}
@@ -90,6 +92,7 @@ def test_loading(tmp_path, wanted):
         assert np.array_equal(run.result().params["first.weight"].numpy(), wanted.params["first.weight"].numpy())
 
 
+@pytest.mark.long
 def test_another_environment(tmp_path, monkeypatch):
     """Another compiler, driver or version is told, as bits may differ; a snapshot of another framework is refused."""
     from phalanx.frameworks.tinygrad import adapter
