@@ -3,7 +3,7 @@
 The cases that were drawn are marked "sampled", the others "campaign": ``make test`` leaves the latter out, and
 ``make chaos`` runs both, whatever the seed. ``PHALANX_SEED=... make test`` draws the same cases again. So it is with
 tests that take long (marked "long": seconds, as they start interpreters, hosts or compilers): of those of a folder
-every run tries one in four. A file that is named on the command line runs all of them.
+every run tries one in six. A file that is named on the command line runs all of them.
 """
 
 import itertools
@@ -38,14 +38,14 @@ def sample(name, cases, count):
 
 
 def rotate(items):
-    """Of the tests of each folder that take long, draw one in four, and at least one."""
+    """Of the tests of each folder that take long, draw one in six, and at least one."""
     folders = {}
     for item in items:
         if item.get_closest_marker("long"):
             test = item.nodeid.split("[")[0]
             folders.setdefault(test.split("::")[0].rpartition("/")[0], {}).setdefault(test, []).append(item)
     for folder, tests in folders.items():
-        drawn = generator(folder).sample(sorted(tests), -(-len(tests) // 4))
+        drawn = generator(folder).sample(sorted(tests), -(-len(tests) // 6))
         for test, cases in tests.items():
             for case in cases:
                 if not case.get_closest_marker("campaign"):

@@ -7,11 +7,12 @@ computes, the plan decides the order.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from phalanx.definition.data import Share
 from phalanx.definition.fields import Definition
@@ -19,9 +20,10 @@ from phalanx.errors import NonFiniteError, PhalanxError, RunError, UsageError, W
 from phalanx.plan import replica_key
 from phalanx.plan.fold import fold_values
 from phalanx.plan.shares import share_weights
-from phalanx.seams import Arithmetic, Computed, Framework, Link, Part, Steppable, Todo, Vector
+from phalanx.seams import Arithmetic, Computed, Framework, Link, Measurement, Part, Steppable, Todo, Vector
 from phalanx.surroundings import interrupts
 
+T = TypeVar("T")
 ABSENT = Part(0.0, 0.0, returned=False, samples=0)
 
 
@@ -195,10 +197,15 @@ def compute(computing: Iterator[Computed], t: int, replica: int, share: Share) -
         ) from error
 
 
-def measure(framework: Framework, metric_fn: Callable[..., Any], key: int, share: Share) -> tuple[float, float]:
-    """(mean, weight) of a metric over one chunk; what user code raises becomes a WorkerError with the samples."""
+def measure(framework: Framework, metric_fn: Callable[..., Any], key: int, share: Share) -> Measurement:
+    """Begin a metric over one chunk; what user code raises becomes a WorkerError with the samples."""
+    begun = _measured(functools.partial(framework.measure, metric_fn, key, share), share)
+    return functools.partial(_measured, begun, share)
+
+
+def _measured(function: Callable[[], T], share: Share) -> T:
     try:
-        return framework.measure(metric_fn, key, share)
+        return function()
     except PhalanxError:
         raise
     except Exception as error:

@@ -259,6 +259,27 @@ def test_between_steps(fake):
     assert look(2) == look(3) == look(1)
 
 
+def test_chunks_are_measured_on_all_devices(fake):
+    """Chunks of an evaluation go to one device after the other; the value is that of one device, and so is an error."""
+    recipe, seen = noisy(), []
+
+    def metric_fn(output, target):
+        seen.append(str(output.device))
+        return F.cross_entropy(output, target) if len(seen) < 40 else output
+
+    values = []
+    for count in (1, 3):
+        with recipe.start(devices=named(count)) as run:
+            next(run)
+            values.append(run.evaluate(metric_fn, recipe.data, batch_size=5))
+            assert set(seen) == set(named(count))
+            seen[:] = ["no device"] * 41
+            with pytest.raises(phalanx.UsageError, match="metric_fn returned a Tensor"):
+                run.evaluate(metric_fn, recipe.data, batch_size=5)
+            seen.clear()
+    assert values[0] == values[1]
+
+
 def test_generators_and_settings_are_the_callers_afterwards(fake):
     """Every device's generator, the current device and deterministic settings are left as they were found."""
     torch.fake.manual_seed_all(5)

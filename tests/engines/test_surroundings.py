@@ -69,7 +69,16 @@ def test_calls_may_be_as_deep_in_workers(deep):
     assert in_workers(job).digest == job.train(engine="inline").digest
 
 
-def test_calls_that_are_too_deep_fail_in_workers_as_they_do_here():
+@pytest.fixture
+def usual():
+    """Python's own limit: importing tinygrad raises it."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1_000)
+    yield
+    sys.setrecursionlimit(before)
+
+
+def test_calls_that_are_too_deep_fail_in_workers_as_they_do_here(usual):
     """With the limit as it is, the same loss fails in both engines."""
     job = recipe(loss_fn=deep_loss(5_000))
     for train in (in_workers, functools.partial(phalanx.Recipe.train, engine="inline")):

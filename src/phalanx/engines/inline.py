@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from phalanx.definition.fields import Definition
 from phalanx.engines.links import LaneLink, LocalLink, ProcessLink
 from phalanx.errors import PhalanxError, RunError, WorkerError
 from phalanx.plan import evaluation_key
-from phalanx.seams import Exported, Framework, RunState, Todo
+from phalanx.seams import Exported, Framework, Measurement, RunState, Todo
 from phalanx.seams.events import StepReport
 from phalanx.seams.snapshots import Captured
 from phalanx.step import Proposal, commit, measure, propose, todo
@@ -101,12 +102,17 @@ class Inline:
         self.check_able()
         seed = self._definition.seed
         measured: list[tuple[float, float]] = []
+        begun: deque[Measurement] = deque()  # one per device, where there are several
+        most = 1 if self._lanes is None else len(self._lanes.placement.blocks)
         breaks = interrupts.breaks()
         with self.environment:
             try:
                 for chunk, share in enumerate(self._dealer.chunks(data, batch_size)):
                     interrupts.check()
-                    measured.append(measure(self._framework, metric_fn, evaluation_key(seed, chunk), share))
+                    begun.append(measure(self._framework, metric_fn, evaluation_key(seed, chunk), share))
+                    if len(begun) == most:
+                        measured.append(begun.popleft()())
+                measured += [read() for read in begun]
             except BaseException:
                 self._end_if_broken_off(breaks, "in an evaluation")
                 raise

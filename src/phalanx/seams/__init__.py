@@ -15,6 +15,7 @@ from phalanx.plan.placement import Placement
 from phalanx.seams.events import StepReport
 from phalanx.seams.records import Computed as Computed
 from phalanx.seams.records import Exported as Exported
+from phalanx.seams.records import Measurement as Measurement
 from phalanx.seams.records import Part as Part
 from phalanx.seams.records import RunState as RunState
 from phalanx.seams.records import Todo as Todo
@@ -148,8 +149,12 @@ class Framework(Steppable, Protocol):
         """Step the scheduler once, with the step's mean loss, after the step is done or skipped."""
         ...
 
-    def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> tuple[float, float]:
-        """(mean, weight) of a metric over one chunk of samples, in evaluation mode; changes nothing."""
+    def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> Measurement:
+        """Begin a metric over one chunk of samples, in evaluation mode; changes nothing.
+
+        What it returns waits for the devices that compute it, and gives (mean, weight). Another chunk may be begun
+        before.
+        """
         ...
 
     def opened(self, source: Source) -> Source:

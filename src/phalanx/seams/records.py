@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from phalanx.definition.data import Share
 from phalanx.seams.events import Evaluated, Incident
 from phalanx.seams.sharing import Vector
+
+Measurement = Callable[[], tuple[float, float]]  # waits for a metric over a chunk of samples: its mean and weight
 
 
 class Todo(NamedTuple):

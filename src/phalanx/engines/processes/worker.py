@@ -253,7 +253,7 @@ class Worker:
         for chunk in range(start, end):
             if self._counters.pause == LEAVE:
                 raise Trouble
-            found.append(measure(self._framework, metric_fn, evaluation_key(seed, chunk), shares[chunk]))
+            found.append(measure(self._framework, metric_fn, evaluation_key(seed, chunk), shares[chunk])())
             self._own.total += 1  # a long evaluation is not silent
         return found
 

@@ -30,7 +30,7 @@ from phalanx.frameworks.jax.owners import Owners
 from phalanx.frameworks.jax.sharing import Sharing
 from phalanx.frameworks.jax.snapshot import Snapshots, State, entries
 from phalanx.frameworks.jax.tree import named, placed
-from phalanx.seams import Computed, Exported, Lanes, Todo
+from phalanx.seams import Computed, Exported, Lanes, Measurement, Todo
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Reentrant
 
@@ -133,12 +133,12 @@ class Jax:
     def rewind(self) -> None:
         """Computing gradients leaves nothing behind."""
 
-    def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> tuple[float, float]:
+    def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> Measurement:
         """See ``seams.Framework.measure``."""
         with interrupts.breakable():
             samples = jax.device_put(self._batch(key, share), self._device)
             output = self._forward.output(self._params_on(self._device), samples)
-            return measured(metric_fn(output, self._forward.target(samples)), len(share.samples))
+            return functools.partial(measured, metric_fn(output, self._forward.target(samples)), len(share.samples))
 
     def opened(self, source: Source) -> Source:
         """See ``seams.Framework.opened``: shares are taken from numpy arrays, over the same memory."""

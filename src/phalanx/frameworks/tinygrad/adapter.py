@@ -29,7 +29,7 @@ from phalanx.frameworks.tinygrad.optimizer import Update
 from phalanx.frameworks.tinygrad.sharing import Sharing
 from phalanx.frameworks.tinygrad.snapshot import Snapshots, State, entries
 from phalanx.frameworks.tinygrad.snapshot import array_of as array_of
-from phalanx.seams import Computed, Exported, Lanes, Todo
+from phalanx.seams import Computed, Exported, Lanes, Measurement, Todo
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Reentrant
 
@@ -115,11 +115,11 @@ class Tinygrad:
     def rewind(self) -> None:
         """What replicas leave in buffers is written over before the next one."""
 
-    def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> tuple[float, float]:
+    def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> Measurement:
         """See ``seams.Framework.measure``."""
         with interrupts.breakable():
             output, target = self._lanes[0].output(self._batch(key, share), key, self._starts)
-            return measured(batch.numbers(metric_fn(output, target)), len(share.samples))
+            return functools.partial(measured, batch.numbers(metric_fn(output, target)), len(share.samples))
 
     def opened(self, source: Source) -> Source:
         """See ``seams.Framework.opened``: shares are taken from numpy arrays."""

@@ -21,7 +21,7 @@ from phalanx.frameworks.torch.replica.forward import AmbiguousMean
 from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.frameworks.torch.sharing.state import Sharing
 from phalanx.frameworks.torch.snapshot import Snapshots, entries, exported
-from phalanx.seams import Computed, Exported, Lanes, Todo
+from phalanx.seams import Computed, Exported, Lanes, Measurement, Todo
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Reentrant
 
@@ -106,7 +106,7 @@ class Torch:
         """See ``seams.Steppable.rewind``."""
         self._lane.rewind()
 
-    def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> tuple[float, float]:
+    def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> Measurement:
         """See ``seams.Framework.measure``."""
         return self._lane.measure(metric_fn, key, share)
 

@@ -34,7 +34,7 @@ from phalanx.frameworks.torch.replica.forward import AmbiguousMean, Unread
 from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.frameworks.torch.snapshot import Snapshots, entries, exported
 from phalanx.plan.placement import Placement, dealt, hosts
-from phalanx.seams import Computed, Exported, Lanes, Todo
+from phalanx.seams import Computed, Exported, Lanes, Measurement, Todo
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Reentrant
 
@@ -103,6 +103,7 @@ class TorchLanes:
             self._feeds.append(DeviceFeed(host, device, ahead=ahead))
             self._lanes.append(Lane(definition, own, self._feeds[-1], Buffers(own, Versions()), ambiguous, later=True))
         self._first = self._lanes[0]
+        self._measuring = -1  # the device that measured last
         self._lane_of = {replica: number for number, block in enumerate(placement.blocks) for replica in block}
         sizes = [parameter.nbytes for parameter in self._first.parameters]
         owners = self._own(definition, dealt(sizes, len(self._lanes)))
@@ -202,10 +203,18 @@ class TorchLanes:
             lane.rewind()
             feed.forget()
 
-    def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> tuple[float, float]:
-        """See ``seams.Framework.measure``: on the first device."""
-        with accelerators.watched(self.devices[:1]), accelerators.current(self.devices[0]):
-            return self._first.measure(metric_fn, key, share)
+    def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> Measurement:
+        """See ``seams.Framework.measure``: on one device after the other."""
+        number = self._measuring = (self._measuring + 1) % len(self.devices)
+        device = self.devices[number]
+        with accelerators.watched([device]), accelerators.current(device):
+            begun = self._lanes[number].measure(metric_fn, key, share)
+
+        def read() -> tuple[float, float]:
+            with accelerators.watched([device]):
+                return begun()
+
+        return read
 
     def opened(self, source: Source) -> Source:
         """See ``seams.Framework.opened``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ from phalanx.frameworks.torch.model import warn_of_eval_mode
 from phalanx.frameworks.torch.replica.buffers import Buffers
 from phalanx.frameworks.torch.replica.forward import AmbiguousMean, Forward
 from phalanx.frameworks.torch.replica.gradient import Collector, drop
-from phalanx.seams import Computed, Todo
+from phalanx.seams import Computed, Measurement, Todo
 from phalanx.surroundings import interrupts
 
 
@@ -107,7 +108,7 @@ class Lane:
         drop(self.parameters)
         self.buffers.restore()
 
-    def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> tuple[float, float]:
+    def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> Measurement:
         """See ``seams.Framework.measure``."""
         versions = self._versions()
         with evaluating(self.model), torch.no_grad():
@@ -118,7 +119,7 @@ class Lane:
             finally:
                 self.buffers.restore()
         self._check_unwritten(versions, "in an evaluation")
-        return measured(value, len(share.samples))
+        return functools.partial(measured, value, len(share.samples))
 
     def _versions(self) -> list[int]:
         return [parameter._version for parameter in self.parameters]
