@@ -743,3 +743,30 @@ def test_a_system_without_memfd(kind, monkeypatch, tmp_path):
         assert run.evaluate(F.mse_loss, (torch.zeros(4, 3), torch.zeros(4, 1))) >= 0
     assert run.result().digest == recipe.train(engine="inline").digest
     assert list(tmp_path.iterdir()) == []
+
+
+PREPARED = """
+import json, sys
+import phalanx.engines.processes.zygote
+from phalanx.frameworks.registry import prepare_process
+prepare_process(None)
+print(json.dumps(sorted(sys.modules)))
+"""
+
+
+@pytest.mark.long
+def test_workers_import_nothing_of_their_own(tmp_path):
+    """What a worker of torch needs was imported before it was forked: each start and replacement would pay for it."""
+    told = tmp_path / "modules"
+
+    def loss_fn(output, target):
+        told.write_text(json.dumps(sorted(sys.modules)))
+        return F.mse_loss(output, target)
+
+    x = torch.ones(8, 3)
+    phalanx.train(
+        lambda: torch.nn.Linear(3, 1), (x, x[:, :1]), loss_fn, replicas=1, steps=1, workers=1, engine="processes"
+    )
+    done = subprocess.run([sys.executable, "-c", PREPARED], capture_output=True, text=True, check=True)
+    later = set(json.loads(told.read_text())) - set(json.loads(done.stdout))
+    assert [name for name in later if name.split(".")[0] in ("phalanx", "torch", "numpy")] == []

@@ -87,8 +87,12 @@ def prepare_process(cache: str | None) -> None:
 
     ``cache``: a folder for what jax compiles; None if jax is not needed.
     """
+    import numpy.random  # noqa: F401  numpy imports it when it is first used
+
     import phalanx.frameworks.torch.adapter
+    import phalanx.frameworks.torch.devices.lanes
     from phalanx.frameworks.torch import process
+    from phalanx.frameworks.torch.devices import names  # noqa: F401
 
     process.without_compiler()
     if cache is not None:
