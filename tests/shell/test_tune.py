@@ -1,8 +1,10 @@
 """``phalanx tune``: what is measured, and what advice follows from it."""
 
+import functools
 import json
 
 import pytest
+import torch
 
 import phalanx
 from phalanx.proof.tune import Choice, Tuned, advised, candidates
@@ -73,6 +75,24 @@ def test_nothing_is_changed_by_tuning():
     found = phalanx.tune(recipe, seconds=0.1)
     assert isinstance(found, Tuned)
     assert recipe.train(engine="inline").digest == before
+
+
+@pytest.mark.long
+def test_ways_that_a_recipe_cannot_go_are_left_out(monkeypatch):
+    """A schedule that ends with the recipe does not end the measuring; without worker processes, W = 1 is measured."""
+    once = functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=3)
+    recipe = FAMILIES["mlp"].recipe(2, steps=3, epochs=None, scheduler=once)
+    start = phalanx.Recipe.start
+
+    def refused(self, **options):
+        if options["workers"] > 1:
+            raise phalanx.UsageError("workers: this framework computes in one process")
+        return start(self, **options)
+
+    monkeypatch.setattr(phalanx.Recipe, "start", refused)
+    found = phalanx.tune(recipe, seconds=0.1)
+    assert {row.workers for row in found.rows} == {1}
+    assert {row.replicas for row in found.rows} >= {1, 2, 4, 8}
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), "long"])

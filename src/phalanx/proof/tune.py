@@ -136,10 +136,15 @@ def candidates(recipe: Recipe, cores: int) -> list[tuple[int, int, int]]:
 
 
 def measured(recipe: Recipe, ways: Sequence[tuple[int, int, int]], seconds: float) -> Iterator[Choice]:
-    """Each way as soon as it was tried."""
+    """Each way as soon as it was tried; without those with worker processes where a recipe cannot have any."""
     plain = math.nan  # measured first
     for replicas, workers, threads in ways:
-        row = _measure(recipe, replicas, workers, threads, seconds / len(ways))
+        try:
+            row = _measure(recipe, replicas, workers, threads, seconds / len(ways))
+        except UsageError:
+            if workers == 1:
+                raise
+            continue
         if (replicas, workers, threads) == (1, 1, 1):
             plain = row.seconds
         yield dataclasses.replace(row, price=row.seconds / plain if workers == threads == 1 else None)
@@ -184,7 +189,9 @@ def _advice(samples: int, chosen: Choice, rows: Sequence[Choice], fastest: dict[
 
 
 def _measure(recipe: Recipe, replicas: int, workers: int, threads: int, seconds: float) -> Choice:
-    tried = dataclasses.replace(recipe, replicas=replicas, threads=threads, steps=FOREVER, epochs=None)
+    # A scheduler may be made for so many steps as the recipe has, and takes no time.
+    changes = {"replicas": replicas, "threads": threads, "steps": FOREVER, "epochs": None, "scheduler": None}
+    tried = dataclasses.replace(recipe, **changes)
     spans: list[float] = []
     with tried.start(workers=workers, engine="inline" if workers == 1 else "processes", progress=False) as run:
         for _ in range(WARM_STEPS):
