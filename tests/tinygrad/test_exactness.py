@@ -1,5 +1,6 @@
 """R = 1 has the bits of a plain loop of tinygrad's, R = k those of k shares folded; and what must not be so."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -8,6 +9,7 @@ import pytest
 from tinygrad import Context, Tensor, helpers, nn
 
 import phalanx
+from phalanx.cli.demos import demo
 from tests.sampling import sample
 from tests.tinygrad.by_hand import answer
 from tests.tinygrad.families import FAMILIES, OPTIMIZERS, Mlp
@@ -143,3 +145,10 @@ def test_the_callers_settings_stay():
         assert helpers.TRAINING.value == 0
     assert np.array_equal(Tensor.rand(3).numpy(), wanted)
     assert result.digest == recipe.train().digest
+
+
+def test_flowers_one_by_one():
+    """The iris demo, one sample per replica without an axis of its own: the same digest on one device and on three."""
+    recipe = dataclasses.replace(demo("iris", "tinygrad", "", digits_instead=False).recipe, steps=3)
+    one, three = (recipe.train(devices=["CPU", "CPU:1", "CPU:2"][:count]).digest for count in (1, 3))
+    assert one == three != dataclasses.replace(recipe, seed=1).train().digest

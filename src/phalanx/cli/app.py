@@ -85,7 +85,9 @@ def train(
 def demo(
     name: Annotated[str, typer.Argument(metavar="NAME", help="digits, iris or fashion-mnist.")],
     workers: Workers = "auto",
-    framework: Annotated[str, typer.Option("--framework", help="torch, jax or tinygrad; for fashion-mnist.")] = "torch",
+    framework: Annotated[
+        str, typer.Option("--framework", help="torch; or tinygrad, but for digits; or jax, for fashion-mnist.")
+    ] = "torch",
     digits: Annotated[
         bool, typer.Option("--digits", help="fashion-mnist's job on bundled digits: no network.")
     ] = False,

@@ -8,6 +8,7 @@ from phalanx.errors import UsageError
 
 CHAPTER = "fashion-mnist"  # d2l's; shown with one worker and with all
 NAMES = ("digits", "iris", CHAPTER)
+FRAMEWORKS = {"digits": ("torch",), "iris": ("torch", "tinygrad")}
 
 
 def demo(name: str, framework: str, folder: str, *, digits_instead: bool) -> Demo:
@@ -22,6 +23,9 @@ def demo(name: str, framework: str, folder: str, *, digits_instead: bool) -> Dem
         return fashion_mnist(framework, folder, digits=digits_instead)
     if name not in NAMES:
         raise UsageError(f"NAME is {name!r}; there are {', '.join(NAMES)}")
-    if framework != "torch" or digits_instead:
-        raise UsageError(f"NAME is {name!r}, which has neither --framework nor --digits; {CHAPTER} has both")
-    return digits() if name == "digits" else iris()
+    if digits_instead or framework not in FRAMEWORKS[name]:
+        raise UsageError(
+            f"NAME is {name!r}, which takes --framework {' or '.join(FRAMEWORKS[name])} and no --digits; {CHAPTER} takes "
+            "all frameworks and --digits"
+        )
+    return digits() if name == "digits" else iris(framework)

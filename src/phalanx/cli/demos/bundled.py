@@ -94,25 +94,50 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 3))
 
 
-def iris() -> Demo:
+def iris(framework: str) -> Demo:
     """The ``dp_train`` vignette of ggmlR: one sample per replica and step, clipped gradients, Adam.
 
-    120 flowers as a list of (x, y) samples, 30 held out, 2,000 steps of 4 replicas.
+    120 flowers as a list of (x, y) samples, 30 held out, 2,000 steps of 4 replicas. ``framework``: torch or tinygrad.
     """
     data = bundled("load_iris")
     x = torch.tensor(data.data, dtype=torch.float32)
     x = (x - x.mean(0)) / x.std(0)
     y = torch.tensor(data.target)
     mixed = torch.randperm(len(x), generator=torch.Generator().manual_seed(0)).tolist()
-    test, train = mixed[:IRIS_HELD_OUT], mixed[IRIS_HELD_OUT:]
+    made: tuple[Any, Any, dict[str, Any]] = network, nn.functional.cross_entropy, {"lr": 1e-3}
+    samples: list[tuple[Any, Any]] = list(zip(x, y, strict=True))
+    if framework == "tinygrad":
+        made = _tinygrad_network()
+        samples = list(zip(x.numpy(), y.numpy().astype(np.int32), strict=True))
+    make_model, loss_fn, more = made
     recipe = Recipe(
-        network,
-        [(x[i], y[i]) for i in train],
-        nn.functional.cross_entropy,
+        make_model,
+        [samples[i] for i in mixed[IRIS_HELD_OUT:]],
+        loss_fn,
         replicas=4,
         batch_size=None,
         steps=2000,
-        lr=1e-3,
         max_norm=5.0,
+        **more,
     )
-    return Demo("a 4-32-3 network on iris", recipe, Evaluation(accuracy, [(x[i], y[i]) for i in test]))
+    held_out = Evaluation(accuracy, [samples[i] for i in mixed[:IRIS_HELD_OUT]])
+    return Demo(f"a 4-32-3 network on iris, in {framework}", recipe, held_out)
+
+
+def _tinygrad_network() -> tuple[Any, Any, dict[str, Any]]:
+    """The same network in tinygrad, its loss, and what else a recipe gets."""
+    try:
+        from tinygrad import nn as layers
+        from tinygrad.nn.optim import Adam
+        from tinygrad.tensor import Tensor
+    except ImportError as error:
+        raise UsageError(f"--framework tinygrad needs it ({error}); pip install 'phalanx[tinygrad]'") from error
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return output.reshape(1, -1).sparse_categorical_crossentropy(target.reshape(1))
+
+    more = {
+        "forward_fn": lambda model, x: x.sequential(model),
+        "optimizer": functools.partial(Adam, lr=1e-3),
+    }
+    return lambda: [layers.Linear(4, 32), Tensor.relu, layers.Linear(32, 3)], loss_fn, more
