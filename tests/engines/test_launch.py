@@ -728,6 +728,7 @@ def forbidden(*_):
 @pytest.mark.parametrize("kind", ["missing", "forbidden"])
 def test_a_system_without_memfd(kind, monkeypatch, tmp_path):
     """Where there is no memfd, an unlinked temporary file does: same digest, nothing left in the folder."""
+    small().train(workers=1, engine="processes")  # the process that starts workers is there, and has its own folder
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     if kind == "missing":
         monkeypatch.delattr(os, "memfd_create")
@@ -745,6 +746,14 @@ def test_a_system_without_memfd(kind, monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+TRAINED = """
+import json, sys, torch, phalanx
+def loss_fn(output, target):
+    open("modules", "w").write(json.dumps(sorted(sys.modules)))
+    return torch.nn.functional.mse_loss(output, target)
+x = torch.ones(8, 3)
+phalanx.train(lambda: torch.nn.Linear(3, 1), (x, x[:, :1]), loss_fn, replicas=1, steps=1, workers=1, engine="processes")
+"""
 PREPARED = """
 import json, sys
 import phalanx.engines.processes.zygote
@@ -757,16 +766,7 @@ print(json.dumps(sorted(sys.modules)))
 @pytest.mark.long
 def test_workers_import_nothing_of_their_own(tmp_path):
     """What a worker of torch needs was imported before it was forked: each start and replacement would pay for it."""
-    told = tmp_path / "modules"
-
-    def loss_fn(output, target):
-        told.write_text(json.dumps(sorted(sys.modules)))
-        return F.mse_loss(output, target)
-
-    x = torch.ones(8, 3)
-    phalanx.train(
-        lambda: torch.nn.Linear(3, 1), (x, x[:, :1]), loss_fn, replicas=1, steps=1, workers=1, engine="processes"
-    )
+    subprocess.run([sys.executable, "-c", TRAINED], cwd=tmp_path, check=True)
     done = subprocess.run([sys.executable, "-c", PREPARED], capture_output=True, text=True, check=True)
-    later = set(json.loads(told.read_text())) - set(json.loads(done.stdout))
+    later = set(json.loads((tmp_path / "modules").read_text())) - set(json.loads(done.stdout))
     assert [name for name in later if name.split(".")[0] in ("phalanx", "torch", "numpy")] == []

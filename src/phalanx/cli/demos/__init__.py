@@ -25,7 +25,7 @@ def demo(name: str, framework: str, folder: str, *, digits_instead: bool) -> Dem
         raise UsageError(f"NAME is {name!r}; there are {', '.join(NAMES)}")
     if digits_instead or framework not in FRAMEWORKS[name]:
         raise UsageError(
-            f"NAME is {name!r}, which takes --framework {' or '.join(FRAMEWORKS[name])} and no --digits; {CHAPTER} takes "
-            "all frameworks and --digits"
+            f"NAME is {name!r}, which takes --framework {' or '.join(FRAMEWORKS[name])} and no --digits; {CHAPTER} "
+            "takes all frameworks and --digits"
         )
     return digits() if name == "digits" else iris(framework)
