@@ -103,6 +103,27 @@ def test_between_steps():
     assert look(2) == look(3) == look(1)
 
 
+class Remembering(nn.Module):
+    """Keeps what it saw last in training where nobody looks for state."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.seen = nn.Linear(5, 3), 0.0
+
+    def forward(self, x):
+        if self.training:
+            self.seen = x.mean().detach()
+        return self.last(x) + self.seen
+
+
+def test_a_chunk_is_always_measured_on_the_same_device():
+    """Two evaluations of one state agree, also of a model with state that devices do not share."""
+    with MLP.recipe(4, make_model=Remembering).start(devices=["cpu"] * 2) as run:
+        next(run)
+        values = {run.evaluate(F.cross_entropy, MLP.data, batch_size=len(MLP.data[0])) for _ in range(4)}
+    assert len(values) == 1
+
+
 def test_skipped_steps_and_weights():
     """A step that is not finite is skipped, and replicas of weight 0 are left out, on several devices as on one."""
     x, y = torch.arange(24.0).reshape(12, 2) / 24, torch.arange(12) % 3

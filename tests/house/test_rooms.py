@@ -50,7 +50,7 @@ NAMED: dict[str, tuple[str, str]] = {
     "definition/batches.py": ("torch", "a message explains with torch.Generator why a sample differs from one reading"),
     "definition/data.py": ("torch", "a message says what columns can be"),
     "definition/fields.py": ("torch", "messages show what to write"),
-    "definition/generators.py": ("torch", "torch's generator is one of those that are seeded"),
+    "definition/generators.py": ("tinygrad torch", "theirs are among those that are seeded"),
     "definition/device_generators.py": ("torch", "those of its accelerators are"),
     "definition/fingerprint/arrays.py": ("jax torch", "dtypes are called by one name for all frameworks"),
     "definition/fingerprint/first_format.py": (

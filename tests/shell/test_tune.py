@@ -95,6 +95,14 @@ def test_ways_that_a_recipe_cannot_go_are_left_out(monkeypatch):
     assert {row.replicas for row in found.rows} >= {1, 2, 4, 8}
 
 
+def test_samples_are_counted():
+    """Short batches count for what they are: 12 samples a step at most, though batch_size says 1,000."""
+    x, y = FAMILIES["mlp"].data
+    found = phalanx.tune(FAMILIES["mlp"].recipe(1, data=(x[:12], y[:12]), batch_size=1000), seconds=0.05)
+    row = found.rows[0]
+    assert row.samples_per_second * row.seconds < 120
+
+
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), "long"])
 def test_seconds_are_a_number(seconds):
     """Anything else is refused by name."""

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from tinygrad import Tensor, nn
+from tinygrad import Tensor, helpers, nn
 
 import phalanx
 from tests.tinygrad.families import FAMILIES, FEATURES, Mlp
@@ -28,6 +28,8 @@ def refused(match, *, options=None, error=phalanx.UsageError, **changes):
         (["METAL"], "tinygrad cannot use 'METAL' here.*it needs macOS"),
         (["CPU", "CPU:1", "CPU:2"], "3 devices, but there are 2 replicas"),
         (["cuda:0"], "tinygrad cannot use 'cuda:0' here"),
+        (["CPU:-1"], "after the kind comes a number or nothing"),
+        (["CPU:x"], "after the kind comes a number or nothing"),
     ],
 )
 def test_devices(devices, match):
@@ -182,3 +184,21 @@ def test_without_tinygrad(monkeypatch):
     monkeypatch.delattr(room, "adapter", raising=False)
     monkeypatch.setitem(sys.modules, "phalanx.frameworks.tinygrad.adapter", None)
     refused(r"pip install 'phalanx\[tinygrad\]'")
+
+
+class Elsewhere(Mlp):
+    """Draws on tinygrad's default device, wherever its replica is computed."""
+
+    def __call__(self, x):
+        return super().__call__(x + Tensor.randn(*x.shape).to(x.device))
+
+
+def test_random_numbers_of_another_device():
+    """Only the stream of the replica's own device is keyed: numbers of another one would depend on what ran before."""
+    refused("a random tensor was made on CPU.*device=x.device", options={"devices": ["CPU:1"]}, make_model=Elsewhere)
+
+
+def test_programs_chosen_by_timing(monkeypatch):
+    """JITBEAM would choose programs, and bits, by a clock."""
+    monkeypatch.setattr(helpers, "getenv", lambda name, default=0: 2 if name == "JITBEAM" else default)
+    refused("JITBEAM is set")

@@ -152,3 +152,37 @@ def test_flowers_one_by_one():
     recipe = dataclasses.replace(demo("iris", "tinygrad", "", digits_instead=False).recipe, steps=3)
     one, three = (recipe.train(devices=["CPU", "CPU:1", "CPU:2"][:count]).digest for count in (1, 3))
     assert one == three != dataclasses.replace(recipe, seed=1).train().digest
+
+
+def noisy(samples):
+    x, y = (np.stack(column) for column in zip(*samples, strict=True))
+    return (Tensor(x) + 0.1 * Tensor.randn(*x.shape)).numpy(), y
+
+
+def test_what_collating_draws_is_keyed():
+    """User code on the host may draw from tinygrad: its numbers follow from the replica's key, on any devices."""
+    x, y = FAMILIES["mlp"].data
+    recipe = FAMILIES["mlp"].recipe(2, data=list(zip(x, y, strict=True)), collate_fn=noisy)
+    Tensor.manual_seed(5)
+    digests = {recipe.train(devices=devices).digest for devices in (["CPU"], TWO)}
+    with recipe.start() as run:
+        for _ in run:
+            Tensor.randn(3)  # moves the stream
+        assert digests == {run.result().digest}
+    assert digests != {FAMILIES["mlp"].recipe(2).train().digest}
+
+
+def test_what_a_metric_sees():
+    """Outputs and targets stay when the next chunk is computed; random numbers are the chunk's; TRAINING is off."""
+    (x, y), seen = FAMILIES["mlp"].data, []
+
+    def metric_fn(output, target):
+        seen.append((output, target, helpers.TRAINING.value))
+        return float(np.random.rand())
+
+    with FAMILIES["mlp"].recipe(2).start() as run, Context(TRAINING=1):
+        values = [run.evaluate(metric_fn, (x[:16], y[:16]), batch_size=4) for _ in range(3)]
+    assert len(set(values)) == 1
+    assert len({str(output.numpy().tolist()) for output, _, _ in seen[:4]}) == 4
+    assert [target.numpy().tolist() for _, target, _ in seen[:4]] == y[:16].reshape(4, 4).tolist()
+    assert {training for _, _, training in seen} == {0}

@@ -1,7 +1,7 @@
 """Random generators: seeded from keys, and left to the caller as they were found.
 
-Covers ``random``, ``numpy.random`` and, where torch is loaded, torch's CPU generator and those of every accelerator
-in use; and generators that user code owns, where they can be found. Importing this imports no framework.
+Covers ``random``, ``numpy.random`` and, where they are loaded, torch's CPU generator, those of every accelerator in
+use, and tinygrad's; and generators that user code owns, where they can be found. Importing this imports no framework.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from phalanx.plan.keys import MASK32, splitmix64
 from phalanx.surroundings.interrupts import guarded
 from phalanx.surroundings.turns import ALONE
 
+TINYGRAD = ("_seed", "_device_seeds", "_device_rng_counters")  # where it keeps the state of its generators
 Owned = dict[str, Any]  # generators that user code owns, by the path that leads there
 
 
@@ -34,6 +35,9 @@ def seed(key: int, owned: Mapping[str, Any] | None = None) -> None:
         torch.default_generator.manual_seed(key)
         for generator in device_generators.in_use():
             generator.seed(key)
+    tinygrad: Any = sys.modules.get("tinygrad")
+    if tinygrad is not None:
+        tinygrad.Tensor.manual_seed(key)
     if owned:
         reseed(owned, key)
 
@@ -79,6 +83,11 @@ class kept(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a fu
         if torch is not None:
             self._restore.append(_restoring(torch.default_generator))
             self._restore += [generator.kept() for generator in device_generators.in_use()]
+        tinygrad: Any = sys.modules.get("tinygrad")
+        if tinygrad is not None:
+            self._restore += [
+                functools.partial(setattr, tinygrad.Tensor, name, getattr(tinygrad.Tensor, name)) for name in TINYGRAD
+            ]
         self._restore += map(_restoring, self._owned.values())
 
     def __exit__(self, *_: object) -> None:

@@ -123,7 +123,8 @@ def tune(recipe: Recipe, seconds: float = 60.0, *, progress: bool | str = "auto"
     ways = candidates(recipe, usable_cores())
     shown = sys.stderr.isatty() if progress == "auto" else bool(progress)
     rows = list(tqdm.tqdm(measured(recipe, ways, seconds), total=len(ways), disable=not shown, unit="way"))
-    return advised(recipe.batch_size or recipe.replicas, rows)
+    most = recipe.plan.samples or 1
+    return advised(None if recipe.batch_size is None else min(recipe.batch_size, most), rows)
 
 
 def candidates(recipe: Recipe, cores: int) -> list[tuple[int, int, int]]:
@@ -136,13 +137,13 @@ def candidates(recipe: Recipe, cores: int) -> list[tuple[int, int, int]]:
 
 
 def measured(recipe: Recipe, ways: Sequence[tuple[int, int, int]], seconds: float) -> Iterator[Choice]:
-    """Each way as soon as it was tried; without those with worker processes where a recipe cannot have any."""
+    """Each way as soon as it was tried; after the first, without those that a recipe refuses: no workers, say."""
     plain = math.nan  # measured first
     for replicas, workers, threads in ways:
         try:
             row = _measure(recipe, replicas, workers, threads, seconds / len(ways))
         except UsageError:
-            if workers == 1:
+            if (replicas, workers, threads) == ways[0]:
                 raise
             continue
         if (replicas, workers, threads) == (1, 1, 1):
@@ -150,10 +151,10 @@ def measured(recipe: Recipe, ways: Sequence[tuple[int, int, int]], seconds: floa
         yield dataclasses.replace(row, price=row.seconds / plain if workers == threads == 1 else None)
 
 
-def advised(samples: int, rows: Sequence[Choice]) -> Tuned:
+def advised(samples: int | None, rows: Sequence[Choice]) -> Tuned:
     """The largest R that costs next to nothing, as it leaves room for more workers; with the fastest way for it.
 
-    ``samples``: of a batch.
+    ``samples``: of a batch; None: one per replica.
     """
     fastest = {}
     for row in rows:
@@ -167,7 +168,7 @@ def advised(samples: int, rows: Sequence[Choice]) -> Tuned:
     return Tuned(chosen.replicas, chosen.workers, chosen.threads, tuple(rows), _advice(samples, chosen, rows, fastest))
 
 
-def _advice(samples: int, chosen: Choice, rows: Sequence[Choice], fastest: dict[int, Choice]) -> str:
+def _advice(samples: int | None, chosen: Choice, rows: Sequence[Choice], fastest: dict[int, Choice]) -> str:
     plain = max(row.samples_per_second for row in rows if row.replicas == 1)
     said = f"replicas={chosen.replicas} with workers={chosen.workers}"
     if chosen.replicas == 1:
@@ -176,16 +177,20 @@ def _advice(samples: int, chosen: Choice, rows: Sequence[Choice], fastest: dict[
     text = f"{said} trains {chosen.samples_per_second:,.0f} samples/s here"
     if chosen.replicas > 1:
         text += f", {ratio:.2f} times the plain loop on its best number of threads; shares have "
-        text += f"{samples / chosen.replicas:g} samples"
+        text += f"{_share(samples, chosen.replicas)} samples"
     dearer = [row for row in rows if row.replicas > chosen.replicas and row.price is not None]
     if dearer:
         row = dearer[0]
         lost = fastest[row.replicas].samples_per_second / chosen.samples_per_second
         text += (
-            f"; replicas={row.replicas} would make shares of {samples / row.replicas:g}, for which a step takes "
+            f"; replicas={row.replicas} would make shares of {_share(samples, row.replicas)}, for which a step takes "
             f"{row.price or 0:.2f} times the plain loop's processor time, and train at {lost:.2f} of this speed"
         )
     return text + "."
+
+
+def _share(samples: int | None, replicas: int) -> str:
+    return "1" if samples is None else f"{samples / replicas:g}"
 
 
 def _measure(recipe: Recipe, replicas: int, workers: int, threads: int, seconds: float) -> Choice:
@@ -193,19 +198,20 @@ def _measure(recipe: Recipe, replicas: int, workers: int, threads: int, seconds:
     changes = {"replicas": replicas, "threads": threads, "steps": FOREVER, "epochs": None, "scheduler": None}
     tried = dataclasses.replace(recipe, **changes)
     spans: list[float] = []
+    samples = 0
     with tried.start(workers=workers, engine="inline" if workers == 1 else "processes", progress=False) as run:
         for _ in range(WARM_STEPS):
             next(run)
         began = last = time.perf_counter()
-        for _ in run:
+        for report in run:
             now = time.perf_counter()
             spans.append(now - last)
+            samples += report.samples
             last = now
             if len(spans) == ENOUGH_STEPS or now - began > seconds:
                 break
         memory = sum(map(_shared_bytes, [os.getpid(), *run.worker_pids]))
-    step = statistics.median(spans)
-    return Choice(replicas, workers, threads, step, (recipe.batch_size or replicas) / step, None, memory)
+    return Choice(replicas, workers, threads, statistics.median(spans), samples / sum(spans), None, memory)
 
 
 def _shared_bytes(pid: int) -> int:

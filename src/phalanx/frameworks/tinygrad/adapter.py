@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
+from tinygrad.helpers import Context
 from tinygrad.nn.state import get_state_dict
 
 from phalanx.definition import generators
@@ -117,8 +118,9 @@ class Tinygrad:
 
     def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> Measurement:
         """See ``seams.Framework.measure``."""
-        with interrupts.breakable():
+        with interrupts.breakable(), Context(TRAINING=0):
             output, target = self._lanes[0].output(self._batch(key, share), key, self._starts)
+            generators.seed(key, self._owned)  # a trace may have drawn
             return functools.partial(measured, batch.numbers(metric_fn(output, target)), len(share.samples))
 
     def opened(self, source: Source) -> Source:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sqlite3
+import subprocess
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
@@ -28,7 +30,8 @@ class Environment(contextlib.AbstractContextManager[None]):
     """A context, entered once at a time: inside, generators may be seeded, and programs are chosen by fixed rules.
 
     Never by timing them (``BEAM``): that would choose by chance, and with the program the bits. Programs are compiled
-    in this process (``PARALLEL``): those that tinygrad would start for that run the caller's script again.
+    in this process (``PARALLEL``): those that tinygrad would start for that run the caller's script again. What was
+    scheduled before under other settings is not taken over (``SCACHE``).
 
     Parameters
     ----------
@@ -45,10 +48,15 @@ class Environment(contextlib.AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         _check_thread()
+        if helpers.getenv("JITBEAM", 0):
+            raise UsageError(
+                "JITBEAM is set in the environment: tinygrad would choose programs by timing them, and bits with them; "
+                "unset it"
+            )
         with contextlib.ExitStack() as exits:
             exits.enter_context(generators.kept(self._owned))
             exits.enter_context(outside.seeded(0))
-            exits.enter_context(Context(BEAM=0, PARALLEL=0, NUM_CPU_THREADS=self._threads))
+            exits.enter_context(Context(BEAM=0, PARALLEL=0, SCACHE=0, NUM_CPU_THREADS=self._threads))
             self._exits = exits.pop_all()
 
     def __exit__(self, *_: object) -> None:
@@ -75,7 +83,15 @@ def _check_thread() -> None:
 def recorded(device: str) -> dict[str, str]:
     """What changes bits and is not in a recipe, as text; the device by what it is, not by its number."""
     settings = {name: str(getattr(helpers, name).value) for name in SETTINGS}
-    return {"tinygrad": version("tinygrad"), **settings, "device": described(device)}
+    compiler = {"compiler": _compiler()} if device.split(":")[0] == "CPU" else {}
+    return {"tinygrad": version("tinygrad"), **settings, **compiler, "device": described(device)}
+
+
+@functools.cache
+def _compiler() -> str:
+    """The first line that the C compiler for the CPU says of itself."""
+    told = subprocess.run([helpers.getenv("CC", "clang"), "--version"], capture_output=True, text=True, check=False)
+    return told.stdout.partition("\n")[0]
 
 
 def described(device: str) -> str:

@@ -28,12 +28,12 @@ class Forward:
     def __init__(self, definition: Definition) -> None:
         self._definition = definition
 
-    def output(self, model: Any, batch: Any) -> Any:
-        """The output for a batch.
-
-        Runs when it is traced: what is drawn from global generators then is the same for every device and shape.
-        """
+    def seed(self) -> None:
+        """Before a trace: what is drawn from global generators then is the same for every device and shape."""
         generators.seed(self._definition.seed, self._definition.generators)
+
+    def output(self, model: Any, batch: Any) -> Any:
+        """The output for a batch."""
         forward_fn = self._definition.forward_fn
         if forward_fn is None and isinstance(batch, Mapping):
             return model(**batch)

@@ -17,6 +17,7 @@ from tinygrad.engine.jit import TinyJit
 from tinygrad.helpers import Context
 from tinygrad.tensor import Tensor
 
+from phalanx.definition.data import map_tree
 from phalanx.errors import UsageError
 from phalanx.frameworks.tinygrad import outside
 from phalanx.frameworks.tinygrad.forward import Batch, Forward, plain
@@ -70,9 +71,13 @@ class Lane:
         return pending.record
 
     def output(self, batch: Batch, key: int, starts: Sequence[np.ndarray]) -> tuple[Any, Any]:
-        """The output for a batch and its target, in an evaluation; tensors that the next call may overwrite."""
+        """The output for a batch and its target, in an evaluation; in memory of their own."""
         program = self._prepared("output", batch, key, starts)
-        return program.call(), self._forward.target(batch.rebuilt(program.inputs))
+        found = program.call(), self._forward.target(batch.rebuilt(program.inputs))
+        return map_tree(self._copied, found[0]), map_tree(self._copied, found[1])
+
+    def _copied(self, leaf: Any) -> Any:
+        return owned(plain(leaf), self.device) if isinstance(leaf, Tensor) else leaf
 
     def _prepared(self, what: str, batch: Batch, key: int, starts: Sequence[np.ndarray]) -> Program:
         """A program with its inputs in place; what the device computed before is read, as it would be overwritten."""
@@ -120,16 +125,27 @@ class Lane:
         counter = Tensor([0, 0], device=self.device, dtype=dtypes.uint32)
         try:
             with outside.kept():
+                self._forward.seed()
                 streams = 0, {self.device: self._key}, {self.device: counter}
                 for name, value in zip(outside.RANDOM, streams, strict=True):
                     setattr(Tensor, name, value)
                 for tensor, own in pairs:
                     tensor.replace(own)
                 yield self._model.whole
+                self._check_streams()
             self._model.check_places()
         finally:
             for tensor, uop in before:
                 tensor.uop = uop
+
+    def _check_streams(self) -> None:
+        """Refuse random numbers of another device than the replica's: their stream would be nobody's."""
+        others = sorted(set(Tensor._device_seeds) - {self.device})
+        if others:
+            raise UsageError(
+                f"a random tensor was made on {others[0]}, but its replica is computed on {self.device}, and only that "
+                "device's numbers are keyed; name the device: Tensor.randn(..., device=x.device)"
+            )
 
     def _check_written(self, loss: Tensor, before: Sequence[Any]) -> None:
         """Refuse parameters that a forward pass writes, and those that the loss does not depend on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 from typing import Any
 
@@ -27,6 +28,8 @@ def opened(name: str) -> str:
     try:
         if name.split(":")[0] == OPENCL:
             see_all_opencl()
+        if not re.fullmatch(r"[A-Za-z]+(:\d+)?", name):
+            raise ValueError("after the kind comes a number or nothing, as in CL:1")
         device = Device.canonicalize(name)
         if device.split(":")[0] not in KINDS:
             raise ValueError(f"its kinds are {', '.join(KINDS)}")

@@ -7,7 +7,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-RANDOM = ("_seed", "_device_seeds", "_device_rng_counters")  # where tinygrad keeps the state of its generators
+from phalanx.definition.generators import TINYGRAD
+
+RANDOM = TINYGRAD
 
 
 def is_model(value: Any) -> bool:

@@ -103,7 +103,6 @@ class TorchLanes:
             self._feeds.append(DeviceFeed(host, device, ahead=ahead))
             self._lanes.append(Lane(definition, own, self._feeds[-1], Buffers(own, Versions()), ambiguous, later=True))
         self._first = self._lanes[0]
-        self._measuring = -1  # the device that measured last
         self._lane_of = {replica: number for number, block in enumerate(placement.blocks) for replica in block}
         sizes = [parameter.nbytes for parameter in self._first.parameters]
         owners = self._own(definition, dealt(sizes, len(self._lanes)))
@@ -204,8 +203,8 @@ class TorchLanes:
             feed.forget()
 
     def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> Measurement:
-        """See ``seams.Framework.measure``: on one device after the other."""
-        number = self._measuring = (self._measuring + 1) % len(self.devices)
+        """See ``seams.Framework.measure``: on one device after the other, a chunk always on the same."""
+        number = int(share.samples[0]) // len(share.samples) % len(self.devices)
         device = self.devices[number]
         with accelerators.watched([device]), accelerators.current(device):
             begun = self._lanes[number].measure(metric_fn, key, share)
