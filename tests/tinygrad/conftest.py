@@ -24,6 +24,7 @@ def _on_the_cpu():
 
         with pytest.MonkeyPatch.context() as patch:  # tinygrad looks there once
             patch.setenv("CC", CLANG or "")
+            helpers.getenv.cache_clear()  # another test may have had it look before
             helpers.getenv("CC", "clang")
         helpers.DEV.value = "CPU"
 

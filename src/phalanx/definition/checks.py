@@ -94,3 +94,17 @@ def weight(name: str, value: Any) -> float:
             "how many things the loss is the mean of, and no part of the graph"
         )
     return number
+
+
+def alike(names: Sequence[str], devices: Sequence[Any], kinds: Sequence[str], replicas: int) -> None:
+    """Refuse ``devices``, found by their ``names``, of several ``kinds``, named twice, or more than replicas."""
+    if len(set(devices)) < len(devices):  # "cuda" and "cuda:0"
+        raise UsageError(f"devices is {list(names)}, which names a device more than once; name each once")
+    if len(set(kinds)) > 1:
+        told = ", ".join(sorted(set(kinds)))
+        raise UsageError(f"devices is {list(names)}, which are of several kinds, whose bits differ: {told}")
+    if len(devices) > replicas:
+        raise UsageError(
+            f"devices names {len(devices)} devices, but there are {replicas} replicas to compute; name at most "
+            f"{replicas}, or raise replicas= (which is part of the answer)"
+        )

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from phalanx.definition import checks
 from phalanx.errors import UsageError
 from phalanx.frameworks import arithmetic
 from phalanx.frameworks.arithmetic import Gradient
@@ -36,16 +37,7 @@ def found(names: Sequence[str], replicas: int) -> list[Any]:
             raise UsageError(
                 f"devices names {name!r}, which jax cannot use here ({error}); use ['cpu'], or leave it out"
             ) from error
-    if len(set(devices)) < len(devices):  # "cuda" and "cuda:0"
-        raise UsageError(f"devices is {list(names)}, which names a device more than once; name each once")
-    kinds = sorted({device.device_kind for device in devices})
-    if len(kinds) > 1:
-        raise UsageError(f"devices is {list(names)}, which are of several kinds, whose bits differ: {', '.join(kinds)}")
-    if len(devices) > replicas:
-        raise UsageError(
-            f"devices names {len(devices)} devices, but there are {replicas} replicas to compute; name at most "
-            f"{replicas}, or raise replicas= (which is part of the answer)"
-        )
+    checks.alike(names, devices, [device.device_kind for device in devices], replicas)
     return devices
 
 

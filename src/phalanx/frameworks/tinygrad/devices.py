@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.definition import checks
 from phalanx.errors import UsageError
 from phalanx.frameworks.arithmetic import Gradient
 from phalanx.frameworks.tinygrad.environment import described, recorded
@@ -25,16 +26,7 @@ def found(names: Sequence[str], replicas: int) -> list[str]:
         tinygrad cannot use one here, one comes twice, they are of several kinds, or there are more than replicas.
     """
     devices = [opened(name) for name in names]
-    if len(set(devices)) < len(devices):  # "CL" and "CL:0"
-        raise UsageError(f"devices is {list(names)}, which names a device more than once; name each once")
-    kinds = sorted({described(device) for device in devices})
-    if len(kinds) > 1:
-        raise UsageError(f"devices is {list(names)}, which are of several kinds, whose bits differ: {', '.join(kinds)}")
-    if len(devices) > replicas:
-        raise UsageError(
-            f"devices names {len(devices)} devices, but there are {replicas} replicas to compute; name at most "
-            f"{replicas}, or raise replicas= (which is part of the answer)"
-        )
+    checks.alike(names, devices, [described(device) for device in devices], replicas)
     return devices
 
 
