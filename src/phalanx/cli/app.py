@@ -1,5 +1,7 @@
 """The commands ``phalanx train FILE``, ``demo NAME``, ``chaos``, ``check``, ``tune``, ``devices``, ``explain NAME``.
 
+Those that compare, replay and verify runs are in ``proving``.
+
 Exit codes: 0 done; 1 the run went wrong (its error says how); 2 the call is wrong; 75 SIGTERM came and the state was
 saved, run the same again; 130 stopped by Ctrl-C.
 """
@@ -15,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from phalanx import __version__
-from phalanx.cli import tables
+from phalanx.cli import proving, tables
 from phalanx.cli.files import load_recipe
 from phalanx.cli.printed import pace, picture, report
 from phalanx.definition.evaluation import Evaluation
@@ -230,6 +232,9 @@ def explain(
         kind = " all-reduce" if name in ALGORITHMS else ""
         plot_rounds(transfers, participants, f"{name}{kind}, {participants} participants").savefig(target)
         typer.echo(f"picture  {target}")
+
+
+proving.add_to(app)
 
 
 def _line(one: Trial) -> str:

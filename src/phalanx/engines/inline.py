@@ -91,7 +91,8 @@ class Inline:
         epoch = self._definition.plan.epoch(t) if batch is None else None
         ended = time.perf_counter()
         self.run_state.time(started, ended)
-        return StepReport(t, epoch, proposal.loss, proposal.norm, lr, samples, ended - started)
+        parts = tuple(proposal.parts)
+        return StepReport(t, epoch, proposal.loss, proposal.norm, lr, samples, ended - started, parts=parts)
 
     def pause(self) -> bool:
         """See ``seams.Engine.pause``: nothing runs ahead here."""

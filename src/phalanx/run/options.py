@@ -29,6 +29,7 @@ class Options(TypedDict, total=False):
     snapshot_every: int | str
     keep_snapshots: int
     on_snapshot_error: str
+    chain: int | str
     deadline_seconds: float | str
     warm_start: Any
     evaluation: Evaluation | None
@@ -39,10 +40,11 @@ class Options(TypedDict, total=False):
 DEFAULTS: Mapping[str, Any] = Options(
     workers="auto", engine="auto", devices="auto", nondeterministic="error",
     run_dir=None, resume=True, snapshot_every="auto", keep_snapshots=3,
-    on_snapshot_error="continue", deadline_seconds="auto", warm_start=None, evaluation=None, callbacks=(),
+    on_snapshot_error="continue", chain="auto", deadline_seconds="auto", warm_start=None, evaluation=None, callbacks=(),
     progress="auto",
 )  # fmt: skip
-NEEDS_RUN_DIR = ("resume", "snapshot_every", "keep_snapshots", "on_snapshot_error")
+NEEDS_RUN_DIR = ("resume", "snapshot_every", "keep_snapshots", "on_snapshot_error", "chain")
+CHAIN = {"auto": None, "every": 1, "off": 0}
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Settled:
     snapshot_every: int | None
     keep_snapshots: int
     on_snapshot_error: str
+    chain: int | None
     warm_start: pathlib.Path | None
     evaluation: Evaluation | None
     callbacks: tuple[Callable[[StepReport], Any], ...]
@@ -94,6 +97,7 @@ def settle(options: Mapping[str, Any], replicas: int) -> Settled:
         snapshot_every=_auto_or_count("snapshot_every", given["snapshot_every"]),
         keep_snapshots=checks.integer("keep_snapshots", given["keep_snapshots"], least=1),
         on_snapshot_error=given["on_snapshot_error"],
+        chain=_checked_chain(given["chain"]),
         warm_start=_path("warm_start", given["warm_start"]),
         evaluation=_checked_evaluation(given["evaluation"]),
         callbacks=_checked_callbacks(given["callbacks"]),
@@ -140,6 +144,13 @@ def _check_engine(settled: Settled, replicas: int) -> None:
         )
     if (spawns or world) and not hasattr(select, "poll"):
         raise UsageError("worker processes need Linux or macOS; use engine='inline' (same answer)")
+
+
+def _checked_chain(value: Any) -> int | None:
+    """Steps from one digest of the state to the next: None for "auto", 0 for none."""
+    if isinstance(value, str) and value in CHAIN:
+        return CHAIN[value]
+    return checks.integer("chain", value, least=1, hint="or 'auto', 'every' or 'off'")
 
 
 def _path(name: str, value: Any) -> pathlib.Path | None:

@@ -27,6 +27,8 @@ class StepReport(NamedTuple):
         Wall time of this step.
     metric : float or None
         Value of the evaluation that followed this step, where one was due.
+    parts : tuple of float
+        Loss and weight of each replica, in turn: two numbers each.
     """
 
     step: int
@@ -37,6 +39,7 @@ class StepReport(NamedTuple):
     samples: int
     seconds: float
     metric: float | None = None
+    parts: tuple[float, ...] = ()
 
 
 class Incident(NamedTuple):

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, Protocol, cast
 
 from phalanx.plan.lifecycle import Phase, Progress
 from phalanx.shared.ordering import order
-from phalanx.shared.reports import PART, REPORT, RING, Parts, Reports
+from phalanx.shared.reports import PART, REPORT, RING, TOLD, Parts, Reports
 
 LINE: Final = 8  # words in a cache line
 OF_PARENT, OF_FIRST, OF_ALL, OF_WORKERS = 0, 2 * LINE, 3 * LINE, 4 * LINE  # where lines of each kind of writer begin
@@ -40,7 +40,7 @@ def word_count(workers: int) -> int:
 
 def float_count(workers: int, replicas: int) -> int:
     """Floats that parts of replicas, reports and times take."""
-    return PART * replicas + REPORT * RING + TIMES * workers
+    return PART * replicas + (REPORT + TOLD * replicas) * RING + TIMES * workers
 
 
 class Word(Protocol):
@@ -159,7 +159,8 @@ class Counters:
         self._words = words
         self._floats = floats
         self._replicas = replicas
-        rows, ring = PART * replicas, PART * replicas + REPORT * RING
+        rows = PART * replicas
+        ring = rows + (REPORT + TOLD * replicas) * RING
         self.parts = Parts(floats[:rows])
         self.reports = Reports(floats[rows:ring])
         self.workers = [

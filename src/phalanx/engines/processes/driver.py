@@ -268,7 +268,8 @@ class Processes:
         self.run_state.time(started, ended)
         self._deadline.note(ended - started)
         epoch = None if self._definition.data is None else self._definition.plan.epoch(t)
-        return StepReport(t, epoch, loss, norm, lr, int(samples), ended - started)
+        parts = self.counters.reports.parts(t)
+        return StepReport(t, epoch, loss, norm, lr, int(samples), ended - started, parts=parts)
 
     @contextlib.contextmanager
     def _watching(self) -> Any:

@@ -40,7 +40,7 @@ from phalanx.shared.heap import give_back
 from phalanx.shared.memory import Memory
 from phalanx.shared.ordering import fence, order
 from phalanx.shared.state import Shard
-from phalanx.step import commit, measure, propose
+from phalanx.step import Proposal, commit, measure, propose
 
 IDLE_YIELDS = 500
 
@@ -181,7 +181,7 @@ class Worker:
         proposal = propose(self._framework, self._link, self._definition, t, shares)
         if self._number == 0:
             samples = sum([len(share.samples) for share in shares])
-            self._announce(t, proposal.loss, proposal.norm, lr, samples, started)
+            self._announce(t, proposal, lr, samples, started)
         try:
             commit(self._framework, self._link, t, proposal)
         except BaseException as error:
@@ -214,12 +214,13 @@ class Worker:
         if options is not None:
             self._caller.tell("scheduled", step, options)
 
-    def _announce(self, t: int, loss: float, norm: float, lr: float, samples: int, started: float) -> None:
+    def _announce(self, t: int, done: Proposal, lr: float, samples: int, started: float) -> None:
         """What the first worker writes before a step is finished: nobody else could, should it end after that."""
         counters = self._counters
         more = counters.horizon > t + 1 and not counters.pause
         counters.agreed = t + 2 if more else t + 1
-        counters.reports.write(t, loss, norm, lr, samples, started, time.perf_counter())
+        ended = time.perf_counter()
+        counters.reports.write(t, done.parts, done.loss, done.norm, lr, samples, started, ended)
         if counters.snapshot_due == t:
             counters.snapshot_step = t  # all have met since they saved
         counters.snapshot_due = next_snapshot(

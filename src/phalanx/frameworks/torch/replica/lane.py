@@ -19,7 +19,8 @@ from phalanx.frameworks.torch.model import warn_of_eval_mode
 from phalanx.frameworks.torch.replica.buffers import Buffers
 from phalanx.frameworks.torch.replica.forward import AmbiguousMean, Forward
 from phalanx.frameworks.torch.replica.gradient import Collector, drop
-from phalanx.seams import Computed, Measurement, Todo
+from phalanx.frameworks.torch.replica.watching import watching
+from phalanx.seams import Computed, Measurement, Todo, Watch
 from phalanx.surroundings import interrupts
 
 
@@ -79,14 +80,22 @@ class Lane:
         self._later = later
         self._unseen = True
 
-    def gradient(self, todo: Todo) -> Computed:
+    def gradient(self, todo: Todo, watch: Watch | None = None) -> Computed:
         """Compute one replica; runs user code."""
+        if watch is None:
+            return self._gradient(todo)
+        with watching(self.model, watch):
+            return self._gradient(todo, watch)
+
+    def _gradient(self, todo: Todo, watch: Watch | None = None) -> Computed:
         share = todo.share
         self.buffers.begin()
         batch = self.feed.batch(todo.key, share)
+        if watch is not None:
+            watch.told("batch", "", batch)
         versions = self._versions() if self._shared else []
         try:
-            loss, weight = self._forward.loss(batch, share.origin)
+            loss, weight = self._forward.loss(batch, share.origin, watch)
         except ValueError as error:
             _explain(error, len(share.samples))
             raise
@@ -101,7 +110,11 @@ class Lane:
         if self._shared:
             self._check_unwritten(versions, "in forward, loss_fn or a hook")
         read = loss.detach().reshape(()) if self._later else loss.item()
-        return Computed(read, weight, taken, self.buffers.left())
+        left = self.buffers.left()
+        if watch is not None:
+            for name, value in zip(self.buffers.paths, left, strict=True):
+                watch.told("buffer", name, value)
+        return Computed(read, weight, taken, left)
 
     def rewind(self) -> None:
         """Undo what computing gradients left behind."""
