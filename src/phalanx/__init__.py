@@ -9,6 +9,7 @@ from phalanx import testing as testing
 from phalanx.checkpoint.resume import Loaded, load
 from phalanx.definition.evaluation import Evaluation
 from phalanx.errors import (
+    CorruptionError,
     LeftError,
     NonFiniteError,
     PhalanxError,
@@ -37,6 +38,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Chain",
+    "CorruptionError",
     "Difference",
     "Evaluated",
     "Evaluation",

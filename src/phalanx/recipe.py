@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from phalanx.checkpoint.resume import ResumeState
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
+from phalanx.plan.audit import audited
 from phalanx.run.loop import Loop
 from phalanx.run.observers import watching
 from phalanx.run.options import DEFAULTS, Options, settle, unknown
@@ -131,6 +132,11 @@ class Recipe(Definition):
         chain : "auto", "every", int or "off"
             A ``run_dir`` has a chain, with a link for every step, whose root is ``result.chain`` (``docs/proof.md``).
             How many steps lie between digests of the whole state beside it; "auto": as costs under 1 % of the time.
+        audit : float
+            In this share of steps a replica is computed once more, by another worker, before the update.
+        on_corruption : "continue" or "stop"
+            What follows if that comes out differently: the step is done again and the worker that was wrong replaced,
+            or CorruptionError. Either way ``incidents`` tell.
         warm_start : path-like, optional
             A snapshot, as ``run.save`` writes it: begin from its weights and buffers, unless the run is resumed.
 
@@ -225,6 +231,7 @@ class Recipe(Definition):
                 settled.deadline_seconds,
                 past.begin,
                 allow=settled.nondeterministic == "allow",
+                audit=audited(settled.audit, self.seed, stop=settled.on_corruption == "stop"),
             )
             undo.callback(engine.close)
             turn, total = Turns(), None if self.data is None else self.plan.steps

@@ -27,7 +27,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "backend": ("plan", "shared"),
     "engines": ("plan", "surroundings", "definition", "seams", "frameworks", "step", "shared", "checkpoint"),
     "run": ("surroundings", "definition", "seams", "checkpoint"),
-    "recipe": ("surroundings", "definition", "checkpoint", "engines", "run"),
+    "recipe": ("plan", "surroundings", "definition", "checkpoint", "engines", "run"),
     "": (
         "plan",
         "surroundings",

@@ -22,7 +22,7 @@ PROOF = {"Chain", "Difference", "Replayed", "Verified", "diff", "replay", "verif
 SECOND_RUNG = {"Run", "StepReport", "Evaluation", "Evaluated", "Incident", "Loaded"}
 ERRORS = {
     "PhalanxError", "UsageError", "RunError", "WorkerError", "NonFiniteError", "SnapshotError", "LeftError",
-    "Preempted",
+    "Preempted", "CorruptionError",
 }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from phalanx.checkpoint import files
+from phalanx.checkpoint.lock import Held
 from phalanx.errors import SnapshotError
 
 CHAIN, RECORDS = "chain.jsonl", ".records.jsonl"
@@ -70,10 +71,11 @@ class ChainFile:
         self.root = BEGINNING
         self._target = path
         self._width = LINE + REPLICA * replicas
-        self._descriptor = files.open_log(path)
-        self._records = files.open_log(records_of(path))
+        self._held = Held()
         self._broken = False
         try:
+            self._descriptor = self._held.add(files.open_log(path))
+            self._records = self._held.add(files.open_log(records_of(path)))
             if not self._goes_on(steps):
                 self._begin(steps)
         except BaseException:
@@ -85,7 +87,7 @@ class ChainFile:
         body = body_of(fields)
         self.root = link_after(self.root, body)
         line = f'{{"link": "{self.root}", {body[1:]}'.ljust(self._width - 1) + "\n"
-        if not self._broken:
+        if not self._broken and self._held.mine:
             try:
                 if len(line) != self._width:
                     raise ValueError(f"a line of {len(line)} bytes does not fit into {self._width}")
@@ -98,20 +100,18 @@ class ChainFile:
     def record(self, kind: str, **facts: Any) -> None:
         """Add what is no part of the root, bound to the newest link."""
         line = json.dumps({"kind": kind, "link": self.root, **facts}) + "\n"
-        with contextlib.suppress(OSError):
-            os.write(self._records, line.encode())
+        if self._held.mine:
+            with contextlib.suppress(OSError):
+                os.write(self._records, line.encode())
 
     def sync(self) -> None:
         """See the links onto the disk: a snapshot is not to be newer than they are."""
-        if self._descriptor >= 0:
+        if self._held.mine:
             os.fsync(self._descriptor)
 
     def close(self) -> None:
         """Write no more."""
-        for descriptor in (self._descriptor, self._records):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._descriptor = self._records = -1
+        self._held.let_go()
 
     def _goes_on(self, steps: int) -> bool:
         """Whether the file has the links of so many steps; then those behind them are cut off."""

@@ -15,6 +15,7 @@ from phalanx.checkpoint.origin import origin_of, remember
 from phalanx.checkpoint.tensors import leaf
 from phalanx.definition.fields import Definition
 from phalanx.definition.fingerprint import hashed
+from phalanx.errors import UsageError
 from phalanx.frameworks.registry import recorded_environment
 from phalanx.seams import Engine
 from phalanx.seams.events import StepReport
@@ -54,7 +55,11 @@ class Chained(Observer):
         """Go on with the chain, or begin one; note recipe and environment, and the state as it is."""
         self._engine = engine
         done = len(engine.run_state.loss_history)
-        self._chain = ChainFile(self._directory.root / CHAIN, done, self._definition.replicas)
+        try:
+            self._chain = ChainFile(self._directory.root / CHAIN, done, self._definition.replicas)
+        except OSError as error:
+            where = str(self._directory.root / CHAIN)
+            raise UsageError(f"the run's chain, {where!r}, cannot be written: {error}; mend that file") from error
         self._directory.before_writing.append(self._chain.sync)
         remember(self._directory.root, self._definition)
         facts = {"recipe": self._recipe, "environment": recorded_environment(), "replicas": self._definition.replicas}

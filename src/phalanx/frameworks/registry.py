@@ -6,7 +6,7 @@ What ``make_model`` returns decides: a ``torch.nn.Module``, a tree of jax arrays
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from phalanx.definition.digest import Entry, digest_of, leaf_hash
@@ -90,6 +90,13 @@ def leaves(model: Any, optimizer: Any = None) -> dict[str, str]:
     for number, item in enumerate(listed):
         found |= _hashes((entry for entry in torch_snapshot.entries(model, [item]) if entry.kind == OPTIMIZER), number)
     return found
+
+
+def nondeterministic(run: Callable[[], Any]) -> list[str]:
+    """The operations that ``run`` calls and the library says have no deterministic kernel here."""
+    from phalanx.frameworks.torch import process
+
+    return process.nondeterministic(run)
 
 
 def _hashes(entries: Iterable[Entry], number: int) -> dict[str, str]:

@@ -50,11 +50,11 @@ class Incident(NamedTuple):
     seconds : float
         When, on the clock of ``time.perf_counter``.
     kind : str
-        "death", "replaced", or "rollback" for all of them.
+        "death", "replaced", "rollback" for all of them, or "corruption" where an audit found a wrong value.
     worker, step : int
-        Which worker, in which step; for a rollback the step whose update broke off.
+        Which worker, in which step; for a rollback the step whose update broke off; -1 where nobody can tell who.
     why : str
-        What ended it.
+        What ended it, or was found.
     """
 
     seconds: float

@@ -26,7 +26,8 @@ class Watch:
     """Who is told what is computed on the way of a replica-step, and how much of it.
 
     ``told(kind, name, value)``: kind is "batch", "module" (its output; the name is its path), "output", "buffer" (as it
-    was left), or "operation" with ``operations`` (its name; the value is a pair of all inputs and all outputs). What is
+    was left), or, with ``operations``, "operation" and, within the backward pass, "backward" (its
+    name; the value is a pair of all inputs and all outputs). What is
     told may be written to later. A framework tells what it can.
     """
 

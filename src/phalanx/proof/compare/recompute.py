@@ -117,17 +117,24 @@ def computed(instant: Instant, replica: int, *, operations: bool = False) -> lis
     """Everything that a replica-step computes, as bytes, in order."""
     told: list[Told] = []
     buffers: dict[str, Tensor] = {}
-    phases = {"batch": "batch", "module": "forward", "output": "forward", "operation": "forward"}
+    phases = {
+        "batch": "batch",
+        "module": "forward",
+        "output": "forward",
+        "operation": "forward",
+        "backward": "gradient",
+    }
 
     def tell(kind: str, name: str, value: Any) -> None:
         if kind == "buffer":
             buffers[name] = taken(value)
-        elif kind == "operation":
-            told.append(Told("forward", name, flat(value[1], name), flat(value[0], name), _line()))
+        elif kind in ("operation", "backward"):
+            told.append(Told(phases[kind], name, flat(value[1], name), flat(value[0], name), _line()))
         else:
-            told.append(
-                Told(phases[kind], name, flat(value, name or ("output" if kind == "output" else "batch")), {}, "")
-            )
+            root = name or ("output" if kind == "output" else "batch")
+            told.append(Told(phases[kind], name, flat(value, root), {}, ""))
+            if kind == "output":
+                phases["operation"] = "loss"  # what comes now, up to the backward pass
 
     try:
         done = instant.replica(replica, Watch(tell, operations=operations))
