@@ -86,6 +86,8 @@ class AuditedLink:
         This one.
     blocks : sequence of sequence of int
         The replicas of each worker.
+    spare : callable
+        Sees to it that what is computed next is put where it may be.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class AuditedLink:
         ballot: Ballot,
         worker: int,
         blocks: Sequence[Sequence[int]],
+        spare: Callable[[], None] = lambda: None,
     ) -> None:
         self._within = within
         self._audit = audit
@@ -105,6 +108,7 @@ class AuditedLink:
         self._ballot = ballot
         self._worker = worker
         self._blocks = blocks
+        self._spare = spare
         self._replica: int | None = None
         self._pushed = 0
         self.hosted: Sequence[int] = within.hosted
@@ -178,10 +182,6 @@ class AuditedLink:
     def commit(self, step: int, gradient: Vector | None) -> None:
         """See ``seams.Link.commit``."""
         self._within.commit(step, gradient)
-
-    def _spare(self) -> None:
-        """Where gradients are put does not matter any more: the hosted replicas are done."""
-        getattr(self._within, "spare", lambda: None)()
 
     def _corrupted(self, votes: Mapping[int, int]) -> CorruptionError:
         assert self._replica is not None, "nothing else is compared"

@@ -134,10 +134,6 @@ class ArenaLink:
         self._fold: Fold[Held] = Fold(self._replicas, self._add)
         self._aim()
 
-    def spare(self) -> None:
-        """What is computed next is not published."""
-        self._slots.set_destination(-1)
-
     def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:
         """See ``seams.Link.push``."""
         self._fold.push(replica, None if gradient is None else Held(self._free, gradient))

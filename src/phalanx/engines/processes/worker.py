@@ -107,7 +107,8 @@ class Worker:
             self._link = HostLink(rendezvous, within, shard, plan, placement, arena, barrier)
         elif setup["audit"] is not None:
             facts = (setup["audit"], self._framework, self._definition, WorkerBallot(self._counters, self._number))
-            self._link = AuditedLink(within, *facts, self._number, placement.blocks)
+            spare = functools.partial(shard.slots.set_destination, -1)
+            self._link = AuditedLink(within, *facts, self._number, placement.blocks, spare)
 
     def take(self, orders: dict[str, Any]) -> None:
         """Be at the beginning of a step, with a state that lies in the arena, and options in ``orders``."""

@@ -47,6 +47,8 @@ class Operations(TorchDispatchMode):
         given = [leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, torch.Tensor)]
         before = tuple(tensor.detach().clone() for tensor in given)
         output = func(*args, **(kwargs or {}))
+        if "empty" in str(func):  # whatever was in that memory
+            return output
         kind = "operation" if torch._C._current_autograd_node() is None else "backward"
         self._watch.told(kind, str(func), (before, output))
         return output
