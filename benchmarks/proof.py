@@ -25,9 +25,9 @@ import tqdm
 
 MODELS = ("lenet", "mlp", "gpt")
 REPLICAS, WORKERS = 8, 2
-SECONDS = 20.0  # of a run whose chain is timed
-AUDITED = 25  # steps of each run with audits and without
-ROUNDS = 3
+SECONDS = 15.0  # of a run whose chain is timed
+AUDITED = 15  # steps of each run with audits and without
+ROUNDS = 2
 RATES = (0.01, 0.1, 1.0)
 SEEDS, STEPS = 10, 200
 

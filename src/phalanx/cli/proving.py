@@ -21,7 +21,7 @@ from phalanx.checkpoint.tensors import write as write_tensors
 from phalanx.cli.files import load_recipe
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.proof import certify as certificates
-from phalanx.proof.compare.diff import as_facts
+from phalanx.proof.compare.diff import Difference
 from phalanx.proof.compare.diff import diff as compare
 from phalanx.proof.compare.sides import side
 from phalanx.proof.compare.values import flat
@@ -61,7 +61,7 @@ def diff(
             target = pathlib.Path(plot)
             target.parent.mkdir(parents=True, exist_ok=True)
             found.plot().figure.savefig(target)
-    typer.echo(json.dumps(as_facts(found)) if json_ else str(found or "the same"))
+    typer.echo(json.dumps(_as_facts(found)) if json_ else str(found or "the same"))
     if found is not None:
         raise typer.Exit(1)
 
@@ -188,3 +188,12 @@ def _write(found: Replayed, folder: pathlib.Path, facts: dict[str, Any]) -> None
     target = folder / "facts.json"
     target.unlink(missing_ok=True)
     write(target, lambda file: file.write(json.dumps(facts).encode()))
+
+
+def _as_facts(found: Difference | None) -> dict[str, Any]:
+    """A difference as JSON values."""
+    if found is None:
+        return {"same": True}
+    facts = dataclasses.asdict(found)
+    del facts["losses"]
+    return {"same": False, **facts, "text": str(found)}

@@ -90,9 +90,7 @@ def plot_difference(one: Sequence[float], other: Sequence[float], step: int | No
     count = min(len(one), len(other))
     apart = np.abs(np.asarray(one[:count], np.float64) - np.asarray(other[:count], np.float64))
     lower.plot(range(count), np.where(apart > 0, apart, np.nan), ".", color=METRIC_COLORS[2], markersize=3)
-    lower.set_yscale("symlog", linthresh=1e-18)
-    lower.set_ylim(bottom=0)
-    if np.nanmax(apart, initial=0.0) > 0:
+    if (apart > 0).any():
         lower.set_yscale("log")
     for ax in (upper, lower):
         ax.grid(alpha=0.2)

@@ -6,7 +6,6 @@ the steps since the last state that was the same are computed again on both side
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -71,7 +70,7 @@ class Difference:
         if self.phase is not None:
             where = "" if self.step is None else f" in step {self.step}"
             whose = f" of replica {self.replica}" if self.replica is not None and self.phase in OF_REPLICAS else ""
-            what = f", {self.name}" if self.name not in (None, self.phase) else ""
+            what = f", {self._what()}" if self.name not in (None, self.phase) else ""
             told.append(f"A and B differ first{where}: {WHOLE.get(self.phase, self.phase)}{whose}{what}{self._much()}")
         elif self.fields:
             told.append("A and B were not made in the same way, but nothing that can be compared differs")
@@ -89,6 +88,10 @@ class Difference:
         from phalanx.run.plots import plot_difference
 
         return plot_difference(*self.losses, self.step, str(self).splitlines()[0])
+
+    def _what(self) -> str:
+        known = self.line or self.name in ("output", "exception", "model")
+        return f"module {self.name!r}" if self.phase == "forward" and not known else str(self.name)
 
     def _much(self) -> str:
         if self.elements is None:
@@ -289,12 +292,3 @@ def _linked(parted: Parting) -> str:
 def _short(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def as_facts(found: Difference | None) -> dict[str, Any]:
-    """A difference as JSON values."""
-    if found is None:
-        return {"same": True}
-    facts = dataclasses.asdict(found)
-    del facts["losses"]
-    return {"same": False, **facts, "text": str(found)}

@@ -93,7 +93,9 @@ def _within_replicas(one: Instant, other: Instant, operations: bool) -> Found | 
         if found is not None:
             return Found(one.step, replica, "samples", found)
         if len(shares[0][replica].samples):
-            found = replica_difference(one, other, replica, operations=operations)
+            found = replica_difference(one, other, replica)
+            if found is not None and operations:
+                return replica_difference(one, other, replica, operations=True) or found
             if found is not None:
                 return found
     return None
@@ -131,7 +133,7 @@ def computed(instant: Instant, replica: int, *, operations: bool = False) -> lis
         elif kind in ("operation", "backward"):
             told.append(Told(phases[kind], name, flat(value[1], name), flat(value[0], name), _line()))
         else:
-            root = name or ("output" if kind == "output" else "batch")
+            root = name or {"output": "output", "module": "model"}.get(kind, "batch")
             told.append(Told(phases[kind], name, flat(value, root), {}, ""))
             if kind == "output":
                 phases["operation"] = "loss"  # what comes now, up to the backward pass
