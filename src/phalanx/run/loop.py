@@ -54,6 +54,7 @@ class Loop:
         try:
             report = self._engine.advance(batch, self.steps + 1 if watched or batch is not None else self._horizon())
         except PhalanxError as error:
+            self._tell_incidents()
             for observer in self._observers:
                 observer.failed(error)
             raise
