@@ -14,8 +14,8 @@ help:  ## this text
 demo: $(INSTALLED)  ## train a small model on handwritten digits and draw how it went
 	@$(BIN)/phalanx demo digits
 
-test: $(INSTALLED)  ## the tests, in two processes; of long lists of cases some, drawn by the seed that is printed
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
+test: $(INSTALLED)  ## the tests, in two processes; of those that take long some, drawn by the seed that is printed
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not campaign and not accelerator and not house"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m accelerator tests/accelerator tests/devices
 
 check: $(INSTALLED)  ## lint, format, types and the house rules; under a minute

@@ -286,7 +286,7 @@ def test_devices_are_not_mixed(fake, mixing):
 
 def in_own_process(code):
     program = f"import os, ctypes, torch\nfrom tests.accelerator import load\nfake = load()\n{code}"
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500)
 
 
 @pytest.mark.long

@@ -221,7 +221,7 @@ def test_a_worker_whose_start_was_interrupted_is_ended(ended, monkeypatch):
     assert set(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.long
+@pytest.mark.longest
 def test_a_storm_over_everybody(monkeypatch):
     """Workers are ended all the time, and twice the zygote as well: the same digest, and only deaths that happened."""
     with recipe(steps=40).start(workers=2, engine="processes") as run:
