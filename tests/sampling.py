@@ -51,8 +51,8 @@ def rotate(items):
             test = item.nodeid.split("[")[0]
             groups.setdefault(group(item, test), {}).setdefault(test, []).append(item)
     for name, tests in groups.items():
-        count = len(tests) if name == "listed" else -(-len(tests) // (LONGEST if name == "longest" else LONG))
-        drawn = generator(name).sample(sorted(tests), count)
+        rate = {"listed": 1, "longest": LONGEST}.get(name.removeprefix("accelerator: "), LONG)
+        drawn = generator(name).sample(sorted(tests), -(-len(tests) // rate))
         for test, cases in tests.items():
             chosen = some(test, cases) if test in drawn else []
             for case in cases:
@@ -60,10 +60,12 @@ def rotate(items):
 
 
 def group(item, test):
-    """Which tests a test is drawn from: those that take longest, those of its folder that take long, or it runs."""
+    """What a test is drawn from: what takes longest, what takes long in its folder, or "listed", all of which run."""
     if item.get_closest_marker("longest"):
-        return "longest"
-    return test.split("::")[0].rpartition("/")[0] if item.get_closest_marker("long") else "listed"
+        name = "longest"
+    else:
+        name = test.split("::")[0].rpartition("/")[0] if item.get_closest_marker("long") else "listed"
+    return f"accelerator: {name}" if item.get_closest_marker("accelerator") else name  # these run apart
 
 
 def left_out(item):

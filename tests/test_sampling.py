@@ -96,9 +96,11 @@ def test_what_takes_longest_rotates_as_one(monkeypatch):
     for seed in range(100):
         monkeypatch.setattr(sampling, "SEED", seed)
         items = [Item(f"longest {number}", "longest") for number in range(13)] + [Item("alone", "long")]
+        apart = [Item("apart", "longest", "accelerator"), Item("quick and apart", "accelerator")]
         for number, item in enumerate(items):
             item.nodeid = item.nodeid.replace("tests", f"tests/{number % 3}")
-        sampling.rotate(items)
+        sampling.rotate(items + apart)
+        assert all(item.drawn for item in apart)
         drawn = {item.nodeid for item in items if item.drawn}
         assert items[-1].nodeid in drawn
         assert len(drawn) == 3

@@ -28,6 +28,7 @@ def test_two_processes(family, replicas, devices):
     assert [[tuple(one) for one in told] for told in found] == [[(digest, losses)]] * 2
 
 
+@pytest.mark.long
 @pytest.mark.accelerator
 def test_a_device_for_each_process():
     """Torchrun's way: each process drives the accelerator with its LOCAL_RANK, or one process drives two."""

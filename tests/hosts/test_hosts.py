@@ -133,7 +133,7 @@ def test_jax(pair):
     check(pair, "tests.jax.families", "mlp", 4, 2)
 
 
-@pytest.mark.long
+@pytest.mark.longest
 @NEEDS_NAMESPACES
 @pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.campaign), 4])
 def test_bytes_between_two_hosts(pair, workers):

@@ -84,7 +84,7 @@ def repository_files() -> list[Path]:
     return [path for path in paths if path.is_file()]
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_documents_run(document, tmp_path):
     """Every Python block of a document runs as it stands, in a namespace of its own."""
@@ -100,6 +100,7 @@ def test_examples_are_short(example):
     assert len(example.read_text(encoding="utf-8").splitlines()) <= EXAMPLE_LINES
 
 
+@pytest.mark.cases(2)
 @pytest.mark.long
 @pytest.mark.parametrize(
     "example", [path for path in EXAMPLES if path.name not in RUN_ELSEWHERE], ids=lambda path: path.name
