@@ -654,6 +654,7 @@ def test_a_warning_that_is_an_error_here_is_one_there():
     assert errors[0] == errors[1]
 
 
+@pytest.mark.long
 def test_a_warning_that_is_ignored_here_is_ignored_there(capsys):
     """A filter that ignores a warning does so in workers."""
     with warnings.catch_warnings():

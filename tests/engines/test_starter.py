@@ -173,6 +173,7 @@ def interrupted_request(timer):
         WARM.zygote()._ask({"end": 0})
 
 
+@pytest.mark.long
 def test_ctrl_c_while_it_does_not_answer(monkeypatch):
     """The wait ends at once; the answer that comes later is not taken for that of the next request."""
     monkeypatch.setattr(launch, "STOPPED_SECONDS", 1000.0)

@@ -65,6 +65,7 @@ def test_runs_in_threads_end_as_they_do_alone(options):
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
 
 
+@pytest.mark.long
 def test_without_turns_it_would_be_seen(monkeypatch):
     """Negative twin: where runs do not take turns, they draw from each other's generators."""
     due = [digest_of(seed) for seed in range(4)]

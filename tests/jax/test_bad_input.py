@@ -78,6 +78,7 @@ def test_refused(name):
     assert [text for text in wanted if text not in str(caught.value)] == []
 
 
+@pytest.mark.long
 def test_user_errors_have_an_address():
     """What forward_fn raises names step, replica and samples, and carries the state."""
 

@@ -56,6 +56,7 @@ def test_devices_of_several_kinds(monkeypatch):
     refused("several kinds, whose bits differ", options={"devices": ["CPU", "CPU:1"]})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"workers": 2}, {"engine": "processes"}])
 def test_worker_processes(options):
     """Worker processes are refused with the reason and what to use instead; "auto" stays in this process."""
