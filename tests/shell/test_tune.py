@@ -23,7 +23,7 @@ def row(replicas, workers, rate, *, threads=1, price=None):
     return Choice(replicas, workers, threads, 64 / rate, rate, price, 0)
 
 
-@pytest.mark.long
+@pytest.mark.longest
 def test_the_table(tmp_path):
     """From the shell: the plain loop with each number of threads, then R up to the batch, also of a short recipe."""
     (tmp_path / "job.py").write_text(RECIPE)
