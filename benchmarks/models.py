@@ -99,8 +99,8 @@ class Case:
 def case(name: str) -> Case:
     """One of ``CASES`` or ``real_models.REAL``, or ``size N`` for about N parameters, on random data.
 
-    Every step has samples that no other has: a model that learns one batch by heart soon computes with denormal numbers,
-    which is another workload.
+    Every step has samples that no other has: a model that learns one batch by heart soon computes with denormal
+    numbers, which is another workload.
     """
     random = torch.Generator().manual_seed(0)
     if name.startswith("size "):

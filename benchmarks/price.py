@@ -4,9 +4,9 @@
     python benchmarks/price.py --model VAE --rounds 3
     python benchmarks/price.py --quick                # one short round: does everything run?
 
-Each model has a process of its own, in which the plain loop and recipes with R = 1, 2, 4 and 8 take turns. Processor time
-is taken, not the clock's: it says what R costs, whatever else the machine does. Samples are fresh in every step and the
-same for all columns.
+Each model has a process of its own, in which the plain loop and recipes with R = 1, 2, 4 and 8 take turns. Processor
+time is taken, not the clock's: it says what R costs, whatever else the machine does. Samples are fresh in every step
+and the same for all columns.
 """
 
 import argparse
@@ -125,7 +125,14 @@ def table(measured: dict[str, dict[str, list[float]]]) -> str:
         cells = [f"{model}, {case.batch_size}", f"{size:,}", step.spelled(statistics.median(found["plain"]) * 1e3)]
         cells += [f"{ratio(found, f'R={count}'):.2f}" for count in REPLICAS]
         rows.append([*cells, f"{ratio(found, 'by hand'):.2f}", str(ASKED.get(model, ""))])
-    header = ["model, batch", "parameters", "plain, ms", *(f"R={count}" for count in REPLICAS), "8 shares by hand", "R=8 at most"]
+    header = [
+        "model, batch",
+        "parameters",
+        "plain, ms",
+        *(f"R={count}" for count in REPLICAS),
+        "8 shares by hand",
+        "R=8 at most",
+    ]
     return step.markdown(header, rows)
 
 

@@ -14,7 +14,7 @@ PhalanxError
     └── PeerError       another rank of the backend is gone (also a RuntimeError); ``phalanx.backend.PeerError``
 
 LostError, StartError and SeveredError reach users as the RunError that they are. Two more never leave the package:
-Trouble and ForeignError, which end a computation within it.
+Trouble, InPartsError and ForeignError, which end a computation within it.
 """
 
 from __future__ import annotations
@@ -118,6 +118,10 @@ class PeerError(RunError, RuntimeError):
 
 class Trouble(Exception):  # noqa: N818  not an error: how a step is left
     """Another worker failed, or the run is over: leave the step as it is."""
+
+
+class InPartsError(Exception):
+    """Backward delivered a gradient in parts, as checkpoints do that run a backward pass of their own."""
 
 
 class ForeignError(Exception):

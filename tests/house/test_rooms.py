@@ -27,7 +27,6 @@ SMALL = {
     "definition/digest.py": "both frameworks and the registry need this one function, and nothing else of it",
     "engines/hosts/interfaces.py": "reads /proc/net, which nothing else about hosts does",
     "plan/shares.py": "the weights of shares, proved by tests of their own",
-    "shared/heap.py": "a setting of malloc, which has nothing to do with an arena",
     "surroundings/presence.py": "asks torch.distributed, so that no other file of this room has to know it",
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,7 @@ from phalanx.plan import evaluation_key
 from phalanx.seams import Exported, Framework, Measurement, RunState, Todo
 from phalanx.seams.events import StepReport
 from phalanx.seams.snapshots import Captured
+from phalanx.shared.heap import RUNS
 from phalanx.step import Proposal, commit, measure, propose, todo
 from phalanx.surroundings import interrupts
 
@@ -65,6 +67,8 @@ class Inline:
         self._torn = False
         self.ended = ""
         self.closed = False
+        RUNS.begin()
+        self._memory = weakref.finalize(self, RUNS.end)
         self.environment = framework.environment
 
     def advance(self, batch: Any, horizon: int) -> StepReport:
@@ -133,8 +137,9 @@ class Inline:
             return self._framework.snapshots.capture(copy=True)
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Give back the memory that steps had freed and would have used again."""
         self.closed = True
+        self._memory()  # once
 
     def _following(self, step: int, horizon: int) -> list[Todo]:
         """What the next step computes, if nobody may change the data before: columns are watched, other data is not."""

@@ -14,11 +14,15 @@ Measurement = Callable[[], tuple[float, float]]  # waits for a metric over a chu
 
 
 class Todo(NamedTuple):
-    """A replica's part in a step: its number, the key of its random generators, and its samples."""
+    """A replica's part in a step: its number, the key of its random generators, its samples and what they weigh.
+
+    The weight counts where the loss tells none.
+    """
 
     replica: int
     key: int
     share: Share
+    weight: float
 
 
 @dataclass(slots=True)
@@ -33,7 +37,8 @@ class Computed:
         The weight that the loss returned, if it did.
     gradient : Vector or None
         None where the weight is 0: such a gradient is not looked at. Where replicas are folded or gradients
-        clipped, no entry shares memory with another, so that each may be written.
+        clipped, no entry shares memory with another, so that each may be written. An entry that was added to the left
+        neighbour's already (see ``plan.fold``) is that very entry of the left neighbour.
     buffers : list
         The model's buffers as this replica left them.
     """

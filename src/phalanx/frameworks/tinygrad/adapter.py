@@ -92,7 +92,7 @@ class Tinygrad:
     def gradients(self, todo: Sequence[Todo]) -> Iterator[Computed]:
         """See ``seams.Steppable.gradients``: while one is waited for, the other devices compute the next."""
         begun: deque[Callable[[], Computed]] = deque()
-        for replica, key, share in todo:
+        for replica, key, share, _ in todo:
             lane = self._lanes[0 if self._blocks is None else self._blocks.number_of[replica]]
             begun.append(self._begun(lane, key, share))
             if len(begun) >= len(self._lanes):

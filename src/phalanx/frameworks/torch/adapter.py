@@ -80,7 +80,7 @@ class Torch:
 
     def gradients(self, todo: Sequence[Todo]) -> Iterator[Computed]:
         """See ``seams.Steppable.gradients``."""
-        return map(self._lane.gradient, todo)
+        return self._lane.gradients(todo)
 
     def norm(self, gradient: Gradient) -> float:
         """See ``seams.Steppable.norm``."""

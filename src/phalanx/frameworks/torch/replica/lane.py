@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +13,8 @@ import torch
 from phalanx.definition.data import Share
 from phalanx.definition.evaluation import measured
 from phalanx.definition.fields import Definition
-from phalanx.errors import UsageError
+from phalanx.errors import InPartsError, UsageError
+from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.environment import explain
 from phalanx.frameworks.torch.model import warn_of_eval_mode
 from phalanx.frameworks.torch.replica.buffers import Buffers
@@ -78,9 +79,35 @@ class Lane:
         self._ambiguous = ambiguous
         self._later = later
         self._unseen = True
+        self._joins = True
 
-    def gradient(self, todo: Todo) -> Computed:
-        """Compute one replica; runs user code."""
+    def gradients(self, todo: Sequence[Todo]) -> Iterator[Computed]:
+        """Compute replicas; runs user code.
+
+        The fold adds a replica with an odd number to the one before, and autograd can do so as soon as a parameter's
+        gradient is there, while it is in cache. It does where nothing is to be multiplied first and nobody looks at
+        gradients in between.
+        """
+        left: tuple[Todo, Gradient] | None = None  # the replica before
+        for one in todo:
+            onto = left[1] if left and one.replica % 2 and left[0].replica == one.replica - 1 else None
+            try:
+                computed = self.gradient(one, onto)
+            except InPartsError:
+                assert left is not None
+                assert onto is not None
+                self._joins = False
+                for mine, again in zip(onto, self.gradient(left[0]).gradient or (), strict=True):
+                    if mine is not None and again is not None:
+                        mine.copy_(again)
+                computed = self.gradient(one)
+            left = None
+            if computed.gradient is not None and _weight(one, computed.weight) == 1:
+                left = one, computed.gradient
+            yield computed
+
+    def gradient(self, todo: Todo, onto: Gradient | None = None) -> Computed:
+        """Compute one replica, and add its gradient to ``onto`` if that is the same; runs user code."""
         share = todo.share
         self.buffers.begin()
         batch = self.feed.batch(todo.key, share)
@@ -97,7 +124,9 @@ class Lane:
         if self._unseen:
             self._unseen = False
             warn_of_eval_mode(self.model)
-        taken = None if weight == 0 else self.collector.backward(loss)
+        if onto is not None and not (self._joins and _weight(todo, weight) == 1 and self.collector.joins):
+            onto = None
+        taken = None if weight == 0 else self.collector.backward(loss, onto)
         if self._shared:
             self._check_unwritten(versions, "in forward, loss_fn or a hook")
         read = loss.detach().reshape(()) if self._later else loss.item()
@@ -148,6 +177,10 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+def _weight(todo: Todo, returned: float | None) -> float:
+    return todo.weight if returned is None else returned
 
 
 def _explain(error: ValueError, samples: int) -> None:
