@@ -13,7 +13,7 @@ PhalanxError
     ├── SeveredError    the connection to another host is gone
     └── PeerError       another rank of the backend is gone (also a RuntimeError); ``phalanx.backend.PeerError``
 
-LostError, StartError and SeveredError reach users as the RunError that they are. Two more never leave the package:
+LostError, StartError and SeveredError reach users as the RunError that they are. Three more never leave the package:
 Trouble, InPartsError and ForeignError, which end a computation within it.
 """
 
