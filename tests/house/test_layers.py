@@ -29,7 +29,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "run": ("surroundings", "definition", "seams", "checkpoint"),
     "recipe": ("surroundings", "definition", "checkpoint", "engines", "run"),
     "": ("plan", "surroundings", "definition", "seams", "frameworks", "checkpoint", "run", "recipe", "proof"),
-    "proof": ("seams", "frameworks", "recipe", "run", "engines", "surroundings"),
+    "proof": ("definition", "step", "seams", "frameworks", "recipe", "run", "engines", "surroundings"),
     "cli": ("", "definition", "collectives", "recipe", "run", "proof", "surroundings"),
     "__main__": ("cli",),
 }

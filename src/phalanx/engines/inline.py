@@ -18,6 +18,7 @@ from phalanx.definition.data import Columns
 from phalanx.definition.evaluation import averaged
 from phalanx.definition.fields import Definition
 from phalanx.engines.links import LaneLink, LocalLink, ProcessLink
+from phalanx.engines.price import Price
 from phalanx.errors import PhalanxError, RunError, WorkerError
 from phalanx.plan import evaluation_key
 from phalanx.seams import Exported, Framework, Measurement, RunState, Todo
@@ -67,6 +68,7 @@ class Inline:
         self._torn = False
         self.ended = ""
         self.closed = False
+        self._price = Price(definition, framework, self.run_state)
         RUNS.begin()
         self._memory = weakref.finalize(self, RUNS.end)
         self.environment = framework.environment
@@ -95,6 +97,7 @@ class Inline:
         epoch = self._definition.plan.epoch(t) if batch is None else None
         ended = time.perf_counter()
         self.run_state.time(started, ended)
+        self._price.look(ended - started)
         return StepReport(t, epoch, proposal.loss, proposal.norm, lr, samples, ended - started)
 
     def pause(self) -> bool:

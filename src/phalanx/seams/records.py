@@ -41,12 +41,15 @@ class Computed:
         neighbour's already (see ``plan.fold``) is that very entry of the left neighbour.
     buffers : list
         The model's buffers as this replica left them.
+    seconds : (float, float, float) or None
+        How long reading the batch, forward and backward took, where that is known.
     """
 
     loss: Any
     weight: float | None
     gradient: Vector | None
     buffers: list[Any]
+    seconds: tuple[float, float, float] | None = None
 
 
 class Part(NamedTuple):
@@ -97,6 +100,8 @@ class RunState:
         How many steps an earlier run had done, if this one goes on from its snapshot.
     evaluated : list of Evaluated
         Every evaluation so far, those of that earlier run first.
+    priced : bool
+        Whether it is known what R costs, or does not matter.
     """
 
     loss_history: list[float] = field(default_factory=list[float])
@@ -105,6 +110,7 @@ class RunState:
     incidents: list[Incident] = field(default_factory=list[Incident])
     resumed_from: int | None = None
     evaluated: list[Evaluated] = field(default_factory=list[Evaluated])
+    priced: bool = False
 
     def add(self, loss: float, samples: int) -> None:
         """Count a finished step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -109,8 +110,10 @@ class Lane:
     def gradient(self, todo: Todo, onto: Gradient | None = None) -> Computed:
         """Compute one replica, and add its gradient to ``onto`` if that is the same; runs user code."""
         share = todo.share
+        began = time.perf_counter()
         self.buffers.begin()
         batch = self.feed.batch(todo.key, share)
+        fed = time.perf_counter()
         versions = self._versions() if self._shared else []
         try:
             loss, weight = self._forward.loss(batch, share.origin)
@@ -126,11 +129,13 @@ class Lane:
             warn_of_eval_mode(self.model)
         if onto is not None and not (self._joins and _weight(todo, weight) == 1 and self.collector.joins):
             onto = None
+        computed = time.perf_counter()
         taken = None if weight == 0 else self.collector.backward(loss, onto)
         if self._shared:
             self._check_unwritten(versions, "in forward, loss_fn or a hook")
         read = loss.detach().reshape(()) if self._later else loss.item()
-        return Computed(read, weight, taken, self.buffers.left())
+        seconds = (fed - began, computed - fed, time.perf_counter() - computed)
+        return Computed(read, weight, taken, self.buffers.left(), seconds)
 
     def rewind(self) -> None:
         """Undo what computing gradients left behind."""
