@@ -14,9 +14,9 @@ help:  ## this text
 demo: $(INSTALLED)  ## train a small model on handwritten digits and draw how it went
 	@$(BIN)/phalanx demo digits
 
-test: $(INSTALLED)  ## the tests, in two processes; of long lists of cases some, drawn by the seed that is printed
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m accelerator tests/accelerator tests/devices
+test: $(INSTALLED)  ## the tests, in two processes; of those that take long some, drawn by the seed that is printed
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not campaign and not accelerator and not house"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:xdist -m "accelerator and not campaign" tests/accelerator tests/devices
 
 check: $(INSTALLED)  ## lint, format, types and the house rules; under a minute
 	@$(BIN)/ruff check -q $(SOURCES)
@@ -35,7 +35,8 @@ bench: $(INSTALLED)  ## time steps and scaling beside the plain loop and DDP; ab
 
 chaos: $(INSTALLED)  ## kill workers at random for five minutes, then hosts, all long tests and all cases; every digest must be right
 	@$(BIN)/python benchmarks/chaos.py --minutes 5
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "campaign or sampled"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "(campaign or sampled) and not accelerator"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:xdist -m accelerator tests/accelerator tests/devices
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/hosts
 
 campaign: chaos  ## make chaos, then random attacks (Ctrl-C, threads, kills, forks, full disks), MINUTES=10 each: hours

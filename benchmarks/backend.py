@@ -73,7 +73,7 @@ def stepped(case, backend, rank, size):
     )
     optimizer = models.OPTIMIZER(model.parameters())
     batches = peers.shuffled(case, rank, size)
-    return peers.timed(case, batches, lambda x, y: peers.step(model, optimizer, case.loss_fn, x, y))["seconds"]
+    return peers.timed(case, batches, lambda x, y: peers.step(model, optimizer, case, x, y))["seconds"]
 
 
 def be(rank, size, store, what, target):

@@ -72,7 +72,7 @@ def plain_start(kind: str, case: models.Case) -> float:
     began = time.perf_counter()
     model = case.make_model()
     optimizer = models.OPTIMIZER(model.parameters())
-    peers.step(model, optimizer, case.loss_fn, case.x[: case.batch_size], case.y[: case.batch_size])
+    peers.step(model, optimizer, case, case.x[: case.batch_size], case.y[: case.batch_size])
     return time.perf_counter() - began
 
 

@@ -74,10 +74,10 @@ def ddp(case, replicas, workers, steps, warm):
     optimizer = models.OPTIMIZER(model.parameters())
     batches = peers.shuffled(case, distributed.get_rank(), distributed.get_world_size())
     for x, y in itertools.islice(batches, warm):
-        peers.step(model, optimizer, case.loss_fn, x, y)
+        peers.step(model, optimizer, case, x, y)
     began = now()
     for x, y in itertools.islice(batches, steps - warm):
-        peers.step(model, optimizer, case.loss_fn, x, y)
+        peers.step(model, optimizer, case, x, y)
     ended = now()
     distributed.barrier()
     return began, ended

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from real_models import REAL, token_loss
 from torch import nn
 from torch.nn import functional as F
 
@@ -73,10 +74,6 @@ def square(width):
     return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU())][:-1])
 
 
-def token_loss(output, target):
-    return F.cross_entropy(output, target.flatten())
-
-
 @dataclass(frozen=True)
 class Case:
     """A model with all that defines its training."""
@@ -87,11 +84,12 @@ class Case:
     loss_fn: Any
     batch_size: int
     steps: int
+    precision: str | None = None
 
     @property
     def warm_up(self) -> int:
         """Steps that are not counted where the script holds the loop."""
-        return max(3, self.steps // 5)
+        return warm_up(self.steps)
 
     def shortened(self) -> "Case":
         """A tenth of the steps, to see whether everything runs."""
@@ -99,31 +97,48 @@ class Case:
 
 
 def case(name: str) -> Case:
-    """One of ``CASES``, or ``size N`` for about N parameters, on random data."""
+    """One of ``CASES`` or ``real_models.REAL``, or ``size N`` for about N parameters, on random data.
+
+    Every step has samples that no other has: a model that learns one batch by heart soon computes with denormal
+    numbers, which is another workload.
+    """
     random = torch.Generator().manual_seed(0)
     if name.startswith("size "):
         return sized(int(float(name.removeprefix("size "))), random)
-    if name == "gpt":
-        x = torch.randint(256, (64, 64), generator=random)
-        y = torch.randint(256, (64, 64), generator=random)
-        return Case(Gpt, x, y, token_loss, 16, 30)
+    if name in REAL:
+        model, data, loss_fn, batch, steps, precision = REAL[name]
+        return Case(model, *data(fresh(batch, steps), random), loss_fn, batch, steps, precision)
     shape, classes, batch, steps, model = {
-        "tiny": ((150, 4), 3, 32, 1000, tiny),
-        "lenet": ((1024, 1, 28, 28), 10, 256, 50, lenet),
-        "mlp": ((512, 784), 10, 64, 40, mlp),
+        "tiny": ((4,), 3, 32, 1000, tiny),
+        "lenet": ((1, 28, 28), 10, 256, 50, lenet),
+        "mlp": ((784,), 10, 64, 40, mlp),
+        "gpt": ((64,), 256, 16, 30, Gpt),
     }[name]
-    x = torch.randn(shape, generator=random)
-    y = torch.randint(classes, shape[:1], generator=random)
-    return Case(model, x, y, F.cross_entropy, batch, steps)
+    count = fresh(batch, steps)
+    if name == "gpt":
+        x, y = torch.randint(256, (2, count, 64), generator=random)
+        return Case(model, x, y, token_loss, batch, steps)
+    x = torch.randn((count, *shape), generator=random)
+    return Case(model, x, torch.randint(classes, (count,), generator=random), F.cross_entropy, batch, steps)
 
 
 def sized(parameters: int, random: torch.Generator) -> Case:
     """Square layers with about this many parameters; batches of 32."""
     width = round(math.sqrt(parameters / 4))
-    x = torch.randn(256, width, generator=random)
-    y = torch.randint(width, (256,), generator=random)
     steps = min(3000, max(15, 300_000_000 // parameters))
+    x = torch.randn(fresh(32, steps), width, generator=random)
+    y = torch.randint(width, (len(x),), generator=random)
     return Case(functools.partial(square, width), x, y, F.cross_entropy, 32, steps)
+
+
+def fresh(batch_size: int, steps: int) -> int:
+    """How many samples it takes so that none comes twice, warm steps included."""
+    return batch_size * (steps + warm_up(steps))
+
+
+def warm_up(steps: int) -> int:
+    """Steps that are not counted where the script holds the loop."""
+    return max(3, steps // 5)
 
 
 CASES = ("tiny", "lenet", "mlp", "gpt")

@@ -4,6 +4,7 @@ Each function returns facts: ``seconds`` a step and, where it matters, the ``spa
 is one clock for all processes). The first steps warm up and are not counted.
 """
 
+import contextlib
 import ctypes
 import itertools
 import os
@@ -29,7 +30,7 @@ def plain(case: models.Case, threads: int) -> dict:
     torch.manual_seed(0)
     model = case.make_model()
     optimizer = models.OPTIMIZER(model.parameters())
-    return timed(case, shuffled(case), lambda x, y: step(model, optimizer, case.loss_fn, x, y))
+    return timed(case, shuffled(case), lambda x, y: step(model, optimizer, case, x, y))
 
 
 def ddp(case: models.Case, workers: int) -> dict:
@@ -60,9 +61,15 @@ def copying() -> dict:
     return {"seconds": seconds, "bytes_per_second": 2 * COPIED_BYTES / seconds}
 
 
-def step(model, optimizer, loss_fn, x, y) -> float:
+def loss_of(model, case: models.Case, x, y) -> torch.Tensor:
+    """The loss of a batch, under autocast where the case says so."""
+    with torch.autocast("cpu", torch.bfloat16) if case.precision else contextlib.nullcontext():
+        return case.loss_fn(model(x), y)
+
+
+def step(model, optimizer, case: models.Case, x, y) -> float:
     """One step of the plain loop."""
-    loss = loss_fn(model(x), y)
+    loss = loss_of(model, case, x, y)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -108,7 +115,7 @@ def _ddp_worker(rank: int, workers: int, case: models.Case, store: str, results)
     optimizer = models.OPTIMIZER(model.parameters())
 
     def do(x, y) -> None:
-        step(model, optimizer, case.loss_fn, x, y)
+        step(model, optimizer, case, x, y)
 
     facts = timed(case, shuffled(case, rank, workers), do, distributed.barrier)
     results.put((rank, facts))
@@ -125,7 +132,7 @@ def _compute_worker(rank: int, workers: int, case: models.Case, store: str, resu
 
     def do(x, y) -> None:
         model.zero_grad()
-        case.loss_fn(model(x), y).backward()
+        loss_of(model, case, x, y).backward()
 
     results.put((rank, timed(case, batches, do, distributed.barrier)))
     distributed.destroy_process_group()

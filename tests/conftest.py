@@ -17,7 +17,7 @@ os.environ["NPROC"] = "1"  # jax computes with one thread; read when it makes it
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Draw some of the tests that take long, before marks are looked at, unless files were asked for by name."""
+    """Draw some of the tests that take long, and of long lists of cases, unless files were asked for by name."""
     if not any(".py" in argument for argument in config.args):
         rotate(items)
 

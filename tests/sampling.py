@@ -2,8 +2,10 @@
 
 The cases that were drawn are marked "sampled", the others "campaign": ``make test`` leaves the latter out, and
 ``make chaos`` runs both, whatever the seed. ``PHALANX_SEED=... make test`` draws the same cases again. So it is with
-tests that take long (marked "long": seconds, as they start interpreters, hosts or compilers): of those of a folder
-every run tries one in six. A file that is named on the command line runs all of them.
+tests that take long, as they start interpreters, hosts or compilers: of those of a folder that take more than a second
+(marked "long") every run tries one in ten, of all that take more than eight (marked "longest") one in twelve, and of
+their cases one in four. Of a test marked ``cases(count)`` every run tries so many cases. A file that is named on the
+command line runs all of them.
 """
 
 import itertools
@@ -15,6 +17,7 @@ import pytest
 # In the environment, so that every process of pytest-xdist collects the same cases.
 SEED = int(os.environ.get("PHALANX_SEED") or random.SystemRandom().randrange(1 << 30))
 os.environ["PHALANX_SEED"] = str(SEED)
+LONG, LONGEST, CASES = 10, 12, 4  # one in so many is drawn
 
 
 def generator(name):
@@ -38,18 +41,44 @@ def sample(name, cases, count):
 
 
 def rotate(items):
-    """Of the tests of each folder that take long, draw one in six, and at least one."""
-    folders = {}
+    """Draw tests that take long, and cases of those and of long lists; see the head of this file.
+
+    Cases that an earlier draw has left out stay so.
+    """
+    groups = {}
     for item in items:
-        if item.get_closest_marker("long"):
+        if any(map(item.get_closest_marker, ("longest", "long", "cases"))) and not left_out(item):
             test = item.nodeid.split("[")[0]
-            folders.setdefault(test.split("::")[0].rpartition("/")[0], {}).setdefault(test, []).append(item)
-    for folder, tests in folders.items():
-        drawn = generator(folder).sample(sorted(tests), -(-len(tests) // 6))
+            groups.setdefault(group(item, test), {}).setdefault(test, []).append(item)
+    for name, tests in groups.items():
+        rate = {"listed": 1, "longest": LONGEST}.get(name.removeprefix("accelerator: "), LONG)
+        drawn = generator(name).sample(sorted(tests), -(-len(tests) // rate))
         for test, cases in tests.items():
+            chosen = some(test, cases) if test in drawn else []
             for case in cases:
-                if not case.get_closest_marker("campaign"):
-                    case.add_marker("sampled" if test in drawn else "campaign")
+                case.add_marker("sampled" if case in chosen else "campaign")
+
+
+def group(item, test):
+    """What a test is drawn from: what takes longest, what takes long in its folder, or "listed", all of which run."""
+    if item.get_closest_marker("longest"):
+        name = "longest"
+    else:
+        name = test.split("::")[0].rpartition("/")[0] if item.get_closest_marker("long") else "listed"
+    return f"accelerator: {name}" if item.get_closest_marker("accelerator") else name  # these run apart
+
+
+def left_out(item):
+    """Whether only campaigns try it."""
+    return item.get_closest_marker("campaign")
+
+
+def some(test, cases):
+    """Of the cases of a test as many as its mark ``cases`` says, or one in four."""
+    mark = cases[0].get_closest_marker("cases")
+    count = mark.args[0] if mark else -(-len(cases) // CASES)
+    cases = sorted(cases, key=lambda case: case.nodeid)
+    return generator(test).sample(cases, min(count, len(cases)))
 
 
 def cover(name, rows, columns):

@@ -54,37 +54,83 @@ class Item:
     """A test as pytest collects it."""
 
     def __init__(self, name, *marks):
-        self.nodeid, self.marks = f"tests/test_it.py::{name}", list(marks)
+        self.nodeid, self.marks = f"tests/test_it.py::{name}", [getattr(pytest.mark, mark).mark for mark in marks]
 
     def get_closest_marker(self, name):
-        return name in self.marks
+        return next((mark for mark in self.marks if mark.name == name), None)
 
-    add_marker = property(lambda self: self.marks.append)
+    def add_marker(self, name):
+        self.marks.append(getattr(pytest.mark, name).mark)
+
+    @property
+    def drawn(self):
+        """Whether it is tried; and the draw has left it one mark, or none."""
+        added = [mark.name for mark in self.marks if mark.name in ("sampled", "campaign")]
+        assert len(added) <= 1
+        return added != ["campaign"]
 
 
 def rotated(monkeypatch, seed):
-    """Names of tests that this seed draws, of a folder with seven that take long; the others are for campaigns."""
+    """Names of tests that this seed draws, of a folder with eleven that take long."""
     monkeypatch.setattr(sampling, "SEED", seed)
-    items = [Item("quick"), Item("cases[0]", "long"), Item("cases[1]", "long"), Item("cases[2]", "long", "campaign")]
-    items += [Item(letter, "long") for letter in "abcdef"]
+    items = [Item("quick"), Item("eight[other]", "long", "campaign")]
+    items += [Item(letter, "long") for letter in "abcdefghij"] + [Item(f"eight[{case}]", "long") for case in range(8)]
     sampling.rotate(items)
-    assert items[0].marks == []
-    assert items[3].marks == ["long", "campaign"]
-    assert all(item.marks[1:] in (["sampled"], ["campaign"]) for item in items[1:])
-    return {item.nodeid.split("::")[1] for item in items if "sampled" in item.marks}
+    assert items[0].drawn
+    assert not items[1].drawn
+    return {item.nodeid.split("::")[1] for item in items[2:] if item.drawn}
 
 
 def test_tests_that_take_long_rotate(monkeypatch):
-    """Two of seven are drawn, with all their cases that were; the same with the same seed, each with some seed."""
-    runs = [rotated(monkeypatch, seed) for seed in range(30)]
+    """Two of eleven are drawn, of one with eight cases two; the same with the same seed, each with some seed."""
+    runs = [rotated(monkeypatch, seed) for seed in range(100)]
     assert runs[0] == rotated(monkeypatch, 0)
     assert all(len({name.split("[")[0] for name in names}) == 2 for names in runs)
-    assert all(("cases[0]" in names) == ("cases[1]" in names) for names in runs)
-    assert set.union(*runs) == {"cases[0]", "cases[1]", *"abcdef"}
+    assert {len([name for name in names if "[" in name]) for names in runs} == {0, 2}
+    assert set.union(*runs) == {*"abcdefghij", *(f"eight[{case}]" for case in range(8))}
+
+
+def test_what_takes_longest_rotates_as_one(monkeypatch):
+    """Two of thirteen are drawn, from whatever folders; what else takes long there has a draw of its own."""
+    seen = set()
+    for seed in range(100):
+        monkeypatch.setattr(sampling, "SEED", seed)
+        items = [Item(f"longest {number}", "longest") for number in range(13)] + [Item("alone", "long")]
+        apart = [Item("apart", "longest", "accelerator"), Item("quick and apart", "accelerator")]
+        for number, item in enumerate(items):
+            item.nodeid = item.nodeid.replace("tests", f"tests/{number % 3}")
+        sampling.rotate(items + apart)
+        assert all(item.drawn for item in apart)
+        drawn = {item.nodeid for item in items if item.drawn}
+        assert items[-1].nodeid in drawn
+        assert len(drawn) == 3
+        seen |= drawn
+    assert seen == {item.nodeid for item in items}
 
 
 def test_one_alone_in_its_folder_always_runs():
     """No folder loses its only test."""
     alone = Item("alone", "long")
     sampling.rotate([alone])
-    assert alone.marks == ["long", "sampled"]
+    assert alone.drawn
+
+
+@pytest.mark.parametrize("also", [[], ["long"]])
+def test_cases_of_a_long_list_rotate(monkeypatch, also):
+    """So many cases as the mark says, or all where there are fewer; each case with some seed, others left alone."""
+    seen = set()
+    for seed in range(30):
+        monkeypatch.setattr(sampling, "SEED", seed)
+        items = [Item(f"listed[{case}]", *also) for case in range(6)]
+        for item in items:
+            item.marks.append(pytest.mark.cases(2).mark)
+        items[5].add_marker("campaign")
+        few = [Item(f"few[{case}]") for case in range(2)]
+        for item in few:
+            item.marks.append(pytest.mark.cases(3).mark)
+        sampling.rotate(items + few)
+        assert all(item.drawn for item in few)
+        drawn = {item.nodeid for item in items if item.drawn}
+        assert len(drawn) == 2
+        seen |= drawn
+    assert seen == {item.nodeid for item in items[:5]}

@@ -14,15 +14,15 @@ PhalanxError
     ├── SeveredError    the connection to another host is gone
     └── PeerError       another rank of the backend is gone (also a RuntimeError); ``phalanx.backend.PeerError``
 
-LostError, StartError and SeveredError reach users as the RunError that they are. Two more never leave the package:
-Trouble and ForeignError, which end a computation within it.
+LostError, StartError and SeveredError reach users as the RunError that they are. Three more never leave the package:
+Trouble, InPartsError and ForeignError, which end a computation within it.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 SHOWN_SAMPLES = 8
@@ -87,18 +87,20 @@ class CorruptionError(RunError):
     ----------
     votes : dict of int to int
         What the worker that computed it and the one that audited it came to, as checksums, by worker.
+    block : tuple of int
+        The replicas of the worker that computed it.
     worker : int or None
         The worker that was wrong, where that could be told.
     """
 
-    def __init__(self, message: str, *, votes: Mapping[int, int], **where: Any) -> None:
+    def __init__(self, message: str, *, votes: Mapping[int, int], block: Sequence[int] = (), **where: Any) -> None:
         super().__init__(message, **where)
-        self.votes = dict(votes)
+        self.votes, self.block = dict(votes), tuple(block)
         self.worker: int | None = None
 
     def __reduce__(self) -> Any:
         """It travels from worker processes."""
-        where = {"step": self.step, "replica": self.replica, "samples": self.samples}
+        where = {"step": self.step, "replica": self.replica, "samples": self.samples, "block": self.block}
         return functools.partial(CorruptionError, self.args[0], votes=self.votes, **where), ()
 
 
@@ -142,6 +144,10 @@ class PeerError(RunError, RuntimeError):
 
 class Trouble(Exception):  # noqa: N818  not an error: how a step is left
     """Another worker failed, or the run is over: leave the step as it is."""
+
+
+class InPartsError(Exception):
+    """Backward delivered a gradient in parts, as checkpoints do that run a backward pass of their own."""
 
 
 class ForeignError(Exception):

@@ -45,7 +45,7 @@ class Recipe(Definition):
         for a dict, else ``model(batch)``. For jax, required: ``forward_fn(params, x)``.
     target_fn : callable, optional
         ``target_fn(batch) -> target``. Default: ``y`` where the batch is ``(x, y)``, else the batch.
-    replicas : int, default 8
+    replicas : int, default 4
         R, part of the answer: into how many shares each batch is cut.
     batch_size : int or None, default 32
         Samples a step over all replicas. None: one sample per replica, handed over as it is, with no added axis.

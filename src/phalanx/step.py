@@ -181,7 +181,10 @@ def begin(
 def todo(definition: Definition, t: int, replicas: Sequence[int], shares: Sequence[Share]) -> list[Todo]:
     """What there is to compute for these replicas in step ``t``."""
     seed, count = definition.seed, definition.replicas
-    return [Todo(replica, replica_key(seed, t, replica, count), shares[replica]) for replica in replicas]
+    weights = share_weights([len(share.samples) for share in shares])
+    return [
+        Todo(replica, replica_key(seed, t, replica, count), shares[replica], weights[replica]) for replica in replicas
+    ]
 
 
 def compute(computing: Iterator[Computed], t: int, replica: int, share: Share) -> Computed:

@@ -286,7 +286,7 @@ def test_devices_are_not_mixed(fake, mixing):
 
 def in_own_process(code):
     program = f"import os, ctypes, torch\nfrom tests.accelerator import load\nfake = load()\n{code}"
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500)
 
 
 @pytest.mark.long
@@ -303,6 +303,7 @@ def test_memory_that_nobody_wrote_is_nan(fake):
     assert torch.empty(4, device="fake:0").isnan().all()
 
 
+@pytest.mark.long
 def test_a_forked_child_cannot_use_it(fake):
     """A process that has used a device cannot use it in a child that it forks."""
     use = "torch.ones(1, device='fake')"

@@ -16,7 +16,7 @@ STEPS = 5
 LOADED = (
     "torch.distributed.fsdp", "torch.distributed.optim", "torch.distributed.checkpoint", "lightning_fabric",
     "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "accelerate", "torch._dynamo",
-)  # fmt: skip  # what scripts import, so that ranks have it when they are forked
+)  # fmt: skip  # what scripts import, so that ranks of scripts have it when they are forked
 
 
 class Sometimes(nn.Module):

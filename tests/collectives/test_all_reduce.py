@@ -24,6 +24,7 @@ def all_reduced(tensors, op, algorithm):
     return own[0]
 
 
+@pytest.mark.cases(15)
 @pytest.mark.parametrize(("op", "dtype"), CASES, ids=lambda item: str(item).removeprefix("torch."))
 @settings(deadline=None, max_examples=15, derandomize=True)
 @given(count=st.integers(1, 9), shape=SHAPES, seed=st.integers(0, 10_000), special=st.booleans())
@@ -36,6 +37,7 @@ def test_every_case_is_the_oracles(op, dtype, count, shape, seed, special):
         assert compared(all_reduced(tensors, op, algorithm)) == compared(reduced(tensors, op, algorithm))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *COMPLEX, torch.int64], ids=str)
 @settings(deadline=None, max_examples=30, derandomize=True)
 @given(count=st.integers(1, 17), seed=st.integers(0, 10_000))
@@ -61,6 +63,7 @@ def test_accumulating_in_half_precision_differs():
         assert any(bits(all_reduced(case, "sum", "ordered")) != bits(fold_values(case, torch.add)) for case in cases)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_sums_are_close_to_exact_ones(algorithm, dtype):

@@ -88,6 +88,7 @@ def test_one_piece_is_a_copy():
     assert len({memory(one) for one in [tensor, *copies]}) == 5
 
 
+@pytest.mark.cases(15)
 @pytest.mark.parametrize(("op", "dtype"), CASES, ids=lambda item: str(item).removeprefix("torch."))
 def test_reduce_scatter_is_a_piece_of_the_ring(op, dtype):
     """For vectors of any length, pieces have the bits of the ring's all_reduce; the tensors stay as they are."""

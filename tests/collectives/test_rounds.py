@@ -63,6 +63,7 @@ def test_a_transfer_less_is_seen():
     assert set(shown[-1][1].values()) == {"2", "3"}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("name", "expected"), [("ordered", 6), ("naive", 6), ("ring", 24 + 6)])
 def test_every_transfer_is_an_arrow(name, expected):
     """Each transfer is drawn once; the ring's from the last participant to the first leaves and enters, as two."""
@@ -75,6 +76,7 @@ def test_what_is_only_copied_begins_empty():
     assert {place: text for place, text in first.items() if text} == {(one, one): "3" for one in range(3)}
 
 
+@pytest.mark.long
 def test_long_phases_are_broken_into_rows(tmp_path):
     """Nine rounds need a second row of panels, and the picture can be saved."""
     figure = plot_rounds(schedule("naive", 10), 10, "naive")

@@ -54,6 +54,7 @@ def around(tensor):
     return storage[~own.repeat_interleave(tensor.element_size())].tolist()
 
 
+@pytest.mark.cases(20)
 @pytest.mark.parametrize("name", VIEWS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_all_reduce(name, algorithm):
@@ -79,6 +80,7 @@ def test_unlike_strides(algorithm):
     assert bits(tensors[0]) != bits(reduced([plain[0].flip(0), *plain[1:]], "sum", algorithm))
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("name", VIEWS)
 def test_copies(name):
     """broadcast, scatter, gather, reduce_scatter and all_gather see a view as they see its copy."""

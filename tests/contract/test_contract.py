@@ -69,6 +69,7 @@ def same(kit, recipe, workers, metric=None):
     return wanted
 
 
+@pytest.mark.cases(2)
 @with_kits(["workers"], of_each("any number of workers", dict.fromkeys(KITS, EVERY)))
 def test_any_number_of_workers(kit, workers):
     """Eight replicas of uneven shares, and a last batch with empty ones: the same on 1 to 8 workers."""
@@ -227,13 +228,14 @@ with kit.recipe(4, steps=6, optimizer=kit.adaptive).start(
 def test_a_driver_that_is_killed(kit, tmp_path):
     """SIGKILL of the whole run in its fourth step: the same call again ends in the same bits."""
     code = DRIVER.format(name=kit.name, run_dir=str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ, capture_output=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ, capture_output=True, timeout=500)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     resumed = kit.recipe(4, steps=STEPS, optimizer=kit.adaptive).train(engine="inline", run_dir=tmp_path)
     assert resumed.resumed_from >= 3
     assert resumed.digest == kit.recipe(4, steps=STEPS, optimizer=kit.adaptive).train(engine="inline").digest
 
 
+@pytest.mark.cases(1)
 def test_a_damaged_snapshot(kit, tmp_path):
     """One flipped bit in the newest snapshot: the run goes on from the one before, to the same bits, and says so."""
     whole = kit.recipe(4, steps=STEPS, optimizer=kit.adaptive).train(engine="inline")
@@ -248,6 +250,7 @@ def test_a_damaged_snapshot(kit, tmp_path):
     assert resumed.digest == whole.digest
 
 
+@pytest.mark.cases(2)
 def test_user_errors_have_an_address(kit):
     """What a loss raises in a worker names step, replica and samples, and carries the state."""
 

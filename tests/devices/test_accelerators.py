@@ -63,6 +63,7 @@ def noisy(replicas=6):
     return MLP.recipe(replicas, batch_size=18, steps=3, drop_last=True, make_model=dropping, max_norm=0.1)
 
 
+@pytest.mark.cases(20)
 @pytest.mark.parametrize("name", CASES)
 def test_any_number_of_devices(fake, name):
     """One, two and three devices end in the same bits and losses."""

@@ -52,6 +52,7 @@ def test_an_operation_without_a_deterministic_kernel():
     assert verdict(rows) == UNKNOWN
 
 
+@pytest.mark.long
 @pytest.mark.accelerator
 def test_how_fast_devices_exchange_memory():
     """The speed of a copy between the first two devices stands in the table."""

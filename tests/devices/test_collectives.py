@@ -52,6 +52,7 @@ def states(fake):
     return [bits(state) for state in fake.get_rng_state_all()]
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("per_device", PER_DEVICE)
 @pytest.mark.parametrize("count", COUNTS)

@@ -58,6 +58,7 @@ def by_manual(recipe, devices, **options):
     return [phalanx.digest(*pair, recipe.plan.steps) for pair in zip(replicas, optimizers, strict=True)], losses
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_step_has_the_bits_of_the_cpu(name, fake):
     """Every family ends, on three devices, in the digests and losses that it ends in on one, and on the CPU."""
@@ -67,6 +68,7 @@ def test_a_step_has_the_bits_of_the_cpu(name, fake):
     assert (found == by_manual(recipe, ["cpu"] * 3)) == (name not in OTHER_KERNELS)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("per_device", PER_DEVICE)
 @pytest.mark.parametrize("count", COUNTS)
 def test_any_number_of_devices(count, per_device, fake):

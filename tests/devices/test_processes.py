@@ -16,7 +16,7 @@ tried(lambda: (lambda result: (result.digest, result.loss_history))(recipe.train
 """
 
 
-@pytest.mark.long
+@pytest.mark.longest
 @pytest.mark.parametrize(
     ("family", "replicas", "devices"), [("mlp", 4, 2), ("conv_norm", 6, 2), ("partly_unused", 5, 2), ("mlp", 7, 3)]
 )
@@ -28,6 +28,7 @@ def test_two_processes(family, replicas, devices):
     assert [[tuple(one) for one in told] for told in found] == [[(digest, losses)]] * 2
 
 
+@pytest.mark.long
 @pytest.mark.accelerator
 def test_a_device_for_each_process():
     """Torchrun's way: each process drives the accelerator with its LOCAL_RANK, or one process drives two."""
@@ -44,7 +45,7 @@ for devices in ("local", ["fake:0", "fake:1"]):
     assert world(program) == [wanted, wanted]
 
 
-@pytest.mark.long
+@pytest.mark.longest
 def test_what_one_process_raises_ends_all():
     """The error of user code reaches its own process, and the others hear who left and why."""
     found = world("""
@@ -59,7 +60,7 @@ tried(lambda: family.recipe(4, loss_fn=loss).train(devices=["cpu", "cpu"], deadl
     assert "KeyError" in found[0][0]
 
 
-@pytest.mark.long
+@pytest.mark.longest
 def test_resumed_by_one_process(tmp_path):
     """What two processes with two devices each began, one goes on with, to the digest of one that never stopped."""
     program = f"""
@@ -70,7 +71,7 @@ tried(lambda: family.recipe(4, steps=3).train(devices=["cpu", "cpu"], run_dir={s
     assert recipe.train(devices=["cpu"] * 3, run_dir=tmp_path).digest == answer(recipe)[0]
 
 
-@pytest.mark.long
+@pytest.mark.longest
 def test_a_sum_that_is_not_exchanged_is_seen():
     """These tests can fail: with the sum of its own block alone, each process ends in another digest."""
     found = world("""

@@ -52,7 +52,7 @@ def test_the_command_draws_and_tells(tmp_path):
     """``phalanx chaos FILE`` ends with 0, one JSON object and a picture."""
     (tmp_path / "recipe.py").write_text(FILE)
     command = [sys.executable, "-m", "phalanx", "chaos", "recipe.py", "--kills", "3", "--workers", "2", "--json"]
-    done = subprocess.run([*command, "--plot", "chaos.png"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([*command, "--plot", "chaos.png"], cwd=tmp_path, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
     assert (facts["wrong"], facts["problems"]) == (0, [])
@@ -66,7 +66,7 @@ def test_the_command_refuses_in_words(tmp_path, workers, words):
     """More workers than replicas, or none: exit code 2 and a sentence."""
     (tmp_path / "recipe.py").write_text(FILE)
     command = [sys.executable, "-m", "phalanx", "chaos", "recipe.py", "--workers", workers]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
     assert done.returncode == 2
     assert words in done.stderr
 

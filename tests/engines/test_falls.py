@@ -317,6 +317,7 @@ class Poisonous:
         return F.mse_loss(output.sum(1), target.float())
 
 
+@pytest.mark.long
 def test_what_ends_every_worker_ends_the_run():
     """A poisonous sample: after some deaths an error names step, replica, samples and signals, and has the state."""
     x, y = FEATURES[0][:12], torch.arange(12)
@@ -336,7 +337,7 @@ def suicidal(parent, how):
     return mlp()
 
 
-@pytest.mark.long
+@pytest.mark.longest
 def test_workers_that_cannot_start_end_the_run():
     """They exit before they have done anything, again and again: three times are enough, of SIGKILL some more."""
     for how, told in (("exit", r"3 times .*status 0"), (signal.SIGKILL, r"\d\d? times .*SIGKILL, .* and \d+ more")):
@@ -345,6 +346,7 @@ def test_workers_that_cannot_start_end_the_run():
             recipe.train(workers=2, engine="processes")
 
 
+@pytest.mark.long
 def test_workers_that_are_ended_while_they_start_do_not_end_the_run(tmp_path, wanted):
     """Five SIGKILLs in a row, with nothing done between them, may be anybody's: the run goes on."""
     assert_same(norm_recipe(Struck(conv_norm, tmp_path, 5)).train(workers=1, engine="processes"), wanted)

@@ -3,7 +3,10 @@
 import mmap
 import os
 import pathlib
+import platform
 import random
+import subprocess
+import sys
 import types
 
 import pytest
@@ -272,3 +275,33 @@ def test_what_is_compared_counts_what_is_written():
     for workers, sets in ((1, 0), (2, 2), (4, 3)):  # what others own is published; two vectors for two replicas
         least = (1 + 3 + 3 + sets) * weights
         assert least <= touched(recipe, workers) <= 1.2 * least + 100_000, workers
+
+
+STEPS = """
+import itertools, resource, torch, phalanx
+def model():
+    return torch.nn.Sequential(*[torch.nn.Linear(700, 700) for _ in range(4)])
+data = torch.randn(16, 700), torch.randn(16, 700)
+recipe = phalanx.Recipe(model, data, torch.nn.functional.mse_loss, replicas=4, batch_size=16, steps=30)
+with recipe.start(workers=1, engine="inline") as run:
+    list(itertools.islice(run, 10))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    run.finish()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.long
+def test_steps_in_this_process_use_their_memory_again(tmp_path):
+    """Gradients of 8 MB are not faulted in again in each step, unless the environment tunes glibc itself."""
+    if platform.libc_ver()[0] != "glibc":
+        pytest.skip("only glibc gives memory back and can be told not to")
+    script = tmp_path / "steps.py"
+    script.write_text(STEPS)
+    mapped = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
+    kept, faulted = (
+        int(subprocess.run([sys.executable, script], env=env, capture_output=True, check=True, timeout=300).stdout)
+        for env in (os.environ, mapped)
+    )
+    assert kept < 20 * 200  # pages of 4 kB; a step's gradients have 2,000
+    assert faulted > 20 * 1000

@@ -173,6 +173,7 @@ def interrupted_request(timer):
         WARM.zygote()._ask({"end": 0})
 
 
+@pytest.mark.long
 def test_ctrl_c_while_it_does_not_answer(monkeypatch):
     """The wait ends at once; the answer that comes later is not taken for that of the next request."""
     monkeypatch.setattr(launch, "STOPPED_SECONDS", 1000.0)
@@ -221,7 +222,7 @@ def test_a_worker_whose_start_was_interrupted_is_ended(ended, monkeypatch):
     assert set(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.long
+@pytest.mark.longest
 def test_a_storm_over_everybody(monkeypatch):
     """Workers are ended all the time, and twice the zygote as well: the same digest, and only deaths that happened."""
     with recipe(steps=40).start(workers=2, engine="processes") as run:

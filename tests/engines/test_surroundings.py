@@ -23,7 +23,7 @@ from phalanx.engines import auto
 from phalanx.frameworks.torch import process
 from tests.engines.moving import hurry, moves
 
-GONE_SECONDS = 20
+GONE_SECONDS = 100
 
 
 def recipe(**changes):

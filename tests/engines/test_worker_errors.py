@@ -28,7 +28,7 @@ from tests.families import TrappedNet
 from tests.sampling import cover, sample
 
 SAMPLES, STEPS, FAILING, MARK, REPLICAS = 96, 6, 3, 50.0, 4
-SOON = 15  # seconds within which nothing may hang, on a busy machine
+SOON = 30  # seconds within which nothing may hang, on a busy machine
 X = np.random.default_rng(0).standard_normal((SAMPLES, 3)).astype(np.float32)
 Y = np.random.default_rng(1).standard_normal((SAMPLES, 1)).astype(np.float32)
 
@@ -210,7 +210,7 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("kind", sample("errors of users", ERRORS, 5))
+@pytest.mark.parametrize("kind", sample("errors of users", ERRORS, 2))
 def test_the_cause_is_of_the_users_own_class(kind):
     """``except`` and ``isinstance`` work on the cause: it has the class, text and attributes of what was raised."""
     changes = failing_at("loss", raising(ERRORS[kind]))

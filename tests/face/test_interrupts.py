@@ -171,6 +171,7 @@ def test_ctrl_c_in_a_plans_block_leaves_the_generators_as_they_were():
     assert torn <= 2
 
 
+@pytest.mark.long
 def test_a_block_that_is_left_behind_restores_nothing_later():
     """Of a block that was entered and lost, only the turn is given back when it is collected, not the generators."""
     block = recipe().plan.seeded(3, 1)
@@ -183,7 +184,7 @@ def test_a_block_that_is_left_behind_restores_nothing_later():
     assert surroundings() == before
     other = threading.Thread(target=lambda: recipe().plan.seeded(3, 1).__enter__())
     other.start()
-    other.join(60)
+    other.join(300)
     assert not other.is_alive()
 
 
@@ -283,6 +284,7 @@ def sleeping_loss(path, seconds, output, target):
     return F.mse_loss(output, target)
 
 
+@pytest.mark.long
 def test_a_second_ctrl_c_breaks_user_code_off_and_ends_the_run(tmp_path, monkeypatch):
     """Inline, user code that was broken off may be half done: the state before is kept, and no step follows."""
     path, before = tmp_path / "there", surroundings()
@@ -306,6 +308,7 @@ def test_one_ctrl_c_is_enough_in_the_end(tmp_path, monkeypatch):
     assert caught.value.result.steps == 0
 
 
+@pytest.mark.long
 def test_user_code_that_swallows_ctrl_c_does_not_go_on_with_what_it_left(tmp_path):
     """If user code catches what broke it off, the run stops all the same."""
     path = tmp_path / "there"

@@ -683,6 +683,7 @@ def evaluated_untrained():
     return run.result()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", ODD_RESULTS)
 def test_an_odd_history_plots_too(kind, tmp_path):
     """No steps, one step, NaN, negative or steep losses: a picture comes out, without a warning."""

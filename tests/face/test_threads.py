@@ -51,6 +51,7 @@ def metric(output, target):
     return (output - target).abs().mean() * (1 + torch.rand(()))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"engine": "inline"}, {"workers": "auto"}], ids=["inline", "auto"])
 def test_runs_in_threads_end_as_they_do_alone(options):
     """What Optuna's n_jobs, joblib and web servers do: each run has its own bits, and generators are as before."""
@@ -64,6 +65,7 @@ def test_runs_in_threads_end_as_they_do_alone(options):
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
 
 
+@pytest.mark.long
 def test_without_turns_it_would_be_seen(monkeypatch):
     """Negative twin: where runs do not take turns, they draw from each other's generators."""
     due = [digest_of(seed) for seed in range(4)]
@@ -92,7 +94,7 @@ def test_runs_in_threads_take_turns_step_by_step():
         return F.mse_loss(output, target)
 
     def short():
-        started.wait(60)
+        started.wait(300)
         recipe(1, 3).train(engine="inline", progress=False)
         seen.append("short is done")
         other.set()
@@ -120,7 +122,7 @@ def test_finish_gives_way_too():
         return F.mse_loss(output, target)
 
     def short():
-        started.wait(60)
+        started.wait(300)
         done.append(recipe(1, 3).train(engine="inline", progress=False).digest)
 
     thread = threading.Thread(target=short)
@@ -165,6 +167,7 @@ def test_a_run_may_be_asked_from_several_threads(options):
     assert found
 
 
+@pytest.mark.long
 def test_a_step_by_hand_takes_its_turn():
     """``manual`` draws from the same generators, so that it may not do so in the middle of a run's step."""
     due, over = digest_of(0, 150), threading.Event()
@@ -232,7 +235,7 @@ def test_ctrl_c_while_waiting_for_a_turn():
     def hold():
         with ALONE:
             inside.set()
-            over.wait(60)
+            over.wait(300)
 
     thread = threading.Thread(target=hold)
     thread.start()
@@ -252,7 +255,7 @@ def test_a_fork_while_another_thread_has_its_turn():
     def hold():
         with ALONE:
             inside.set()
-            over.wait(60)
+            over.wait(300)
 
     thread = threading.Thread(target=hold)
     thread.start()
@@ -274,7 +277,7 @@ def test_a_fork_while_another_thread_uses_a_run():
 
     def slow(output, target):
         inside.set()
-        over.wait(60)
+        over.wait(300)
         return metric(output, target)
 
     with recipe(0).start(engine="inline", progress=False) as run:
@@ -336,7 +339,7 @@ def ended(number):
     child.start()
     time.sleep(0.3)
     os.kill(child.pid, number)
-    child.join(20)
+    child.join(50)
     alive = child.is_alive()
     child.kill()
     child.join()
@@ -368,6 +371,6 @@ print(found)
 def test_children_forked_while_training_end_by_signals(tmp_path):
     """SIGTERM ends a child of a callback, Ctrl-C one of another thread: the run's handlers are not theirs."""
     done = subprocess.run(
-        [sys.executable, "-c", FORKED, str(tmp_path / "run")], capture_output=True, text=True, timeout=110
+        [sys.executable, "-c", FORKED, str(tmp_path / "run")], capture_output=True, text=True, timeout=500
     )
     assert done.stdout.strip() == str([True] * 5), done.stderr

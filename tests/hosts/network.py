@@ -15,7 +15,7 @@ import threading
 import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-SECONDS = 60
+SECONDS = 300
 NUMBERS = itertools.count()
 
 

@@ -115,7 +115,7 @@ def test_two_hosts(two, pair, name, workers, each):
     check(run, "tests.families", name, 8, workers)
 
 
-@pytest.mark.long
+@pytest.mark.longest
 @NEEDS_NAMESPACES
 @pytest.mark.parametrize(
     ("name", "replicas"), [pytest.param("conv_norm", 8, marks=pytest.mark.campaign), ("masked_tokens", 7)]
@@ -125,7 +125,7 @@ def test_three_hosts(three, name, replicas):
     check(functools.partial(anew, three), "tests.families", name, replicas, 3)
 
 
-@pytest.mark.long
+@pytest.mark.longest
 @JAX
 @NEEDS_NAMESPACES
 def test_jax(pair):
@@ -133,7 +133,7 @@ def test_jax(pair):
     check(pair, "tests.jax.families", "mlp", 4, 2)
 
 
-@pytest.mark.long
+@pytest.mark.longest
 @NEEDS_NAMESPACES
 @pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.campaign), 4])
 def test_bytes_between_two_hosts(pair, workers):
@@ -142,7 +142,7 @@ def test_bytes_between_two_hosts(pair, workers):
     assert sent == pytest.approx(2 * (2 - 1) / 2, rel=0.1)
 
 
-@pytest.mark.long
+@pytest.mark.longest
 @NEEDS_NAMESPACES
 @pytest.mark.parametrize(
     ("changes", "message"),
@@ -175,7 +175,7 @@ except phalanx.UsageError as error:
         assert message in text
 
 
-@pytest.mark.long
+@pytest.mark.longest
 @NEEDS_NAMESPACES
 @pytest.mark.parametrize(
     ("how", "victim"), sample("lost hosts", itertools.product(["killed", "stopped", "cut"], [0, 2]), 1)
@@ -200,7 +200,7 @@ def test_a_lost_host_is_named(tmp_path, how, victim):
         until(lambda: gone(pids))
 
 
-@pytest.mark.long
+@pytest.mark.longest
 @NEEDS_NAMESPACES
 def test_fewer_hosts_go_on(tmp_path):
     """After a host was lost, two hosts, and then one process, go on from the directory to the same digest."""

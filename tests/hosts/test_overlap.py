@@ -117,7 +117,7 @@ tried(lambda: digest({replicas}, {folder!r}, {trusting}, {steps}, workers=4, dea
 """
 
 
-@pytest.mark.long
+@pytest.mark.longest
 @pytest.mark.parametrize("replicas", [4, pytest.param(8, marks=pytest.mark.campaign)])
 def test_whatever_is_not_as_usual(pair, tmp_path, replicas):
     """Absent gradients, weights, layers used in a pass inside a pass, a short batch: the digest of one process."""
@@ -130,7 +130,7 @@ def test_whatever_is_not_as_usual(pair, tmp_path, replicas):
     assert len(noted(tmp_path, "early")) == (4 if replicas == 4 else 0), "workers with one replica send as they compute"
 
 
-@pytest.mark.long
+@pytest.mark.longest
 def test_taking_all_to_be_as_usual_is_another_answer(pair, tmp_path):
     """The comparison matters: without it, what was sent too early would be the answer."""
     [[here], [there]] = pair(CODE.format(replicas=4, folder=str(tmp_path), trusting=True, steps=4))

@@ -35,7 +35,7 @@ told += [place for _, place, _, state, *_ in lines if place.endswith(port) and s
     assert found == [[wanted[0], False, wanted[1], False, wanted[2], False]] * 2
 
 
-@pytest.mark.long
+@pytest.mark.longest
 def test_a_world_of_the_caller_s_own():
     """A group that the caller made is used for its store only, and is there afterwards as before."""
     found = world("""
@@ -50,6 +50,7 @@ told.append(ones.item())
     assert found == [[wanted, wanted, 2.0]] * 2
 
 
+@pytest.mark.long
 def test_batches_that_all_bring(pair):
     """The same batch everywhere ends in the bits of one process; another in one of them is refused in all."""
     found = pair("""
@@ -107,6 +108,7 @@ told.append([results[0].steps, results[0].digest])
     assert "left the run: it was closed after" in other[2]
 
 
+@pytest.mark.long
 def test_a_run_goes_on(pair, tmp_path):
     """From the directory of rank 0, in all processes: digest, losses and evaluations of a run in one go."""
     found = pair(f"""

@@ -64,7 +64,7 @@ def ended(processes):
         process.wait()
 
 
-def world(code, size=2, seconds=90, **environment):
+def world(code, size=2, seconds=500, **environment):
     """What each of so many new processes told."""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = started(BEGIN + code + END, size, environment, **streams)

@@ -17,7 +17,7 @@ DOCUMENTS = sorted(path for path in (reading.ROOT / "README.md", *reading.ROOT.g
 RUN_ELSEWHERE = ("compare.py",)  # tests/manual runs it, and looks at what it prints
 EXAMPLES = sorted(reading.ROOT.glob("examples/*.py"))
 EXAMPLE_LINES = 60
-SECONDS = 100
+SECONDS = 500
 FENCE = re.compile(r"^(?P<indent> *)(?P<fence>```+|~~~+) *(?P<language>[\w+-]*).*$")
 
 # Runs each block in a namespace of its own; a traceback shows the document's own line numbers.
@@ -30,15 +30,6 @@ for line, text in blocks:
     except BaseException:
         print(f"the block that starts in line {line + 1} of {path} failed:", file=sys.stderr)
         raise
-"""
-
-# Runs each file as a script.
-RUN_FILES = """
-import json, runpy, sys
-for path in json.load(sys.stdin):
-    print(path, flush=True)
-    sys.argv = [path]
-    runpy.run_path(path, run_name="__main__")
 """
 
 
@@ -93,6 +84,7 @@ def repository_files() -> list[Path]:
     return [path for path in paths if path.is_file()]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_documents_run(document, tmp_path):
     """Every Python block of a document runs as it stands, in a namespace of its own."""
@@ -108,11 +100,14 @@ def test_examples_are_short(example):
     assert len(example.read_text(encoding="utf-8").splitlines()) <= EXAMPLE_LINES
 
 
+@pytest.mark.cases(2)
 @pytest.mark.long
-def test_examples_run(tmp_path):
-    """Every example runs to its end from any folder, without arguments; one after another, as each may be run again."""
-    paths = [str(path) for path in EXAMPLES if path.name not in RUN_ELSEWHERE]
-    run(["-c", RUN_FILES], tmp_path, json.dumps(paths))
+@pytest.mark.parametrize(
+    "example", [path for path in EXAMPLES if path.name not in RUN_ELSEWHERE], ids=lambda path: path.name
+)
+def test_examples_run(example, tmp_path):
+    """Every example runs to its end from any folder, without arguments."""
+    run([str(example)], tmp_path)
 
 
 @pytest.mark.house

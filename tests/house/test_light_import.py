@@ -33,7 +33,7 @@ def observed(statement: str) -> dict:
     """What a statement adds to a fresh interpreter that imported torch: packages and effects."""
     script = WATCHED.format(effects=EFFECTS, statement=statement)
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, stdin=subprocess.DEVNULL, check=True)
     return json.loads(done.stdout)
 
 

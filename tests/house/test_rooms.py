@@ -26,7 +26,6 @@ LARGE_FOLDERS = {}
 SMALL = {
     "engines/hosts/interfaces.py": "reads /proc/net, which nothing else about hosts does",
     "plan/shares.py": "the weights of shares, proved by tests of their own",
-    "shared/heap.py": "a setting of malloc, which has nothing to do with an arena",
     "surroundings/presence.py": "asks torch.distributed, so that no other file of this room has to know it",
 }
 

@@ -78,6 +78,7 @@ def test_refused(name):
     assert [text for text in wanted if text not in str(caught.value)] == []
 
 
+@pytest.mark.long
 def test_user_errors_have_an_address():
     """What forward_fn raises names step, replica and samples, and carries the state."""
 
@@ -93,6 +94,7 @@ def test_user_errors_have_an_address():
 POISONED = (np.where(np.arange(20)[:, None] == 7, np.nan, X).astype(np.float32), Y)
 
 
+@pytest.mark.long
 def test_a_nonfinite_value_stops_the_run():
     """The replica with the sample that is not finite is named, and nothing was updated."""
     with pytest.raises(phalanx.NonFiniteError, match="the loss is nan") as caught:
@@ -102,6 +104,7 @@ def test_a_nonfinite_value_stops_the_run():
     assert caught.value.result.digest == MLP.recipe(2, data=FEATURES, steps=0).train(engine="inline").digest
 
 
+@pytest.mark.long
 def test_a_nonfinite_step_is_skipped():
     """A skipped step leaves parameters and optimizer as they were; ignored, it does not."""
     skipped, ignored = (go(data=POISONED, shuffle=False, steps=1, on_nonfinite=way) for way in ("skip", "ignore"))
@@ -110,6 +113,7 @@ def test_a_nonfinite_step_is_skipped():
     assert np.isnan(ignored.params["last.b"]).any()
 
 
+@pytest.mark.long
 def test_a_large_norm_is_no_nonfinite_value():
     """Gradients whose norm overflows are finite all the same."""
     recipe = MLP.recipe(2, steps=1, loss_fn=returning(lambda loss: loss * 1e25), optimizer=optax.sgd(1e-30))

@@ -131,6 +131,7 @@ def test_other_gradients_are_other_bits():
     assert run(gradients)[0] != run(changed)[0]
 
 
+@pytest.mark.long
 def test_a_state_without_a_dtype_of_its_own():
     """A state that an update makes of Python's numbers has a dtype from then on, here as in workers."""
 

@@ -65,6 +65,7 @@ def test_a_factory_of_an_optimizer():
     assert trained(made) == trained(MLP.recipe(2, optimizer=optax.sgd(0.1)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("replicas", sample("jax clipping", [1, 2], 1))
 def test_clipping(replicas):
     """``max_norm`` is optax.clip_by_global_norm before the optimizer, in one compiled function; it does change bits."""
@@ -82,6 +83,7 @@ def test_same_bits_again_and_other_answers():
     assert len(set(digests)) == 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("fault", "name"), sample("jax faults", [("left_to_right", "mlp"), ("one_key", "dropout")], 1))
 def test_faults_in_the_loop(fault, name):
     """Adding in another order, or one random key for all replicas, ends in another digest."""
@@ -96,6 +98,7 @@ def test_columns_of_other_kinds(convert):
     assert trained(MLP.recipe(2, data=tuple(map(convert, FEATURES)))) == trained(MLP.recipe(2))
 
 
+@pytest.mark.long
 def test_samples_one_by_one():
     """A list of samples, and samples handed over as they are, have the bits of columns and of shares of one."""
     samples = list(zip(*FEATURES, strict=True))
@@ -115,6 +118,7 @@ class Jittered:
         return {"x": x, "y": int(FEATURES[1][index])}
 
 
+@pytest.mark.long
 def test_a_data_set_that_draws():
     """Samples that draw have one answer for every seed, and dicts go to forward_fn and target_fn as they are."""
 
@@ -128,6 +132,7 @@ def test_a_data_set_that_draws():
     assert run(0) != run(1)
 
 
+@pytest.mark.long
 def test_batches_that_the_caller_brings():
     """The planned batches, brought by hand, end in the planned run's bits."""
     recipe = MLP.recipe(3)
@@ -185,6 +190,7 @@ def test_the_caller_s_modes_change_nothing():
         assert trained(recipe) == expected
 
 
+@pytest.mark.long
 def test_parameters_of_64_bits():
     """Where 64 bits are allowed and parameters have them, float64 data is used as it is."""
     with jax.enable_x64(True):

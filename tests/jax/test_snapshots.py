@@ -64,6 +64,7 @@ def test_saving_and_loading(tmp_path):
     assert phalanx.digest(begun.model) == phalanx.digest(result.model)
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_refused(tmp_path):
     """A snapshot of other parameters or of another optimizer is refused by name; another rate is another recipe's."""
     MLP.recipe(2, steps=2).train(engine="inline", run_dir=tmp_path)

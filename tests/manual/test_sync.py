@@ -60,6 +60,7 @@ def test_the_mean_is_the_fold(case, seed):
     assert same(synced(given, weights, dtype=dtype), mean(given, relative(weights)))
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(case=CASES, algorithm=st.sampled_from(["ring", "naive"]))
 def test_other_algorithms_are_close(case, algorithm):

@@ -186,6 +186,7 @@ def test_brackets_notice_another_order():
 # Equal bits
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("replicas", range(1, MOST + 1))
 @settings(deadline=None, max_examples=12, derandomize=True)
 @given(data=st.data())

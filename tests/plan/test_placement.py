@@ -84,6 +84,7 @@ def span(replicas, node):
     return range(index << level, min((index + 1) << level, replicas))
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("replicas", range(1, MOST + 1))
 def test_any_blocks_and_any_absences_give_the_one_fold(replicas):
     """Numbers whose sum depends on the order, and the spelled order itself, come out alike for every cut."""
@@ -97,6 +98,7 @@ def test_any_blocks_and_any_absences_give_the_one_fold(replicas):
             assert bits(in_blocks(replicas, blocks, values)) == expected, (blocks, there)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("replicas", [9, 11, 13, 16, 17, 31, 32, 33, 64, 100])
 def test_many_replicas_in_random_blocks(replicas):
     """The same for counts that are too large to try everything."""

@@ -57,6 +57,7 @@ def is_even_deal(bounds, samples, replicas):
     )
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=100, derandomize=True)
 @given(samples=st.integers(0, 10**12), replicas=st.integers(1, 500))
 def test_shares_are_even_at_any_size(samples, replicas):

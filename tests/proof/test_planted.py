@@ -228,8 +228,8 @@ def test_14_a_bit_in_a_gradient(tmp_path, monkeypatch):
     right = ran(tmp_path / "a", one, chain="every")
     compute, seen = Lane.gradient, []
 
-    def faulty(lane, todo, watch=None):
-        computed = compute(lane, todo, watch)
+    def faulty(lane, todo, *rest):
+        computed = compute(lane, todo, *rest)
         seen.append(todo.replica)
         if len(seen) == 41 * REPLICAS + 3:
             flipped(computed.gradient[4])
@@ -252,8 +252,8 @@ def test_14_an_audit_names_the_replica(monkeypatch):
     monkeypatch.setattr(Audit, "replica", lambda audit, step, ran: 2)
     compute, seen = Lane.gradient, []
 
-    def faulty(lane, todo, watch=None):
-        computed = compute(lane, todo, watch)
+    def faulty(lane, todo, *rest):
+        computed = compute(lane, todo, *rest)
         seen.append(todo.replica)
         if len(seen) == 41 * REPLICAS + 3:
             flipped(computed.gradient[4])

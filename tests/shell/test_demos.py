@@ -107,7 +107,7 @@ def test_what_is_fetched_is_verified(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["train-images-idx3-ubyte.gz"]
 
 
-@pytest.mark.long
+@pytest.mark.longest
 def test_the_chapter_on_idx_files(folder):
     """It trains on files in a folder with one worker and with two, prints d2l's line for both, and draws."""
     done = phalanx_command("demo", "fashion-mnist", "--data", str(folder), "--workers", "2", "--quiet", cwd=folder)

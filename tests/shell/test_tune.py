@@ -23,7 +23,7 @@ def row(replicas, workers, rate, *, threads=1, price=None):
     return Choice(replicas, workers, threads, 64 / rate, rate, price, 0)
 
 
-@pytest.mark.long
+@pytest.mark.longest
 def test_the_table(tmp_path):
     """From the shell: the plain loop with each number of threads, then R up to the batch, also of a short recipe."""
     (tmp_path / "job.py").write_text(RECIPE)
@@ -35,6 +35,9 @@ def test_the_table(tmp_path):
     assert all(choice["samples_per_second"] > 0 for choice in told["rows"])
     assert all((choice["price"] is None) == (choice["workers"] + choice["threads"] > 2) for choice in told["rows"])
     assert f"replicas={told['replicas']}" in told["advice"]
+    parts = [choice["phases"] for choice in told["rows"] if choice["workers"] == choice["threads"] == 1]
+    assert all(list(part) == ["input", "forward", "backward", "fold", "update"] for part in parts)
+    assert all(0 < spent < 1 for part in parts for spent in part.values())
     assert (tmp_path / "out/tune.png").stat().st_size > 1000
 
 

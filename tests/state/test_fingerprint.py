@@ -245,6 +245,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.cases(20)
 @pytest.mark.long
 @pytest.mark.parametrize("name", REFUSED)
 def test_another_recipe_is_told_from_it(make, name):
@@ -318,6 +319,7 @@ ACCEPTED = {
 }
 
 
+@pytest.mark.cases(12)
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_the_same_recipe_goes_on_without_a_word(make, name):
     """What does not decide the answer is neither refused nor told."""

@@ -175,6 +175,7 @@ def enclosing(depth):
     return found
 
 
+@pytest.mark.long
 def test_circles_and_depth_end():
     """Values that hold themselves, and deep ones, are compared as others are."""
     assert hash_of(circular()) == hash_of(circular())

@@ -43,7 +43,7 @@ from tests.families import (
     muon_and_adamw,
     token_count,
 )
-from tests.sampling import cover, sample
+from tests.sampling import sample
 from tests.state import stored
 from tests.state.runs import (
     assert_same,
@@ -175,14 +175,14 @@ def halved(tmp_path, give, first=3, steps=5):
     return result
 
 
-@pytest.mark.parametrize("name", sample("resumed families", FAMILIES, 9))
+@pytest.mark.parametrize("name", sample("resumed families", FAMILIES, 5))
 def test_every_family(tmp_path, name):
     """Weights and buffers of every kind and dtype come back as they were."""
     family = FAMILIES[name]
     halved(tmp_path, functools.partial(family.recipe, family.replicas[0]), first=2, steps=4)
 
 
-@pytest.mark.parametrize("name", sample("resumed optimizers", [*OPTIMIZERS, "muon_and_adamw"], 8))
+@pytest.mark.parametrize("name", sample("resumed optimizers", [*OPTIMIZERS, "muon_and_adamw"], 4))
 def test_every_optimizer(tmp_path, name):
     """The state of torch's optimizers comes back as it was, and of several at once."""
     optimizer = OPTIMIZERS.get(name, muon_and_adamw)
@@ -754,7 +754,9 @@ def test_saved_twice(tmp_path):
         run.save(tmp_path / "late")
 
 
-@pytest.mark.parametrize(("name", "workers"), cover("warm starts", ["conv_norm", "odd_tensors", "counting"], [1, 2]))
+@pytest.mark.parametrize(
+    ("name", "workers"), sample("warm starts", itertools.product(["conv_norm", "odd_tensors", "counting"], [1, 2]), 1)
+)
 def test_warm_start(tmp_path, name, workers):
     """Training from saved weights is training the model that has them, with new optimizers and from step 0."""
     give = functools.partial(FAMILIES[name].recipe, 4, optimizer=ADAMW if name == "conv_norm" else SGD)
@@ -828,12 +830,12 @@ def test_sigterm_on_the_command_line(tmp_path):
     with subprocess.Popen(command, cwd=tmp_path, **pipes) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=500)
     assert process.returncode == 75, errors
     assert "the same call again" in errors
     steps = phalanx.load(tmp_path / "kept").step
     assert 0 < steps < 150
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=True)
     namespace = {}
     exec(JOB.replace("time.sleep(0.004)", ""), namespace)
     assert done.stdout.splitlines()[-1] == f"digest {namespace['recipe'].train(engine='inline').digest}"

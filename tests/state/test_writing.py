@@ -447,6 +447,7 @@ def test_directories_that_cannot_be_used(tmp_path, what):
         norm_recipe(2).train(run_dir=tmp_path / path, engine="inline")
 
 
+@pytest.mark.long
 def test_no_descriptors_are_left(tmp_path, good):
     """Runs with a directory, damaged ones and refused ones too, leave no descriptor open."""
     if not pathlib.Path("/proc/self/fd").exists():

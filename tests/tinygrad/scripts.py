@@ -12,35 +12,40 @@ import contextlib, dataclasses, io, json, re, sys
 from phalanx.cli.app import list_devices
 from phalanx.proof.check import SAME, check, circumstances, verdict
 from tinygrad import helpers
-helpers.DEV.value, *orders = sys.argv[1:]
+asking, helpers.DEV.value, *orders = sys.argv[1:]
 
 def printed(function, *arguments):
     with contextlib.redirect_stdout(io.StringIO()) as text:
         function(*arguments)
     return text.getvalue().strip()
 
-told = {"listed": json.loads(printed(list_devices, True))}
-if orders:
-    from tests.tinygrad.families import FAMILIES
-    recipe = FAMILIES["dropout"].recipe(2, steps=2, batch_size=4)
-    results = [recipe.train(devices=devices.split(",")) for devices in orders]
-    told["same"] = [[result.digest, result.loss_history] for result in results]
-    told["other"] = dataclasses.replace(recipe, seed=1).train(devices=orders[0].split(",")).digest
+def same():
+    results = [made.train(devices=devices.split(",")) for devices in orders]
+    told = {"same": [[result.digest, result.loss_history] for result in results]}
+    told["other"] = dataclasses.replace(made, seed=1).train(devices=orders[0].split(",")).digest
     named = orders[-1].split(",")
-    told["check"] = [verdict(list(check(recipe, named, 2))) == SAME, circumstances(named, 2)["devices"]]
-if helpers.DEV.device == "CL" and orders:
+    told["check"] = [verdict(list(check(made, named, 2))) == SAME, circumstances(named, 2)["devices"]]
+    return told
+
+def documented():
     with open("docs/open_devices.md") as file:
         block = re.search(r"```py\\n(.*?)```", file.read(), re.DOTALL)[1]
-    told["documented"] = printed(exec, block, {})
-print(json.dumps(told))
+    return printed(exec, block, {})
+
+if orders:
+    from tests.tinygrad.families import FAMILIES
+    made = FAMILIES["dropout"].recipe(2, steps=2, batch_size=4)
+asked = {"listed": lambda: json.loads(printed(list_devices, True)), "same": same, "documented": documented}
+print(json.dumps(asked[asking]()))
 """
 
 
-def run(kind, *orders, **environment):
-    """What the script tells of these devices of a kind, named in several orders; fails with all of its errors."""
-    command = [sys.executable, "-c", SCRIPT, kind, *orders]
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=115, check=False
-    )
+def run(asking, kind, *orders, **environment):
+    """What a process tells of these devices of a kind, named in several orders; fails with all of its errors.
+
+    ``asking`` is "listed" (all devices), "same" (a recipe on each of the orders) or "documented" (the example).
+    """
+    command = [sys.executable, "-c", SCRIPT, asking, kind, *orders]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -19,6 +19,7 @@ def refused(match, *, options=None, error=phalanx.UsageError, **changes):
         FAMILIES["mlp"].recipe(2, **({"steps": 3} | changes)).train(**(options or {}))
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("devices", "match"),
     [
@@ -55,6 +56,7 @@ def test_devices_of_several_kinds(monkeypatch):
     refused("several kinds, whose bits differ", options={"devices": ["CPU", "CPU:1"]})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"workers": 2}, {"engine": "processes"}])
 def test_worker_processes(options):
     """Worker processes are refused with the reason and what to use instead; "auto" stays in this process."""
@@ -107,6 +109,7 @@ class Narrow(Mlp):
         self.last.weight = self.last.weight.bfloat16()
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("make_model", "match"),
     [
@@ -135,6 +138,7 @@ class Counting(nn.optim.LARS):
         return super().schedule_step()
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
@@ -154,11 +158,13 @@ def test_arguments(changes, match):
     refused(match, **changes)
 
 
+@pytest.mark.long
 def test_numbers_that_change():
     """A plain number that a step changes would be changed once, when it is captured: named before it can do harm."""
     refused("changes its number 'steps'", error=phalanx.PhalanxError, optimizer=lambda listed: Counting(listed, lr=0.1))
 
 
+@pytest.mark.long
 def test_reading_a_tensor_while_a_program_is_captured():
     """A loss that reads a number out of a tensor is told, with the step and the replica."""
 
@@ -193,6 +199,7 @@ class Elsewhere(Mlp):
         return super().__call__(x + Tensor.randn(*x.shape).to(x.device))
 
 
+@pytest.mark.long
 def test_random_numbers_of_another_device():
     """Only the stream of the replica's own device is keyed: numbers of another one would depend on what ran before."""
     refused("a random tensor was made on CPU.*device=x.device", options={"devices": ["CPU:1"]}, make_model=Elsewhere)

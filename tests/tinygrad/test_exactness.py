@@ -18,7 +18,7 @@ TWO = ["CPU", "CPU:1"]
 ONE_BY_ONE = ("dropout", "norm", "tied", "whole_loss")
 
 
-@pytest.mark.parametrize("name", sample("tinygrad, R = 1", ONE_BY_ONE, 2))
+@pytest.mark.parametrize("name", sample("tinygrad, R = 1", ONE_BY_ONE, 1))
 def test_one_replica(name):
     """One replica ends in the bits of a loop by hand: dropout, BatchNorm, a weight used twice, a loss in forward."""
     recipe = FAMILIES[name].recipe(1)
@@ -26,6 +26,7 @@ def test_one_replica(name):
     assert (result.digest, result.loss_history) == answer(recipe)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sample("tinygrad, R = 3", ("dropout", "masked"), 1))
 def test_three_replicas(name):
     """Three uneven shares, and weights that the loss tells, some 0, are folded as by hand."""
@@ -115,6 +116,7 @@ def test_uneven_shares_are_not_biased():
     assert [trained(replicas) for replicas in (1, 2, 3)] == [-6.0] * 3
 
 
+@pytest.mark.long
 def test_nothing_is_shared_with_the_caller():
     """A model that is passed in stays as it is, and neither devices nor results have memory in common with it."""
     model = Mlp()
@@ -134,6 +136,7 @@ def test_nothing_is_shared_with_the_caller():
     assert recipe.train().digest == run.result().digest
 
 
+@pytest.mark.long
 def test_the_callers_settings_stay():
     """Streams and settings of the caller are as before a run, which does not look at them."""
     recipe = FAMILIES["dropout"].recipe(1, steps=1)
@@ -147,6 +150,7 @@ def test_the_callers_settings_stay():
     assert result.digest == recipe.train().digest
 
 
+@pytest.mark.longest
 def test_flowers_one_by_one():
     """The iris demo, one sample per replica without an axis of its own: the same digest on one device and on three."""
     recipe = dataclasses.replace(demo("iris", "tinygrad", "", digits_instead=False).recipe, steps=3)
@@ -159,6 +163,7 @@ def noisy(samples):
     return (Tensor(x) + 0.1 * Tensor.randn(*x.shape)).numpy(), y
 
 
+@pytest.mark.longest
 def test_what_collating_draws_is_keyed():
     """User code on the host may draw from tinygrad: its numbers follow from the replica's key, on any devices."""
     x, y = FAMILIES["mlp"].data

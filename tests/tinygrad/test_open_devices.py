@@ -17,11 +17,10 @@ webgpu = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def told():
-    """What a process with two OpenCL devices tells; without pocl, what there is at all."""
+def asked(what):
+    """What a process with two OpenCL devices tells; without pocl, one with the CPU."""
     orders = ["CL:0", "CL:1,CL:0", "CL:0,CL:1"] if POCL else []
-    return run("CL" if POCL else "CPU", *orders, POCL_DEVICES=os.environ.get("POCL_DEVICES", "pthread pthread"))
+    return run(what, "CL" if POCL else "CPU", *orders, POCL_DEVICES=os.environ.get("POCL_DEVICES", "pthread pthread"))
 
 
 def compare(told):
@@ -31,23 +30,26 @@ def compare(told):
     assert told["check"][0] is True
 
 
+@pytest.mark.longest
 @opencl
-def test_two_opencl_devices(told):
+def test_two_opencl_devices():
     """One OpenCL device, or two in any order: the same digest and losses, and `phalanx check` says so."""
+    told = asked("same")
     compare(told)
     assert told["check"][1] == "CL, CL:1"
 
 
-@pytest.mark.long
+@pytest.mark.longest
 @opencl
-def test_the_documented_example(told):
+def test_the_documented_example():
     """What docs/open_devices.md shows as the way to two OpenCL devices runs as it stands there."""
-    assert len(told["documented"]) == 64
+    assert len(asked("documented")) == 64
 
 
-def test_the_list_of_devices(told):
+@pytest.mark.long
+def test_the_list_of_devices():
     """`phalanx devices` names every framework's devices, or says what is missing for them."""
-    rows = told["listed"]
+    rows = asked("listed")
     assert {row["framework"] for row in rows} == {"torch", "jax", "tinygrad"}
     assert all(bool(row["what"]) != bool(row["missing"]) for row in rows)
     usable = {row["device"] for row in rows if row["framework"] == "tinygrad" and row["what"]}
@@ -57,4 +59,4 @@ def test_the_list_of_devices(told):
 @webgpu
 def test_webgpu():
     """One WebGPU device, or two that Dawn opens on one adapter: the same digest."""
-    compare(run("WEBGPU", "WEBGPU", "WEBGPU,WEBGPU:1", "WEBGPU:1,WEBGPU"))
+    compare(run("same", "WEBGPU", "WEBGPU", "WEBGPU,WEBGPU:1", "WEBGPU:1,WEBGPU"))

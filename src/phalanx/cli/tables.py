@@ -77,7 +77,13 @@ def tune(recipe: Recipe, seconds: float, plot: str, *, json_: bool) -> None:
             f"{row.replicas:8}  {row.workers:7}  {row.threads:7}  {row.seconds * 1e3:9.2f}  "
             f"{row.samples_per_second:9,.0f}  {price:>10}  {row.memory / 2**20:5,.0f} MiB"
         )
-    typer.echo(found.advice)
+    told = [row for row in found.rows if row.phases]
+    if told:
+        typer.echo("\none process, ms a step" + "".join(f"{name:>10}" for name in told[0].phases or ()))
+    for row in told:
+        parts = "".join(f"{spent * 1e3:10.2f}" for spent in (row.phases or {}).values())
+        typer.echo(f"{f'replicas={row.replicas}':23}{parts}")
+    typer.echo(f"\n{found.advice}")
 
 
 def devices(*, json_: bool) -> None:

@@ -26,7 +26,7 @@ class Definition:
     loss_fn: Callable[..., Any] | None = None
     forward_fn: Callable[..., Any] | None = None
     target_fn: Callable[..., Any] | None = None
-    replicas: int = 8
+    replicas: int = 4
     batch_size: int | None = 32
     steps: int | None = None
     epochs: int | None = None

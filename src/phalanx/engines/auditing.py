@@ -155,7 +155,9 @@ class AuditedLink:
             (loss,) = self._framework.arithmetic.read([own.loss])
             self._ballot.vote(_with(self._pushed, loss, own.weight))
         if self._worker == self._auditor:
-            second = vote(self._framework, self._definition, self._step, self._shares, self._replica, self._spare)
+            self._spare()
+            facts = self._framework, self._definition, self._step, self._shares
+            second = vote(*facts, self._replica, self._blocks[self._host])
             if self._worker != self._host:
                 self._ballot.vote(second)
         told = self._within.all_gather(parts)
@@ -192,6 +194,7 @@ class AuditedLink:
             replica=self._replica,
             samples=self._shares[self._replica].samples,
             votes=votes,
+            block=self._blocks[self._host],
         )
 
 
@@ -201,13 +204,18 @@ def vote(
     step: int,
     shares: Sequence[Share],
     replica: int,
-    spare: Callable[[], None] = lambda: None,
+    block: Sequence[int],
 ) -> int:
-    """What a replica comes to when it is computed once more here."""
-    spare()
+    """What a replica comes to when it is computed once more here, as a worker that hosts ``block`` does it.
+
+    A framework may add an odd replica's gradient to the one before while it is computed.
+    """
     share = shares[replica]
     known = share_weights([len(one.samples) for one in shares])[replica]
-    computed = compute(begin(framework, definition, step, [replica], shares), step, replica, share)
+    pair = replica % 2 and replica - 1 in block and len(shares[replica - 1].samples)
+    replicas = [replica - 1, replica] if pair else [replica]
+    computing = begin(framework, definition, step, replicas, shares)
+    computed = [compute(computing, step, one, shares[one]) for one in replicas][-1]
     part = weighed(computed.loss, computed.weight, known, len(share.samples), definition.replicas)
     gradient = computed.gradient if part.weight else None
     if gradient is not None and part.weight != 1:
@@ -228,10 +236,12 @@ def _with(total: int, loss: float, weight: float) -> int:
     return zlib.crc32(f"{loss!r} {weight!r}".encode(), total)
 
 
-def revote(framework: Steppable, definition: Definition, dealer: BatchShares, step: int, replica: int) -> int:
+def revote(
+    framework: Steppable, definition: Definition, dealer: BatchShares, step: int, replica: int, block: Sequence[int]
+) -> int:
     """What a replica of the next step, a planned one, comes to here; the state stays as it is."""
     try:
-        return vote(framework, definition, step, dealer.planned(step), replica)
+        return vote(framework, definition, step, dealer.planned(step), replica, block)
     finally:
         framework.rewind()
 

@@ -139,6 +139,7 @@ class Auto:
             facts = self._definition, self._framework, placement, self.run_state, self._deadline
             self._processes = Processes(*facts, audit=self._audit)
             self._engine, self._consider = self._processes, self._judge
+            self._inline.close()
         except Exception as error:  # the recipe cannot travel, the arena does not fit, or descriptors are short
             self._stay(error)
 

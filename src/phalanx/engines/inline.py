@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,12 +19,14 @@ from phalanx.definition.evaluation import averaged
 from phalanx.definition.fields import Definition
 from phalanx.engines.auditing import AuditedLink, OwnBallot, spelled
 from phalanx.engines.links import LaneLink, LocalLink, ProcessLink
+from phalanx.engines.price import Price
 from phalanx.errors import CorruptionError, PhalanxError, RunError, WorkerError
 from phalanx.plan import evaluation_key
 from phalanx.plan.audit import Audit
 from phalanx.seams import Exported, Framework, Measurement, RunState, Todo
 from phalanx.seams.events import Incident, StepReport
 from phalanx.seams.snapshots import Captured
+from phalanx.shared.heap import RUNS
 from phalanx.step import Proposal, commit, measure, propose, todo
 from phalanx.surroundings import interrupts
 
@@ -76,6 +79,9 @@ class Inline:
         self._torn = False
         self.ended = ""
         self.closed = False
+        self._price = Price(definition, framework, self.run_state)
+        RUNS.begin()
+        self._memory = weakref.finalize(self, RUNS.end)
         self.environment = framework.environment
 
     def advance(self, batch: Any, horizon: int) -> StepReport:
@@ -101,6 +107,7 @@ class Inline:
         epoch = self._definition.plan.epoch(t) if batch is None else None
         ended = time.perf_counter()
         self.run_state.time(started, ended)
+        self._price.look(ended - started)
         parts = tuple(proposal.parts)
         return StepReport(t, epoch, proposal.loss, proposal.norm, lr, samples, ended - started, parts=parts)
 
@@ -144,8 +151,9 @@ class Inline:
             return self._framework.snapshots.capture(copy=True)
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Give back the memory that steps had freed and would have used again."""
         self.closed = True
+        self._memory()  # once
 
     def _proposed(self, t: int, shares: Sequence[Share], *, planned: bool) -> Proposal:
         """The first half of the step; again where an audit found that this process computed a wrong value."""

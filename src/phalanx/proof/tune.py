@@ -20,6 +20,7 @@ from typing import Any
 import tqdm
 
 from phalanx.errors import UsageError
+from phalanx.proof.phases import phases
 from phalanx.recipe import Recipe
 from phalanx.surroundings.presence import usable_cores
 
@@ -45,6 +46,9 @@ class Choice:
         Processor time of a step in one process over that of the plain loop with one thread; None for other ways.
     memory : int
         Bytes of all processes after the last step; pages that they share count once. 0 where the system does not tell.
+    phases : dict or None
+        Seconds of a step that go into input, forward, backward, fold and update, in one process with one thread; None
+        for other ways, and where the framework does not tell.
     """
 
     replicas: int
@@ -54,6 +58,7 @@ class Choice:
     samples_per_second: float
     price: float | None
     memory: int
+    phases: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -211,7 +216,8 @@ def _measure(recipe: Recipe, replicas: int, workers: int, threads: int, seconds:
             if len(spans) == ENOUGH_STEPS or now - began > seconds:
                 break
         memory = sum(map(_shared_bytes, [os.getpid(), *run.worker_pids]))
-    return Choice(replicas, workers, threads, statistics.median(spans), samples / sum(spans), None, memory)
+    parts = phases(tried, seconds / 4, WARM_STEPS) if workers == threads == 1 else None
+    return Choice(replicas, workers, threads, statistics.median(spans), samples / sum(spans), None, memory, parts)
 
 
 def _shared_bytes(pid: int) -> int:

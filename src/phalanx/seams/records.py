@@ -14,11 +14,15 @@ Measurement = Callable[[], tuple[float, float]]  # waits for a metric over a chu
 
 
 class Todo(NamedTuple):
-    """A replica's part in a step: its number, the key of its random generators, and its samples."""
+    """A replica's part in a step: its number, the key of its random generators, its samples and what they weigh.
+
+    The weight counts where the loss tells none.
+    """
 
     replica: int
     key: int
     share: Share
+    weight: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +51,19 @@ class Computed:
         The weight that the loss returned, if it did.
     gradient : Vector or None
         None where the weight is 0: such a gradient is not looked at. Where replicas are folded or gradients
-        clipped, no entry shares memory with another, so that each may be written.
+        clipped, no entry shares memory with another, so that each may be written. An entry that was added to the left
+        neighbour's already (see ``plan.fold``) is that very entry of the left neighbour.
     buffers : list
         The model's buffers as this replica left them.
+    seconds : (float, float, float) or None
+        How long reading the batch, forward and backward took, where that is known.
     """
 
     loss: Any
     weight: float | None
     gradient: Vector | None
     buffers: list[Any]
+    seconds: tuple[float, float, float] | None = None
 
 
 class Part(NamedTuple):
@@ -108,6 +116,8 @@ class RunState:
         Every evaluation so far, those of that earlier run first.
     chain : str or None
         The newest link of the run's chain, if one is kept.
+    priced : bool
+        Whether it is known what R costs, or does not matter.
     """
 
     loss_history: list[float] = field(default_factory=list[float])
@@ -117,6 +127,7 @@ class RunState:
     resumed_from: int | None = None
     evaluated: list[Evaluated] = field(default_factory=list[Evaluated])
     chain: str | None = None
+    priced: bool = False
 
     def add(self, loss: float, samples: int) -> None:
         """Count a finished step."""

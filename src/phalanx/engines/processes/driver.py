@@ -129,7 +129,7 @@ class Processes:
             error = self._failure(t)
             if self._jury is None or not isinstance(error, CorruptionError):
                 raise error
-            self._jury.judge(error, self._ask("vote", {"replica": error.replica}), self._fetch)
+            self._jury.judge(error, self._ask("vote", {"replica": error.replica, "block": error.block}), self._fetch)
             return self.advance(batch, horizon)
         return report if batch is None else report._replace(epoch=None)
 

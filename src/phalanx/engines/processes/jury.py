@@ -64,7 +64,8 @@ class Jury:
             fetch()
             dealer = BatchShares(self._definition, self._framework.opened)
             with self._framework.environment:
-                outsider = revote(self._framework, self._definition, dealer, error.step, error.replica or 0)
+                replica = error.replica or 0
+                outsider = revote(self._framework, self._definition, dealer, error.step, replica, error.block)
             blamed = wrong(error.votes, votes, outsider)
         error.worker = blamed[0] if blamed else None
         self._failures.note("corruption", -1 if error.worker is None else error.worker, error.step, spelled(error))

@@ -108,7 +108,7 @@ class Jax:
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
         """See ``seams.Steppable.gradients``: while one is waited for, the other devices compute the next."""
         begun: deque[Callable[[], Computed]] = deque()
-        for replica, key, share in todo:
+        for replica, key, share, _ in todo:
             params = self._params_on(self._device if self._blocks is None else self._blocks.device_of(replica))
             if watch is not None:
                 self._tell(watch, params, key, share)

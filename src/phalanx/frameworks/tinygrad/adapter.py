@@ -95,7 +95,7 @@ class Tinygrad:
         Nobody can look into a captured program, so nothing is told.
         """
         begun: deque[Callable[[], Computed]] = deque()
-        for replica, key, share in todo:
+        for replica, key, share, _ in todo:
             lane = self._lanes[0 if self._blocks is None else self._blocks.number_of[replica]]
             begun.append(self._begun(lane, key, share))
             if len(begun) >= len(self._lanes):

@@ -80,9 +80,7 @@ class Torch:
 
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
         """See ``seams.Steppable.gradients``."""
-        if watch is None:
-            return map(self._lane.gradient, todo)
-        return (self._lane.gradient(item, watch) for item in todo)
+        return self._lane.gradients(todo, watch)
 
     def norm(self, gradient: Gradient) -> float:
         """See ``seams.Steppable.norm``."""

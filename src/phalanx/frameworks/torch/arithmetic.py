@@ -17,8 +17,8 @@ SLICE = 1 << 16  # elements: what is added stays in cache until it is divided
 
 
 def add(left: Gradient, right: Gradient) -> Gradient:
-    """``left + right``, written into ``left``; absent + x = x."""
-    return [b if a is None else a if b is None else a.add_(b) for a, b in zip(left, right, strict=True)]
+    """``left + right``, written into ``left``; absent + x = x. What is in ``left`` itself was added already."""
+    return [b if a is None else a if b is None or b is a else a.add_(b) for a, b in zip(left, right, strict=True)]
 
 
 def scale(vector: Gradient, factor: float) -> Gradient:

@@ -233,7 +233,8 @@ class TorchLanes:
         device = self.devices[number]
         try:
             with accelerators.watched([device]), accelerators.current(device):
-                return self._lanes[number].gradient(todo, watch)
+                lane = self._lanes[number]
+                return lane.gradient(todo) if watch is None else lane.watched(todo, watch)
         except RuntimeError as error:
             if "does not have a deterministic implementation" not in str(error):
                 raise

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from phalanx.errors import UsageError
+from phalanx.errors import InPartsError, UsageError
 from phalanx.frameworks.torch.arithmetic import Gradient
 
 HOT = 1 << 14  # elements from which a gradient is copied as soon as it is there, while it is in cache
@@ -32,26 +32,50 @@ class Collector:
         self._written = written
         self._homes: Gradient | None = None
         self._heard: set[int] = set()
+        self._onto: Gradient | None = None
         self._collecting = False
         self._spent: Gradient | None = None
         self._told: Callable[[int, torch.Tensor], None] | None = None
         self._seen: dict[int, tuple[torch.Tensor, int]] = {}
 
-    def backward(self, loss: torch.Tensor) -> Gradient:
-        """The gradient of all parameters, None where there is none; ``.grad`` is None afterwards."""
+    def backward(self, loss: torch.Tensor, onto: Gradient | None = None) -> Gradient:
+        """The gradient of all parameters, None where there is none; ``.grad`` is None afterwards.
+
+        ``onto``: another gradient, which autograd adds this one to in place, as soon as each part is there.
+
+        Raises
+        ------
+        InPartsError
+            The gradient of a parameter came in parts, so that ``onto`` holds a sum in another order.
+        """
         self.forget()
         self._collecting = True
+        self._onto = onto
         try:
+            versions = [] if onto is None else self._put(onto)
             torch.autograd.backward((loss,))
             self._tell_changed()
         finally:
             self._collecting = False
+            self._onto = None
             self._seen.clear()
         taken = take(self._named)
+        if onto is not None:
+            _check_once(onto, versions, taken)
         if self._homes is not None:
-            taken = [_placed_in_arena(grad, home) for grad, home in zip(taken, self._homes, strict=True)]
+            lefts = onto or [None] * len(taken)
+            placed = zip(taken, self._homes, lefts, strict=True)
+            taken = [grad if grad is left else _placed_in_arena(grad, home) for grad, home, left in placed]
         self._spent = separate(taken) if self._written else taken
         return self._spent
+
+    @property
+    def joins(self) -> bool:
+        """Whether nobody looks at a parameter's gradient when it arrives, and would find a sum there."""
+        return self._told is None and all(
+            len(parameter._post_accumulate_grad_hooks or ()) == (index in self._heard)
+            for index, (_, parameter) in enumerate(self._named)
+        )
 
     def forget(self) -> None:
         """Free what the last backward pass left."""
@@ -86,16 +110,31 @@ class Collector:
         grad, home = parameter.grad, None if self._homes is None else self._homes[index]
         if not self._collecting or grad is None or grad.layout != torch.strided:
             return
+        if self._onto is not None and self._onto[index] is not None:
+            return
         if home is not None and grad is not home:
             parameter.grad = grad = home.copy_(grad)
         if self._told is not None:
             self._seen[index] = grad, grad._version
             self._told(index, grad)
 
+    def _put(self, onto: Gradient) -> list[int]:
+        """Let autograd find what it adds to; returns how often each was written."""
+        for (_, parameter), left in zip(self._named, onto, strict=True):
+            parameter.grad = left
+        return [0 if left is None else left._version for left in onto]
+
     def _tell_changed(self) -> None:
         for index, (grad, version) in self._seen.items():
             if self._told is not None and (self._named[index][1].grad is not grad or grad._version != version):
                 self._told(index, grad)
+
+
+def _check_once(onto: Gradient, versions: Sequence[int], taken: Gradient) -> None:
+    """Refuse sums that autograd wrote more than once, or that are elsewhere now."""
+    for left, version, grad in zip(onto, versions, taken, strict=True):
+        if left is not None and (grad is not left or left._version > version + 1):
+            raise InPartsError
 
 
 def _placed_in_arena(grad: torch.Tensor | None, home: torch.Tensor | None) -> torch.Tensor | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +14,8 @@ import torch
 from phalanx.definition.data import Share
 from phalanx.definition.evaluation import measured
 from phalanx.definition.fields import Definition
-from phalanx.errors import UsageError
+from phalanx.errors import InPartsError, UsageError
+from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.environment import explain
 from phalanx.frameworks.torch.model import warn_of_eval_mode
 from phalanx.frameworks.torch.replica.buffers import Buffers
@@ -79,20 +81,45 @@ class Lane:
         self._ambiguous = ambiguous
         self._later = later
         self._unseen = True
+        self._joins = True
 
-    def gradient(self, todo: Todo, watch: Watch | None = None) -> Computed:
-        """Compute one replica; runs user code."""
-        if watch is None:
-            return self._gradient(todo)
-        with watching(self.model, watch):
-            return self._gradient(todo, watch)
+    def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
+        """Compute replicas; runs user code.
 
-    def _gradient(self, todo: Todo, watch: Watch | None = None) -> Computed:
+        The fold adds a replica with an odd number to the one before, and autograd can do so as soon as a parameter's
+        gradient is there, while it is in cache. It does where nothing is to be multiplied first and nobody looks at
+        gradients in between.
+        """
+        if watch is not None:
+            yield from (self.watched(one, watch) for one in todo)
+            return
+        left: tuple[Todo, Gradient] | None = None  # the replica before
+        for one in todo:
+            onto = left[1] if left and one.replica % 2 and left[0].replica == one.replica - 1 else None
+            try:
+                computed = self.gradient(one, onto)
+            except InPartsError:
+                assert left is not None
+                assert onto is not None
+                self._joins = False
+                for mine, again in zip(onto, self.gradient(left[0]).gradient or (), strict=True):
+                    if mine is not None and again is not None:
+                        mine.copy_(again)
+                computed = self.gradient(one)
+            left = None
+            if computed.gradient is not None and _weight(one, computed.weight) == 1:
+                left = one, computed.gradient
+            yield computed
+
+    def gradient(self, todo: Todo, onto: Gradient | None = None, watch: Watch | None = None) -> Computed:
+        """Compute one replica, and add its gradient to ``onto`` if that is the same; runs user code."""
         share = todo.share
+        began = time.perf_counter()
         self.buffers.begin()
         batch = self.feed.batch(todo.key, share)
         if watch is not None:
             watch.told("batch", "", batch)
+        fed = time.perf_counter()
         versions = self._versions() if self._shared else []
         try:
             loss, weight = self._forward.loss(batch, share.origin, watch)
@@ -106,7 +133,10 @@ class Lane:
         if self._unseen:
             self._unseen = False
             warn_of_eval_mode(self.model)
-        taken = None if weight == 0 else self.collector.backward(loss)
+        if onto is not None and not (self._joins and _weight(todo, weight) == 1 and self.collector.joins):
+            onto = None
+        computed = time.perf_counter()
+        taken = None if weight == 0 else self.collector.backward(loss, onto)
         if self._shared:
             self._check_unwritten(versions, "in forward, loss_fn or a hook")
         read = loss.detach().reshape(()) if self._later else loss.item()
@@ -114,7 +144,13 @@ class Lane:
         if watch is not None:
             for name, value in zip(self.buffers.paths, left, strict=True):
                 watch.told("buffer", name, value)
-        return Computed(read, weight, taken, left)
+        seconds = (fed - began, computed - fed, time.perf_counter() - computed)
+        return Computed(read, weight, taken, left, seconds)
+
+    def watched(self, todo: Todo, watch: Watch) -> Computed:
+        """Compute one replica by itself, and tell what comes on the way."""
+        with watching(self.model, watch):
+            return self.gradient(todo, watch=watch)
 
     def rewind(self) -> None:
         """Undo what computing gradients left behind."""
@@ -161,6 +197,10 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+def _weight(todo: Todo, returned: float | None) -> float:
+    return todo.weight if returned is None else returned
 
 
 def _explain(error: ValueError, samples: int) -> None:

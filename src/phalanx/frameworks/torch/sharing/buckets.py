@@ -54,11 +54,14 @@ class GradientBuckets:
         return self._views.peer(worker, number)
 
     def add(self, left: Gradient, right: Gradient, number: int) -> Gradient:
-        """``left + right`` in place of ``left``, the ``number``-th vector; so does what only ``right`` has."""
+        """``left + right`` in place of ``left``, the ``number``-th vector; so does what only ``right`` has.
+
+        What is in ``left`` itself was added already.
+        """
         added: Gradient = []
         for mine, other, home in zip(left, right, self._views.destinations(number), strict=True):
             if mine is not None:
-                added.append(mine if other is None else mine.add_(other))
+                added.append(mine if other is None or other is mine else mine.add_(other))
             else:
                 added.append(other if other is None or home is None else home.copy_(other))
         return added
