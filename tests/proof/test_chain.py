@@ -84,11 +84,14 @@ def test_links_beyond_the_snapshot_are_done_again(tmp_path):
     assert result.chain == mlp(steps=9).train(run_dir=tmp_path / "b", engine="inline", progress=False).chain
 
 
-def test_kills_leave_the_root(tmp_path):
-    """A run whose workers are killed after every other step has the root of an undisturbed one, link by link."""
-    recipe = FAMILIES["conv_norm"].recipe(4, steps=12)
+@pytest.mark.long
+@pytest.mark.parametrize("name", sample("families that are killed", sorted(set(FAMILIES) - {"wide_sum"}), 2))
+def test_kills_leave_the_root(tmp_path, name):
+    """A run in which 20 workers are killed has the root of an undisturbed one, link by link."""
+    recipe = FAMILIES[name].recipe(FAMILIES[name].replicas[0], steps=40)
     quiet = ran(tmp_path / "quiet", recipe)
-    with recipe.start(run_dir=tmp_path / "killed", workers=3, engine="processes", progress=False) as run:
+    workers = min(3, recipe.replicas)
+    with recipe.start(run_dir=tmp_path / "killed", workers=workers, engine="processes", progress=False) as run:
         for report in run:
             if report.step % 2 and run.worker_pids:
                 os.kill(run.worker_pids[report.step % len(run.worker_pids)], signal.SIGKILL)
@@ -215,3 +218,26 @@ def test_two_processes_of_torchrun_have_the_same_root(tmp_path):
     alone = mlp().train(run_dir=tmp_path / "alone", engine="inline", progress=False)
     assert f"root {alone.chain}" in done.stdout
     assert phalanx.diff(tmp_path / "alone", tmp_path / "world") is None
+
+
+@pytest.mark.parametrize(
+    "header", ['{"chain": 1, "width": 0, "first": 0}', '{"chain": 1, "width": 9e18, "first": 0}', "{"]
+)
+def test_headers_that_are_none(tmp_path, header):
+    """A header with impossible numbers is refused before anything is read by it."""
+    (tmp_path / "chain.jsonl").write_text(header + "\n" + "x" * 100)
+    with pytest.raises(phalanx.SnapshotError, match="no chain of links"):
+        Links(tmp_path / "chain.jsonl")
+
+
+@pytest.mark.parametrize(("guard", "known"), [("if __name__ == '__main__':\n    ", True), ("", False)])
+def test_a_script_without_a_guard_is_not_loaded_again(tmp_path, guard, known):
+    """A run notes the file of its recipe, but not of a script that would train once more when it is loaded."""
+    (tmp_path / "job.py").write_text(
+        "from tests.proof.jobs import mlp\nrecipe = mlp(steps=1)\n"
+        f"{guard}recipe.train(run_dir='run', engine='inline', progress=False)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
+    subprocess.run([sys.executable, "job.py"], cwd=tmp_path, env=environment, check=True)
+    told = json.loads((tmp_path / "run" / "chain.records.jsonl").read_text().splitlines()[0])
+    assert told["origin"] == (f"{tmp_path / 'job.py'}:recipe" if known else None)

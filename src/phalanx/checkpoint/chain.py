@@ -14,7 +14,7 @@ import math
 import os
 import pathlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from phalanx.checkpoint import files
@@ -24,7 +24,7 @@ from phalanx.errors import SnapshotError
 CHAIN, RECORDS = "chain.jsonl", ".records.jsonl"
 FORMAT = 1
 BEGINNING = "0" * 64
-MOST_HEADER = 4096
+MOST_HEADER, MOST_STEPS, MOST_WIDTH = 4096, 1 << 60, 1 << 26
 LINE, REPLICA = 320, 54  # bytes that a line takes at most, and each replica's loss and weight in it
 MOST_RECORDS = 1 << 30
 
@@ -34,9 +34,12 @@ def link_after(previous: str, body: str) -> str:
     return hashlib.sha256(bytes.fromhex(previous) + body.encode()).hexdigest()
 
 
-def body_of(fields: Mapping[str, Any]) -> str:
+def body_of(fields: dict[str, Any]) -> str:
     """What a step did as JSON; a number that is not finite as text, as JSON has none."""
-    return json.dumps({name: _plain(value) for name, value in fields.items()})
+    try:
+        return json.dumps(fields, allow_nan=False)
+    except ValueError:
+        return json.dumps({name: _plain(value) for name, value in fields.items()})
 
 
 def _plain(value: Any) -> Any:
@@ -82,7 +85,7 @@ class ChainFile:
             self.close()
             raise
 
-    def add(self, fields: Mapping[str, Any]) -> str:
+    def add(self, fields: dict[str, Any]) -> str:
         """Add the link of a step; returns it. A disk that is full stops nothing but the file, and is told of once."""
         body = body_of(fields)
         self.root = link_after(self.root, body)
@@ -184,6 +187,8 @@ class Links:
             if told["chain"] != FORMAT or not header[1]:
                 raise ValueError(f"it is of format {told['chain']!r}")
             self.first, self.width = int(told["first"]), int(told["width"])
+            if not 0 <= self.first <= MOST_STEPS or not 0 < self.width <= MOST_WIDTH:
+                raise ValueError(f"it begins at step {self.first}, with lines of {self.width} bytes")
             self._base = len(header[0]) + 1
             self._count = max(0, (os.fstat(self._descriptor).st_size - self._base) // self.width)
         except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:

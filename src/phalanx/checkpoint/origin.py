@@ -25,7 +25,10 @@ def recall(path: pathlib.Path) -> Definition | None:
 
 
 def origin_of(definition: Definition) -> str | None:
-    """``FILE:NAME`` of a module that has the recipe under a name; None if none was found."""
+    """``FILE:NAME`` of a module that has the recipe under a name; None if none was found.
+
+    A script that has no main guard is left out: whoever loads it for its recipe would train it again.
+    """
     home = sys.modules.get(getattr(definition.make_model, "__module__", None) or "")
     loaded = [module for name, module in list(sys.modules.items()) if name.startswith(LOADED)]
     for module in [sys.modules.get("__main__"), home, *loaded]:
@@ -37,5 +40,17 @@ def origin_of(definition: Definition) -> str | None:
 
 def _name_in(module: Any, definition: Definition) -> str | None:
     file = getattr(module, "__file__", None)
-    names = [name for name, value in list(vars(module or sys).items()) if value is definition]
-    return f"{os.path.realpath(file)}:{names[0]}" if file and names else None
+    if module is None or not file:
+        return None
+    names = [name for name, value in list(vars(module).items()) if value is definition]
+    if not names or (module.__name__ == "__main__" and not _is_guarded(file)):
+        return None
+    return f"{os.path.realpath(file)}:{names[0]}"
+
+
+def _is_guarded(file: str) -> bool:
+    """Whether a script asks if it is the one that was started."""
+    try:
+        return "__main__" in pathlib.Path(file).read_text(errors="replace")
+    except OSError:
+        return False

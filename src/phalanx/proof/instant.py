@@ -9,7 +9,7 @@ import contextlib
 import functools
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from phalanx.checkpoint.directory import SNAPSHOTS, snapshot_folders
@@ -87,14 +87,7 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
 
     def go_to(self, step: int, *, progress: bool | str = "auto") -> None:
         """Do all steps before ``step``; shows a bar where that takes a while."""
-        shown = progress is True or (progress == "auto" and sys.stderr.isatty())
-        delay = 0.0 if progress is True else DELAY_SECONDS
-        from tqdm import tqdm
-
-        for _ in tqdm(
-            range(self.step, step), desc=f"phalanx: computing up to step {step}", unit="step", disable=not shown,
-            delay=delay, leave=False,
-        ):  # fmt: skip
+        for _ in shown(range(self.step, step), f"phalanx: computing up to step {step}", progress=progress):
             self.advance()
 
     def shares(self) -> list[Share]:
@@ -149,6 +142,15 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
             return RunState(losses_in(begin), begin.samples)
 
         return adopted
+
+
+def shown(steps: range, what: str, *, progress: bool | str = "auto") -> Iterable[int]:
+    """Steps that are computed again, with a bar where that takes a while; "auto": if stderr is a terminal."""
+    from tqdm import tqdm
+
+    wanted = progress is True or (progress == "auto" and sys.stderr.isatty())
+    delay = 0.0 if progress is True else DELAY_SECONDS
+    return tqdm(steps, desc=what, unit="step", disable=not wanted, delay=delay, leave=False)
 
 
 def at(

@@ -235,6 +235,8 @@ def _again(one: Side, other: Side, same: int, last: int, operations: bool) -> tu
     try:
         with Instant(one.recipe, begins[0]) as left, Instant(other.recipe, begins[1]) as right:
             found = first_difference(left, right, last, operations=operations)
+            if found is None and left.step <= last:
+                return None, f"computing steps again took too long, and came to step {left.step}"
     except PhalanxError as error:
         return None, f"steps could not be computed again: {error}"
     if found is None:

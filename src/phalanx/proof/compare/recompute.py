@@ -11,7 +11,7 @@ from phalanx import errors
 from phalanx.checkpoint.chained import tensors_of
 from phalanx.errors import PhalanxError
 from phalanx.proof.compare.values import Unequal, flat, taken, unequal
-from phalanx.proof.instant import Instant
+from phalanx.proof.instant import Instant, shown
 from phalanx.seams import Watch
 from phalanx.seams.events import StepReport
 from phalanx.seams.snapshots import Captured, Tensor
@@ -52,14 +52,18 @@ class Told(NamedTuple):
 
 
 def first_difference(one: Instant, other: Instant, last: int, *, operations: bool = False) -> Found | None:
-    """Do steps on both sides, from where they are, up to ``last``; None if they do the same, or that takes too long."""
+    """Do steps on both sides, from where they are, up to ``last``.
+
+    None if they do the same; or if that takes too long, which shows in where the two are then.
+    """
     end = time.monotonic() + SECONDS
     before = _states(one, other)
     start = unequal(*map(_tensors, before))
     if start is not None:
         return Found(one.step, None, "state", start)
-    while one.step <= last and time.monotonic() < end:
-        step = one.step
+    for step in shown(range(one.step, last + 1), "phalanx: computing both again"):
+        if time.monotonic() > end:
+            break
         reports = one.advance(), other.advance()
         after = _states(one, other)
         if _same(*reports) and unequal(*map(_tensors, after)) is None:
