@@ -364,12 +364,12 @@ def test_ctrl_c_at_the_hand_over_leaves_the_run_inline(monkeypatch):
     """Engine auto that is interrupted while workers start goes on, and tries again."""
     real, calls = auto.Processes, []
 
-    def interrupted(*arguments):
+    def interrupted(*arguments, **options):
         calls.append(1)
         if len(calls) == 1:
             press()
             interrupts.check()
-        return real(*arguments)
+        return real(*arguments, **options)
 
     monkeypatch.setattr(auto, "Processes", interrupted)
     phalanx.Recipe(Net, (X, Y), F.mse_loss, replicas=2, steps=1).train(workers=2, engine="processes")  # a warm zygote

@@ -31,6 +31,7 @@ from phalanx.seams.snapshots import Tensor
 
 SAME, DIFFERENT, UNKNOWN = 0, 1, 2  # exit statuses
 HASH_SEED = "4711"  # of the new process: sets and dicts of text come in another order there than here
+ALONE = "done without writing to weights"
 CURES = {
     "model": "draw initial values from global generators, which are seeded before make_model; walk over no set",
     "samples": "let the dataset draw from global generators, or keep its own in an attribute; read no clock,"
@@ -94,6 +95,7 @@ def stable(recipe: Recipe, file: str | None = None, steps: int = 5) -> Iterator[
     yield _compared("done again in this process", first, traced(recipe))
     if file is not None:
         yield _elsewhere(first, file)
+    yield _left_alone(recipe)
     yield from _workers(replace(recipe, steps=steps, epochs=None))
     changed = outside(recipe)
     told = (
@@ -129,6 +131,23 @@ def outside(recipe: Definition) -> list[str]:
         instant.replica(replica)
         after = _attributes(instant.model)
     return [name for name, content in after.items() if before.get(name) != content]
+
+
+def _left_alone(recipe: Definition) -> Finding:
+    """Whether a replica leaves weights and buffers as they were before it: others start from the same."""
+    with Instant(recipe) as instant:
+        before = _state(instant)
+        shares = instant.shares() if recipe.replicas > 1 else []  # a lone one may write
+        for replica, share in enumerate(shares):
+            if len(share.samples):
+                instant.replica(replica)
+                written = [name for name, leaf in _state(instant).items() if leaf != before.get(name)]
+                if written:
+                    why = (
+                        f"replica {replica} wrote {', '.join(written)} in forward, loss or a hook, maybe through .data"
+                    )
+                    return Finding(ALONE, False, f"{why}; write what forward updates into a buffer")
+    return Finding(ALONE, True)
 
 
 def verdict(findings: Sequence[Finding]) -> int:
