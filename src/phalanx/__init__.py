@@ -5,9 +5,11 @@ Start reading at ``recipe``: ``Recipe.train`` -> ``run`` -> ``engines.inline`` -
 
 from __future__ import annotations
 
-from phalanx.checkpoint.resume import Loaded
+from phalanx import testing as testing
+from phalanx.checkpoint.resume import Loaded, load
 from phalanx.definition.evaluation import Evaluation
 from phalanx.errors import (
+    CorruptionError,
     LeftError,
     NonFiniteError,
     PhalanxError,
@@ -20,8 +22,12 @@ from phalanx.errors import (
 from phalanx.frameworks.registry import digest
 from phalanx.frameworks.torch.replica.forward import weighted
 from phalanx.plan import Plan
+from phalanx.proof.byhand import Chain
+from phalanx.proof.compare.diff import Difference, diff
+from phalanx.proof.replay import Replayed, replay
 from phalanx.proof.tune import tune
-from phalanx.recipe import Recipe, close, load, train
+from phalanx.proof.verify import Verified, verify
+from phalanx.recipe import Recipe, close, train
 from phalanx.run.result import Result
 from phalanx.run.run import Run
 from phalanx.seams.events import Evaluated, Incident, StepReport
@@ -31,6 +37,9 @@ SOURCES.install()
 __version__ = "0.1.0"
 
 __all__ = [
+    "Chain",
+    "CorruptionError",
+    "Difference",
     "Evaluated",
     "Evaluation",
     "Incident",
@@ -41,17 +50,22 @@ __all__ = [
     "Plan",
     "Preempted",
     "Recipe",
+    "Replayed",
     "Result",
     "Run",
     "RunError",
     "SnapshotError",
     "StepReport",
     "UsageError",
+    "Verified",
     "WorkerError",
     "close",
+    "diff",
     "digest",
     "load",
+    "replay",
     "train",
     "tune",
+    "verify",
     "weighted",
 ]

@@ -5,6 +5,7 @@ PhalanxError
 └── RunError            the run went wrong; ``result`` is the last good state
     ├── WorkerError     user code raised; always raised from the user's own exception
     ├── NonFiniteError  a loss or a gradient is not finite
+    ├── CorruptionError a replica was computed twice and came out differently; on_corruption says what then
     ├── SnapshotError   a snapshot cannot be written or used
     ├── LeftError       another process of the world ended the run early
     ├── Preempted       SIGTERM came; a snapshot was written
@@ -19,8 +20,9 @@ Trouble, InPartsError and ForeignError, which end a computation within it.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 SHOWN_SAMPLES = 8
@@ -76,6 +78,30 @@ class WorkerError(RunError):
 
 class NonFiniteError(RunError):
     """A loss or a gradient is NaN or infinite; nothing was updated."""
+
+
+class CorruptionError(RunError):
+    """An audit found that a replica came out differently when it was computed again; the step was not done.
+
+    Attributes
+    ----------
+    votes : dict of int to int
+        What the worker that computed it and the one that audited it came to, as checksums, by worker.
+    block : tuple of int
+        The replicas of the worker that computed it.
+    worker : int or None
+        The worker that was wrong, where that could be told.
+    """
+
+    def __init__(self, message: str, *, votes: Mapping[int, int], block: Sequence[int] = (), **where: Any) -> None:
+        super().__init__(message, **where)
+        self.votes, self.block = dict(votes), tuple(block)
+        self.worker: int | None = None
+
+    def __reduce__(self) -> Any:
+        """It travels from worker processes."""
+        where = {"step": self.step, "replica": self.replica, "samples": self.samples, "block": self.block}
+        return functools.partial(CorruptionError, self.args[0], votes=self.votes, **where), ()
 
 
 class SnapshotError(RunError):

@@ -41,12 +41,15 @@ class Proposal:
         The mean gradient, as far as this worker owns it.
     accepted : bool
         False if something is not finite and the recipe says to skip such steps.
+    parts : list of float
+        Loss and weight of each replica, in turn; 0 and 0 where one has no part in the mean.
     """
 
     loss: float
     norm: float
     gradient: Vector
     accepted: bool
+    parts: list[float]
 
 
 def propose(framework: Steppable, link: Link, definition: Definition, t: int, shares: Sequence[Share]) -> Proposal:
@@ -74,14 +77,16 @@ def propose(framework: Steppable, link: Link, definition: Definition, t: int, sh
         weight = _weight(t, parts)
         gradient = link.mean(weight)
         norm = link.norm(gradient)  # waits for all devices, so that losses can be read
-        loss = mean_loss(framework.arithmetic.read([part.loss for part in parts]), parts, weight)
+        losses = framework.arithmetic.read([part.loss for part in parts])
+        loss = mean_loss(losses, parts, weight)
         accepted = definition.on_nonfinite == "ignore" or _finite(framework.arithmetic, link, loss, norm, gradient)
         if not accepted and definition.on_nonfinite == "stop":
             raise blame(framework, definition, t, shares, link.hosted)
     except BaseException:
         framework.rewind()
         raise
-    return Proposal(loss, norm, gradient, accepted)
+    told = [value for loss_of, part in zip(losses, parts, strict=True) for value in (loss_of, part.weight)]
+    return Proposal(loss, norm, gradient, accepted, told)
 
 
 def commit(framework: Steppable, link: Link, t: int, proposal: Proposal) -> None:

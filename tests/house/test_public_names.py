@@ -18,10 +18,11 @@ from phalanx.run import options
 pytestmark = pytest.mark.house
 
 FIRST_RUNG = {"Recipe", "Plan", "Result", "train", "tune", "load", "close", "digest", "weighted"}
+PROOF = {"Chain", "Difference", "Replayed", "Verified", "diff", "replay", "verify"}
 SECOND_RUNG = {"Run", "StepReport", "Evaluation", "Evaluated", "Incident", "Loaded"}
 ERRORS = {
     "PhalanxError", "UsageError", "RunError", "WorkerError", "NonFiniteError", "SnapshotError", "LeftError",
-    "Preempted",
+    "Preempted", "CorruptionError",
 }  # fmt: skip
 
 
@@ -68,7 +69,7 @@ def untold_errors(function: Any) -> set[str]:
 
 def test_public_names_are_these():
     """The package offers exactly the expected names, sorted, each there."""
-    assert set(phalanx.__all__) == FIRST_RUNG | SECOND_RUNG | ERRORS
+    assert set(phalanx.__all__) == FIRST_RUNG | SECOND_RUNG | ERRORS | PROOF
     assert list(phalanx.__all__) == sorted(phalanx.__all__)
     assert [name for name in phalanx.__all__ if not hasattr(phalanx, name)] == []
 

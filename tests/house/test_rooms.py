@@ -24,7 +24,6 @@ SMALL_FILES, SMALL_LINES = 8, 40
 LARGE_FOLDERS = {}
 
 SMALL = {
-    "definition/digest.py": "both frameworks and the registry need this one function, and nothing else of it",
     "engines/hosts/interfaces.py": "reads /proc/net, which nothing else about hosts does",
     "plan/shares.py": "the weights of shares, proved by tests of their own",
     "surroundings/presence.py": "asks torch.distributed, so that no other file of this room has to know it",

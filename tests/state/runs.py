@@ -47,11 +47,11 @@ def folder_of(run_dir, step):
 
 
 def listed(folder):
-    """Everything in a folder with its bytes, but for the lock and the log."""
+    """Everything in a folder with its bytes, but for the lock, the log and the chain."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in sorted(pathlib.Path(folder).rglob("*"))
-        if path.name not in ("lock", "events.jsonl")
+        if path.name not in ("lock", "events.jsonl", "chain.jsonl", "chain.records.jsonl")
     }
 
 

@@ -10,12 +10,12 @@ import pathlib
 import re
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.checkpoint import files, lock, snapshot
 from phalanx.checkpoint.snapshot import Snapshot
-from phalanx.errors import SnapshotError, UsageError
+from phalanx.errors import PhalanxError, SnapshotError, UsageError
 from phalanx.seams import Engine, RunState
 from phalanx.seams.events import Incident, StepReport
 from phalanx.seams.observer import Observer
@@ -33,6 +33,13 @@ class RunDirectory:
     keep : int
         How many snapshots stay.
 
+    Attributes
+    ----------
+    root : path
+        Where it leads now, whatever becomes of links on the way.
+    before_writing : list of callable
+        What is to be done before a snapshot is written.
+
     Raises
     ------
     UsageError
@@ -42,12 +49,13 @@ class RunDirectory:
     def __init__(self, path: Any, keep: int) -> None:
         self.path = pathlib.Path(path)
         self._keep = keep
+        self.before_writing: list[Callable[[], None]] = []
         self._held = lock.Held()
         try:
-            self._root = _made(self.path)  # where it leads now, whatever becomes of links on the way
-            self._held.add(lock.locked(self._root / LOCK))
-            self._log = files.Log(self._held.add(files.open_log(self._root / LOG)))
-            files.clear_away(self._root / SNAPSHOTS)
+            self.root = _made(self.path)
+            self._held.add(lock.locked(self.root / LOCK))
+            self._log = files.Log(self._held.add(files.open_log(self.root / LOG)))
+            files.clear_away(self.root / SNAPSHOTS)
         except BaseException as error:
             self._held.let_go()
             if isinstance(error, (OSError, ValueError)):
@@ -61,7 +69,7 @@ class RunDirectory:
 
     def newest(self) -> Snapshot | None:
         """The newest snapshot that is whole; None if there is none at all. See ``newest_of``."""
-        return newest_of(self._root)
+        return newest_of(self.root)
 
     def write(self, state: Snapshot) -> None:
         """Write a snapshot, then remove those that are too old; what is good is removed only after that.
@@ -71,17 +79,19 @@ class RunDirectory:
         OSError
             It could not be written; those that were there still are.
         """
-        folder = self._root / SNAPSHOTS
+        folder = self.root / SNAPSHOTS
         if not self.held:
             raise OSError("this process does not hold the directory")
         if not files.is_folder(folder):
             raise OSError(f"{str(folder)!r} is no folder any more")
+        for prepare in self.before_writing:
+            prepare()
         target = folder / f"step-{state.step:012d}"
         if os.path.lexists(target):  # of an earlier run, and damaged, or it would not be written again
             files.remove(target)
         snapshot.write(state, target)
         older = [
-            path for path in snapshot_folders(self._root) if path.name <= target.name
+            path for path in snapshot_folders(self.root) if path.name <= target.name
         ]  # newer ones could not be read
         for path in older[self._keep :]:
             with contextlib.suppress(OSError):
@@ -125,6 +135,12 @@ class EventLog(Observer):
     def happened(self, incident: Incident) -> None:
         """Note it."""
         self._directory.note(incident.kind, step=incident.step, worker=incident.worker, why=incident.why)
+
+    def failed(self, error: PhalanxError) -> None:
+        """Note what ended the run, so that it can be raised again from the same samples."""
+        where = {name: getattr(error, name, None) for name in ("step", "replica")}
+        samples = list(getattr(error, "samples", ()))
+        self._directory.note("error", error=type(error).__name__, why=str(error), samples=samples, **where)
 
     def step(self, report: StepReport) -> None:
         """Note what the step was."""

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import math
@@ -13,6 +12,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
+from phalanx.definition.digest import leaf_hash
 from phalanx.errors import SnapshotError
 from phalanx.seams.snapshots import CODES, Captured, Tensor
 
@@ -40,13 +40,13 @@ def write(file: BinaryIO, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     hashes: dict[str, str] = {}
     for name, tensor in tensors.items():
         content = memoryview(tensor.content).cast("B")
-        hashes[name] = _hash(CODES[tensor.dtype][0], tensor.shape, content)
+        hashes[name] = leaf_hash(CODES[tensor.dtype][0], tensor.shape, content)
         file.write(content)
     return hashes
 
 
-def read(data: memoryview, hashes: Mapping[str, str]) -> dict[str, Tensor]:
-    """The tensors in ``data``, which is a whole file.
+def read(data: memoryview, hashes: Mapping[str, str] | None) -> dict[str, Tensor]:
+    """The tensors in ``data``, which is a whole file; with their ``hashes``, if it is a snapshot's.
 
     Raises
     ------
@@ -60,16 +60,16 @@ def read(data: memoryview, hashes: Mapping[str, str]) -> dict[str, Tensor]:
         raise ValueError("its header is cut off or too long")
     header = json.loads(bytes(data[LENGTH.size : LENGTH.size + length]))
     body = data[LENGTH.size + length :]
-    if not isinstance(header, dict) or set(header) - {METADATA} != set(hashes):
+    if not isinstance(header, dict) or (hashes is not None and set(header) - {METADATA} != set(hashes)):
         raise ValueError("its tensors are not those that were written")
     header.pop(METADATA, None)
     tensors: dict[str, Tensor] = {}
     expected = 0
-    for name, entry in header.items():
-        dtype, shape, start, end = _described(name, entry)
+    described = {name: _described(name, entry) for name, entry in header.items()}
+    for name, (dtype, shape, start, end) in sorted(described.items(), key=lambda item: item[1][2:]):
         if start != expected or end > len(body):
             raise ValueError(f"tensor {name!r} is not where it should be, or cut off")
-        if _hash(entry["dtype"], shape, body[start:end]) != hashes[name]:
+        if hashes is not None and leaf_hash(CODES[dtype][0], shape, body[start:end]) != hashes[name]:
             raise ValueError(f"tensor {name!r} is damaged: its checksum differs")
         tensors[name] = Tensor(dtype, shape, body[start:end])
         expected = end
@@ -140,8 +140,6 @@ def _sizes(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
-def _hash(code: str, shape: tuple[int, ...], content: memoryview) -> str:
-    """SHA-256 over what a tensor is and its bytes."""
-    hashed = hashlib.sha256(json.dumps([code, list(shape)]).encode())
-    hashed.update(content)
-    return hashed.hexdigest()
+def leaf(tensor: Tensor) -> str:
+    """The hash of a tensor, as ``write`` returns it."""
+    return leaf_hash(CODES[tensor.dtype][0], tensor.shape, memoryview(tensor.content).cast("B"))

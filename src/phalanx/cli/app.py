@@ -1,5 +1,7 @@
 """The commands ``phalanx train FILE``, ``demo NAME``, ``chaos``, ``check``, ``tune``, ``devices``, ``explain NAME``.
 
+Those that compare, replay and verify runs are in ``proving``.
+
 Exit codes: 0 done; 1 the run went wrong (its error says how); 2 the call is wrong; 75 SIGTERM came and the state was
 saved, run the same again; 130 stopped by Ctrl-C.
 """
@@ -15,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from phalanx import __version__
-from phalanx.cli import tables
+from phalanx.cli import proving, tables
 from phalanx.cli.files import load_recipe
 from phalanx.cli.printed import pace, picture, report
 from phalanx.definition.evaluation import Evaluation
@@ -162,18 +164,27 @@ def chaos(
 
 
 @app.command("check")
-def check_devices(
+def check_recipe(
     file: Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="A Python file that defines `recipe`, or NAME.")],
-    devices: Devices,
+    devices: Devices = "",
     steps: Annotated[int, typer.Option("--steps", help="How many to train each time.")] = 5,
+    cost: Annotated[float, typer.Option("--cost", help="Seconds to measure what R costs; 0: leave it out.")] = 15.0,
+    trace: Annotated[bool, typer.Option("--trace", hidden=True)] = False,
     json_: Json = False,
 ) -> None:
-    """Train a few steps on one device twice, on two and on all, and see whether the digests are the same.
+    """Before a long run, do everything again, in a new process and with more workers, and see whether it is the same.
 
-    Exit status 0 if they are, 1 if they differ, 2 if that could not be told.
+    With --devices: a few steps on one device twice, on two and on all. Exit status 0 if all is the same, 1 if something
+    differs, 2 if that could not be told.
     """
     recipe, _ = load_recipe(file)
-    status = tables.check(recipe, devices.split(","), steps, json_=json_)
+    if trace:
+        typer.echo(json.dumps(tables.trace(recipe)))
+        return
+    if devices:
+        status = tables.check(recipe, devices.split(","), steps, json_=json_)
+    else:
+        status = tables.stability(recipe, file, steps, cost, json_=json_)
     if status:
         raise typer.Exit(status)
 
@@ -230,6 +241,9 @@ def explain(
         kind = " all-reduce" if name in ALGORITHMS else ""
         plot_rounds(transfers, participants, f"{name}{kind}, {participants} participants").savefig(target)
         typer.echo(f"picture  {target}")
+
+
+proving.add_to(app)
 
 
 def _line(one: Trial) -> str:

@@ -48,6 +48,7 @@ def report(name: str, result: Result, drawn: pathlib.Path | None, *, json_: bool
         "samples": result.samples,
         "replicas": result.replicas,
         "workers": result.workers,
+        "chain": result.chain,
         "digest": result.digest,
         "picture": None if drawn is None else str(drawn),
     }
@@ -57,10 +58,12 @@ def report(name: str, result: Result, drawn: pathlib.Path | None, *, json_: bool
     shown = {f"test {name}": value for name, value in facts.pop("metrics").items()} | facts
     if result.resumed_from == result.steps:
         typer.echo("phalanx: all steps were done before; nothing was left to do")
-    lines = {key: value for key, value in shown.items() if value is not None and key not in ("name", "digest")}
+    lines = {key: value for key, value in shown.items() if value is not None and key not in ("name", "digest", "chain")}
     width = max(map(len, lines))
     for key, value in lines.items():
         typer.echo(f"{key:{width}}  {value:.4f}" if isinstance(value, float) else f"{key:{width}}  {value}")
+    if result.chain is not None:
+        typer.echo(f"chain  {result.chain}")
     typer.echo(f"digest {result.digest}")
 
 

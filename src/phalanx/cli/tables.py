@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import typer
 
 from phalanx.proof import check as checked
+from phalanx.proof import stable
 from phalanx.proof import tune as tuned
 from phalanx.recipe import Recipe
 
@@ -31,6 +32,32 @@ def check(recipe: Recipe, devices: Sequence[str], steps: int, *, json_: bool) ->
         lines = [f"{name:38}  {value}" for name, value in facts.items()]
         typer.echo("\n".join([*lines, ("the same digest", "DIFFERENT DIGESTS", "it could not be told")[status]]))
     return status
+
+
+def stability(recipe: Recipe, file: str, steps: int, cost: float, *, json_: bool) -> int:
+    """Print each finding, and what R costs; returns the exit status."""
+    findings = []
+    for finding in stable.stable(recipe, file, steps):
+        findings.append(finding)
+        if not json_:
+            outcome = {True: "the same", False: "DIFFERENT", None: "could not be told"}[finding.same]
+            outcome = outcome if finding.what[0] in "d0123456789" else "none" if finding.same else "some"
+            typer.echo(f"{finding.what:52}  {outcome}{f': {finding.told}' if finding.told else ''}")
+    status = stable.verdict(findings)
+    if json_:
+        told = {"findings": [dataclasses.asdict(finding) for finding in findings], "same": status == stable.SAME}
+        typer.echo(json.dumps(told))
+        return status
+    if cost:
+        typer.echo("what replicas, workers and threads cost here:")
+        tune(recipe, cost, "", json_=False)
+    typer.echo(("the same", "DIFFERENT", "it could not be told")[status])
+    return status
+
+
+def trace(recipe: Recipe) -> list[stable.Seen]:
+    """Hashes of all that a first step computes, for a process that compares them with its own."""
+    return stable.traced(recipe)
 
 
 def tune(recipe: Recipe, seconds: float, plot: str, *, json_: bool) -> None:

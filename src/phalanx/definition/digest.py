@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,13 @@ class Entry:
     dtype: str
     shape: tuple[int, ...]
     content: Any
+
+
+def leaf_hash(code: str, shape: Sequence[int], content: Any) -> str:
+    """SHA-256, in hexadecimal, of a tensor by itself: what it is (``code``: its dtype in safetensors) and its bytes."""
+    hashed = hashlib.sha256(json.dumps([code, list(shape)]).encode())
+    hashed.update(content)
+    return hashed.hexdigest()
 
 
 def digest_of(entries: Iterable[Entry], step: int | None) -> str:

@@ -21,6 +21,7 @@ from phalanx.engines.inline import Inline
 from phalanx.engines.processes.driver import Processes
 from phalanx.engines.processes.launch import WARM
 from phalanx.engines.recovery.deadline import Deadline
+from phalanx.plan.audit import Audit
 from phalanx.plan.placement import place
 from phalanx.seams import Engine, Exported, Framework, RunState
 from phalanx.seams.events import StepReport
@@ -46,14 +47,21 @@ class Auto:
     """
 
     def __init__(
-        self, definition: Definition, framework: Framework, run_state: RunState, workers: int, deadline: Deadline
+        self,
+        definition: Definition,
+        framework: Framework,
+        run_state: RunState,
+        workers: int,
+        deadline: Deadline,
+        audit: Audit | None = None,
     ) -> None:
         self.run_state = run_state
         self._definition = definition
         self._framework = framework
         self._most = workers
         self._deadline = deadline
-        self._inline = Inline(definition, framework, self.run_state)
+        self._audit = audit
+        self._inline = Inline(definition, framework, self.run_state, audit=audit)
         self._engine: Engine = self._inline
         self._seconds: deque[float] = deque(maxlen=TRIAL)  # of a step, without what is between steps
         self._ends: deque[float] = deque(maxlen=TRIAL + 1)  # when steps were done
@@ -128,7 +136,8 @@ class Auto:
         self._alone = _pace(self._ends)
         try:  # Ctrl-C leaves all as it is; the next step tries again
             placement = place(self._definition.replicas, self._most)
-            self._processes = Processes(self._definition, self._framework, placement, self.run_state, self._deadline)
+            facts = self._definition, self._framework, placement, self.run_state, self._deadline
+            self._processes = Processes(*facts, audit=self._audit)
             self._engine, self._consider = self._processes, self._judge
             self._inline.close()
         except Exception as error:  # the recipe cannot travel, the arena does not fit, or descriptors are short
@@ -152,7 +161,7 @@ class Auto:
         assert self._processes is not None
         if self._processes.hand_back():
             self._consider = None
-            self._engine = Inline(self._definition, self._framework, self.run_state)
+            self._engine = Inline(self._definition, self._framework, self.run_state, audit=self._audit)
 
     def _gain(self) -> float:
         """Seconds that workers might save: what is left, if all of them computed at once and nothing else took time."""

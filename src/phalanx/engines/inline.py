@@ -10,23 +10,27 @@ import functools
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.definition.batches import BatchShares
-from phalanx.definition.data import Columns
+from phalanx.definition.data import Columns, Share
 from phalanx.definition.evaluation import averaged
 from phalanx.definition.fields import Definition
+from phalanx.engines.auditing import AuditedLink, OwnBallot, spelled
 from phalanx.engines.links import LaneLink, LocalLink, ProcessLink
 from phalanx.engines.price import Price
-from phalanx.errors import PhalanxError, RunError, WorkerError
+from phalanx.errors import CorruptionError, PhalanxError, RunError, WorkerError
 from phalanx.plan import evaluation_key
+from phalanx.plan.audit import Audit
 from phalanx.seams import Exported, Framework, Measurement, RunState, Todo
-from phalanx.seams.events import StepReport
+from phalanx.seams.events import Incident, StepReport
 from phalanx.seams.snapshots import Captured
 from phalanx.shared.heap import RUNS
 from phalanx.step import Proposal, commit, measure, propose, todo
 from phalanx.surroundings import interrupts
+
+MOST_WRONG = 5  # values in one step that end the run
 
 
 class Inline:
@@ -56,6 +60,7 @@ class Inline:
         framework: Framework,
         run_state: RunState | None = None,
         link: ProcessLink | None = None,
+        audit: Audit | None = None,
     ) -> None:
         self.run_state = RunState() if run_state is None else run_state
         self._definition = definition
@@ -64,6 +69,12 @@ class Inline:
         self._link: ProcessLink = link or (
             LocalLink(framework, range(definition.replicas)) if lanes is None else LaneLink(framework, lanes)
         )
+        self._audited: AuditedLink | None = None
+        if audit is not None:
+            self._audited = AuditedLink(
+                self._link, audit, framework, definition, OwnBallot(), 0, [range(definition.replicas)]
+            )
+            self._link = self._audited
         self._dealer = BatchShares(definition, framework.opened)
         self._torn = False
         self.ended = ""
@@ -85,10 +96,9 @@ class Inline:
         with self.environment:
             try:
                 shares = self._dealer.planned(t) if batch is None else self._dealer.brought(batch)
-                self._link.begin()
                 if self._lanes is not None and batch is None:
                     self._lanes.expect(functools.partial(self._following, t + 1, horizon))
-                proposal = propose(self._framework, self._link, self._definition, t, shares)
+                proposal = self._proposed(t, shares, planned=batch is None)
                 samples = sum([len(share.samples) for share in shares])
                 self._commit(t, proposal, samples)
             except BaseException:
@@ -98,7 +108,8 @@ class Inline:
         ended = time.perf_counter()
         self.run_state.time(started, ended)
         self._price.look(ended - started)
-        return StepReport(t, epoch, proposal.loss, proposal.norm, lr, samples, ended - started)
+        parts = tuple(proposal.parts)
+        return StepReport(t, epoch, proposal.loss, proposal.norm, lr, samples, ended - started, parts=parts)
 
     def pause(self) -> bool:
         """See ``seams.Engine.pause``: nothing runs ahead here."""
@@ -143,6 +154,25 @@ class Inline:
         """Give back the memory that steps had freed and would have used again."""
         self.closed = True
         self._memory()  # once
+
+    def _proposed(self, t: int, shares: Sequence[Share], *, planned: bool) -> Proposal:
+        """The first half of the step; again where an audit found that this process computed a wrong value."""
+        if self._audited is not None:
+            self._audited.aim(t, shares if planned else None)
+        for _ in range(MOST_WRONG):
+            self._link.begin()
+            try:
+                return propose(self._framework, self._link, self._definition, t, shares)
+            except CorruptionError as error:
+                error.worker = 0
+                self.run_state.incidents.append(Incident(time.perf_counter(), "corruption", 0, t, spelled(error)))
+                if self._audited is None or self._audited.stops:
+                    raise
+        raise RunError(
+            f"audits of step {t} found wrong values {MOST_WRONG} times in a row; test this machine's memory and "
+            "processor, or, if the model does not compute the same twice, see what phalanx check says",
+            step=t,
+        )
 
     def _following(self, step: int, horizon: int) -> list[Todo]:
         """What the next step computes, if nobody may change the data before: columns are watched, other data is not."""

@@ -11,7 +11,9 @@ from phalanx.engines.inline import Inline
 from phalanx.engines.processes.driver import Processes
 from phalanx.engines.processes.launch import WARM
 from phalanx.engines.recovery.deadline import Deadline
+from phalanx.errors import UsageError
 from phalanx.frameworks.registry import open_framework
+from phalanx.plan.audit import Audit
 from phalanx.plan.placement import place
 from phalanx.seams import Engine, Framework, RunState
 from phalanx.surroundings.presence import processors, several, usable_cores
@@ -28,6 +30,7 @@ def open_engine(
     begin: Callable[[Framework], RunState],
     *,
     allow: bool = False,
+    audit: Audit | None = None,
 ) -> Engine:
     """The engine that was asked for; "auto" without a number of workers measures.
 
@@ -35,6 +38,8 @@ def open_engine(
     ``begin(framework)`` may give the framework the state of an earlier run, and tells what that had done.
     """
     if distributes(engine):
+        if audit is not None:
+            raise UsageError("audit compares workers of one process or host in this version; leave it out over several")
         from phalanx.engines.hosts.driver import open_distributed  # loads what speaks to networks
 
         return open_distributed(definition, workers, devices, processors(), deadline_seconds, begin, allow=allow)
@@ -44,11 +49,12 @@ def open_engine(
     if engine == "processes" or not (engine == "inline" or here or workers is None):
         WARM.zygote()  # first: it imports while the model is made here
         framework = open_framework(definition, devices)
-        return Processes(definition, framework, place(definition.replicas, count), begin(framework), deadline)
+        placement = place(definition.replicas, count)
+        return Processes(definition, framework, placement, begin(framework), deadline, audit=audit)
     framework = open_framework(definition, devices, allow=allow)
     if engine == "inline" or here or framework.lanes is not None:
-        return Inline(definition, framework, begin(framework))
-    return Auto(definition, framework, begin(framework), count, deadline)
+        return Inline(definition, framework, begin(framework), audit=audit)
+    return Auto(definition, framework, begin(framework), count, deadline, audit)
 
 
 def distributes(engine: str) -> bool:

@@ -6,17 +6,19 @@ What ``make_model`` returns decides: a ``torch.nn.Module``, a tree of jax arrays
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from phalanx.definition.digest import digest_of
+from phalanx.definition.digest import Entry, digest_of, leaf_hash
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks.jax import outside
 from phalanx.frameworks.tinygrad import outside as outside_tinygrad
 from phalanx.seams import Framework
-from phalanx.seams.snapshots import Tensor
+from phalanx.seams.snapshots import CODES, Tensor
 from phalanx.surroundings import interrupts
+
+OPTIMIZER = "optimizer"  # the kind of an entry that is an optimizer's
 
 
 def open_framework(
@@ -69,17 +71,52 @@ def digest(model: Any, optimizer: Any = None, step: int | None = None) -> str:
     str
         64 hexadecimal digits; equals ``result.digest`` of a run that ended in the same state.
     """
-    if outside.is_pytree(model):
-        from phalanx.frameworks.jax import snapshot
-
-        return digest_of(snapshot.entries(model, optimizer), step)
-    if outside_tinygrad.is_model(model):
-        from phalanx.frameworks.tinygrad import snapshot as tinygrad_snapshot
-
-        return digest_of(tinygrad_snapshot.entries(tinygrad_snapshot.state_of(model, optimizer)), step)
+    if outside.is_pytree(model) or outside_tinygrad.is_model(model):
+        return digest_of(_entries(model, optimizer), step)
     from phalanx.frameworks.torch import snapshot as torch_snapshot
 
     return torch_snapshot.digest(model, optimizer, step)
+
+
+def leaves(model: Any, optimizer: Any = None) -> dict[str, str]:
+    """A hash of each tensor of a state by name: parameters, buffers, and the optimizer's as ``optimizer.0.NAME``."""
+    if outside.is_pytree(model) or outside_tinygrad.is_model(model):
+        return _hashes(_entries(model, optimizer), 0)
+    from phalanx.frameworks.torch import snapshot as torch_snapshot
+
+    listed = list(optimizer) if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
+    model = torch_snapshot.unwrapped(model)
+    found = _hashes(torch_snapshot.entries(model, []), 0)
+    for number, item in enumerate(listed):
+        found |= _hashes((entry for entry in torch_snapshot.entries(model, [item]) if entry.kind == OPTIMIZER), number)
+    return found
+
+
+def nondeterministic(run: Callable[[], Any]) -> list[str]:
+    """The operations that ``run`` calls and the library says have no deterministic kernel here."""
+    from phalanx.frameworks.torch import process
+
+    return process.nondeterministic(run)
+
+
+def _hashes(entries: Iterable[Entry], number: int) -> dict[str, str]:
+    return {
+        f"{OPTIMIZER}.{number}.{entry.name}" if entry.kind == OPTIMIZER else entry.name: leaf_hash(
+            CODES[entry.dtype][0], entry.shape, memoryview(entry.content).cast("B")
+        )
+        for entry in entries
+        if entry.dtype in CODES
+    }
+
+
+def _entries(model: Any, optimizer: Any) -> Iterable[Entry]:
+    if outside.is_pytree(model):
+        from phalanx.frameworks.jax import snapshot
+
+        return snapshot.entries(model, optimizer)
+    from phalanx.frameworks.tinygrad import snapshot as tinygrad_snapshot
+
+    return tinygrad_snapshot.entries(tinygrad_snapshot.state_of(model, optimizer))
 
 
 def prepare_process(cache: str | None) -> None:

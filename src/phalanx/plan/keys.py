@@ -21,6 +21,7 @@ EVALUATION_STREAM: Final = 3
 EVALUATION_SAMPLE_STREAM: Final = 4
 ORDER_STREAM: Final = 5
 UPDATE_STREAM: Final = 6
+AUDIT_STREAM: Final = 7
 
 
 def splitmix64(value: int) -> int:

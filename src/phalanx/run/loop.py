@@ -9,6 +9,7 @@ from typing import Any
 from phalanx.definition.batches import Unchanged
 from phalanx.definition.evaluation import Evaluation
 from phalanx.definition.fields import Definition
+from phalanx.errors import PhalanxError
 from phalanx.seams import Engine
 from phalanx.seams.events import Evaluated, StepReport
 from phalanx.seams.observer import Observer
@@ -50,7 +51,15 @@ class Loop:
     def advance(self, batch: Any, *, watched: bool) -> StepReport:
         """Do a step, on ``batch`` or the next planned one; ``watched``: the caller may look at the state after it."""
         self._data.check(contents=False)
-        report = self._engine.advance(batch, self.steps + 1 if watched or batch is not None else self._horizon())
+        try:
+            report = self._engine.advance(batch, self.steps + 1 if watched or batch is not None else self._horizon())
+        except PhalanxError as error:
+            self._tell_incidents()
+            for observer in self._observers:
+                observer.failed(error)
+            raise
+        for observer in self._observers if batch is not None else ():
+            observer.brought(batch)
         if len(self._engine.run_state.incidents) != self._told:
             self._tell_incidents()
         epoch_ended = report.epoch is not None and self._ends_epoch(report.step + 1)

@@ -29,6 +29,9 @@ class Options(TypedDict, total=False):
     snapshot_every: int | str
     keep_snapshots: int
     on_snapshot_error: str
+    chain: int | str
+    audit: float
+    on_corruption: str
     deadline_seconds: float | str
     warm_start: Any
     evaluation: Evaluation | None
@@ -39,10 +42,12 @@ class Options(TypedDict, total=False):
 DEFAULTS: Mapping[str, Any] = Options(
     workers="auto", engine="auto", devices="auto", nondeterministic="error",
     run_dir=None, resume=True, snapshot_every="auto", keep_snapshots=3,
-    on_snapshot_error="continue", deadline_seconds="auto", warm_start=None, evaluation=None, callbacks=(),
+    on_snapshot_error="continue", chain="auto", audit=0.0, on_corruption="continue", deadline_seconds="auto",
+    warm_start=None, evaluation=None, callbacks=(),
     progress="auto",
 )  # fmt: skip
-NEEDS_RUN_DIR = ("resume", "snapshot_every", "keep_snapshots", "on_snapshot_error")
+NEEDS_RUN_DIR = ("resume", "snapshot_every", "keep_snapshots", "on_snapshot_error", "chain")
+CHAIN = {"auto": None, "every": 1, "off": 0}
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,9 @@ class Settled:
     snapshot_every: int | None
     keep_snapshots: int
     on_snapshot_error: str
+    chain: int | None
+    audit: float
+    on_corruption: str
     warm_start: pathlib.Path | None
     evaluation: Evaluation | None
     callbacks: tuple[Callable[[StepReport], Any], ...]
@@ -81,6 +89,7 @@ def settle(options: Mapping[str, Any], replicas: int) -> Settled:
     checks.choice("resume", given["resume"], (True, False, ANYWAY))
     checks.choice("on_snapshot_error", given["on_snapshot_error"], ("continue", "stop"))
     checks.choice("nondeterministic", given["nondeterministic"], ("error", "allow"))
+    checks.choice("on_corruption", given["on_corruption"], ("continue", "stop"))
     checks.choice("progress", given["progress"], (True, False, "auto"))
     seconds = given["deadline_seconds"]
     settled = Settled(
@@ -94,6 +103,9 @@ def settle(options: Mapping[str, Any], replicas: int) -> Settled:
         snapshot_every=_auto_or_count("snapshot_every", given["snapshot_every"]),
         keep_snapshots=checks.integer("keep_snapshots", given["keep_snapshots"], least=1),
         on_snapshot_error=given["on_snapshot_error"],
+        chain=_checked_chain(given["chain"]),
+        audit=_checked_share(given["audit"]),
+        on_corruption=given["on_corruption"],
         warm_start=_path("warm_start", given["warm_start"]),
         evaluation=_checked_evaluation(given["evaluation"]),
         callbacks=_checked_callbacks(given["callbacks"]),
@@ -140,6 +152,20 @@ def _check_engine(settled: Settled, replicas: int) -> None:
         )
     if (spawns or world) and not hasattr(select, "poll"):
         raise UsageError("worker processes need Linux or macOS; use engine='inline' (same answer)")
+
+
+def _checked_chain(value: Any) -> int | None:
+    """Steps from one digest of the state to the next: None for "auto", 0 for none."""
+    if isinstance(value, str) and value in CHAIN:
+        return CHAIN[value]
+    return checks.integer("chain", value, least=1, hint="or 'auto', 'every' or 'off'")
+
+
+def _checked_share(value: Any) -> float:
+    """Of the steps that are audited."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise UsageError(f"audit is {checks.shown(value)}; it must be a share of steps from 0 to 1, as in audit=0.01")
+    return float(value)
 
 
 def _path(name: str, value: Any) -> pathlib.Path | None:

@@ -79,6 +79,31 @@ def plot_timeline(incidents: Sequence[Incident], seconds: float, workers: int, t
     return figure
 
 
+def plot_difference(one: Sequence[float], other: Sequence[float], step: int | None, title: str) -> Axes:
+    """The losses of two runs over their steps, how far they are apart, and the first step that differs."""
+    upper = _new_axes()
+    figure: Any = upper.figure
+    figure.clear()
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    for losses, name, style in ((one, "A", "-"), (other, "B", "--")):
+        upper.plot(range(len(losses)), losses, style, color=LOSS_COLOR if name == "A" else DEATH_COLOR, label=name)
+    count = min(len(one), len(other))
+    apart = np.abs(np.asarray(one[:count], np.float64) - np.asarray(other[:count], np.float64))
+    lower.plot(range(count), np.where(apart > 0, apart, np.nan), ".", color=METRIC_COLORS[2], markersize=3)
+    if (apart > 0).any():
+        lower.set_yscale("log")
+    for ax in (upper, lower):
+        ax.grid(alpha=0.2)
+        if step is not None:
+            ax.axvline(step, color="gray", linewidth=1, label=f"first difference: step {step}")
+    upper.set_ylabel("training loss")
+    lower.set_ylabel("|A - B|")
+    lower.set_xlabel("step")
+    upper.legend(loc="best", fontsize=8)
+    upper.set_title(title, fontsize=9, wrap=True)
+    return upper
+
+
 def plot_choices(rows: Sequence[tuple[str, int, float]], title: str) -> Axes:
     """Samples per second over R, of (name of the line, R, samples per second); the numbers of R are evenly apart."""
     ax = _new_axes()

@@ -44,6 +44,9 @@ class Result:
         The step at which the run went on from a snapshot of an earlier one; ``seconds`` count from there.
     incidents : sequence of Incident
         Deaths and replacements of workers, and what was rolled back.
+    chain : str or None
+        With a ``run_dir``: the root of the run's chain, which stands for all of its steps; the same for any number of
+        workers, engine, kill and resume.
     """
 
     model: Any = field(repr=False)
@@ -60,6 +63,7 @@ class Result:
     startup_seconds: float
     resumed_from: int | None = None
     incidents: Sequence[Incident] = field(default=(), repr=False)
+    chain: str | None = None
 
     @property
     def loss(self) -> float | None:
@@ -109,4 +113,5 @@ def result_of(definition: Definition, engine: Engine, called: float, opened: flo
         startup_seconds=began - called,
         resumed_from=run_state.resumed_from,
         incidents=tuple(run_state.incidents),
+        chain=run_state.chain,
     )

@@ -19,6 +19,7 @@ from phalanx.seams.records import Measurement as Measurement
 from phalanx.seams.records import Part as Part
 from phalanx.seams.records import RunState as RunState
 from phalanx.seams.records import Todo as Todo
+from phalanx.seams.records import Watch as Watch
 from phalanx.seams.sharing import Sharing, Vector
 from phalanx.seams.snapshots import Captured, Snapshots
 
@@ -55,10 +56,11 @@ class Steppable(Protocol):
         """How gradients are added, scaled and divided."""
         ...
 
-    def gradients(self, todo: Sequence[Todo]) -> Iterator[Computed]:
+    def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
         """Compute some replicas in turn, from the state at the step's start; runs user code.
 
-        One is computed when it is asked for; others may have been begun by then, if that is not seen.
+        One is computed when it is asked for; others may have been begun by then, if that is not seen. Who watches does
+        not change a bit of it.
         """
         ...
 

@@ -27,6 +27,8 @@ class StepReport(NamedTuple):
         Wall time of this step.
     metric : float or None
         Value of the evaluation that followed this step, where one was due.
+    parts : tuple of float
+        Loss and weight of each replica, in turn: two numbers each.
     """
 
     step: int
@@ -37,6 +39,7 @@ class StepReport(NamedTuple):
     samples: int
     seconds: float
     metric: float | None = None
+    parts: tuple[float, ...] = ()
 
 
 class Incident(NamedTuple):
@@ -47,11 +50,11 @@ class Incident(NamedTuple):
     seconds : float
         When, on the clock of ``time.perf_counter``.
     kind : str
-        "death", "replaced", or "rollback" for all of them.
+        "death", "replaced", "rollback" for all of them, or "corruption" where an audit found a wrong value.
     worker, step : int
-        Which worker, in which step; for a rollback the step whose update broke off.
+        Which worker, in which step; for a rollback the step whose update broke off; -1 where nobody can tell who.
     why : str
-        What ended it.
+        What ended it, or was found.
     """
 
     seconds: float

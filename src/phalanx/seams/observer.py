@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
+from phalanx.errors import PhalanxError
 from phalanx.seams import Engine
 from phalanx.seams.events import Incident, StepReport
 
@@ -44,6 +45,12 @@ class Observer:
 
     def happened(self, incident: Incident) -> None:
         """Hear of something that happened to a worker, before the report of the step that was done next."""
+
+    def brought(self, batch: Any) -> None:
+        """Hear of the batch that the caller brought for the step that was done next, before its report."""
+
+    def failed(self, error: PhalanxError) -> None:
+        """Hear that a step failed; the state is the one before it."""
 
     def step(self, report: StepReport) -> None:
         """See a finished step, with the value of its evaluation where one was due and did not fail."""

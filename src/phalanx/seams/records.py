@@ -25,6 +25,20 @@ class Todo(NamedTuple):
     weight: float
 
 
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Who is told what is computed on the way of a replica-step, and how much of it.
+
+    ``told(kind, name, value)``: kind is "batch", "module" (its output; the name is its path), "output", "buffer" (as it
+    was left), or, with ``operations``, "operation" and, within the backward pass, "backward" (its
+    name; the value is a pair of all inputs and all outputs). What is
+    told may be written to later. A framework tells what it can.
+    """
+
+    told: Callable[[str, str, Any], None]
+    operations: bool = False
+
+
 @dataclass(slots=True)
 class Computed:
     """What one replica computed in one step.
@@ -100,6 +114,8 @@ class RunState:
         How many steps an earlier run had done, if this one goes on from its snapshot.
     evaluated : list of Evaluated
         Every evaluation so far, those of that earlier run first.
+    chain : str or None
+        The newest link of the run's chain, if one is kept.
     priced : bool
         Whether it is known what R costs, or does not matter.
     """
@@ -110,6 +126,7 @@ class RunState:
     incidents: list[Incident] = field(default_factory=list[Incident])
     resumed_from: int | None = None
     evaluated: list[Evaluated] = field(default_factory=list[Evaluated])
+    chain: str | None = None
     priced: bool = False
 
     def add(self, loss: float, samples: int) -> None:

@@ -29,7 +29,10 @@ class GradientBuckets(Protocol):
     blank: Callable[[int], Any]
 
     def set_destination(self, number: int) -> None:
-        """Put the next replica's gradient where this worker publishes the ``number``-th vector that it holds."""
+        """Put the next replica's gradient where this worker publishes the ``number``-th vector that it holds.
+
+        -1: anywhere but where a vector lies.
+        """
         ...
 
     def watch(self, told: Callable[[int, Any], None]) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, Protocol, cast
 
 from phalanx.plan.lifecycle import Phase, Progress
 from phalanx.shared.ordering import order
-from phalanx.shared.reports import PART, REPORT, RING, Parts, Reports
+from phalanx.shared.reports import PART, REPORT, RING, TOLD, Parts, Reports
 
 LINE: Final = 8  # words in a cache line
 OF_PARENT, OF_FIRST, OF_ALL, OF_WORKERS = 0, 2 * LINE, 3 * LINE, 4 * LINE  # where lines of each kind of writer begin
@@ -30,7 +30,8 @@ COMPUTE, WAIT, FOLD, UPDATE = 0, 1, 2, 3  # parts of a step, timed
 PARTS: Final = ("compute", "wait", "fold", "update")
 PHASES: Final = len(Phase)
 PROGRESS: Final = 3  # the word that says how far a worker is: step and phase in one, so that none is read too late
-TIMES: Final = len(PARTS) + 1  # floats of a worker: seconds in each part, and when it began what it does now
+BEGAN: Final = len(PARTS)
+TIMES: Final = len(PARTS) + 2  # floats of a worker: seconds in each part, when it began what it does now, its vote
 
 
 def word_count(workers: int) -> int:
@@ -40,7 +41,7 @@ def word_count(workers: int) -> int:
 
 def float_count(workers: int, replicas: int) -> int:
     """Floats that parts of replicas, reports and times take."""
-    return PART * replicas + REPORT * RING + TIMES * workers
+    return PART * replicas + (REPORT + TOLD * replicas) * RING + TIMES * workers
 
 
 class Word(Protocol):
@@ -80,7 +81,7 @@ class WorkerCounters:
 
     def reach(self, step: int, phase: Phase) -> None:
         """It comes to a phase of a step, now."""
-        self._floats[TIMES - 1] = time.monotonic()
+        self._floats[BEGAN] = time.monotonic()
         self._words[PROGRESS] = step * PHASES + phase
 
     @property
@@ -91,12 +92,12 @@ class WorkerCounters:
 
     def begin_part(self) -> None:
         """Whatever it does now, it begins now."""
-        self._floats[TIMES - 1] = time.monotonic()
+        self._floats[BEGAN] = time.monotonic()
 
     @property
     def began(self) -> float:
         """When it came to what it does now, on the clock of ``time.monotonic``."""
-        return self._floats[TIMES - 1]
+        return self._floats[BEGAN]
 
     def spend(self, part: int, seconds: float, waited: float) -> None:
         """It has spent so long in a part of a step, and waiting for the others to come to its end."""
@@ -106,7 +107,16 @@ class WorkerCounters:
     @property
     def spent(self) -> Sequence[float]:
         """Seconds that its place has spent in each of ``PARTS`` so far."""
-        return self._floats[: TIMES - 1].tolist()
+        return self._floats[:BEGAN].tolist()
+
+    @property
+    def vote(self) -> int:
+        """What it came to in an audited step; complete after the barrier that ends computing."""
+        return int(self._floats[BEGAN + 1])
+
+    @vote.setter
+    def vote(self, value: int) -> None:
+        self._floats[BEGAN + 1] = value  # at most 32 bits, which a float holds exactly
 
 
 class Counters:
@@ -159,7 +169,8 @@ class Counters:
         self._words = words
         self._floats = floats
         self._replicas = replicas
-        rows, ring = PART * replicas, PART * replicas + REPORT * RING
+        rows = PART * replicas
+        ring = rows + (REPORT + TOLD * replicas) * RING
         self.parts = Parts(floats[:rows])
         self.reports = Reports(floats[rows:ring])
         self.workers = [

@@ -9,11 +9,12 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 from phalanx.definition.evaluation import averaged
 from phalanx.definition.fields import Definition
 from phalanx.engines.processes.environment import described
+from phalanx.engines.processes.jury import Jury
 from phalanx.engines.processes.messages import WHERE, WorkerMessage, caused, first_error
 from phalanx.engines.processes.pool import LONG, WorkerPool
 from phalanx.engines.processes.serialization import pack
@@ -21,8 +22,9 @@ from phalanx.engines.recovery.deadline import Deadline
 from phalanx.engines.recovery.failures import FailureLog
 from phalanx.engines.recovery.state_record import StateRecord
 from phalanx.engines.recovery.supervisor import Supervisor
-from phalanx.errors import LostError, PhalanxError, RunError, WorkerError
+from phalanx.errors import CorruptionError, LostError, PhalanxError, RunError, WorkerError
 from phalanx.frameworks.registry import reduced
+from phalanx.plan.audit import Audit
 from phalanx.plan.placement import Placement
 from phalanx.seams import Exported, Framework, RunState
 from phalanx.seams.events import StepReport
@@ -40,24 +42,14 @@ MEMORIES = 5  # what workers inherit: environment_memory, parcel, arena, mailbox
 class Processes:
     """Takes a recipe's state from step to step in worker processes over one arena.
 
-    Parameters
-    ----------
-    definition : Definition
-    framework : Framework
-        The caller's own: where the state comes from, and where it goes when somebody looks.
-    placement : Placement
-    run_state : RunState, optional
-        What was done before, in another engine.
-    deadline : Deadline, optional
-    rendezvous : engines.hosts.rendezvous.Rendezvous, optional
-        Where the workers find those of other hosts.
+    ``framework`` is the caller's own: where the state comes from, and where it goes when somebody looks.
 
     Attributes
     ----------
     ended : str
         Why the run cannot go on; "" if it can.
     closed, lost : bool
-        Whether the workers are gone, and whether the state is lost, so that it cannot be taken home any more.
+        Whether the workers are gone, and whether the state is lost.
     """
 
     environment: AbstractContextManager[None] = contextlib.nullcontext()
@@ -70,13 +62,14 @@ class Processes:
         run_state: RunState | None = None,
         deadline: Deadline | None = None,
         rendezvous: Any = None,
+        audit: Audit | None = None,
     ) -> None:
         self.run_state = RunState() if run_state is None else run_state
         self.workers = placement.workers
         self._definition = definition
         self._framework = framework
-        self._deadline = Deadline() if deadline is None else deadline
-        self._rendezvous = rendezvous
+        self._deadline = deadline or Deadline()
+        self._rendezvous, self._audit, self._jury = rendezvous, audit, cast("Jury | None", None)
         self.ended, self.closed, self.lost = "", False, False
         plan = Plan(framework.sharing, placement)
         check_room(plan.layout.touched, placement.workers)
@@ -95,11 +88,14 @@ class Processes:
         self._mirror = Mirror(self._framework.sharing, plan.layout, mapped)
         pack({**described(self._framework.name), "threads": self._definition.threads}, environment_memory, reduced)
         fields = {item.name: getattr(self._definition, item.name) for item in dataclasses.fields(Definition)}
-        facts = {"placement": placement, "signature": plan.layout.signature(), "state": plan.layout.contents.state}
-        pack({**facts, "hosts": self._rendezvous, "fields": fields}, parcel, reduced)
+        facts: dict[str, Any] = {"audit": self._audit, "hosts": self._rendezvous}
+        facts |= {"placement": placement, "signature": plan.layout.signature(), "state": plan.layout.contents.state}
+        pack({**facts, "fields": fields}, parcel, reduced)
         record = StateRecord(self._mirror, self.run_state, self.counters.reports)
         self._failures = FailureLog(self._definition, self._framework, placement, self.counters, self.run_state)
         self._pool = WorkerPool(memories, self.counters, self._deadline, self._failures.vacancies, record)
+        if self._audit is not None:
+            self._jury = Jury(self._audit, self._definition, self._framework, self._failures, self._pool)
         self.supervisor = Supervisor(placement, self._pool, record, mailbox, orders, self._failures)
         try:
             self.supervisor.begin()
@@ -130,7 +126,11 @@ class Processes:
                     self.supervisor.wait(lambda: True, t)
         report = self._absorb() if counters.done > t else None
         if report is None or any(told.step == t for told in self._pool.told):
-            raise self._failure(t)
+            error = self._failure(t)
+            if self._jury is None or not isinstance(error, CorruptionError):
+                raise error
+            self._jury.judge(error, self._ask("vote", {"replica": error.replica, "block": error.block}), self._fetch)
+            return self.advance(batch, horizon)
         return report if batch is None else report._replace(epoch=None)
 
     def pause(self) -> bool:
@@ -247,7 +247,7 @@ class Processes:
         while self.counters.done > self._steps:
             self._absorb()
 
-    def _fetch(self, *, save: bool) -> None:
+    def _fetch(self, *, save: bool = True) -> None:
         """Copy the state out of the arena, at a step boundary; ``save``: the workers will go on from there."""
         if self.lost:
             return
@@ -268,7 +268,8 @@ class Processes:
         self.run_state.time(started, ended)
         self._deadline.note(ended - started)
         epoch = None if self._definition.data is None else self._definition.plan.epoch(t)
-        return StepReport(t, epoch, loss, norm, lr, int(samples), ended - started)
+        parts = self.counters.reports.parts(t)
+        return StepReport(t, epoch, loss, norm, lr, int(samples), ended - started, parts=parts)
 
     @contextlib.contextmanager
     def _watching(self) -> Any:

@@ -19,6 +19,7 @@ from phalanx.errors import PhalanxError, UsageError
 from phalanx.plan.tally import Cause
 
 BROKEN_OFF = "stayed in user code after Ctrl-C and was ended"  # a death that the caller caused
+CORRUPT = "computed a wrong value, as an audit found, and was ended"
 WHERE = {
     "torn": "the optimizer, so the weights are not those of any step",
     "repaired": "the optimizer; the state is the one before that step",

@@ -17,7 +17,7 @@ from typing import Any
 from phalanx.engines.processes.environment import Imported
 from phalanx.engines.processes.handle import WorkerHandle
 from phalanx.engines.processes.launch import Warm
-from phalanx.engines.processes.messages import BROKEN_OFF, End, WorkerMessage, ended
+from phalanx.engines.processes.messages import BROKEN_OFF, CORRUPT, End, WorkerMessage, ended
 from phalanx.engines.processes.output import Output
 from phalanx.engines.recovery.deadline import Deadline, Watch
 from phalanx.engines.recovery.failures import Vacancies
@@ -271,6 +271,11 @@ class WorkerPool:
     def leave(self) -> None:
         """See ``forks.Owned``."""
         self._abandoned.detach()
+
+    def dismiss(self, number: int) -> None:
+        """End a worker whose values were wrong; it counts as dead, and another takes its place."""
+        if not self._handles[number].ended:
+            self._died(self._handles[number], (CORRUPT, Cause.CALLER))
 
     def check_owner(self) -> None:
         """Refuse, by a LostError, to touch the workers of the process that this one was forked from."""

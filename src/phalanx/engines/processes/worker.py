@@ -20,6 +20,7 @@ from typing import Any
 from phalanx.definition.batches import BatchShares
 from phalanx.definition.data import Share
 from phalanx.definition.fields import Definition
+from phalanx.engines.auditing import AuditedLink, WorkerBallot, revote
 from phalanx.engines.hosts.link import HostLink
 from phalanx.engines.processes.environment import adopt_environment
 from phalanx.engines.processes.link import ArenaLink
@@ -40,7 +41,7 @@ from phalanx.shared.heap import give_back
 from phalanx.shared.memory import Memory
 from phalanx.shared.ordering import fence, order
 from phalanx.shared.state import Shard
-from phalanx.step import commit, measure, propose
+from phalanx.step import Proposal, commit, measure, propose
 
 IDLE_YIELDS = 500
 
@@ -65,16 +66,7 @@ def live(channel: int, memories: Sequence[int], number: int) -> None:
 
 
 class Worker:
-    """The state of a worker.
-
-    Parameters
-    ----------
-    caller : DriverChannel
-    setup : dict
-        The caller's parcel.
-    arena, mailbox : Memory
-    number : int
-    """
+    """The state of worker ``number``; ``setup`` is the caller's parcel."""
 
     def __init__(
         self, caller: DriverChannel, setup: dict[str, Any], arena: Memory, mailbox: Memory, number: int
@@ -110,9 +102,13 @@ class Worker:
         self._shard = Shard(self._framework.sharing, plan.layout, arena, self._number)
         shard, placement, barrier, rendezvous = self._shard, self._placement, self._barrier, setup["hosts"]
         within = ArenaLink(self._framework, shard, plan, placement, arena, barrier)
-        self._link: ArenaLink | HostLink = within
+        self._link: ArenaLink | HostLink | AuditedLink = within
         if rendezvous is not None:
             self._link = HostLink(rendezvous, within, shard, plan, placement, arena, barrier)
+        elif setup["audit"] is not None:
+            facts = (setup["audit"], self._framework, self._definition, WorkerBallot(self._counters, self._number))
+            spare = functools.partial(shard.slots.set_destination, -1)
+            self._link = AuditedLink(within, *facts, self._number, placement.blocks, spare)
 
     def take(self, orders: dict[str, Any]) -> None:
         """Be at the beginning of a step, with a state that lies in the arena, and options in ``orders``."""
@@ -169,6 +165,7 @@ class Worker:
             facts = unpack(self._mailbox)
             task = facts.pop("task")
             tasks = {"evaluate": self._evaluate, "state": self._describe, "take": self.take, "resume": self.resume}
+            tasks["vote"] = functools.partial(revote, self._framework, self._definition, self._dealer, self._step)
             self._caller.tell("result", self._counters.grant, tasks[task](**facts))
 
     def _advance(self, shares: list[Share]) -> None:
@@ -177,11 +174,13 @@ class Worker:
         started, lr = time.perf_counter(), self._framework.lr
         if self._counters.snapshot_due == t:
             self._timer.keep(self._save)
+        if isinstance(self._link, AuditedLink):
+            self._link.aim(t, shares if self._counters.kind == STEPS else None)
         self._link.begin(even=len({len(share.samples) for share in shares}) == 1)
         proposal = propose(self._framework, self._link, self._definition, t, shares)
         if self._number == 0:
             samples = sum([len(share.samples) for share in shares])
-            self._announce(t, proposal.loss, proposal.norm, lr, samples, started)
+            self._announce(t, proposal, lr, samples, started)
         try:
             commit(self._framework, self._link, t, proposal)
         except BaseException as error:
@@ -214,12 +213,13 @@ class Worker:
         if options is not None:
             self._caller.tell("scheduled", step, options)
 
-    def _announce(self, t: int, loss: float, norm: float, lr: float, samples: int, started: float) -> None:
+    def _announce(self, t: int, done: Proposal, lr: float, samples: int, started: float) -> None:
         """What the first worker writes before a step is finished: nobody else could, should it end after that."""
         counters = self._counters
         more = counters.horizon > t + 1 and not counters.pause
         counters.agreed = t + 2 if more else t + 1
-        counters.reports.write(t, loss, norm, lr, samples, started, time.perf_counter())
+        ended = time.perf_counter()
+        counters.reports.write(t, done.parts, done.loss, done.norm, lr, samples, started, ended)
         if counters.snapshot_due == t:
             counters.snapshot_step = t  # all have met since they saved
         counters.snapshot_due = next_snapshot(

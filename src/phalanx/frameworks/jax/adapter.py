@@ -30,7 +30,7 @@ from phalanx.frameworks.jax.owners import Owners
 from phalanx.frameworks.jax.sharing import Sharing
 from phalanx.frameworks.jax.snapshot import Snapshots, State, entries
 from phalanx.frameworks.jax.tree import named, placed
-from phalanx.seams import Computed, Exported, Lanes, Measurement, Todo
+from phalanx.seams import Computed, Exported, Lanes, Measurement, Todo, Watch
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Reentrant
 
@@ -105,11 +105,13 @@ class Jax:
         """How this state is shared with other processes."""
         return Sharing(self._state, self._updates, self._device)
 
-    def gradients(self, todo: Sequence[Todo]) -> Iterator[Computed]:
+    def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
         """See ``seams.Steppable.gradients``: while one is waited for, the other devices compute the next."""
         begun: deque[Callable[[], Computed]] = deque()
         for replica, key, share, _ in todo:
             params = self._params_on(self._device if self._blocks is None else self._blocks.device_of(replica))
+            if watch is not None:
+                self._tell(watch, params, key, share)
             begun.append(self._begun(params, key, share))
             if len(begun) >= len(self._homes):
                 yield begun.popleft()()
@@ -171,6 +173,12 @@ class Jax:
             return self._forward.begun(params, batch, key)
         except Exception as error:
             return functools.partial(_failed, error)
+
+    def _tell(self, watch: Watch, params: Any, key: int, share: Share) -> None:
+        """Batch and output, computed for this by themselves: within the compiled program nobody can look."""
+        samples = self._batch(key, share)
+        watch.told("batch", "", samples)
+        watch.told("output", "", self._forward.output(params, jax.device_put(samples, self._device)))
 
     def _batch(self, key: int, share: Share) -> Any:
         samples = share.read(share.samples)

@@ -30,7 +30,7 @@ from phalanx.frameworks.tinygrad.optimizer import Update
 from phalanx.frameworks.tinygrad.sharing import Sharing
 from phalanx.frameworks.tinygrad.snapshot import Snapshots, State, entries
 from phalanx.frameworks.tinygrad.snapshot import array_of as array_of
-from phalanx.seams import Computed, Exported, Lanes, Measurement, Todo
+from phalanx.seams import Computed, Exported, Lanes, Measurement, Todo, Watch
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Reentrant
 
@@ -89,8 +89,11 @@ class Tinygrad:
         """Why this state is not shared with other processes."""
         return Sharing(len(self._model.params))
 
-    def gradients(self, todo: Sequence[Todo]) -> Iterator[Computed]:
-        """See ``seams.Steppable.gradients``: while one is waited for, the other devices compute the next."""
+    def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
+        """See ``seams.Steppable.gradients``: while one is waited for, the other devices compute the next.
+
+        Nobody can look into a captured program, so nothing is told.
+        """
         begun: deque[Callable[[], Computed]] = deque()
         for replica, key, share, _ in todo:
             lane = self._lanes[0 if self._blocks is None else self._blocks.number_of[replica]]

@@ -21,7 +21,7 @@ from phalanx.frameworks.torch.replica.forward import AmbiguousMean
 from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.frameworks.torch.sharing.state import Sharing
 from phalanx.frameworks.torch.snapshot import Snapshots, entries, exported
-from phalanx.seams import Computed, Exported, Lanes, Measurement, Todo
+from phalanx.seams import Computed, Exported, Lanes, Measurement, Todo, Watch
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Reentrant
 
@@ -78,9 +78,9 @@ class Torch:
         lane = self._lane
         return Sharing(lane.parameters, lane.buffers, self._updates, lane.collector, self.environment)
 
-    def gradients(self, todo: Sequence[Todo]) -> Iterator[Computed]:
+    def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
         """See ``seams.Steppable.gradients``."""
-        return self._lane.gradients(todo)
+        return self._lane.gradients(todo, watch)
 
     def norm(self, gradient: Gradient) -> float:
         """See ``seams.Steppable.norm``."""

@@ -249,6 +249,13 @@ def exported(model: torch.nn.Module, updates: Update, steps: int, *, copy: bool)
     return Exported(given, params, digest_of(entries(model, updates.optimizers, updates.named), steps))
 
 
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The model within what wraps it for several processes, by whose prefix its names would differ."""
+    inner = getattr(model, "module", None)
+    own = [name for name, _ in model.named_children()]
+    return inner if isinstance(inner, torch.nn.Module) and own == ["module"] else model
+
+
 def copied(model: torch.nn.Module) -> torch.nn.Module:
     """An independent copy of the run's model, for the caller."""
     try:

@@ -34,7 +34,7 @@ from phalanx.frameworks.torch.replica.forward import AmbiguousMean, Unread
 from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.frameworks.torch.snapshot import Snapshots, entries, exported
 from phalanx.plan.placement import Placement, dealt, hosts
-from phalanx.seams import Computed, Exported, Lanes, Measurement, Todo
+from phalanx.seams import Computed, Exported, Lanes, Measurement, Todo, Watch
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Reentrant
 
@@ -152,7 +152,7 @@ class TorchLanes:
             "engine='inline'"
         )
 
-    def gradients(self, todo: Sequence[Todo]) -> Iterator[Computed]:
+    def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
         """See ``seams.Steppable.gradients``: each device has a replica to compute before the first is asked for."""
         for feed in self._feeds:
             feed.begin(todo)
@@ -161,7 +161,7 @@ class TorchLanes:
             begun: list[Computed | Exception] = []
             for item in todo[start : start + count]:
                 try:
-                    begun.append(self._begin(item))
+                    begun.append(self._begin(item, watch))
                 except Exception as error:
                     begun.append(error)  # it is that replica's, and those before it are asked for first
                     break
@@ -227,13 +227,14 @@ class TorchLanes:
                 lane.collector.forget()
             return exported(self._first.model, self._updates, steps, copy=copy)
 
-    def _begin(self, todo: Todo) -> Computed:
+    def _begin(self, todo: Todo, watch: Watch | None) -> Computed:
         """Give a device a replica to compute; runs user code."""
         number = self._lane_of[todo.replica]
         device = self.devices[number]
         try:
             with accelerators.watched([device]), accelerators.current(device):
-                return self._lanes[number].gradient(todo)
+                lane = self._lanes[number]
+                return lane.gradient(todo) if watch is None else lane.watched(todo, watch)
         except RuntimeError as error:
             if "does not have a deterministic implementation" not in str(error):
                 raise

@@ -93,6 +93,11 @@ class Buffers:
         """The buffers as they are at the step's start, those that are not None."""
         return [start for start in self._start if start is not None]
 
+    @property
+    def paths(self) -> list[str]:
+        """Their names in the model, in the same order."""
+        return [path for (path, _, _), start in zip(self._places, self._start, strict=True) if start is not None]
+
     def renew(self) -> None:
         """The step's start is what the buffers are now."""
         self._begin_here()

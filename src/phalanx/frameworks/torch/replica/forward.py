@@ -19,6 +19,7 @@ from phalanx.definition.data import leaves, map_tree
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.environment import autocast
+from phalanx.seams import Watch
 
 
 class Forward:
@@ -69,13 +70,13 @@ class Forward:
             return target_fn(batch)
         return self._tensor(batch[1] if _is_pair(batch) else batch)
 
-    def loss(self, batch: Any, origin: str) -> tuple[torch.Tensor, Any]:
+    def loss(self, batch: Any, origin: str, watch: Watch | None = None) -> tuple[torch.Tensor, Any]:
         """The scalar loss of ``batch``, and the weight that was returned with it, if one was."""
         if self._definition.precision is None:
-            value = self._loss(batch, origin)
+            value = self._loss(batch, origin, watch)
         else:
             with autocast(self._device, self._definition.precision):
-                value = self._loss(batch, origin)
+                value = self._loss(batch, origin, watch)
         loss, weight = _split(value)
         name = "loss_fn" if self._definition.loss_fn else "forward_fn" if self._definition.forward_fn else "the model"
         self._check_loss(name, loss, batch, origin)
@@ -83,8 +84,10 @@ class Forward:
             return loss, Unread(name, weight)
         return loss, None if weight is None else checks.weight(name, weight)
 
-    def _loss(self, batch: Any, origin: str) -> Any:
+    def _loss(self, batch: Any, origin: str, watch: Watch | None) -> Any:
         output = self.output(batch, origin)
+        if watch is not None:
+            watch.told("output", "", output)
         loss_fn = self._definition.loss_fn
         return output if loss_fn is None else loss_fn(output, self.target(batch))
 

@@ -97,7 +97,7 @@ class Collector:
         self._listen(range(len(self._named)))
         self._told = told
 
-    def set_destination(self, homes: Gradient) -> None:
+    def set_destination(self, homes: Gradient | None) -> None:
         """Put the gradients of the next backward pass into this memory; None: they stay where autograd made them."""
         self._homes = homes
 

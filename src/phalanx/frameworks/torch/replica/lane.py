@@ -21,7 +21,8 @@ from phalanx.frameworks.torch.model import warn_of_eval_mode
 from phalanx.frameworks.torch.replica.buffers import Buffers
 from phalanx.frameworks.torch.replica.forward import AmbiguousMean, Forward
 from phalanx.frameworks.torch.replica.gradient import Collector, drop
-from phalanx.seams import Computed, Measurement, Todo
+from phalanx.frameworks.torch.replica.watching import watching
+from phalanx.seams import Computed, Measurement, Todo, Watch
 from phalanx.surroundings import interrupts
 
 
@@ -82,13 +83,16 @@ class Lane:
         self._unseen = True
         self._joins = True
 
-    def gradients(self, todo: Sequence[Todo]) -> Iterator[Computed]:
+    def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
         """Compute replicas; runs user code.
 
         The fold adds a replica with an odd number to the one before, and autograd can do so as soon as a parameter's
         gradient is there, while it is in cache. It does where nothing is to be multiplied first and nobody looks at
         gradients in between.
         """
+        if watch is not None:
+            yield from (self.watched(one, watch) for one in todo)
+            return
         left: tuple[Todo, Gradient] | None = None  # the replica before
         for one in todo:
             onto = left[1] if left and one.replica % 2 and left[0].replica == one.replica - 1 else None
@@ -107,16 +111,18 @@ class Lane:
                 left = one, computed.gradient
             yield computed
 
-    def gradient(self, todo: Todo, onto: Gradient | None = None) -> Computed:
+    def gradient(self, todo: Todo, onto: Gradient | None = None, watch: Watch | None = None) -> Computed:
         """Compute one replica, and add its gradient to ``onto`` if that is the same; runs user code."""
         share = todo.share
         began = time.perf_counter()
         self.buffers.begin()
         batch = self.feed.batch(todo.key, share)
+        if watch is not None:
+            watch.told("batch", "", batch)
         fed = time.perf_counter()
         versions = self._versions() if self._shared else []
         try:
-            loss, weight = self._forward.loss(batch, share.origin)
+            loss, weight = self._forward.loss(batch, share.origin, watch)
         except ValueError as error:
             _explain(error, len(share.samples))
             raise
@@ -134,8 +140,17 @@ class Lane:
         if self._shared:
             self._check_unwritten(versions, "in forward, loss_fn or a hook")
         read = loss.detach().reshape(()) if self._later else loss.item()
+        left = self.buffers.left()
+        if watch is not None:
+            for name, value in zip(self.buffers.paths, left, strict=True):
+                watch.told("buffer", name, value)
         seconds = (fed - began, computed - fed, time.perf_counter() - computed)
-        return Computed(read, weight, taken, self.buffers.left(), seconds)
+        return Computed(read, weight, taken, left, seconds)
+
+    def watched(self, todo: Todo, watch: Watch) -> Computed:
+        """Compute one replica by itself, and tell what comes on the way."""
+        with watching(self.model, watch):
+            return self.gradient(todo, watch=watch)
 
     def rewind(self) -> None:
         """Undo what computing gradients left behind."""

@@ -47,7 +47,7 @@ class GradientBuckets:
 
     def set_destination(self, number: int) -> None:
         """Put the next replica's gradient where this worker publishes the ``number``-th vector that it holds."""
-        self._collector.set_destination(self._views.destinations(number))
+        self._collector.set_destination(self._views.destinations(number) if number >= 0 else None)
 
     def peer(self, worker: int, number: int) -> Gradient:
         """What another worker published, as far as this one owns it."""

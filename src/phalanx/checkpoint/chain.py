@@ -1,0 +1,256 @@
+"""A run's chain: a file with one link per step, each a hash over the link before and what the step did.
+
+The root, which is the last link, stands for all steps: it is the same wherever and however often parts of the run were
+done. All lines have the same width, so that a link is read without those before it. What belongs to the run but not
+into the root (which recipe, digests of the state) lies beside it, as records that name the link to which they belong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import pathlib
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from phalanx.checkpoint import files
+from phalanx.checkpoint.lock import Held
+from phalanx.errors import SnapshotError
+
+CHAIN, RECORDS = "chain.jsonl", ".records.jsonl"
+FORMAT = 1
+BEGINNING = "0" * 64
+MOST_HEADER = 4096
+LINE, REPLICA = 320, 54  # bytes that a line takes at most, and each replica's loss and weight in it
+MOST_RECORDS = 1 << 30
+
+
+def link_after(previous: str, body: str) -> str:
+    """SHA-256, in hexadecimal, over the link before and the JSON text of what a step did."""
+    return hashlib.sha256(bytes.fromhex(previous) + body.encode()).hexdigest()
+
+
+def body_of(fields: Mapping[str, Any]) -> str:
+    """What a step did as JSON; a number that is not finite as text, as JSON has none."""
+    return json.dumps({name: _plain(value) for name, value in fields.items()})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+class ChainFile:
+    """Writes a chain, from its beginning or going on with one.
+
+    Parameters
+    ----------
+    path : path
+    steps : int
+        How many are done: links behind those are of steps that will be done again, and go.
+    replicas : int
+        As many losses and weights fit into a line.
+
+    Attributes
+    ----------
+    root : str
+        The newest link, 64 hexadecimal digits.
+
+    Raises
+    ------
+    OSError
+        It cannot be opened.
+    """
+
+    def __init__(self, path: pathlib.Path, steps: int, replicas: int) -> None:
+        self.root = BEGINNING
+        self._target = path
+        self._width = LINE + REPLICA * replicas
+        self._held = Held()
+        self._broken = False
+        try:
+            self._descriptor = self._held.add(files.open_log(path))
+            self._records = self._held.add(files.open_log(records_of(path)))
+            if not self._goes_on(steps):
+                self._begin(steps)
+        except BaseException:
+            self.close()
+            raise
+
+    def add(self, fields: Mapping[str, Any]) -> str:
+        """Add the link of a step; returns it. A disk that is full stops nothing but the file, and is told of once."""
+        body = body_of(fields)
+        self.root = link_after(self.root, body)
+        line = f'{{"link": "{self.root}", {body[1:]}'.ljust(self._width - 1) + "\n"
+        if not self._broken and self._held.mine:
+            try:
+                if len(line) != self._width:
+                    raise ValueError(f"a line of {len(line)} bytes does not fit into {self._width}")
+                self._write(line)
+            except (OSError, ValueError) as error:
+                self._broken = True
+                warnings.warn(f"{str(self._target)!r} ends here: {error}; the run goes on", stacklevel=2)
+        return self.root
+
+    def record(self, kind: str, **facts: Any) -> None:
+        """Add what is no part of the root, bound to the newest link."""
+        line = json.dumps({"kind": kind, "link": self.root, **facts}) + "\n"
+        if self._held.mine:
+            with contextlib.suppress(OSError):
+                os.write(self._records, line.encode())
+
+    def sync(self) -> None:
+        """See the links onto the disk: a snapshot is not to be newer than they are."""
+        if self._held.mine:
+            os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Write no more."""
+        self._held.let_go()
+
+    def _goes_on(self, steps: int) -> bool:
+        """Whether the file has the links of so many steps; then those behind them are cut off."""
+        if not steps:
+            return False
+        try:
+            with Links(self._target) as links:
+                if not links.first <= steps <= len(links) or (links.first == steps):
+                    return False
+                self.root = links[steps - 1]["link"]
+                if links.width < self._width:
+                    self._widen(links, steps)
+                else:
+                    self._width = links.width
+                    os.ftruncate(self._descriptor, links.offset(steps))
+        except (SnapshotError, KeyError):
+            return False
+        return True
+
+    def _widen(self, links: Links, steps: int) -> None:
+        """Write the links anew, in longer lines: there are more replicas now."""
+        lines = [links.line(step).rstrip().ljust(self._width - 1) + "\n" for step in range(links.first, steps)]
+        self._begin(links.first)
+        self._write("".join(lines))
+
+    def _begin(self, first: int) -> None:
+        os.ftruncate(self._descriptor, 0)
+        if not first:
+            os.ftruncate(self._records, 0)
+        self._write(json.dumps({"chain": FORMAT, "width": self._width, "first": first}) + "\n")
+
+    def _write(self, text: str) -> None:
+        data = text.encode()
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+
+
+class Links:
+    """A chain that is read link by link, where each is wanted; a torn last line is none.
+
+    Parameters
+    ----------
+    path : path
+
+    Attributes
+    ----------
+    first : int
+        The step of the first link: not 0 where earlier ones were lost.
+    width : int
+        Bytes of a line.
+    reads : int
+        How many links were read.
+
+    Raises
+    ------
+    SnapshotError
+        It is no chain, or cannot be read.
+    """
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
+        self.reads = 0
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | files.NOFOLLOW | files.NONBLOCK)
+        except OSError as error:
+            raise SnapshotError(f"{path} cannot be read: {error.strerror}") from error
+        try:
+            header = os.pread(self._descriptor, MOST_HEADER, 0).partition(b"\n")
+            told = json.loads(header[0])
+            if told["chain"] != FORMAT or not header[1]:
+                raise ValueError(f"it is of format {told['chain']!r}")
+            self.first, self.width = int(told["first"]), int(told["width"])
+            self._base = len(header[0]) + 1
+            self._count = max(0, (os.fstat(self._descriptor).st_size - self._base) // self.width)
+        except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+            self.close()
+            raise SnapshotError(f"{path} is no chain of links: {error}") from error
+
+    def __enter__(self) -> Links:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        """After how many steps the last link was made."""
+        return self.first + self._count
+
+    def __getitem__(self, step: int) -> dict[str, Any]:
+        """What the link of a step says."""
+        try:
+            found = json.loads(self.line(step))
+            if found["step"] != step or len(bytes.fromhex(found["link"])) != hashlib.sha256().digest_size:
+                raise ValueError("it is another step's")
+        except (ValueError, KeyError, TypeError) as error:
+            raise SnapshotError(f"{self.path} is damaged at step {step}: {error}") from error
+        return found
+
+    def line(self, step: int) -> str:
+        """The line of a step as it is in the file."""
+        self.reads += 1
+        return os.pread(self._descriptor, self.width, self.offset(step)).decode(errors="replace")
+
+    def offset(self, step: int) -> int:
+        """Where the line of a step begins."""
+        return self._base + (step - self.first) * self.width
+
+    def holds(self, step: int) -> bool:
+        """Whether a link is what its own line and the link before make it."""
+        line = self.line(step).rstrip()
+        previous = self[step - 1]["link"] if step > self.first else BEGINNING
+        link, _, rest = line.removeprefix('{"link": "').partition('", ')
+        return link == link_after(previous, "{" + rest)
+
+    @property
+    def root(self) -> str:
+        """The last link."""
+        return self[len(self) - 1]["link"] if self._count else BEGINNING
+
+    def close(self) -> None:
+        """Read no more."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def records_of(path: pathlib.Path) -> pathlib.Path:
+    """Where the records beside a chain lie."""
+    return path.with_name(path.name.removesuffix(".jsonl") + RECORDS)
+
+
+def records(path: pathlib.Path, kind: str) -> Iterator[dict[str, Any]]:
+    """The records of a kind beside a chain, oldest first; lines that are torn are left out."""
+    try:
+        text = files.read(records_of(path), MOST_RECORDS)
+    except (OSError, ValueError):
+        return
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError, AttributeError):
+            found = json.loads(line)
+            if found.get("kind") == kind:
+                yield found

@@ -1,0 +1,199 @@
+"""The commands ``phalanx diff``, ``replay``, ``verify`` and ``certify``.
+
+Exit status of diff and verify: 0 the same, 1 they differ, 2 it could not be told.
+"""
+
+from __future__ import annotations
+
+import bdb
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from phalanx.checkpoint.files import make_folder, write
+from phalanx.checkpoint.tensors import write as write_tensors
+from phalanx.cli.files import load_recipe
+from phalanx.errors import PhalanxError, UsageError
+from phalanx.proof import certify as certificates
+from phalanx.proof.compare.diff import Difference
+from phalanx.proof.compare.diff import diff as compare
+from phalanx.proof.compare.sides import side
+from phalanx.proof.compare.values import flat
+from phalanx.proof.replay import Replayed, failure_of, replay
+from phalanx.proof.verify import UNKNOWN, Verified, verify
+from phalanx.recipe import Recipe
+from phalanx.seams.snapshots import CODES
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The directory of a run.")]
+From = Annotated[str, typer.Option("--recipe", metavar="FILE[:NAME]", help="Where the run's recipe is, if it moved.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Make these commands some of ``app``."""
+    for name, command in (("diff", diff), ("replay", replay_step), ("verify", verify_run), ("certify", certify_run)):
+        app.command(name)(command)
+
+
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="A run, snapshot, chain or safetensors file.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="What it is compared with.")],
+    ops: Annotated[
+        bool, typer.Option("--ops", help="Down to the first operation, with the line of your code.")
+    ] = False,
+    plot: Annotated[str, typer.Option("--plot", metavar="PATH", help="Draw both losses and where they part.")] = "",
+    json_: Json = False,
+) -> None:
+    """Say where two runs differ first: recipe, environment, data, then step, replica, phase and tensor.
+
+    Exit status 0 if they are the same, 1 if they differ, 2 if that could not be told.
+    """
+    with _untold():
+        recipes = _recipe_of(a, told=not json_), _recipe_of(b, told=not json_)
+        found = compare(a, b, recipes=recipes, operations=ops)
+        if plot and found is not None:
+            target = pathlib.Path(plot)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            found.plot().figure.savefig(target)
+    typer.echo(json.dumps(_as_facts(found)) if json_ else str(found or "the same"))
+    if found is not None:
+        raise typer.Exit(1)
+
+
+def replay_step(
+    run: RunArgument,
+    step: Annotated[int, typer.Option("--step", help="Which step, from 0.")] = -1,
+    replica: Annotated[int, typer.Option("--replica", help="Which replica, from 0.")] = 0,
+    failure: Annotated[bool, typer.Option("--failure", help="The step and replica at which the run failed.")] = False,
+    pdb: Annotated[bool, typer.Option("--pdb", help="Stop at the first line of forward or loss.")] = False,
+    out: Annotated[str, typer.Option("--out", metavar="DIR", help="Write batch, output, gradients, buffers.")] = "",
+    recipe: From = "",
+) -> None:
+    """Compute one replica of one step of a run again, in this process."""
+    known = load_recipe(recipe)[0] if recipe else _recipe_of(run, told=True)
+    if known is None:
+        raise UsageError(f"the recipe of {run} is not known; say where it is: --recipe FILE[:NAME]")
+    if failure:
+        step, replica = failure_of(pathlib.Path(run))
+    elif step < 0:
+        raise UsageError("--step is missing; give --step K --replica R, or --failure")
+    try:
+        found = replay(known, run, step=step, replica=replica, debug=pdb)
+    except bdb.BdbQuit as error:
+        raise typer.Exit(1) from error
+    facts = {"step": step, "replica": replica, "samples": list(found.samples), "loss": found.loss}
+    typer.echo("\n".join(f"{name:8}  {value}" for name, value in facts.items()))
+    if out:
+        _write(found, pathlib.Path(out), facts)
+        typer.echo(f"values    {out}")
+
+
+def verify_run(
+    run: Annotated[str, typer.Argument(metavar="RUN|CERTIFICATE", help="A run's directory, or a certificate.")],
+    file: Annotated[str, typer.Argument(metavar="[FILE[:NAME]]", help="The recipe, if it is not where it was.")] = "",
+    steps: Annotated[str, typer.Option("--steps", metavar="A:B", help="From, and up to but without.")] = "",
+    sample: Annotated[int, typer.Option("--sample", help="Of the stretches between snapshots, so many.")] = 0,
+    workers: Annotated[int, typer.Option("--workers", min=1, help="Worker processes that compute.")] = 1,
+    json_: Json = False,
+) -> None:
+    """Compute a run again from its snapshots and compare links; or check a certificate against recipe and data.
+
+    Exit status 0 if they are the same, 1 if they differ, 2 if that could not be told.
+    """
+    with _untold():
+        path = pathlib.Path(run)
+        known = load_recipe(file)[0] if file else _recipe_of(run, told=True) if path.is_dir() else None
+        if known is None:
+            raise UsageError(f"the recipe of {run} is not known; say where it is: phalanx verify {run} FILE[:NAME]")
+        found = (
+            verify(known, path, steps=_range(steps), sample=sample or None, workers=workers)
+            if path.is_dir()
+            else certificates.check_certificate(path, known)
+        )
+    _end(found, json_=json_)
+
+
+def certify_run(
+    run: RunArgument,
+    out: Annotated[str, typer.Option("-o", "--out", metavar="FILE", help="Where to write it.")] = "certificate.json",
+    recipe: From = "",
+) -> None:
+    """Write what defined a run, on which data, in which environment, and what came out of it."""
+    known = load_recipe(recipe)[0] if recipe else _recipe_of(run, told=True)
+    if known is None:
+        raise UsageError(f"the recipe of {run} is not known; say where it is: --recipe FILE[:NAME]")
+    facts = certificates.certify(known, pathlib.Path(run))
+    pathlib.Path(out).write_text(json.dumps(facts, indent=1) + "\n")
+    typer.echo(f"chain   {facts['chain']}\ndigest  {facts['digest']}\n{out}")
+
+
+@contextlib.contextmanager
+def _untold() -> Iterator[None]:
+    """Whatever goes wrong: it could not be told."""
+    try:
+        yield
+    except PhalanxError as error:
+        typer.echo(f"phalanx: {error}", err=True)
+        raise typer.Exit(UNKNOWN) from error
+
+
+def _end(found: Verified, *, json_: bool) -> None:
+    typer.echo(json.dumps(dataclasses.asdict(found)) if json_ else found.text)
+    if found.status:
+        raise typer.Exit(found.status)
+
+
+def _recipe_of(run: str, *, told: bool) -> Recipe | None:
+    """The recipe of a run, from the file that it noted; None where there is none."""
+    if not os.path.isdir(run):
+        return None
+    found = side(run)
+    found.close()
+    origin = found.run.get("origin")
+    if not isinstance(origin, str):
+        return None
+    try:
+        return load_recipe(origin)[0]
+    except Exception as error:  # whatever the file does
+        if told:
+            typer.echo(f"phalanx: the recipe of {run} was not loaded from {origin}: {error}", err=True)
+        return None
+
+
+def _range(steps: str) -> tuple[int, int] | None:
+    if not steps:
+        return None
+    first, colon, last = steps.partition(":")
+    if not colon or not first.isdigit() or not last.isdigit():
+        raise UsageError(f"--steps is {steps!r}; give two numbers, as in 100:200")
+    return int(first), int(last)
+
+
+def _write(found: Replayed, folder: pathlib.Path, facts: dict[str, Any]) -> None:
+    """Write what a replica computed, as safetensors."""
+    make_folder(folder)
+    for name in ("batch", "output", "gradients", "buffers"):
+        value = getattr(found, name)
+        named = flat(value, name) if name in ("batch", "output") else {k: flat(v, k)[k] for k, v in value.items()}
+        known = {key: tensor for key, tensor in named.items() if tensor.dtype in CODES}
+        target = folder / f"{name}.safetensors"
+        target.unlink(missing_ok=True)
+        write(target, lambda file, known=known: write_tensors(file, known))
+    target = folder / "facts.json"
+    target.unlink(missing_ok=True)
+    write(target, lambda file: file.write(json.dumps(facts).encode()))
+
+
+def _as_facts(found: Difference | None) -> dict[str, Any]:
+    """A difference as JSON values."""
+    if found is None:
+        return {"same": True}
+    facts = dataclasses.asdict(found)
+    del facts["losses"]
+    return {"same": False, **facts, "text": str(found)}

@@ -1,0 +1,126 @@
+"""A certificate of a run: what defined it, on which data, in which environment, and what came out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pathlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from phalanx.checkpoint.chain import CHAIN, Links
+from phalanx.checkpoint.resume import read_any
+from phalanx.definition.data import Columns
+from phalanx.definition.fields import Definition
+from phalanx.definition.fingerprint import compare, fingerprint, hashed
+from phalanx.errors import UsageError
+from phalanx.frameworks.registry import recorded_environment
+from phalanx.proof.instant import Instant
+from phalanx.proof.verify import DIFFERENT, SAME, UNKNOWN, Verified
+
+FORMAT = 1
+SEAL = "seal"
+MOST_BYTES = 1 << 28
+SLICE = 4096  # samples that are hashed between two looks at the bar
+
+
+def certify(recipe: Definition, run_dir: pathlib.Path, *, progress: bool | str = "auto") -> dict[str, Any]:
+    """The certificate of the run in a directory, as JSON values.
+
+    Raises
+    ------
+    UsageError
+        The directory has no chain, or is another recipe's.
+    SnapshotError
+        No snapshot there can be used.
+    """
+    newest = read_any(run_dir)
+    differs = compare(recipe, fingerprint(recipe), newest.recipe).differs
+    if differs:
+        raise UsageError(f"the run in {str(run_dir)!r} had another recipe: {differs[0]}; give that one")
+    if not (run_dir / CHAIN).exists():
+        raise UsageError(f"{str(run_dir)!r} has no chain; give the directory of a run")
+    with Links(run_dir / CHAIN) as links:
+        if len(links) < newest.step:
+            raise UsageError(f"the chain in {str(run_dir)!r} has {len(links)} steps, and the run {newest.step}")
+        root = links[newest.step - 1]["link"] if newest.step else None
+    with Instant(recipe, newest) as instant:
+        digest = instant.digest
+    found = {
+        "certificate": FORMAT,
+        "recipe": newest.recipe,
+        "data": data_root(recipe, progress=progress),
+        "samples": len(recipe.source) if recipe.source is not None else None,
+        "environment": newest.environment,
+        "steps": newest.step,
+        "metrics": newest.metrics,
+        "chain": root,
+        "digest": digest,
+    }
+    return {**found, SEAL: sealed(found)}
+
+
+def sealed(facts: dict[str, Any]) -> str:
+    """SHA-256 over all that a certificate says."""
+    said = {name: value for name, value in facts.items() if name != SEAL}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def data_root(recipe: Definition, *, progress: bool | str = "auto") -> str | None:
+    """The root of a Merkle tree over all samples in their order; None where the caller brought batches."""
+    if recipe.source is None:
+        return None
+    leaves = list(_hashes(recipe, progress))
+    while len(leaves) > 1:
+        pairs = zip(leaves[::2], [*leaves[1::2], b""] if len(leaves) % 2 else leaves[1::2], strict=True)
+        leaves = [hashlib.sha256(left + right).digest() for left, right in pairs]
+    return leaves[0].hex()
+
+
+def _hashes(recipe: Definition, progress: bool | str) -> Iterator[bytes]:
+    """A hash of each sample; one that is drawn at random as it is in the first epoch."""
+    source = recipe.source
+    assert source is not None, "who asks has looked"
+    shown = progress is True or (progress == "auto" and sys.stderr.isatty())
+    from tqdm import tqdm
+
+    for index in tqdm(range(len(source)), desc="phalanx: data", unit="sample", disable=not shown, leave=False):
+        if isinstance(source, Columns):
+            yield hashed([array[index] for array in source.arrays])
+        else:
+            with recipe.plan.seeded_sample(0, index):
+                yield hashed(source.items[index])
+
+
+def check_certificate(path: pathlib.Path, recipe: Definition, *, progress: bool | str = "auto") -> Verified:
+    """Whether recipe and data at hand are those of a certificate.
+
+    Raises
+    ------
+    UsageError
+        It is no certificate.
+    """
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise ValueError("it is too long")
+        told = json.loads(path.read_bytes())
+        if told["certificate"] != FORMAT or set(told) < {"recipe", "data", "environment", "chain", "digest", SEAL}:
+            raise ValueError("it lacks fields")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{str(path)!r} is no certificate: {error}; give one that phalanx certify wrote") from error
+    if sealed(told) != told[SEAL]:
+        return Verified(DIFFERENT, 0, "the certificate was changed: its seal is not that of what it says")
+    differs = compare(recipe, fingerprint(recipe), told["recipe"]).differs
+    if differs:
+        return Verified(DIFFERENT, 0, f"the recipe differs: {'; '.join(differs)}")
+    if data_root(recipe, progress=progress) != told["data"]:
+        return Verified(DIFFERENT, 0, "the data differs: its Merkle root is another")
+    now = recorded_environment()
+    for name in {**now, **told["environment"]}:
+        if now.get(name) != told["environment"].get(name):
+            text = (
+                f"recipe and data are the same, but {name} is {now.get(name)} here, and {told['environment'].get(name)}"
+            )
+            return Verified(UNKNOWN, 0, f"{text} there, so the bits may differ")
+    return Verified(SAME, int(told["steps"]), "the same: recipe, data and environment are those of the certificate")

@@ -1,0 +1,176 @@
+"""Two recipes computed side by side until they differ: which phase of a step, which replica, which tensor."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from typing import Any, NamedTuple
+
+from phalanx import errors
+from phalanx.checkpoint.chained import tensors_of
+from phalanx.errors import PhalanxError
+from phalanx.proof.compare.values import Unequal, flat, taken, unequal
+from phalanx.proof.instant import Instant
+from phalanx.seams import Watch
+from phalanx.seams.events import StepReport
+from phalanx.seams.snapshots import Captured, Tensor
+
+SECONDS = 120.0  # that computing steps again may take
+ELSEWHERE = tuple(os.path.dirname(os.path.realpath(file)) for file in (os.__file__, errors.__file__))  # no user code
+
+
+class Found(NamedTuple):
+    """The first thing that two computations do differently.
+
+    Attributes
+    ----------
+    step : int
+    replica : int or None
+        None for what belongs to no replica.
+    phase : str
+    what : Unequal
+    line : str
+        Of user code, and which operation; empty where nobody asked.
+    """
+
+    step: int
+    replica: int | None
+    phase: str
+    what: Unequal
+    line: str = ""
+
+
+class Told(NamedTuple):
+    """Something that was computed within a replica-step: when, what, as bytes, and where in user code."""
+
+    phase: str
+    name: str
+    values: dict[str, Tensor]
+    given: dict[str, Tensor]
+    line: str
+
+
+def first_difference(one: Instant, other: Instant, last: int, *, operations: bool = False) -> Found | None:
+    """Do steps on both sides, from where they are, up to ``last``; None if they do the same, or that takes too long."""
+    end = time.monotonic() + SECONDS
+    before = _states(one, other)
+    start = unequal(*map(_tensors, before))
+    if start is not None:
+        return Found(one.step, None, "state", start)
+    while one.step <= last and time.monotonic() < end:
+        step = one.step
+        reports = one.advance(), other.advance()
+        after = _states(one, other)
+        if _same(*reports) and unequal(*map(_tensors, after)) is None:
+            before = after
+            continue
+        one.put(before[0], step)
+        other.put(before[1], step)
+        return _within_replicas(one, other, operations) or _after_replicas(one, step, reports, after)
+    return None
+
+
+def _states(one: Instant, other: Instant) -> tuple[Captured, Captured]:
+    return one.capture(), other.capture()
+
+
+def _tensors(state: Captured) -> dict[str, Tensor]:
+    return tensors_of(state.weights, state.training)
+
+
+def _same(one: StepReport, other: StepReport) -> bool:
+    left, right = ((repr(report.parts), repr(report.grad_norm), repr(report.lr)) for report in (one, other))
+    return left == right
+
+
+def _within_replicas(one: Instant, other: Instant, operations: bool) -> Found | None:
+    """The first replica that does something else, and what."""
+    shares = one.shares(), other.shares()
+    for replica in range(min(map(len, shares))):
+        dealt = [{"samples": taken(side[replica].samples)} for side in shares]
+        found = unequal(*dealt)
+        if found is not None:
+            return Found(one.step, replica, "samples", found)
+        if len(shares[0][replica].samples):
+            found = replica_difference(one, other, replica)
+            if found is not None and operations:
+                return replica_difference(one, other, replica, operations=True) or found
+            if found is not None:
+                return found
+    return None
+
+
+def replica_difference(one: Instant, other: Instant, replica: int, *, operations: bool = False) -> Found | None:
+    """What a replica does differently on two sides, in the order in which it is computed."""
+    sides = [computed(instant, replica, operations=operations) for instant in (one, other)]
+    for left, right in zip(*sides, strict=False):
+        if (left.phase, left.name) != (right.phase, right.name):
+            name = f"{left.name or left.phase} against {right.name or right.phase}"
+            lines = " against ".join(dict.fromkeys(line for line in (left.line, right.line) if line))
+            return Found(one.step, replica, left.phase, Unequal(name, None, None), lines)
+        found = unequal(left.values, right.values)
+        if found is not None and unequal(left.given, right.given) is None:
+            return Found(one.step, replica, left.phase, found, left.line)
+    return None
+
+
+def computed(instant: Instant, replica: int, *, operations: bool = False) -> list[Told]:
+    """Everything that a replica-step computes, as bytes, in order."""
+    told: list[Told] = []
+    buffers: dict[str, Tensor] = {}
+    phases = {
+        "batch": "batch",
+        "module": "forward",
+        "output": "forward",
+        "operation": "forward",
+        "backward": "gradient",
+    }
+
+    def tell(kind: str, name: str, value: Any) -> None:
+        if kind == "buffer":
+            buffers[name] = taken(value)
+        elif kind in ("operation", "backward"):
+            told.append(Told(phases[kind], name, flat(value[1], name), flat(value[0], name), _line()))
+        else:
+            root = name or {"output": "output", "module": "model"}.get(kind, "batch")
+            told.append(Told(phases[kind], name, flat(value, root), {}, ""))
+            if kind == "output":
+                phases["operation"] = "loss"  # what comes now, up to the backward pass
+
+    try:
+        done = instant.replica(replica, Watch(tell, operations=operations))
+    except PhalanxError as error:
+        cause = error.__cause__ or error
+        text = f"{type(cause).__name__}: {cause}"
+        return [*told, Told("forward", "exception", {"exception": taken(text)}, {}, "")]
+    told.append(Told("loss", "loss", flat({"loss": done.loss, "weight": done.weight}, "loss"), {}, ""))
+    gradients = {name: taken(value) for name, value in instant.named(done.gradient).items()}
+    told += [Told("gradient", name, {name: value}, {}, "") for name, value in gradients.items()]
+    return told + [Told("buffer", name, {name: value}, {}, "") for name, value in buffers.items()]
+
+
+def _after_replicas(
+    one: Instant, step: int, reports: tuple[StepReport, StepReport], after: tuple[Captured, Captured]
+) -> Found:
+    """All replicas do the same: what comes after them differs."""
+    numbers = [{"norm": taken(report.grad_norm)} for report in reports]
+    norm = unequal(*numbers)
+    if norm is not None:
+        return Found(step, None, "norm", norm)
+    what = unequal(*map(_tensors, after))
+    if what is None:
+        rates = [{"lr": taken(report.lr)} for report in reports]
+        return Found(step, None, "update", unequal(*rates) or Unequal("lr", None, None))
+    trained = what.name in one.parameters or what.name.startswith("optimizer")
+    phase = "update" if trained else "buffer"
+    return Found(step, None, phase, what)
+
+
+def _line() -> str:
+    """The line of user code that is being run; in a backward pass there is none."""
+    for frame in reversed(traceback.extract_stack()):
+        file = os.path.realpath(frame.filename)
+        if os.path.exists(file) and "site-packages" not in file and not file.startswith(ELSEWHERE):
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return ""

@@ -1,0 +1,201 @@
+"""A run at an instant: its state before a step, in this process, and any replica of that step computed from it.
+
+Everything in this room stands on these three: restore a state, compute one replica of one step, watch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pathlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from phalanx.checkpoint.directory import SNAPSHOTS, snapshot_folders
+from phalanx.checkpoint.resume import losses_in
+from phalanx.checkpoint.snapshot import MANIFEST, Snapshot, read
+from phalanx.definition.batches import BatchShares
+from phalanx.definition.data import Share
+from phalanx.definition.fields import Definition
+from phalanx.errors import SnapshotError, UsageError
+from phalanx.seams import Computed, Framework, RunState, Watch
+from phalanx.seams.events import StepReport
+from phalanx.seams.snapshots import Captured
+from phalanx.step import compute, todo
+
+DELAY_SECONDS = 1.0  # until recomputing shows its progress
+
+
+class Instant(contextlib.AbstractContextManager["Instant"]):
+    """The state of a recipe before a step.
+
+    Parameters
+    ----------
+    definition : Definition
+    begin : Snapshot or None
+        Where to begin; None: with the model as it is made.
+    workers : int
+        That compute what lies between.
+    devices : sequence of str
+        As ``Recipe.train`` takes them; none: where ``make_model`` puts the model.
+    """
+
+    def __init__(
+        self, definition: Definition, begin: Snapshot | None = None, workers: int = 1, devices: Sequence[str] = ()
+    ) -> None:
+        if definition.data is None:
+            raise UsageError(
+                "the recipe has data=None: the caller brought its batches, and they are gone, so that no step of it "
+                "can be computed again; give the recipe data"
+            )
+        from phalanx.engines.selection import open_engine  # loads what starts processes
+
+        self.definition = definition
+        self._opened: list[Framework] = []
+        engine = "inline" if workers == 1 else "processes"
+        self._engine = open_engine(definition, engine, workers, tuple(devices), None, self._beginning(begin))
+        (self._framework,) = self._opened
+        self._dealer = BatchShares(definition, self._framework.opened)
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.close()
+
+    @property
+    def step(self) -> int:
+        """The step that is next."""
+        return len(self._engine.run_state.loss_history)
+
+    @property
+    def model(self) -> Any:
+        """The model, with the weights of now."""
+        return self._engine.export(copy=False).model
+
+    @property
+    def digest(self) -> str:
+        """Of the state, as ``Result.digest``."""
+        return self._engine.export(copy=False).digest
+
+    @functools.cached_property
+    def parameters(self) -> list[str]:
+        """Names of all parameters, in the order of a gradient's entries."""
+        return list(self._engine.export(copy=False).params)
+
+    def advance(self) -> StepReport:
+        """Do a step."""
+        return self._engine.advance(None, self.step + 1)
+
+    def go_to(self, step: int, *, progress: bool | str = "auto") -> None:
+        """Do all steps before ``step``; shows a bar where that takes a while."""
+        shown = progress is True or (progress == "auto" and sys.stderr.isatty())
+        delay = 0.0 if progress is True else DELAY_SECONDS
+        from tqdm import tqdm
+
+        for _ in tqdm(
+            range(self.step, step), desc=f"phalanx: computing up to step {step}", unit="step", disable=not shown,
+            delay=delay, leave=False,
+        ):  # fmt: skip
+            self.advance()
+
+    def shares(self) -> list[Share]:
+        """What each replica of this step is dealt."""
+        return self._dealer.planned(self.step)
+
+    def replica(self, replica: int, watch: Watch | None = None) -> Computed:
+        """Compute a replica of this step; the state stays as it is.
+
+        Raises
+        ------
+        UsageError
+            It has no samples in this step.
+        WorkerError
+            User code raised.
+        """
+        shares = self.shares()
+        if not len(shares[replica].samples):
+            raise UsageError(f"replica is {replica}, which has no samples in step {self.step}; name another")
+        with self._framework.environment:
+            try:
+                computing = self._framework.gradients(todo(self.definition, self.step, [replica], shares), watch)
+                computed = compute(computing, self.step, replica, shares[replica])
+                (computed.loss,) = self._framework.arithmetic.read([computed.loss])
+                return computed
+            finally:
+                self._framework.rewind()
+
+    def named(self, gradient: Sequence[Any] | None) -> dict[str, Any]:
+        """A gradient by names of parameters; those that have none are left out."""
+        entries = [None] * len(self.parameters) if gradient is None else gradient
+        return {name: entry for name, entry in zip(self.parameters, entries, strict=True) if entry is not None}
+
+    def capture(self) -> Captured:
+        """The state now; it stays as it is while steps are done."""
+        return self._engine.capture()
+
+    def put(self, state: Captured, step: int) -> None:
+        """Take back a state that was captured before ``step``; only where steps are computed in this process."""
+        with self._framework.environment:
+            self._framework.snapshots.adopt(state)
+        history = self._engine.run_state.loss_history
+        del history[step:]
+
+    def _beginning(self, begin: Snapshot | None) -> Callable[[Framework], RunState]:
+        def adopted(framework: Framework) -> RunState:
+            self._opened.append(framework)
+            if begin is None:
+                return RunState()
+            with framework.environment:
+                framework.snapshots.adopt(Captured(dict(begin.weights), dict(begin.training), begin.facts))
+            return RunState(losses_in(begin), begin.samples)
+
+        return adopted
+
+
+def at(
+    definition: Definition,
+    folder: pathlib.Path | None,
+    step: int,
+    *,
+    devices: Sequence[str] = (),
+    progress: bool | str = "auto",
+) -> Instant:
+    """The state before ``step``, from the nearest snapshot in ``folder`` that is not later, or from the beginning."""
+    instant = Instant(definition, nearest(folder, step), devices=devices)
+    try:
+        instant.go_to(step, progress=progress)
+    except BaseException:
+        instant.__exit__()
+        raise
+    return instant
+
+
+def nearest(folder: pathlib.Path | None, step: int) -> Snapshot | None:
+    """The newest good snapshot of a run from before ``step``; None: begin with the model as it is made."""
+    for found in steps_in(folder) if folder is not None else ():
+        if found <= step:
+            with contextlib.suppress(SnapshotError):
+                return snapshot_at(folder, found)
+    return None
+
+
+def steps_in(folder: pathlib.Path | None) -> Iterator[int]:
+    """The steps of a run's snapshots, newest first; a snapshot by itself has one."""
+    if folder is None:
+        return
+    if (folder / MANIFEST).exists():
+        yield read(folder).step
+    elif (folder / SNAPSHOTS).is_dir():
+        yield from (int(path.name.rpartition("-")[2]) for path in snapshot_folders(folder))
+
+
+def snapshot_at(folder: pathlib.Path | None, step: int) -> Snapshot:
+    """The snapshot of a step.
+
+    Raises
+    ------
+    SnapshotError
+        It is damaged, or not there.
+    """
+    if folder is None:
+        raise SnapshotError(f"there is no snapshot of step {step}")
+    return read(folder) if (folder / MANIFEST).exists() else read(folder / SNAPSHOTS / f"step-{step:012d}")

@@ -1,0 +1,193 @@
+"""Any replica of any step of a run, computed again in this process: as values, or under a debugger."""
+
+from __future__ import annotations
+
+import bdb
+import functools
+import inspect
+import json
+import pathlib
+import pdb
+import sys
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.checkpoint.directory import LOG
+from phalanx.checkpoint.files import read
+from phalanx.definition import checks
+from phalanx.definition.data import map_tree
+from phalanx.definition.fields import Definition
+from phalanx.errors import PhalanxError, UsageError
+from phalanx.proof.instant import Instant, at
+from phalanx.seams import Watch
+
+MOST_LOG = 1 << 32
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What one replica computed in one step.
+
+    Attributes
+    ----------
+    step, replica : int
+    samples : tuple of int
+        Indices into the data.
+    batch : Any
+        As the model got it.
+    output : Any
+        What ``forward_fn``, or the model, returned; None where the framework cannot tell.
+    loss : float
+    weight : float or None
+        That the loss returned, if it did.
+    gradients : dict
+        By name of the parameter, before weighting and clipping; those that have none are left out.
+    buffers : dict
+        By name, as the replica left them.
+    """
+
+    step: int
+    replica: int
+    samples: tuple[int, ...]
+    batch: Any = field(repr=False)
+    output: Any = field(repr=False)
+    loss: float
+    weight: float | None
+    gradients: dict[str, Any] = field(repr=False)
+    buffers: dict[str, Any] = field(repr=False)
+
+
+def replay(
+    recipe: Definition,
+    run_dir: Any = None,
+    *,
+    step: int,
+    replica: int,
+    debug: bool = False,
+    devices: Sequence[str] = (),
+    progress: bool | str = "auto",
+) -> Replayed:
+    """Compute one replica of one step again, from the same state and samples, with the same random keys.
+
+    Parameters
+    ----------
+    recipe : Recipe
+    run_dir : path-like, optional
+        The state before the step is computed from the nearest snapshot there; without it, from the first step on.
+    step : int
+        From 0.
+    replica : int
+        From 0.
+    debug : bool
+        Stop under ``pdb`` at the first line of forward or loss, and where user code raises.
+    devices : sequence of str
+        Where to compute, as ``Recipe.train`` takes them; by default, where ``make_model`` puts the model.
+    progress : bool or "auto"
+        Whether a bar is shown while the steps in between are computed.
+
+    Returns
+    -------
+    Replayed
+
+    Raises
+    ------
+    UsageError
+        There is no such step or replica, or the recipe has no data.
+    WorkerError
+        User code raised, as it did in the run; ``__cause__`` is its own exception.
+    bdb.BdbQuit
+        The debugger was left with ``q``.
+    """
+    if recipe.data is not None:
+        checks.integer("step", step, least=0, most=max(0, recipe.plan.steps - 1))
+    checks.integer("replica", replica, least=0, most=recipe.replicas - 1)
+    folder = None if run_dir is None else checks.path("run_dir", run_dir, hint="give the directory of a run")
+    if folder is not None and not folder.is_dir():
+        raise UsageError(f"run_dir is {str(folder)!r}, which is no directory; give the directory of a run")
+    with at(recipe, folder, step, devices=devices, progress=progress) as instant:
+        return replayed(instant, replica, debug=debug)
+
+
+def replayed(instant: Instant, replica: int, *, debug: bool = False) -> Replayed:
+    """A replica of the step at which ``instant`` is."""
+    told: dict[str, Any] = {}
+    buffers: dict[str, Any] = {}
+
+    def tell(kind: str, name: str, value: Any) -> None:
+        if kind == "buffer":
+            buffers[name] = value.detach().clone() if hasattr(value, "detach") else value
+        elif kind in ("batch", "output"):
+            told[kind] = value
+
+    run = functools.partial(instant.replica, replica, Watch(tell))
+    computed = debugged(run, _stops(instant)) if debug else run()
+    gradients = instant.named(computed.gradient)
+    output = map_tree(lambda value: value.detach() if hasattr(value, "detach") else value, told.get("output"))
+    samples = tuple(int(sample) for sample in instant.shares()[replica].samples)
+    return Replayed(
+        instant.step, replica, samples, told.get("batch"), output, computed.loss, computed.weight, gradients, buffers
+    )
+
+
+def failure_of(folder: pathlib.Path) -> tuple[int, int]:
+    """Step and replica at which a run failed last.
+
+    Raises
+    ------
+    UsageError
+        It did not, or the error names no replica.
+    """
+    try:
+        lines = read(folder / LOG, MOST_LOG).splitlines()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{str(folder)!r} has no log of events: {error}; give the directory of a run") from error
+    for line in reversed(lines):
+        if b'"error"' in line:
+            told = json.loads(line)
+            if told.get("event") == "error" and told.get("step") is not None and told.get("replica") is not None:
+                return told["step"], told["replica"]
+    raise UsageError(f"no step of the run in {str(folder)!r} failed; name one with --step and --replica")
+
+
+def debugged(run: Callable[[], Any], stops: Sequence[types.CodeType]) -> Any:
+    """Call ``run`` under ``pdb``: stop at the first line of each of ``stops``, and where an exception is raised."""
+    debugger = pdb.Pdb()
+    debugger.reset()
+    for code in stops:
+        debugger.set_break(code.co_filename, code.co_firstlineno, funcname=code.co_name)
+    debugger.botframe = sys._getframe()
+    debugger.set_continue()
+    before = sys.gettrace()
+    sys.settrace(debugger.trace_dispatch)
+    try:
+        return run()
+    except PhalanxError as error:
+        sys.settrace(None)
+        cause = error.__cause__ or error
+        if isinstance(cause, bdb.BdbQuit):
+            raise cause from None
+        print(f"{type(cause).__name__}: {cause}", file=debugger.stdout)
+        debugger.clear_all_breaks()
+        debugger.reset()
+        debugger.interaction(None, cause.__traceback__)
+        raise
+    finally:
+        sys.settrace(before)
+
+
+def _stops(instant: Instant) -> list[types.CodeType]:
+    """Where forward and loss begin, as far as they are functions of Python."""
+    definition = instant.definition
+    forward = definition.forward_fn or getattr(instant.model, "forward", instant.model)
+    codes = [_code(function) for function in (forward, definition.loss_fn) if function is not None]
+    return [code for code in codes if code is not None]
+
+
+def _code(function: Any) -> types.CodeType | None:
+    while isinstance(function, functools.partial):
+        function = next((item for item in function.args if callable(item)), function.func)
+    function = getattr(function, "forward", function)
+    function = inspect.unwrap(function)
+    return getattr(function if inspect.isroutine(function) else vars(type(function)).get("__call__"), "__code__", None)

@@ -1,0 +1,180 @@
+"""Is a run what its chain says: steps are computed again from snapshots, and their links compared."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.checkpoint.chain import BEGINNING, body_of, link_after
+from phalanx.checkpoint.chained import fields_of, leaves_of
+from phalanx.definition import checks
+from phalanx.definition.fields import Definition
+from phalanx.definition.fingerprint import compare, fingerprint
+from phalanx.errors import UsageError
+from phalanx.frameworks.registry import recorded_environment
+from phalanx.plan.keys import splitmix64
+from phalanx.proof.compare.links import parted
+from phalanx.proof.compare.sides import Side, side
+from phalanx.proof.instant import Instant, nearest, steps_in
+
+SAME, DIFFERENT, UNKNOWN = 0, 1, 2  # exit statuses
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What came of computing a run again.
+
+    Attributes
+    ----------
+    status : int
+        0: all that was compared is the same; 1: it differs; 2: it could not be told.
+    steps : int
+        How many steps were compared.
+    text : str
+        The outcome in words.
+    """
+
+    status: int
+    steps: int
+    text: str
+
+
+def verify(
+    recipe: Definition,
+    run_dir: Any,
+    *,
+    steps: tuple[int, int] | None = None,
+    sample: int | None = None,
+    workers: int = 1,
+    progress: bool | str = "auto",
+) -> Verified:
+    """Compute steps of a run again, and compare links and digests of states.
+
+    Parameters
+    ----------
+    recipe : Recipe
+        Of the run.
+    run_dir : path-like
+    steps : (int, int), optional
+        From, and up to but without; all by default.
+    sample : int, optional
+        Of the stretches between snapshots, so many, which the chain's root draws.
+    workers : int
+        Worker processes that compute.
+    progress : bool or "auto"
+
+    Returns
+    -------
+    Verified
+
+    Raises
+    ------
+    UsageError
+        It has no chain, or ``steps`` are not in it.
+    SnapshotError
+        The chain or a snapshot is damaged.
+    """
+    path = checks.path("run_dir", run_dir, hint="give the directory of a run")
+    with_chain = side(path, recipe)
+    try:
+        if with_chain.links is None:
+            raise UsageError(f"run_dir is {str(path)!r}, which has no chain; give the directory of a run")
+        reason = _unlike(recipe, with_chain)
+        if reason:
+            return Verified(UNKNOWN, 0, reason)
+        return _verified(recipe, with_chain, _stretches(with_chain, path, steps, sample), workers, progress)
+    finally:
+        with_chain.close()
+
+
+def _unlike(recipe: Definition, run: Side) -> str:
+    """Why bits may differ here, whatever the run did."""
+    theirs, now = run.run.get("environment") or {}, recorded_environment()
+    for name in {**now, **theirs}:
+        if now.get(name) != theirs.get(name):
+            return f"it cannot be checked here: {name} is {now.get(name)}, and was {theirs.get(name)} in the run"
+    try:
+        differs = compare(recipe, fingerprint(recipe), run.run["recipe"]).differs
+    except (KeyError, ValueError, TypeError):
+        return "it cannot be checked: the run does not say which recipe it had"
+    return f"it cannot be checked: the recipe is another: {differs[0]}" if differs else ""
+
+
+def _stretches(
+    run: Side, path: pathlib.Path, steps: tuple[int, int] | None, sample: int | None
+) -> Sequence[tuple[int, int]]:
+    """What is to be compared, cut where there are snapshots."""
+    links = run.links
+    assert links is not None, "who asks has looked"
+    first, last = steps or (links.first, len(links))
+    if not links.first <= first <= last <= len(links):
+        raise UsageError(f"steps is {first}:{last}, and the chain has {links.first}:{len(links)}; give some of those")
+    cuts = sorted({first, last, *(step for step in steps_in(path) if first < step < last)})
+    found = list(itertools.pairwise(cuts))
+    if sample is not None:
+        key = int(links.root[:16], 16)
+        found = sorted(found, key=lambda part: splitmix64(key ^ part[0]))[:sample]
+    return sorted(found)
+
+
+def _verified(
+    recipe: Definition, run: Side, stretches: Sequence[tuple[int, int]], workers: int, progress: bool | str
+) -> Verified:
+    done = 0
+    shown = progress is True or (progress == "auto" and sys.stderr.isatty())
+    from tqdm import tqdm
+
+    with tqdm(total=sum(end - begin for begin, end in stretches), unit="step", disable=not shown) as bar:
+        for begin, end in stretches:
+            with Instant(recipe, nearest(run.folder, begin), workers) as instant:
+                instant.go_to(begin, progress=progress)
+                for _ in range(begin, end):
+                    reason = _state_of(instant, run) or _step_of(instant, run)
+                    if reason:
+                        return Verified(DIFFERENT, done, reason)
+                    done += 1
+                    bar.update()
+                reason = _state_of(instant, run)
+                if reason:
+                    return Verified(DIFFERENT, done, reason)
+    return Verified(SAME, done, f"the same: {done} steps, computed again, have the links of the run")
+
+
+def _step_of(instant: Instant, run: Side) -> str:
+    """Do a step; how its link differs from that of the run, in words."""
+    links, step = run.links, instant.step
+    assert links is not None, "who asks has looked"
+    told = links[step]
+    fields = fields_of(instant.advance(), instant.definition)
+    previous = links[step - 1]["link"] if step > links.first else BEGINNING
+    found = parted(step, json.loads(body_of(fields)), told)
+    if found is None and link_after(previous, body_of(fields)) == told["link"]:
+        return ""
+    if found is None:
+        return f"step {step}: the link is not what its own numbers and the link before make: the file was changed"
+    whose = "" if found.replica is None else f" of replica {found.replica}"
+    return (
+        f"step {step} differs: {found.phase}{whose}: {found.field} is {found.values[0]} computed again, and "
+        f"{found.values[1]} in the run"
+    )
+
+
+def _state_of(instant: Instant, run: Side) -> str:
+    """How the state differs from what the run noted of it, in words, if it did."""
+    known = run.states.get(instant.step)
+    if known is None:
+        return ""
+    captured = instant.capture()
+    try:
+        mine = leaves_of(captured)
+    finally:
+        captured.release()
+    differing = [name for name, value in mine.items() if known.get(name, value) != value]
+    if not differing:
+        return ""
+    return f"the state after {instant.step} steps differs in {len(differing)} tensors, the first is {differing[0]}"

@@ -1,0 +1,217 @@
+"""The chain of a run: the same root wherever and however often its parts are done; a file that survives accidents."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+
+import phalanx
+from phalanx.checkpoint.chain import CHAIN, ChainFile, Links, link_after
+from phalanx.proof.compare.links import parting
+from tests.families import FAMILIES
+from tests.proof.jobs import mlp, ran
+from tests.sampling import sample
+
+
+@pytest.mark.parametrize("name", sample("chains of families", sorted(FAMILIES), 3))
+def test_the_root_is_the_same_for_any_number_of_workers(tmp_path, name):
+    """Inline and in 2 and 3 worker processes, with digests of the state at any distance, every family has one root."""
+    recipe = FAMILIES[name].recipe(FAMILIES[name].replicas[-1])
+    ways = [{"engine": "inline"}, {"workers": 2, "chain": "every"}, {"workers": 3, "chain": "off"}]
+    roots = {recipe.train(run_dir=tmp_path / str(n), progress=False, **way).chain for n, way in enumerate(ways)}
+    assert len(roots) == 1
+    assert len(roots.pop()) == 64
+
+
+def test_another_answer_has_another_root(tmp_path):
+    """Another seed, and one step more, change the root; without a run_dir there is none."""
+    roots = [
+        recipe.train(run_dir=tmp_path / str(n), engine="inline", progress=False).chain
+        for n, recipe in enumerate([mlp(), mlp(seed=1), mlp(steps=5)])
+    ]
+    assert len(set(roots)) == 3
+    assert mlp().train(engine="inline", progress=False).chain is None
+
+
+def test_a_resumed_run_continues_it(tmp_path):
+    """Two runs that go on from a snapshot end with the root of one that was never interrupted."""
+    whole = mlp(steps=9).train(run_dir=tmp_path / "whole", engine="inline", progress=False)
+    for steps in (3, 6, 9):
+        last = mlp(steps=steps).train(run_dir=tmp_path / "parts", engine="inline", progress=False)
+    assert last.chain == whole.chain
+    assert phalanx.diff(tmp_path / "whole", tmp_path / "parts") is None
+
+
+@pytest.mark.parametrize("cut", [1, 100, -1])
+def test_a_torn_last_line_is_done_again(tmp_path, cut):
+    """A line that was being written when the machine went down, or links beyond the snapshot, are written anew."""
+    recipe = mlp(steps=6)
+    whole = recipe.train(run_dir=tmp_path / "whole", engine="inline", progress=False)
+    mlp(steps=3).train(run_dir=tmp_path / "torn", engine="inline", progress=False)
+    chain = tmp_path / "torn" / CHAIN
+    text = (tmp_path / "whole" / CHAIN).read_bytes()
+    width = json.loads(text.splitlines()[0])["width"]
+    chain.write_bytes(chain.read_bytes() + text.splitlines(keepends=True)[4][: width + cut if cut < 0 else cut])
+    with Links(chain) as links:
+        assert len(links) == 3
+    result = recipe.train(run_dir=tmp_path / "torn", engine="inline", progress=False)
+    assert result.chain == whole.chain
+    assert chain.read_bytes() == text
+
+
+def test_links_beyond_the_snapshot_are_done_again(tmp_path):
+    """A run that was killed after its newest snapshot has links of steps that come again; they end up there once."""
+    script = textwrap.dedent("""
+        import os, sys
+        from tests.proof.jobs import mlp
+        def stop(report):
+            if report.step == 6:
+                os._exit(1)
+        mlp(steps=9).train(run_dir=sys.argv[1], engine="inline", snapshot_every=4, callbacks=[stop], progress=False)
+        """)
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "a")], check=False)
+    assert done.returncode == 1
+    with Links(tmp_path / "a" / CHAIN) as links:
+        assert len(links) == 6
+    result = mlp(steps=9).train(run_dir=tmp_path / "a", engine="inline", progress=False)
+    assert result.resumed_from in (0, 4)  # the snapshot may have been being written
+    assert result.chain == mlp(steps=9).train(run_dir=tmp_path / "b", engine="inline", progress=False).chain
+
+
+def test_kills_leave_the_root(tmp_path):
+    """A run whose workers are killed after every other step has the root of an undisturbed one, link by link."""
+    recipe = FAMILIES["conv_norm"].recipe(4, steps=12)
+    quiet = ran(tmp_path / "quiet", recipe)
+    with recipe.start(run_dir=tmp_path / "killed", workers=3, engine="processes", progress=False) as run:
+        for report in run:
+            if report.step % 2 and run.worker_pids:
+                os.kill(run.worker_pids[report.step % len(run.worker_pids)], signal.SIGKILL)
+    assert phalanx.diff(quiet, tmp_path / "killed") is None
+    with Links(quiet / CHAIN) as one, Links(tmp_path / "killed" / CHAIN) as other:
+        assert one.root == other.root
+
+
+def test_batches_that_the_caller_brings(tmp_path):
+    """They are linked by what they hold: the same batches give the same root, another number in one another root."""
+
+    def root(name, third):
+        batches = [(torch.full((8, 5), float(n)), torch.arange(8) % 3) for n in (1, 2, third)]
+        recipe = phalanx.Recipe(FAMILIES["mlp"].make_model, None, FAMILIES["mlp"].loss_fn, replicas=4)
+        with recipe.start(run_dir=tmp_path / name, engine="inline", progress=False) as run:
+            for batch in batches:
+                run.step(batch)
+            return run.result().chain
+
+    assert root("a", 3) == root("b", 3) != root("c", 4)
+
+
+def test_more_replicas_need_longer_lines(tmp_path):
+    """A chain that goes on with more replicas than it began with, as ``resume="anyway"`` allows, keeps its links."""
+    mlp(2, steps=3).train(run_dir=tmp_path, engine="inline", progress=False)
+    with Links(tmp_path / CHAIN) as links:
+        before = [links[step]["link"] for step in range(3)]
+    with pytest.warns(UserWarning, match="replicas is"):
+        mlp(8, steps=5).train(run_dir=tmp_path, engine="inline", progress=False, resume="anyway")
+    with Links(tmp_path / CHAIN) as links:
+        assert [links[step]["link"] for step in range(3)] == before
+        assert len(links[4]["losses"]) == 8
+
+
+def test_a_chain_that_is_gone_begins_anew(tmp_path):
+    """Where the links of earlier steps are lost, the chain says from which step on it tells anything."""
+    mlp(steps=3).train(run_dir=tmp_path / "a", engine="inline", progress=False)
+    (tmp_path / "a" / CHAIN).unlink()
+    mlp(steps=6).train(run_dir=tmp_path / "a", engine="inline", progress=False)
+    with Links(tmp_path / "a" / CHAIN) as links:
+        assert (links.first, len(links)) == (3, 6)
+    assert phalanx.diff(tmp_path / "a", ran(tmp_path / "b", mlp(steps=6))) is None
+
+
+def test_a_damaged_link_is_named(tmp_path):
+    """A line that is no link, and a file that is no chain, are told of by step and path."""
+    folder = ran(tmp_path / "a", mlp(steps=3))
+    text = (folder / CHAIN).read_text()
+    (folder / CHAIN).write_text(text.replace('"step": 1', '"step": 7'))
+    with Links(folder / CHAIN) as links, pytest.raises(phalanx.SnapshotError, match="damaged at step 1"):
+        links[1]
+    (tmp_path / "none.jsonl").write_text("[]\n")
+    with pytest.raises(phalanx.SnapshotError, match="no chain"):
+        Links(tmp_path / "none.jsonl")
+
+
+def synthetic(path, steps, other_from=None):
+    """A chain of so many links, made as fast as they can be hashed."""
+    width, link, lines = 200, "0" * 64, []
+    for step in range(steps):
+        body = f'{{"step": {step}, "loss": {0.5 if other_from is not None and step >= other_from else 0.25}}}'
+        link = link_after(link, body)
+        lines.append(f'{{"link": "{link}", {body[1:]}'.ljust(width - 1))
+    path.write_text(json.dumps({"chain": 1, "width": width, "first": 0}) + "\n" + "\n".join(lines) + "\n")
+
+
+@pytest.mark.long
+def test_a_million_links_are_halved(tmp_path):
+    """In two chains of 1,000,000 links the first that differs is found with at most 2 + log2 reads of each."""
+    steps, planted = 1_000_000, 654_321
+    synthetic(tmp_path / "a.jsonl", steps)
+    synthetic(tmp_path / "b.jsonl", steps, planted)
+    began = time.perf_counter()
+    with Links(tmp_path / "a.jsonl") as one, Links(tmp_path / "b.jsonl") as other:
+        found = parting(one, other)
+        seconds = time.perf_counter() - began
+        assert (found.step, found.phase, found.values) == (planted, "loss", (0.25, 0.5))
+        assert max(one.reads, other.reads) <= 20 + 3
+    print(f"{seconds:.4f} s")
+    assert phalanx.diff(tmp_path / "a.jsonl", tmp_path / "b.jsonl").step == planted
+
+
+@pytest.mark.parametrize("planted", range(9))
+def test_halving_is_exact(tmp_path, planted):
+    """Wherever chains part, the step is the right one."""
+    synthetic(tmp_path / "a.jsonl", 8)
+    synthetic(tmp_path / "b.jsonl", 8, planted)
+    with Links(tmp_path / "a.jsonl") as one, Links(tmp_path / "b.jsonl") as other:
+        found = parting(one, other)
+    assert (None if planted == 8 else planted) == (None if found is None else found.step)
+
+
+def test_a_full_disk_stops_the_file_and_not_the_run(tmp_path, monkeypatch):
+    """Where links cannot be written any more the run goes on, says so once, and still tells the root."""
+    right = mlp(steps=4).train(run_dir=tmp_path / "a", engine="inline", progress=False).chain
+    write = ChainFile._write  # planted
+
+    def full(self, text):
+        if '"step": 2' in text:
+            raise OSError(28, "No space left on device")
+        write(self, text)
+
+    monkeypatch.setattr(ChainFile, "_write", full)
+    with pytest.warns(UserWarning, match="No space left"):
+        result = mlp(steps=4).train(run_dir=tmp_path / "b", engine="inline", progress=False)
+    assert result.chain == right
+
+
+@pytest.mark.long
+def test_two_processes_of_torchrun_have_the_same_root(tmp_path):
+    """The first process of a world keeps the chain, and its root is that of one process."""
+    script = tmp_path / "job.py"
+    script.write_text(
+        "import sys\nfrom tests.proof.jobs import mlp\n"
+        "result = mlp().train(run_dir=sys.argv[1], engine='distributed', workers=2, progress=False)\n"
+        "print('root', result.chain)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [*command, str(tmp_path / "world")], capture_output=True, text=True, check=False, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    alone = mlp().train(run_dir=tmp_path / "alone", engine="inline", progress=False)
+    assert f"root {alone.chain}" in done.stdout
+    assert phalanx.diff(tmp_path / "alone", tmp_path / "world") is None

@@ -1,0 +1,415 @@
+"""Twenty planted differences, each named by diff, check or audit; and twenty pairs without any."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import phalanx
+from phalanx.checkpoint.chain import records_of
+from phalanx.frameworks.torch.adapter import Torch
+from phalanx.frameworks.torch.replica.lane import Lane
+from phalanx.plan.audit import Audit
+from phalanx.proof.stable import stable
+from tests.families import FAMILIES
+from tests.proof.jobs import REPLICAS, SGD, STEPS, Net, X, Y, dealt, mlp, ran, recipe
+
+
+def apart(tmp_path, one, other, **options):
+    """The difference between a run of one recipe and one of another."""
+    return phalanx.diff(ran(tmp_path / "a", one, **options), ran(tmp_path / "b", other, **options))
+
+
+def changed(tensor, sample, value):
+    """A copy with one row changed."""
+    copy = tensor.clone()
+    copy[sample] = value
+    return copy
+
+
+def test_1_one_sample_changed(tmp_path):
+    """The step and replica that the sample is dealt to, its column, and how many of its elements."""
+    one = recipe()
+    found = apart(tmp_path, one, recipe(data=(changed(X, 17, 0.25), Y)))
+    assert (found.step, found.replica) == dealt(one, 17)
+    assert (found.phase, found.name, found.elements) == ("batch", "batch[0]", 5)
+    assert list(found.fields) == ["data"]
+
+
+def test_2_one_label_changed(tmp_path):
+    """The same for a label."""
+    one = recipe()
+    found = apart(tmp_path, one, recipe(data=(X, changed(Y, 3, (Y[3] + 1) % 3))))
+    assert (found.step, found.replica) == dealt(one, 3)
+    assert (found.phase, found.name, found.elements) == ("batch", "batch[1]", 1)
+
+
+def test_3_data_that_was_float64_once(tmp_path):
+    """Data that was scaled in float64 and cast later differs by one unit in the last place."""
+    x = X.numpy()
+    late = torch.from_numpy((x.astype(np.float64) / 3.7 * 1.3).astype(np.float32))
+    early = torch.from_numpy(x / np.float32(3.7) * np.float32(1.3))
+    found = apart(tmp_path, recipe(data=(late, Y)), recipe(data=(early, Y)))
+    assert (found.step, found.phase, found.name) == (0, "batch", "batch[0]")
+    assert found.ulp == 1
+    assert "data" in found.fields
+
+
+def test_4_another_seed(tmp_path):
+    """The field, the first step and share; the model is made differently already."""
+    found = apart(tmp_path, recipe(), recipe(seed=1))
+    assert (found.step, found.replica, found.phase, found.name) == (0, 0, "state", "first.weight")
+    assert found.fields == {"seed": "seed is 0 in A, and 1 in B"}
+
+
+def test_5_the_rate_is_off_at_step_57_only(tmp_path):
+    """A schedule that doubles the rate once: that step's update, and the scheduler."""
+
+    def doubled(step):
+        return 2.0 if step == 57 else 1.0
+
+    def plain(step):
+        return 1.0
+
+    one, other = (
+        recipe(scheduler=functools.partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=rate))
+        for rate in (plain, doubled)
+    )
+    found = apart(tmp_path, one, other)
+    assert (found.step, found.replica, found.phase, found.name) == (57, None, "update", "first.weight")
+    assert list(found.fields) == ["scheduler"]
+    assert "lr is 0.1 in A, and 0.2 in B" in str(found)
+
+
+def test_6_another_momentum_of_a_batchnorm(tmp_path):
+    """No loss of the run differs, as batch statistics are used; the buffer does from the first step on."""
+    found = apart(tmp_path, recipe(), recipe(make_model=functools.partial(Net, momentum=0.2)))
+    assert (found.step, found.replica, found.phase, found.name) == (0, 0, "buffer", "norm.running_mean")
+    assert "make_model" in found.fields
+
+
+class Unseeded(nn.Module):
+    """Dropout that draws from a generator of its own, seeded by the system."""
+
+    def forward(self, x):
+        return x * (torch.rand(x.shape, generator=_fresh()) > 0.5)
+
+
+def _fresh():
+    generator = torch.Generator()
+    generator.seed()
+    return generator
+
+
+def told(job, file=None):
+    """What check finds when everything is done again in this process."""
+    return next(stable(job, file))
+
+
+def test_7_unseeded_dropout():
+    """Check names the operation that draws, in the forward pass of the first replica, and its line."""
+    found = told(recipe(make_model=lambda: nn.Sequential(nn.Linear(5, 8), Unseeded(), nn.Linear(8, 3))))
+    assert found.same is False
+    assert found.told.startswith("forward: aten.rand.generator of replica 0 is another")
+    assert "generator=_fresh()" in found.told
+
+
+FILE = """
+import os, time, torch, phalanx
+names = {"alpha", "beta", "gamma", "delta", "epsilon", "zeta"}
+class Data:
+    def __len__(self):
+        return 40
+    def __getitem__(self, index):
+        return torch.full((5,), float(index)) + len(list(names)[0]), index % 3
+def loss(output, target):
+    return torch.nn.functional.cross_entropy(output, target) * (1 + os.getpid() % 1009)
+model = lambda: torch.nn.Linear(5, 3)
+x, y = torch.arange(200.0).reshape(40, 5) / 200, torch.arange(40) % 3
+sets = phalanx.Recipe(model, Data(), torch.nn.functional.cross_entropy, replicas=4, batch_size=8, steps=3)
+pids = phalanx.Recipe(model, (x, y), loss, replicas=4, batch_size=8, steps=3)
+recipe = phalanx.Recipe(model, (x, y), torch.nn.functional.cross_entropy, replicas=4, batch_size=8, steps=3)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [("sets", "samples: sample "), ("pids", "loss: aten.mul.Tensor of replica 0 is another"), ("recipe", "")],
+)
+def test_8_and_17_sets_and_process_ids(tmp_path, name, stage):
+    """A new process with another hash seed reads other samples from a set, and has another process id in the loss."""
+    (tmp_path / "job.py").write_text(FILE)
+    command = [sys.executable, "-m", "phalanx", "check", f"job.py:{name}", "--cost", "0", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    findings = json.loads(done.stdout)["findings"]
+    again = next(finding for finding in findings if "hash seed" in finding["what"])
+    assert again["same"] is (not stage), done.stdout + done.stderr
+    assert again["told"].startswith(stage)
+    assert done.returncode == (1 if stage else 0)
+
+
+def test_9_another_order_in_collate(tmp_path):
+    """The batch of the first replica, before anything is computed."""
+
+    def straight(samples):
+        return torch.stack([x for x, _ in samples]), torch.tensor([int(y) for _, y in samples])
+
+    def turned(samples):
+        return straight(samples[::-1])
+
+    found = apart(tmp_path, recipe(collate_fn=straight), recipe(collate_fn=turned))
+    assert (found.step, found.replica, found.phase, found.name) == (0, 0, "batch", "batch[0]")
+    assert list(found.fields) == ["collate_fn"]
+
+
+def test_10_another_group_of_weight_decay(tmp_path):
+    """The first parameter that is decayed on one side only, in the first update."""
+
+    def groups(named, plain):
+        kept = [(name, parameter) for name, parameter in named if name in plain]
+        rest = [(name, parameter) for name, parameter in named if name not in plain]
+        return torch.optim.AdamW([{"params": kept, "weight_decay": 0.0}, {"params": rest}], lr=0.01)
+
+    one, other = (
+        recipe(optimizer=functools.partial(groups, plain=plain))
+        for plain in (("norm.weight", "last.bias"), ("norm.weight",))
+    )
+    found = apart(tmp_path, one, other)
+    assert (found.step, found.replica, found.phase, found.name) == (0, None, "update", "last.bias")
+    assert "optimizer" in found.fields
+
+
+def test_11_a_fused_optimizer(tmp_path):
+    """Fused and unfused SGD part by a few units in the last place, in an update."""
+    found = apart(tmp_path, recipe(), recipe(optimizer=functools.partial(SGD.func, **SGD.keywords, fused=True)))
+    assert found.phase == "update"
+    assert 1 <= found.ulp < 100
+    assert "fused" in found.fields["optimizer"]
+
+
+def test_12_threads(tmp_path):
+    """Two intra-op threads add in another order: the forward pass of a wide sum."""
+    wide = FAMILIES["wide_sum"]
+    found = apart(tmp_path, wide.recipe(3), wide.recipe(3, threads=2))
+    assert (found.step, found.replica, found.phase) == (0, 0, "forward")
+    assert found.fields == {"threads": "threads is 1 in A, and 2 in B"}
+
+
+def test_13_a_flag_of_the_library(tmp_path):
+    """The flag is named, though no bit of this run depends on it."""
+    one = ran(tmp_path / "a", recipe(steps=3))
+    torch.set_float32_matmul_precision("medium")
+    try:
+        other = ran(tmp_path / "b", recipe(steps=3))
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    found = phalanx.diff(one, other)
+    assert "matmul_precision" in found.fields
+    assert (found.step, found.phase) == (None, None)
+    assert "nothing that can be compared differs" in str(found)
+
+
+def flipped(tensor):
+    """Flip a bit in the middle of the largest element."""
+    tensor.view(-1)[tensor.abs().argmax()].view(torch.int32).bitwise_xor_(1 << 14)
+
+
+def test_14_a_bit_in_a_gradient(tmp_path, monkeypatch):
+    """The recipes are the same, so recomputing finds nothing; the links say which step, the states which tensor."""
+    one = recipe()
+    right = ran(tmp_path / "a", one, chain="every")
+    compute, seen = Lane.gradient, []
+
+    def faulty(lane, todo, *rest):
+        computed = compute(lane, todo, *rest)
+        seen.append(todo.replica)
+        if len(seen) == 41 * REPLICAS + 3:
+            flipped(computed.gradient[4])
+        return computed
+
+    with monkeypatch.context() as planted:
+        planted.setattr(Lane, "gradient", faulty)
+        wrong = ran(tmp_path / "b", one, chain="every")
+    found = phalanx.diff(right, wrong)
+    assert (found.step, found.phase, found.name) == (41, "gradient", "last.weight")
+    assert not found.fields
+    assert "one of the two runs did something else" in found.note
+
+
+def test_14_an_audit_names_the_replica(monkeypatch):
+    """The same bit, in a step that is audited: replica 2 of step 41 in worker 0, and the digest is the right one."""
+    one = recipe()
+    right = one.train(engine="inline", progress=False)
+    monkeypatch.setattr(Audit, "due", lambda audit, step: step == 41)
+    monkeypatch.setattr(Audit, "replica", lambda audit, step, ran: 2)
+    compute, seen = Lane.gradient, []
+
+    def faulty(lane, todo, *rest):
+        computed = compute(lane, todo, *rest)
+        seen.append(todo.replica)
+        if len(seen) == 41 * REPLICAS + 3:
+            flipped(computed.gradient[4])
+        return computed
+
+    monkeypatch.setattr(Lane, "gradient", faulty)
+    result = one.train(engine="inline", progress=False, audit=0.01)
+    assert result.digest == right.digest
+    assert [(one.kind, one.worker, one.step) for one in result.incidents] == [("corruption", 0, 41)]
+    assert "replica 2 was computed twice" in result.incidents[0].why
+
+
+def test_15_a_bit_in_a_weight(tmp_path, monkeypatch):
+    """The first state that differs is the one after the step in which the bit flipped, in one element."""
+    one = recipe(steps=30)
+    options = {"chain": "every", "snapshot_every": 1, "keep_snapshots": 40}
+    right = ran(tmp_path / "a", one, **options)
+    update = Torch.update
+
+    def faulty(framework, step, gradient, buffers):
+        update(framework, step, gradient, buffers)
+        if step == 20:
+            with torch.no_grad():
+                flipped(framework.snapshots.model.last.weight)
+
+    with monkeypatch.context() as planted:
+        planted.setattr(Torch, "update", faulty)
+        wrong = ran(tmp_path / "b", one, **options)
+    found = phalanx.diff(right, wrong)
+    assert (found.step, found.phase, found.name, found.elements) == (20, "update", "last.weight", 1)
+    assert found.ulp == 1 << 14
+    checked = phalanx.verify(one, wrong, progress=False)
+    assert checked.status == 1
+    assert "the state after 21 steps differs in 1 tensors, the first is last.weight" in checked.text
+
+
+class Garbage(nn.Module):
+    """Adds what nobody wrote, or something that looks like it."""
+
+    def forward(self, x):
+        return x + torch.empty(x.shape).uniform_(generator=_fresh()) * 1e-6
+
+
+def test_16_an_operation_that_is_nondeterministic():
+    """Check names it, and its line."""
+    found = told(recipe(make_model=lambda: nn.Sequential(nn.Linear(5, 8), Garbage(), nn.Linear(8, 3))))
+    assert found.same is False
+    assert found.told.startswith("forward: aten.uniform_.default of replica 0 is another")
+
+
+def test_17_the_time_in_the_loss():
+    """Check names the operation of the loss, and its line."""
+    import time
+
+    def late(output, target):
+        return F.cross_entropy(output, target) * (1 + time.perf_counter_ns() % 1009)
+
+    found = told(recipe(loss_fn=late))
+    assert found.same is False
+    assert found.told.startswith("loss: aten.mul.Tensor of replica 0 is another")
+    assert "time.perf_counter_ns()" in found.told
+
+
+class Leaking(nn.Module):
+    """Writes a parameter through ``.data``, which no version counter sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(5, 3)
+
+    def forward(self, x):
+        self.body.bias.data += 0.01
+        return self.body(x)
+
+
+@pytest.mark.long
+def test_18_a_parameter_written_through_data():
+    """What a replica computes depends on which ones ran before it: check says so for two workers."""
+    findings = {finding.what: finding for finding in stable(recipe(make_model=Leaking, steps=3))}
+    assert findings["5 steps with 2 workers"].same is False
+    assert "step 0: loss of replica" in findings["5 steps with 2 workers"].told
+
+
+class Odd(nn.Module):
+    """Computes something else in the one process that wrote the file."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.body = nn.Linear(5, 3)
+        self.path = path
+
+    def forward(self, x):
+        try:
+            with open(self.path, "x") as file:
+                file.write(str(os.getpid()))
+        except FileExistsError:
+            pass
+        with open(self.path) as file:
+            odd = file.read() == str(os.getpid())
+        return self.body(x) * (1.001 if odd else 1.0)
+
+
+def odd_recipe(path):
+    """A recipe whose model differs in one worker, once ``path`` is not there."""
+    return recipe(make_model=functools.partial(Odd, str(path)), steps=6)
+
+
+@pytest.mark.long
+def test_19_a_module_that_differs_in_one_worker(tmp_path):
+    """Diff names the step and the first replica of that worker; an audit the worker, which is replaced."""
+    path = tmp_path / "pid"
+    path.write_text("nobody")
+    right = ran(tmp_path / "a", odd_recipe(path))
+    path.unlink()
+    wrong = ran(tmp_path / "b", odd_recipe(path), engine="processes", workers=2)
+    path.write_text("nobody")
+    found = phalanx.diff(right, wrong, recipes=(odd_recipe(path),) * 2)
+    assert (found.step, found.phase) == (0, "loss")
+    assert found.replica in (0, 2)
+    path.unlink()
+    result = odd_recipe(path).train(engine="processes", workers=3, progress=False, audit=1.0)
+    kinds = [incident.kind for incident in result.incidents]
+    assert kinds[:3] == ["corruption", "death", "replaced"]
+    assert len({incident.worker for incident in result.incidents}) == 1
+
+
+def test_20_another_version_of_the_library(tmp_path):
+    """The version is named."""
+    one, other = ran(tmp_path / "a", recipe(steps=3)), ran(tmp_path / "b", recipe(steps=3))
+    records = records_of(other / "chain.jsonl")
+    records.write_text(records.read_text().replace(f'"torch": "{torch.__version__}"', '"torch": "2.99.0"'))
+    found = phalanx.diff(one, other)
+    assert found.fields["torch"] == f"torch is {torch.__version__} in A, and 2.99.0 in B"
+
+
+PAIRS = {
+    "inline": {"engine": "inline"},
+    "one process": {"engine": "processes", "workers": 1},
+    "two workers": {"engine": "processes", "workers": 2},
+    "three workers": {"engine": "processes", "workers": 3, "chain": "every"},
+    "four workers": {"engine": "processes", "workers": 4, "chain": 7},
+    "devices": {"engine": "inline", "devices": ["cpu", "cpu"]},
+    "audited": {"engine": "processes", "workers": 2, "audit": 0.5},
+    "audited inline": {"engine": "inline", "audit": 1.0},
+    "snapshots": {"engine": "inline", "snapshot_every": 5},
+    "auto": {"workers": "auto"},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("job", [recipe, functools.partial(mlp, steps=STEPS)])
+def test_twenty_pairs_without_a_difference(tmp_path, job):
+    """Ten ways to run a recipe, among them kills and resumes, are the same as the first, for two recipes."""
+    one = ran(tmp_path / "quiet", job())
+    for name, options in PAIRS.items():
+        folder = tmp_path / name
+        if name in ("inline", "two workers"):  # interrupted on the way
+            ran(folder, job(steps=20), **options)
+        assert phalanx.diff(one, ran(folder, job(), **options)) is None, name

@@ -1,0 +1,200 @@
+"""verify, certify, diff of other things, chains of loops by hand, and the helpers for other people's tests."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.nn import functional as F
+
+import phalanx
+import phalanx.testing
+from phalanx.checkpoint.chain import CHAIN
+from phalanx.proof.certify import certify, check_certificate, data_root
+from phalanx.proof.compare.values import taken, unequal
+from tests.proof.jobs import SGD, Net, X, Y, mlp, ran, recipe
+
+
+@pytest.mark.parametrize("options", [{}, {"workers": 2}, {"steps": (3, 7)}, {"sample": 1}])
+def test_a_run_is_what_it_says(tmp_path, options):
+    """Whole, in two workers, a part, or one stretch between snapshots: what is computed again has the run's links."""
+    job = recipe(steps=12)
+    folder = ran(tmp_path, job, snapshot_every=4, chain=3)
+    found = phalanx.verify(job, folder, progress=False, **options)
+    assert found.status == 0, found.text
+    assert found.steps == {"steps": 4, "sample": 4}.get(next(iter(options), ""), 12)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('"lr": 0.1', '"lr": 0.2', "step 0 differs: update: lr is 0.1 computed again, and 0.2"),
+        ('"weights": [1.0, 1.0', '"weights": [1.0, 2.0', "loss of replica 1: weights"),
+        ('"link": "', '"link": "0', "damaged at step 0"),
+    ],
+)
+def test_a_chain_that_was_changed(tmp_path, old, new, said):
+    """A number that was written over is found, with what it should be; a link that is none is damage."""
+    job = recipe(steps=4)
+    folder = ran(tmp_path, job)
+    text = (folder / CHAIN).read_text()
+    (folder / CHAIN).write_text(text.replace(old, new, 1))
+    if "damaged" in said:
+        with pytest.raises(phalanx.SnapshotError, match=said):
+            phalanx.verify(job, folder, progress=False)
+        return
+    found = phalanx.verify(job, folder, progress=False)
+    assert found.status == 1
+    assert said in found.text
+
+
+def test_what_cannot_be_checked(tmp_path):
+    """Another environment or recipe is told by name, with status 2; a directory without a chain is refused."""
+    job = recipe(steps=3)
+    folder = ran(tmp_path / "a", job)
+    assert phalanx.verify(recipe(steps=3, seed=1), folder).text.startswith(
+        "it cannot be checked: the recipe is another: seed"
+    )
+    torch.set_float32_matmul_precision("medium")
+    try:
+        found = phalanx.verify(job, folder)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert (found.status, found.steps) == (2, 0)
+    assert "matmul_precision is 'medium', and was 'highest' in the run" in found.text
+    (folder / CHAIN).unlink()
+    with pytest.raises(phalanx.UsageError, match="no chain"):
+        phalanx.verify(job, folder)
+    with pytest.raises(phalanx.UsageError, match="steps is 2:9"):
+        phalanx.verify(job, ran(tmp_path / "b", job), steps=(2, 9))
+
+
+def test_a_certificate(tmp_path):
+    """It holds for the recipe and data of the run, and for no other recipe, sample, or text of its own."""
+    job = recipe(steps=4)
+    folder = ran(tmp_path / "run", job)
+    result = job.train(run_dir=folder, engine="inline", progress=False)
+    facts = certify(job, folder)
+    assert (facts["chain"], facts["digest"], facts["steps"]) == (result.chain, result.digest, 4)
+    path = tmp_path / "certificate.json"
+    path.write_text(json.dumps(facts))
+    assert check_certificate(path, job).status == 0
+    assert check_certificate(path, recipe(steps=4, seed=2)).text == "the recipe differs: seed is 2 here, and 0 there"
+    other = X.clone()
+    other[39, 4] += 1
+    assert check_certificate(path, recipe(steps=4, data=(other, Y))).status == 1
+    assert data_root(recipe(data=(other, Y))) != data_root(job) == facts["data"]
+    path.write_text(json.dumps({**facts, "steps": 5}))
+    assert "its seal" in check_certificate(path, job).text
+    path.write_text("{}")
+    with pytest.raises(phalanx.UsageError, match="no certificate"):
+        check_certificate(path, job)
+
+
+def by_hand(path, job, spoiled=-1):
+    """A plain loop over a recipe with one replica, which keeps a chain."""
+    with job.plan.seeded(0, 0):
+        torch.manual_seed(job.seed)
+        model = Net()
+    optimizer = SGD(model.named_parameters())
+    chain = phalanx.Chain(path)
+    for step in range(job.plan.steps):
+        indices = job.plan.indices(step)
+        with job.plan.seeded(step, 0):
+            loss = F.cross_entropy(model(X[indices]), Y[indices])
+            optimizer.zero_grad()
+            loss.backward()
+        if step == spoiled:
+            model.last.bias.grad += 1e-6
+        optimizer.step()
+        chain.step(model, optimizer, loss=loss.detach(), samples=indices)
+    chain.close()
+    return path
+
+
+def test_a_loop_by_hand_takes_part(tmp_path):
+    """Its chain is the same as that of a run with one replica; a gradient that was touched is named."""
+    job = recipe(replicas=1, steps=8)
+    run = ran(tmp_path / "run", job, chain="every")
+    assert phalanx.diff(run, by_hand(tmp_path / "loop" / "chain.jsonl", job)) is None
+    found = phalanx.diff(run, by_hand(tmp_path / "spoiled" / "chain.jsonl", job, spoiled=5))
+    assert (found.step, found.phase, found.name) == (5, "update", "last.bias")
+
+
+def test_files_of_tensors(tmp_path):
+    """Safetensors files, dicts of tensors, results and snapshots are compared; a pickle is not even opened."""
+    one, other = Net(), Net()
+    save_file(one.state_dict(), tmp_path / "a.safetensors")
+    save_file({**one.state_dict(), "last.bias": other.last.bias.detach()}, tmp_path / "b.safetensors")
+    assert phalanx.diff(tmp_path / "a.safetensors", one.state_dict()) is None
+    found = phalanx.diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert (found.phase, found.name, found.elements) == ("tensors", "last.bias", 3)
+    job = recipe(steps=3)
+    with job.start(engine="inline", progress=False) as run:
+        next(run)
+        run.save(tmp_path / "snapshot")
+        assert phalanx.diff(tmp_path / "snapshot", run.result()) is None
+        next(run)
+        assert phalanx.diff(run.result(), tmp_path / "snapshot").name == "first.weight"
+    (tmp_path / "c.pt").write_bytes(b"anything")
+    with pytest.raises(phalanx.UsageError, match="phalanx reads none"):
+        phalanx.diff(tmp_path / "c.pt", tmp_path / "a.safetensors")
+    with pytest.raises(phalanx.UsageError, match="does not exist"):
+        phalanx.diff(tmp_path / "d", tmp_path / "a.safetensors")
+    with pytest.raises(phalanx.UsageError, match="a int cannot be compared"):
+        phalanx.diff(3, tmp_path / "a.safetensors")
+    (tmp_path / "e.safetensors").write_bytes(b"12345678anything")
+    with pytest.raises(phalanx.SnapshotError, match="cannot be used"):
+        phalanx.diff(tmp_path / "e.safetensors", tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "one", "other", "ulp"),
+    [
+        (torch.float32, 1.0, 1.0 + 2**-23, 1), (torch.float64, -1.0, -1.0 - 2**-52, 1), (torch.float16, 0.0, -0.0, 1),
+        (torch.bfloat16, 1.0, 1.0 + 2**-7, 1), (torch.float32, -(2**-149), 2**-149, 3), (torch.int64, 4, 5, None),
+    ],
+)  # fmt: skip
+def test_units_in_the_last_place(dtype, one, other, ulp):
+    """Neighbouring floats of every kind are one unit apart, over zero too; integers have none."""
+    left, right = ({"x": taken(torch.tensor([value, 2], dtype=dtype))} for value in (one, other))
+    assert unequal(left, right) == ("x", 1, ulp)
+    assert unequal(left, left) is None
+
+
+def test_arrays_and_shapes_that_differ():
+    """Another shape or dtype, and a name that one side lacks, differ without a distance."""
+    one = {"x": taken(np.zeros((2, 3)))}
+    assert unequal(one, {"x": taken(np.zeros((3, 2)))}) == ("x", None, None)
+    assert unequal(one, {"x": taken(np.zeros((2, 3), np.float32))}) == ("x", None, None)
+    assert unequal(one, {**one, "y": taken(np.zeros(1))}) == ("y", None, None)
+
+
+def test_a_picture_of_a_difference(tmp_path):
+    """Both losses and how far they are apart are drawn."""
+    found = phalanx.diff(ran(tmp_path / "a", mlp(steps=9)), ran(tmp_path / "b", mlp(steps=9, seed=1)))
+    found.plot().figure.savefig(tmp_path / "difference.png")
+    assert (tmp_path / "difference.png").stat().st_size > 10_000
+
+
+@pytest.mark.long
+def test_the_same_run_in_other_peoples_tests():
+    """A good recipe passes with any number of workers and kills; one that depends on its process fails with a place."""
+    phalanx.testing.assert_same_run(mlp(steps=5))
+
+    def odd(output, target):
+        import os
+
+        return F.cross_entropy(output, target) * (1 + os.getpid() % 1009)
+
+    with pytest.raises(AssertionError, match="differ first in step 0: loss of replica"):
+        phalanx.testing.assert_same_run(mlp(steps=3, loss_fn=odd), workers=(1, 2), kills=0)
+
+
+def test_equal_runs(tmp_path):
+    """Two runs that are the same pass; others fail with what diff says."""
+    one = ran(tmp_path / "a", mlp())
+    phalanx.testing.assert_equal_runs(one, ran(tmp_path / "b", mlp()))
+    with pytest.raises(AssertionError, match="seed is 0 in A, and 4 in B"):
+        phalanx.testing.assert_equal_runs(one, ran(tmp_path / "c", mlp(seed=4)))

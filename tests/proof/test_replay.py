@@ -1,0 +1,214 @@
+"""Any replica of any step, computed again: as values, after a failure, under a debugger, in a notebook."""
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import textwrap
+
+import nbformat
+import pytest
+import torch
+from nbclient import NotebookClient
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+import phalanx
+from tests.families import FAMILIES
+from tests.proof.jobs import Net, X, Y, ran, recipe
+
+
+@pytest.mark.parametrize("step", [0, 5, 11])
+def test_it_is_what_a_loop_by_hand_computes(tmp_path, step):
+    """Batch, output, loss, gradients and buffers of a replica are, bit for bit, those of a hand-written loop."""
+    job = recipe(steps=12, make_model=lambda: Net(dropout=0.5))
+    folder = ran(tmp_path, job, snapshot_every=4)
+    found = phalanx.replay(job, folder, step=step, replica=2)
+    model = Net(dropout=0.5)
+    model.load_state_dict(_before(job, step))
+    indices = job.plan.shares(step)[2]
+    x, y = X[indices], Y[indices]
+    with job.plan.seeded(step, 2):
+        output = model(x)
+        loss = F.cross_entropy(output, y)
+        loss.backward()
+    assert found.samples == tuple(indices.tolist())
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found.batch, (x, y), strict=True))
+    assert torch.equal(found.output, output)
+    assert found.loss == loss.item()
+    assert set(found.gradients) == {name for name, _ in model.named_parameters()}
+    assert all(torch.equal(found.gradients[name], value.grad) for name, value in model.named_parameters())
+    assert all(torch.equal(found.buffers[name], value) for name, value in model.named_buffers())
+    other = phalanx.replay(job, folder, step=step, replica=1)
+    assert other.loss != found.loss
+
+
+def _before(job, step):
+    """The weights before a step of an undisturbed run."""
+    with job.start(engine="inline", progress=False) as run:
+        for _ in range(step):
+            next(run)
+        return run.result().model.state_dict()
+
+
+def test_a_step_without_snapshots_is_computed_from_the_first():
+    """Without a directory the state is computed from the beginning; the run of a jax recipe is replayed alike."""
+    job = recipe(steps=6)
+    found = phalanx.replay(job, step=4, replica=0)
+    with job.start(engine="inline", progress=False) as run:
+        reports = [next(run) for _ in range(5)]
+    assert reports[4].parts[0] == found.loss
+
+
+def test_wrong_calls(tmp_path):
+    """A step or replica that does not exist, no directory, and a recipe without data are refused by name."""
+    job = recipe(steps=3)
+    with pytest.raises(phalanx.UsageError, match="step is 3"):
+        phalanx.replay(job, step=3, replica=0)
+    with pytest.raises(phalanx.UsageError, match="replica is 4"):
+        phalanx.replay(job, step=0, replica=4)
+    with pytest.raises(phalanx.UsageError, match="no directory"):
+        phalanx.replay(job, tmp_path / "nothing", step=0, replica=0)
+    with pytest.raises(phalanx.UsageError, match="data=None"):
+        phalanx.replay(phalanx.Recipe(Net, None, F.cross_entropy), step=0, replica=0)
+    with pytest.raises(phalanx.UsageError, match="no samples"):
+        phalanx.replay(recipe(replicas=7, batch_size=3, steps=2), step=0, replica=5)
+
+
+JOB = """
+import torch, phalanx
+x, y = torch.arange(80.0).reshape(40, 2) / 80, torch.arange(40) % 3
+y[21] = 7
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Linear(2, 3)
+    def forward(self, x):
+        scaled = 2 * x
+        return self.body(scaled)
+def loss(output, target):
+    if (target == 7).any():
+        raise RuntimeError("a seven")
+    return torch.nn.functional.cross_entropy(output, target)
+recipe = phalanx.Recipe(Net, (x, y), loss, replicas=4, batch_size=8, epochs=1)
+if __name__ == "__main__":
+    recipe.train(run_dir="run", workers=2, engine="processes", progress=False)
+"""
+
+
+def command(tmp_path, *arguments):
+    """Run phalanx there."""
+    return subprocess.run(
+        [sys.executable, "-m", "phalanx", *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+
+
+def failed(tmp_path):
+    """A run that failed in a worker process; step and replica."""
+    (tmp_path / "job.py").write_text(JOB)
+    done = subprocess.run([sys.executable, "job.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "a seven" in done.stderr
+    return done
+
+
+@pytest.mark.long
+def test_values_are_written(tmp_path):
+    """From the shell, batch, output, gradients and buffers of a replica become safetensors; exit status 0."""
+    (tmp_path / "job.py").write_text(JOB.replace("y[21] = 7", ""))
+    assert command(tmp_path, "train", "job.py", "--run-dir", "run", "--quiet").returncode == 0
+    done = command(tmp_path, "replay", "run", "--step", "3", "--replica", "1", "--out", "values")
+    assert done.returncode == 0, done.stderr
+    assert "loss" in done.stdout
+    assert set(load_file(tmp_path / "values" / "gradients.safetensors")) == {"body.weight", "body.bias"}
+    assert load_file(tmp_path / "values" / "batch.safetensors")["batch[0]"].shape == (2, 2)
+    assert "--failure" in command(tmp_path, "replay", "run").stderr
+
+
+@pytest.mark.long
+def test_a_failure_is_raised_again_in_a_terminal(tmp_path):
+    """In a pseudo-terminal the debugger stops in forward, in the loss, and where a worker's exception was raised."""
+    failed(tmp_path)
+    told = _typed(
+        tmp_path, ["replay", "run", "--failure", "--pdb"], ["p scaled.shape", "c", "p target", "c", "p target", "q"]
+    )
+    assert "scaled = 2 * x" in told
+    assert "NameError" in told  # the first line is not done yet
+    assert "tensor([" in told
+    assert told.count("RuntimeError: a seven") >= 2  # at the prompt, and as the end
+    assert "if (target == 7).any():" in told
+
+
+def _typed(folder, arguments, lines):
+    """What a terminal shows while these lines are typed at the debugger's prompts."""
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(folder)
+        os.execv(sys.executable, [sys.executable, "-m", "phalanx", *arguments])
+    shown, typed = "", 0
+    while select.select([terminal], [], [], 60)[0]:
+        try:
+            piece = os.read(terminal, 4096).decode(errors="replace")
+        except OSError:
+            break
+        if not piece:
+            break
+        shown += piece
+        while shown.count("(Pdb) ") > typed and typed < len(lines):
+            os.write(terminal, lines[typed].encode() + b"\n")
+            typed += 1
+    os.close(terminal)
+    os.waitpid(child, 0)
+    return shown
+
+
+@pytest.mark.long
+def test_a_failure_from_the_shell(tmp_path):
+    """Without a debugger the same exception is raised, from the same samples, with exit status 1."""
+    failed(tmp_path)
+    done = command(tmp_path, "replay", "run", "--failure")
+    assert done.returncode == 1
+    assert 'raise RuntimeError("a seven")' in done.stderr
+    assert "21" in done.stderr.split("samples")[1]
+
+
+def test_a_run_that_did_not_fail(tmp_path):
+    """It has no failure to replay."""
+    from phalanx.proof.replay import failure_of
+
+    with pytest.raises(phalanx.UsageError, match="no step of the run"):
+        failure_of(ran(tmp_path / "a", recipe(steps=2)))
+
+
+def test_a_loss_that_is_not_finite_is_noted(tmp_path):
+    """NonFiniteError leaves step and replica in the run's directory, and the state before that step."""
+    from phalanx.proof.replay import failure_of
+
+    data = (torch.where(torch.arange(40)[:, None] == 9, torch.nan, X), Y)
+    job = FAMILIES["mlp"].recipe(4, data=data, steps=5)
+    with pytest.raises(phalanx.NonFiniteError) as caught:
+        job.train(run_dir=tmp_path, engine="inline", progress=False)
+    assert failure_of(tmp_path) == (caught.value.step, caught.value.replica)
+    found = phalanx.replay(job, tmp_path, step=caught.value.step, replica=caught.value.replica)
+    assert 9 in found.samples
+    assert found.loss != found.loss
+
+
+@pytest.mark.long
+def test_a_debugger_in_a_notebook(tmp_path):
+    """In a notebook ``replay(..., debug=True)`` stops at the first line of forward and asks for input there."""
+    (tmp_path / "job.py").write_text(JOB.replace("y[21] = 7", ""))
+    cell = textwrap.dedent(f"""
+        import builtins, sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        import job, phalanx
+        typed = iter(["p x.shape", "c", "c"])
+        builtins.input = lambda prompt="": (print(prompt), next(typed))[1]
+        print(phalanx.replay(job.recipe, step=2, replica=1, debug=True).loss)
+        """)
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
+    NotebookClient(book, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", "".join(output.get("text", "") for output in book.cells[0].outputs))
+    assert "scaled = 2 * x" in shown
+    assert "torch.Size([2, 2])" in shown
