@@ -5,8 +5,10 @@ Start reading at ``recipe``: ``Recipe.train`` -> ``run`` -> ``engines.inline`` -
 
 from __future__ import annotations
 
-from phalanx.checkpoint.resume import Loaded
+from phalanx import callbacks as callbacks
+from phalanx.checkpoint.resume import Loaded, load
 from phalanx.definition.evaluation import Evaluation
+from phalanx.definition.evaluation.metrics import whole
 from phalanx.errors import (
     LeftError,
     NonFiniteError,
@@ -21,7 +23,7 @@ from phalanx.frameworks.registry import digest
 from phalanx.frameworks.torch.replica.forward import weighted
 from phalanx.plan import Plan
 from phalanx.proof.tune import tune
-from phalanx.recipe import Recipe, close, load, train
+from phalanx.recipe import Recipe, close, train
 from phalanx.run.result import Result
 from phalanx.run.run import Run
 from phalanx.seams.events import Evaluated, Incident, StepReport
@@ -54,4 +56,5 @@ __all__ = [
     "train",
     "tune",
     "weighted",
+    "whole",
 ]

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from phalanx.definition.data import Share
+from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.errors import NonFiniteError, PhalanxError, RunError, UsageError, WorkerError, spell_samples
 from phalanx.plan import replica_key
 from phalanx.plan.fold import fold_values
 from phalanx.plan.shares import share_weights
-from phalanx.seams import Arithmetic, Computed, Framework, Link, Measurement, Part, Steppable, Todo, Vector
+from phalanx.seams import Arithmetic, Computed, Framework, Link, Measurement, Part, Steppable, Todo, Vector, Weights
 from phalanx.surroundings import interrupts
 
 T = TypeVar("T")
@@ -197,9 +198,11 @@ def compute(computing: Iterator[Computed], t: int, replica: int, share: Share) -
         ) from error
 
 
-def measure(framework: Framework, metric_fn: Callable[..., Any], key: int, share: Share) -> Measurement:
-    """Begin a metric over one chunk; what user code raises becomes a WorkerError with the samples."""
-    begun = _measured(functools.partial(framework.measure, metric_fn, key, share), share)
+def measure(
+    framework: Framework, metrics: Metrics, key: int, share: Share, weights: Weights | None = None
+) -> Measurement:
+    """Begin metrics over one chunk; what user code raises becomes a WorkerError with the samples."""
+    begun = _measured(functools.partial(framework.measure, metrics, key, share, weights), share)
     return functools.partial(_measured, begun, share)
 
 

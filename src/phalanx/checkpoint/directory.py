@@ -116,7 +116,7 @@ class EventLog(Observer):
         self._facts: dict[str, Any] = {"differs": list(differs)} if differs else {}
         self._run_state = RunState()
 
-    def begin(self, engine: Engine) -> None:
+    def begin(self, engine: Engine, run: Any = None) -> None:
         """Note how the run begins."""
         self._run_state = engine.run_state
         kind = "start" if engine.run_state.resumed_from is None else "resume"

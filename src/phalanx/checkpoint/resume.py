@@ -9,8 +9,10 @@ from typing import Any
 
 from phalanx.checkpoint import snapshot
 from phalanx.checkpoint.directory import SNAPSHOTS, EventLog, RunDirectory, newest_of
+from phalanx.checkpoint.export import found
 from phalanx.checkpoint.saver import LOSSES, Saver
 from phalanx.checkpoint.snapshot import Snapshot
+from phalanx.definition import checks
 from phalanx.definition.fields import Definition
 from phalanx.definition.fingerprint import compare, fingerprint
 from phalanx.errors import SnapshotError, UsageError
@@ -81,7 +83,10 @@ class ResumeState:
             metrics = [Evaluated(int(steps), float(value), str(name)) for steps, value, name in earlier.metrics]
         except (TypeError, ValueError, OverflowError) as error:
             raise SnapshotError("the snapshot's evaluations are none") from error
-        return RunState(losses_in(earlier), earlier.samples, resumed_from=earlier.step, evaluated=metrics)
+        states = found(earlier.facts, earlier.training)
+        return RunState(
+            losses_in(earlier), earlier.samples, resumed_from=earlier.step, evaluated=metrics, callbacks=states
+        )
 
     def observers(self, every: int | None, *, stop: bool) -> tuple[EventLog, Saver] | tuple[()]:
         """What keeps the run from here on, in the order in which it looks on; nothing without a directory."""
@@ -162,9 +167,27 @@ class Loaded:
     loss_history: list[float] = field(repr=False)
 
 
-def loaded(path: pathlib.Path) -> Loaded:
-    """See ``phalanx.load``."""
-    earlier = read_any(path)
+def load(path: Any) -> Loaded:
+    """Read a snapshot, as ``run.save`` or a run's directory holds it; every byte is checked, nothing is executed.
+
+    Parameters
+    ----------
+    path : path-like
+        The folder of a snapshot, or a ``run_dir``, of which the newest good one is taken.
+
+    Returns
+    -------
+    Loaded
+        ``weights`` (parameters and buffers by name), ``step``, ``loss_history`` and more.
+
+    Raises
+    ------
+    SnapshotError
+        It is not whole, damaged, or of another version.
+    UsageError
+        ``path`` is none.
+    """
+    earlier = read_any(checks.path("path", path, hint="give the folder of a snapshot, or a run_dir"))
     weights = {name: tensor_of(stored, earlier.facts) for name, stored in earlier.weights.items()}
     return Loaded(earlier.step, earlier.samples, earlier.digest, weights, losses_in(earlier))
 

@@ -6,8 +6,10 @@ What ``make_model`` returns decides: a ``torch.nn.Module``, a tree of jax arrays
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from phalanx.definition.digest import digest_of
 from phalanx.definition.fields import Definition
@@ -15,7 +17,7 @@ from phalanx.errors import UsageError
 from phalanx.frameworks.jax import outside
 from phalanx.frameworks.tinygrad import outside as outside_tinygrad
 from phalanx.seams import Framework
-from phalanx.seams.snapshots import Tensor
+from phalanx.seams.snapshots import CODES, Tensor
 from phalanx.surroundings import interrupts
 
 
@@ -133,6 +135,44 @@ def tensor_of(stored: Tensor, facts: dict[str, Any]) -> Any:
     from phalanx.frameworks.torch import snapshot as torch_snapshot
 
     return torch_snapshot.tensor_of(stored)
+
+
+def stored(leaf: Any) -> Tensor | None:
+    """A tensor or array as a snapshot holds it, in memory of its own; None for all else."""
+    if isinstance(leaf, np.ndarray):
+        return Tensor(str(leaf.dtype), leaf.shape, np.array(leaf, order="C")) if str(leaf.dtype) in CODES else None
+    from phalanx.frameworks.torch import snapshot as torch_snapshot
+
+    return torch_snapshot.stored(leaf)
+
+
+def weights_of(model: Any, params: Mapping[str, Any], instead: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The weights of a model by name, as its own framework would load them; ``instead``: other values of parameters."""
+    from phalanx.frameworks.torch import snapshot as torch_snapshot
+
+    whole = torch_snapshot.state_dict(model, instead)
+    if whole is None:  # a tree of arrays, or an object with tensors
+        arrays = {name: instead.get(name, value) for name, value in params.items()}
+        whole = {name: stored(_numbers(value)) for name, value in arrays.items()}
+    if None in whole.values():
+        raise UsageError("a parameter has a dtype that safetensors does not have; save it in another way")
+    return whole  # type: ignore[return-value]
+
+
+def as_factory(model: Any) -> Any:
+    """A ``make_model`` that gives this model, or a copy."""
+    from phalanx.frameworks.torch.model import is_module
+
+    return model if is_module(model) else functools.partial(_the, model)
+
+
+def _numbers(array: Any) -> np.ndarray:
+    """An array of any framework as numpy's; tinygrad's do not convert by themselves."""
+    return array.numpy() if type(array).__name__ == "Tensor" else np.asarray(array)
+
+
+def _the(model: Any) -> Any:
+    return model
 
 
 def adopt_numeric_environment(settings: dict[str, Any]) -> None:

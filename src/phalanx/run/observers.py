@@ -1,32 +1,30 @@
-"""Who looks on at a run for the user: a progress bar on stderr, and the user's own callbacks."""
+"""Who looks on at a run for the user: a progress bar on stderr, and callbacks."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from phalanx.run.callbacks import Callbacks
 from phalanx.seams import Engine
 from phalanx.seams.events import Evaluated, StepReport
 from phalanx.seams.observer import Observer
-from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Turns
 
 REFRESH_SECONDS = 0.1
 DELAY_SECONDS = 0.5
 
-Callback = Callable[[StepReport], Any]
 
-
-def watching(progress: bool | str, callbacks: Sequence[Callback], total: int | None, turn: Turns) -> list[Observer]:
+def watching(progress: bool | str, callbacks: Sequence[Any], total: int | None, turn: Turns) -> list[Observer]:
     """The observers that a user asked for; none where there is nothing to show and nobody to call.
 
     Parameters
     ----------
     progress : bool or "auto"
         "auto": show a bar if stderr is a terminal, once the run takes longer than half a second.
-    callbacks : sequence of callable
+    callbacks : sequence of callables and objects with hooks
     total : int or None
         Steps to expect; None where the caller brings the batches.
     turn : Turns
@@ -58,7 +56,7 @@ class ProgressBar(Observer):
         self._next_refresh = 0.0
         self._pending = 0
 
-    def begin(self, engine: Engine) -> None:
+    def begin(self, engine: Engine, run: Any = None) -> None:
         """Draw the bar; it starts at what an earlier run had done."""
         from tqdm import tqdm
 
@@ -89,27 +87,3 @@ class ProgressBar(Observer):
             self._bar.update(self._pending)
             self._bar.close()
             self._bar = None
-
-
-class Callbacks(Observer):
-    """Calls the user's functions with every report, in the thread that does the steps.
-
-    While they run, this thread's turn is lent, so that a callback may wait for a thread that uses the same run, and
-    Ctrl-C is the caller's: nothing of the run is half done there.
-    """
-
-    runs_user_code = True
-
-    def __init__(self, callbacks: Sequence[Callback], turn: Turns) -> None:
-        self._callbacks = tuple(callbacks)
-        self._turn = turn
-
-    def horizon(self, steps: int) -> int:
-        """A callback may look at the state, so no step is done ahead of the one that it is told of."""
-        return steps + 1
-
-    def step(self, report: StepReport) -> None:
-        """Call all of them in order; what one raises reaches the caller, and the others are not called."""
-        for callback in self._callbacks:
-            with self._turn.lent(), interrupts.opened():
-                callback(report)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import difflib
 import pathlib
 import select
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from phalanx.checkpoint.resume import ANYWAY
 from phalanx.definition import checks
-from phalanx.definition.evaluation import Evaluation
+from phalanx.definition.evaluation import Evaluation, listed_evaluations
 from phalanx.errors import UsageError
-from phalanx.seams.events import StepReport
+from phalanx.run.callbacks import checked_callbacks
 from phalanx.surroundings import presence
 
 
@@ -31,8 +31,8 @@ class Options(TypedDict, total=False):
     on_snapshot_error: str
     deadline_seconds: float | str
     warm_start: Any
-    evaluation: Evaluation | None
-    callbacks: Sequence[Callable[[StepReport], Any]]
+    evaluation: Evaluation | Sequence[Evaluation] | Mapping[str, Evaluation] | None
+    callbacks: Sequence[Any]
     progress: bool | str
 
 
@@ -60,8 +60,8 @@ class Settled:
     keep_snapshots: int
     on_snapshot_error: str
     warm_start: pathlib.Path | None
-    evaluation: Evaluation | None
-    callbacks: tuple[Callable[[StepReport], Any], ...]
+    evaluation: tuple[Evaluation, ...]
+    callbacks: tuple[Any, ...]
     progress: bool | str
 
 
@@ -95,8 +95,8 @@ def settle(options: Mapping[str, Any], replicas: int) -> Settled:
         keep_snapshots=checks.integer("keep_snapshots", given["keep_snapshots"], least=1),
         on_snapshot_error=given["on_snapshot_error"],
         warm_start=_path("warm_start", given["warm_start"]),
-        evaluation=_checked_evaluation(given["evaluation"]),
-        callbacks=_checked_callbacks(given["callbacks"]),
+        evaluation=listed_evaluations(given["evaluation"]),
+        callbacks=checked_callbacks(given["callbacks"]),
         progress=given["progress"],
     )
     _check_engine(settled, replicas)
@@ -162,20 +162,3 @@ def _checked_devices(devices: Any) -> tuple[str, ...]:
                 "replica at a time; name each once"
             )
     return names
-
-
-def _checked_evaluation(evaluation: Any) -> Evaluation | None:
-    if evaluation is not None and not isinstance(evaluation, Evaluation):
-        raise UsageError(
-            f"evaluation is a {type(evaluation).__name__}; it must be a phalanx.Evaluation(metric_fn, data), or None"
-        )
-    return evaluation
-
-
-def _checked_callbacks(callbacks: Any) -> tuple[Callable[[StepReport], Any], ...]:
-    listed: list[Any] = list(callbacks) if isinstance(callbacks, Iterable) else [None]
-    if not all(callable(callback) for callback in listed):
-        raise UsageError(
-            f"callbacks is {checks.shown(callbacks)}; it must be a list of functions f(report), as in callbacks=[show]"
-        )
-    return tuple(listed)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from phalanx.definition.evaluation import averaged
+from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.engines.processes.environment import described
 from phalanx.engines.processes.messages import WHERE, WorkerMessage, caused, first_error
@@ -24,7 +24,7 @@ from phalanx.engines.recovery.supervisor import Supervisor
 from phalanx.errors import LostError, PhalanxError, RunError, WorkerError
 from phalanx.frameworks.registry import reduced
 from phalanx.plan.placement import Placement
-from phalanx.seams import Exported, Framework, RunState
+from phalanx.seams import Exported, Framework, RunState, Weights
 from phalanx.seams.events import StepReport
 from phalanx.seams.snapshots import Captured
 from phalanx.shared.arena import Plan
@@ -42,22 +42,13 @@ class Processes:
 
     Parameters
     ----------
-    definition : Definition
+    definition, placement, deadline, rendezvous
     framework : Framework
         The caller's own: where the state comes from, and where it goes when somebody looks.
-    placement : Placement
     run_state : RunState, optional
         What was done before, in another engine.
-    deadline : Deadline, optional
-    rendezvous : engines.hosts.rendezvous.Rendezvous, optional
-        Where the workers find those of other hosts.
-
-    Attributes
-    ----------
-    ended : str
-        Why the run cannot go on; "" if it can.
-    closed, lost : bool
-        Whether the workers are gone, and whether the state is lost, so that it cannot be taken home any more.
+    ``ended`` says why the run cannot go on, "" if it can; ``closed`` and ``lost`` whether the workers are gone, and the
+    state is lost.
     """
 
     environment: AbstractContextManager[None] = contextlib.nullcontext()
@@ -141,20 +132,30 @@ class Processes:
                 self.supervisor.wait(self.counters.all_idle, LONG)
         return self.counters.done == self._steps
 
-    def evaluate(self, metric_fn: Callable[..., Any], data: Any, batch_size: int) -> float:
+    def evaluate(self, metrics: Metrics, data: Any, batch_size: int, weights: Weights | None = None) -> list[Any]:
         """See ``seams.Engine.evaluate``: each worker measures a block of chunks."""
         self.check_able()
-        found = self._ask("evaluate", {"metric_fn": metric_fn, "data": data, "batch_size": batch_size})
-        return averaged([pair for pairs in found for pair in pairs])
+        facts = {"metrics": metrics, "data": data, "batch_size": batch_size, "weights": weights}
+        return [reading for readings in self._ask("evaluate", facts) for reading in readings]
 
-    def export(self, *, copy: bool) -> Exported:
-        """See ``seams.Engine.export``."""
+    def schedule(self, value: float, epoch: int) -> None:
+        """See ``seams.Engine.schedule``: what was evaluated does not follow from losses, so a snapshot comes next."""
+        self.check_able()
+        self._ask("schedule", {"epoch": epoch, "value": value})  # asked again, those that did it do nothing
+        self._fetch(save=True)
+
+    def export(self, *, copy: bool, digest: bool = True) -> Exported:
+        """See ``seams.Engine.export``; to be looked at, what lies in the arena."""
+        if not (copy or digest or self.closed or self.lost):
+            with self._watching():
+                self._halt()
+                return self._mirror.look()
         if not self.closed:
             self._fetch(save=True)
         if self.lost:
             self.check_able()
         with self._framework.environment:
-            return self._framework.export(self._steps, copy=copy)
+            return self._framework.export(self._steps, copy=copy, digest=digest)
 
     def capture(self) -> Captured:
         """See ``seams.Engine.capture``: the workers copy what they own, and go on at once."""

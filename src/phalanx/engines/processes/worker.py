@@ -19,6 +19,7 @@ from typing import Any
 
 from phalanx.definition.batches import BatchShares
 from phalanx.definition.data import Share
+from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.engines.hosts.link import HostLink
 from phalanx.engines.processes.environment import adopt_environment
@@ -32,7 +33,7 @@ from phalanx.frameworks.registry import open_framework
 from phalanx.plan import evaluation_key
 from phalanx.plan.lifecycle import next_snapshot
 from phalanx.plan.shares import share_bounds
-from phalanx.seams import Framework
+from phalanx.seams import Framework, Weights
 from phalanx.shared.arena import Plan
 from phalanx.shared.barrier import Barrier
 from phalanx.shared.counters import BATCH, LEAVE, STEPS
@@ -168,7 +169,13 @@ class Worker:
         else:
             facts = unpack(self._mailbox)
             task = facts.pop("task")
-            tasks = {"evaluate": self._evaluate, "state": self._describe, "take": self.take, "resume": self.resume}
+            tasks = {
+                "evaluate": self._evaluate,
+                "state": self._describe,
+                "take": self.take,
+                "resume": self.resume,
+                "schedule": self._framework.schedule,
+            }
             self._caller.tell("result", self._counters.grant, tasks[task](**facts))
 
     def _advance(self, shares: list[Share]) -> None:
@@ -244,16 +251,16 @@ class Worker:
         order()  # who sees the trouble sees how far this worker came
         self._counters.trouble = 1
 
-    def _evaluate(self, metric_fn: Any, data: Any, batch_size: int) -> list[tuple[float, float]]:
+    def _evaluate(self, metrics: Metrics, data: Any, batch_size: int, weights: Weights | None) -> list[Any]:
         """Measure this worker's block of chunks."""
         shares = self._dealer.chunks(data, batch_size)
         start, end = share_bounds(len(shares), self._placement.workers)[self._number]
         seed = self._definition.seed
-        found: list[tuple[float, float]] = []
+        found: list[Any] = []
         for chunk in range(start, end):
             if self._counters.pause == LEAVE:
                 raise Trouble
-            found.append(measure(self._framework, metric_fn, evaluation_key(seed, chunk), shares[chunk])())
+            found.append(measure(self._framework, metrics, evaluation_key(seed, chunk), shares[chunk], weights)())
             self._own.total += 1  # a long evaluation is not silent
         return found
 

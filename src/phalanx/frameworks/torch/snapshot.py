@@ -153,6 +153,20 @@ def _taken(tensor: torch.Tensor, *, copy: bool) -> Tensor:
     return Tensor(_name(tensor.dtype), tuple(tensor.shape), content.copy() if copy else content)
 
 
+def stored(leaf: Any) -> Tensor | None:
+    """A tensor in memory of its own, as snapshots hold it; None for all else."""
+    return _taken(leaf, copy=True) if isinstance(leaf, torch.Tensor) and _name(leaf.dtype) in CODES else None
+
+
+def state_dict(model: Any, instead: Mapping[str, Any]) -> dict[str, Tensor | None] | None:
+    """What ``model.state_dict()`` has, with some parameters replaced by name; None for what is no module."""
+    if not isinstance(model, torch.nn.Module):
+        return None
+    others = {id(parameter): instead[name] for name, parameter in model.named_parameters() if name in instead}
+    whole = model.state_dict(keep_vars=True)
+    return {name: stored(others.get(id(item), item)) for name, item in whole.items() if isinstance(item, torch.Tensor)}
+
+
 def _found(training: Mapping[str, Tensor], place: Any) -> torch.Tensor:
     name, strides, _ = place
     tensor = tensor_of(training[name])
@@ -242,15 +256,19 @@ def entries(
         yield from _state_entries("", shared)
 
 
-def exported(model: torch.nn.Module, updates: Update, steps: int, *, copy: bool) -> Exported:
+def exported(model: torch.nn.Module, updates: Update, steps: int, *, copy: bool, digest: bool) -> Exported:
     """The state as the caller gets it; ``copy`` makes it independent of the run."""
-    given = copied(model) if copy else model
-    params = {name: parameter.detach() for name, parameter in given.named_parameters()}
-    return Exported(given, params, digest_of(entries(model, updates.optimizers, updates.named), steps))
+    told = digest_of(entries(model, updates.optimizers, updates.named), steps) if digest else ""
+    return shown(copied(model) if copy else model, told)
+
+
+def shown(model: torch.nn.Module, digest: str = "") -> Exported:
+    """A model as the caller gets it; its parameters share memory with it."""
+    return Exported(model, {name: parameter.detach() for name, parameter in model.named_parameters()}, digest)
 
 
 def copied(model: torch.nn.Module) -> torch.nn.Module:
-    """An independent copy of the run's model, for the caller."""
+    """An independent copy of the run's model."""
     try:
         return deepcopy(model)
     except Exception as error:

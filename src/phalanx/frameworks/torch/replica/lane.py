@@ -5,21 +5,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from phalanx.definition.data import Share
-from phalanx.definition.evaluation import measured
+from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.environment import explain
-from phalanx.frameworks.torch.model import warn_of_eval_mode
+from phalanx.frameworks.torch.model import check_mode
 from phalanx.frameworks.torch.replica.buffers import Buffers
 from phalanx.frameworks.torch.replica.forward import AmbiguousMean, Forward
 from phalanx.frameworks.torch.replica.gradient import Collector, drop
-from phalanx.seams import Computed, Measurement, Todo
+from phalanx.seams import Computed, Measurement, Todo, Weights
 from phalanx.surroundings import interrupts
 
 
@@ -67,6 +67,7 @@ class Lane:
         *,
         later: bool = False,
     ) -> None:
+        check_mode(model, definition.modes)
         self.model = model
         self.named = list(model.named_parameters())
         self.parameters = [parameter for _, parameter in self.named]
@@ -77,7 +78,6 @@ class Lane:
         self._forward = Forward(definition, model, self.parameters[0].device, later=later)
         self._ambiguous = ambiguous
         self._later = later
-        self._unseen = True
 
     def gradient(self, todo: Todo) -> Computed:
         """Compute one replica; runs user code."""
@@ -94,9 +94,6 @@ class Lane:
             explain(error)
             raise
         self._ambiguous.warn(weight, batch)
-        if self._unseen:
-            self._unseen = False
-            warn_of_eval_mode(self.model)
         taken = None if weight == 0 else self.collector.backward(loss)
         if self._shared:
             self._check_unwritten(versions, "in forward, loss_fn or a hook")
@@ -108,18 +105,18 @@ class Lane:
         drop(self.parameters)
         self.buffers.restore()
 
-    def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> Measurement:
+    def measure(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Measurement:
         """See ``seams.Framework.measure``."""
         versions = self._versions()
-        with evaluating(self.model), torch.no_grad():
+        with evaluating(self.model), torch.no_grad(), substituted(self.named, weights or {}):
             self.buffers.begin()
             try:
                 with interrupts.breakable():
-                    value = self._forward.evaluated(metric_fn, self.feed.batch(key, share), share.origin)
+                    values = self._forward.evaluated(metrics, self.feed.batch(key, share), share.origin)
             finally:
                 self.buffers.restore()
         self._check_unwritten(versions, "in an evaluation")
-        return functools.partial(measured, value, len(share.samples))
+        return functools.partial(metrics.read, values, len(share.samples))
 
     def _versions(self) -> list[int]:
         return [parameter._version for parameter in self.parameters]
@@ -148,6 +145,20 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextlib.contextmanager
+def substituted(named: Sequence[tuple[str, torch.nn.Parameter]], weights: Mapping[str, Any]) -> Iterator[None]:
+    """Inside the block parameters are other memory; nothing is written, so whoever dies in it leaves all as it was."""
+    kept = [(parameter, parameter.data) for name, parameter in named if name in weights]
+    try:
+        for name, parameter in named:
+            if name in weights:
+                parameter.data = torch.as_tensor(weights[name], dtype=parameter.dtype, device=parameter.device)
+        yield
+    finally:
+        for parameter, data in kept:
+            parameter.data = data
 
 
 def _explain(error: ValueError, samples: int) -> None:
