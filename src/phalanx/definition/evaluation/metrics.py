@@ -212,10 +212,7 @@ def _named(metric_fn: Any) -> dict[str, Any]:
     else:
         pairs = [(name_of(metric_fn), metric_fn)]
     named = dict(pairs)
-    wrong = next(
-        (value for _, value in pairs if not callable(value) and not isinstance(value, (Whole, Predictions))), None
-    )
-    if wrong is not None or not pairs:
+    if not pairs or not all(callable(value) or _is_object(value) for value in named.values()):
         raise UsageError(
             f"metric_fn is {checks.shown(metric_fn)}; it must be callable, or a list or dict of those, as in {EXAMPLE}"
         )
