@@ -22,6 +22,7 @@ from phalanx.errors import (
 from phalanx.frameworks.registry import digest
 from phalanx.frameworks.torch.replica.forward import weighted
 from phalanx.plan import Plan
+from phalanx.proof.find_lr import find_lr
 from phalanx.proof.tune import tune
 from phalanx.recipe import Recipe, close, train
 from phalanx.run.result import Result
@@ -52,6 +53,7 @@ __all__ = [
     "WorkerError",
     "close",
     "digest",
+    "find_lr",
     "load",
     "train",
     "tune",

@@ -96,7 +96,7 @@ class Recipe(Definition):
         def __init__(self, *arguments: object, **fields: object) -> None:
             for name in fields:
                 if name not in RECIPE_FIELDS:
-                    raise UsageError(unknown(name, RECIPE_FIELDS))
+                    raise UsageError(unknown(name, RECIPE_FIELDS, DEFAULTS))
             super().__init__(*arguments, **fields)
 
     def train(self, **options: Unpack[Options]) -> Result:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from phalanx.definition.data import Share
+from phalanx.definition.data import READING, Share
 from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.errors import NonFiniteError, PhalanxError, RunError, UsageError, WorkerError, spell_samples
@@ -191,11 +191,17 @@ def compute(computing: Iterator[Computed], t: int, replica: int, share: Share) -
     except Exception as error:
         raise WorkerError(
             f"{type(error).__name__} in user code at step {t}, replica {replica}, samples "
-            f"{spell_samples(share.samples)}: {error}",
+            f"{spell_samples(share.samples)}: {_spelled(error)}",
             step=t,
             replica=replica,
             samples=share.samples,
         ) from error
+
+
+def _spelled(error: Exception) -> str:
+    """What an error says, and which sample was being read."""
+    notes: list[str] = getattr(error, "__notes__", [])
+    return f"{error}{next((f' ({note})' for note in notes if note.startswith(READING)), '')}"
 
 
 def measure(
@@ -213,7 +219,7 @@ def _measured(function: Callable[[], T], share: Share) -> T:
         raise
     except Exception as error:
         samples = spell_samples(share.samples)
-        message = f"{type(error).__name__} in user code while evaluating samples {samples}: {error}"
+        message = f"{type(error).__name__} in user code while evaluating samples {samples}: {_spelled(error)}"
         raise WorkerError(message, samples=share.samples) from error
 
 

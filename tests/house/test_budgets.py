@@ -28,6 +28,7 @@ MANY_PARAMETERS = {
     "phalanx.run.result.Result": "the face: a run fills it in, users only read it",
     "phalanx.manual.step.data_parallel_step": "the face: a step by hand, with its hooks",
     "phalanx.seams.events.StepReport": "the face: what is told of a step, and users only read it",
+    "phalanx.cli.app.train": "the face: options of a command",
     "phalanx.cli.app.demo": "the face: options of a command",
 }
 

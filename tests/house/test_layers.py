@@ -42,7 +42,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "proof",
     ),
     "proof": ("seams", "frameworks", "recipe", "run", "engines", "surroundings"),
-    "cli": ("", "definition", "collectives", "recipe", "run", "proof", "surroundings"),
+    "cli": ("", "definition", "checkpoint", "collectives", "recipe", "run", "proof", "surroundings"),
     "__main__": ("cli",),
 }
 # Within a room: the first may not import the second.

@@ -17,7 +17,7 @@ from phalanx.run import options
 
 pytestmark = pytest.mark.house
 
-FIRST_RUNG = {"Recipe", "Plan", "Result", "train", "tune", "load", "close", "digest", "weighted", "whole"}
+FIRST_RUNG = {"Recipe", "Plan", "Result", "train", "tune", "load", "close", "digest", "weighted", "whole", "find_lr"}
 SECOND_RUNG = {"Run", "StepReport", "Evaluation", "Evaluated", "Incident", "Loaded"}
 ERRORS = {
     "PhalanxError", "UsageError", "RunError", "WorkerError", "NonFiniteError", "SnapshotError", "LeftError",

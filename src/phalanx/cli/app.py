@@ -15,12 +15,12 @@ from typing import Annotated, Any
 import typer
 
 from phalanx import __version__
-from phalanx.cli import tables
+from phalanx.cli import pages, tables
 from phalanx.cli.files import load_recipe
-from phalanx.cli.printed import pace, picture, report
+from phalanx.cli.printed import pace, picture, report, trial_line
 from phalanx.definition.evaluation import Evaluation
 from phalanx.errors import PhalanxError, Preempted, UsageError
-from phalanx.proof.chaos import Trial, campaign
+from phalanx.proof.chaos import campaign
 from phalanx.recipe import Recipe
 from phalanx.run.plots import plot_timeline
 from phalanx.run.result import Result
@@ -64,19 +64,25 @@ def train(
     run_dir: RunDir = "",
     snapshot_every: SnapshotEvery = "auto",
     plot: Plot = "",
+    save: Annotated[str, typer.Option("--save", metavar="FILE", help="Write the weights, as model.safetensors.")] = "",
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Train the recipe in a Python file.
 
-    The file defines `recipe = phalanx.Recipe(...)`; an `evaluation = phalanx.Evaluation(...)` beside it is used too.
+    The file defines `recipe = phalanx.Recipe(...)`; `evaluation = phalanx.Evaluation(...)` and `callbacks = [...]`
+    beside it are used too.
     """
     _check_picture(plot)
-    recipe, evaluation = load_recipe(file)
-    saving = {"run_dir": run_dir or None, "snapshot_every": _count(snapshot_every)}
+    if save and pathlib.Path(save).suffix != ".safetensors":
+        raise UsageError(f"--save is {save!r}; end it in .safetensors")
+    recipe, evaluation, callbacks = load_recipe(file)
+    saving = {"run_dir": run_dir or None, "snapshot_every": _count(snapshot_every), "callbacks": callbacks}
     result = _trained(recipe, evaluation, workers, quiet=quiet, devices=_listed(devices), **saving)
     if rank() > 0:  # one of several processes: the first reports
         return
+    if save:
+        result.save(save, averaged=result.averaged is not None)
     drawn = picture(result, plot) if plot else None
     report(pathlib.Path(file.split(":")[0]).name, result, drawn, json_=json_)
 
@@ -109,7 +115,7 @@ def demo(
     if name == CHAPTER:
         named = [] if devices == "auto" else listed(devices.split(","), shown.recipe.replicas)
         alone = _trained(shown.recipe, shown.evaluation, "1", quiet=quiet, devices=named[:1] or "auto")
-        count = "1" if named else _all(workers)
+        count = "1" if named else (str(min(usable_cores(), 8)) if workers == "auto" else workers)
         result = _trained(shown.recipe, shown.evaluation, count, quiet=quiet, devices=named or "auto")
         if not json_:
             typer.echo(f"{pace(alone, named[:1])}\n{pace(result, named)}")
@@ -133,12 +139,12 @@ def chaos(
     Exit code 1 if a digest differs or anything is left behind.
     """
     _check_picture(plot)
-    recipe, _ = load_recipe(file)
+    recipe, *_ = load_recipe(file)
     if workers > recipe.replicas:
         raise UsageError(f"--workers is {workers}, but the recipe has {recipe.replicas} replicas; use at most those")
     if not json_:
         typer.echo(f"phalanx: killing {kills} workers of {file}, seed {seed}")
-    trials = campaign(recipe, kills, seed, workers, lambda one: None if json_ else typer.echo(_line(one)))
+    trials = campaign(recipe, kills, seed, workers, lambda one: None if json_ else typer.echo(trial_line(one)))
     shown = max(trials, key=lambda one: one.kills)
     verdict = "same digest" if shown.right else "WRONG"
     title = f"{shown.kills} kills in {shown.steps} steps, seed {shown.seed}: {verdict}"
@@ -156,7 +162,8 @@ def chaos(
         "seed": seed,
         "picture": str(target) if plot else None,
     }
-    typer.echo(json.dumps(facts) if json_ else "\n".join(f"{key:15}  {value}" for key, value in facts.items()))
+    told = {**facts, "problems": "; ".join(facts["problems"]) or "none"}
+    typer.echo(json.dumps(facts) if json_ else "\n".join(f"{key:15}  {value}" for key, value in told.items()))
     if facts["wrong"] or facts["problems"]:
         raise typer.Exit(EXIT_RUN)
 
@@ -172,7 +179,7 @@ def check_devices(
 
     Exit status 0 if they are, 1 if they differ, 2 if that could not be told.
     """
-    recipe, _ = load_recipe(file)
+    recipe, *_ = load_recipe(file)
     status = tables.check(recipe, devices.split(","), steps, json_=json_)
     if status:
         raise typer.Exit(status)
@@ -190,8 +197,27 @@ def tune_recipe(
     Replicas and threads are part of the answer: with others, a recipe ends in other weights.
     """
     _check_picture(plot)
-    recipe, _ = load_recipe(file)
+    recipe, *_ = load_recipe(file)
     tables.tune(recipe, seconds, plot, json_=json_)
+
+
+@app.command("export")
+def export_weights(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's directory, or a snapshot.")],
+    to: Annotated[str, typer.Option("--to", metavar="FILE", help="Where to.")] = "model.safetensors",
+) -> None:
+    """Write the weights of a run's newest snapshot as one safetensors file, which any tool reads."""
+    typer.echo(f"{pages.export(run, to)} steps  {to}")
+
+
+@app.command("report")
+def report_runs(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN [RUN]...", help="Directories of runs.")],
+    to: Annotated[str, typer.Option("--to", metavar="FILE", help="Where to.")] = "report.html",
+) -> None:
+    """Draw runs as one page of HTML: loss, evaluations, throughput, where time goes, deaths, snapshots, environment."""
+    pages.report([pathlib.Path(run) for run in runs], pathlib.Path(to))
+    typer.echo(f"report  {to}")
 
 
 @app.command("devices")
@@ -230,11 +256,6 @@ def explain(
         kind = " all-reduce" if name in ALGORITHMS else ""
         plot_rounds(transfers, participants, f"{name}{kind}, {participants} participants").savefig(target)
         typer.echo(f"picture  {target}")
-
-
-def _line(one: Trial) -> str:
-    verdict = "same digest" if one.right else "WRONG DIGEST"
-    return f"seed {one.seed}: {one.kills} kills, {one.steps} steps, {verdict} {one.problem}".rstrip()
 
 
 def main() -> None:
@@ -276,7 +297,3 @@ def _check_picture(path: str) -> None:
     suffix = pathlib.Path(path).suffix
     if path and suffix not in PICTURES:
         raise UsageError(f"--plot is {path!r}; its ending must be one of {', '.join(PICTURES)}")
-
-
-def _all(workers: str) -> str:
-    return str(min(usable_cores(), 8)) if workers == "auto" else workers

@@ -10,6 +10,7 @@ from typing import Any
 
 import typer
 
+from phalanx.proof.chaos import Trial
 from phalanx.run.result import Result
 
 
@@ -29,6 +30,12 @@ def pace(result: Result, devices: Sequence[str] = ()) -> str:
     rate = result.samples / result.seconds
     value = result.metric_history[-1].value
     return f"test acc {value:.3f}, {seconds:.2f} sec/epoch, {rate:.0f} examples/sec on [{places}]"
+
+
+def trial_line(one: Trial) -> str:
+    """What a run of a campaign came to."""
+    verdict = "same digest" if one.right else "WRONG DIGEST"
+    return f"seed {one.seed}: {one.kills} kills, {one.steps} steps, {verdict} {one.problem}".rstrip()
 
 
 def report(name: str, result: Result, drawn: pathlib.Path | None, *, json_: bool) -> None:

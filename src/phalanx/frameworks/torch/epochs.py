@@ -90,3 +90,10 @@ def _horizon(scheduler: Any, steps_per_epoch: int) -> tuple[str, float] | None:
             return "gamma", scheduler.gamma
         case _:
             return None
+
+
+def exponential(optimizer: Any, lowest: float, growth: float) -> Any:
+    """All rates are ``lowest`` first, then ``growth`` times higher from step to step."""
+    for group in optimizer.param_groups:
+        group["lr"] = lowest
+    return lr_scheduler.ExponentialLR(optimizer, growth)
