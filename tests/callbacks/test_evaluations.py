@@ -1,6 +1,9 @@
 """Evaluations as people want them, and predictions: several metrics, whole ones, metric objects, any workers."""
 
 import copy
+import functools
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -177,3 +180,49 @@ def test_epochs_that_were_taken_for_steps_are_warned_of():
         recipe(scheduler=step_lr, epochs=3).start().close()
     recipe(scheduler=step_lr, epochs=3, schedule_every="step").start().close()
     recipe(scheduler=step_lr, epochs=None, steps=3).start().close()
+
+
+class Killer:
+    """Kills a worker between an evaluation and the schedule that it is for, and after the step."""
+
+    def begin(self, run):
+        self.run, self.killed = run, 0
+
+    def evaluated(self, values):
+        self.kill(0)
+
+    def step(self, report):
+        if report.step in (5, 10):
+            self.kill(1)
+
+    def kill(self, worker):
+        os.kill(self.run.worker_pids[worker], signal.SIGKILL)
+        self.killed += 1
+
+
+def dying_once(output, target, path=None):
+    """A metric that ends its worker the first time."""
+    if not path.exists():
+        path.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 0.0
+
+
+@pytest.mark.long
+def test_workers_that_fall_around_an_evaluation_change_nothing(tmp_path):
+    """A metric that kills its worker is measured again; what a schedule was told is not lost with who was told."""
+
+    def plateau(optimizer):
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", factor=0.5, patience=0)
+
+    made = recipe(scheduler=plateau, schedule_every="epoch", schedule_on="never", epochs=4)
+    path = tmp_path / "died"
+    path.touch()
+    due = phalanx.Evaluation({"never": functools.partial(dying_once, path=path)}, (HELD_OUT, TARGETS), batch_size=8)
+    expected = made.train(engine="inline", evaluation=due)
+    path.unlink()
+    killer = Killer()
+    result = made.train(workers=2, evaluation=due, callbacks=[killer])
+    assert result.digest == expected.digest
+    assert killer.killed == 6
+    assert sum(incident.kind == "death" for incident in result.incidents) >= 6

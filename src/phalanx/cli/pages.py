@@ -15,7 +15,7 @@ from phalanx.checkpoint.export import write_file
 from phalanx.checkpoint.resume import read_any
 from phalanx.errors import SnapshotError, UsageError
 
-WIDTH, HEIGHT, MARGIN = 720, 240, 48
+WIDTH, HEIGHT, MARGIN = 720, 240, 60
 POINTS = 600  # of a curve, at most: each is the mean of the steps that it stands for
 TICKS = 4
 STYLE = """
@@ -27,7 +27,7 @@ svg { width: 100%; height: auto; overflow: visible } text { fill: currentColor; 
 .a { stroke: var(--a); color: var(--a) } .b { stroke: var(--b); color: var(--b) } path { fill: none; stroke-width: 1.6 }
 .grid { stroke: var(--grid) } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
 td, th { text-align: left; padding: .15rem .6rem .15rem 0; border-bottom: 1px solid var(--grid); vertical-align: top }
-td { overflow-wrap: anywhere }
+td { overflow-wrap: anywhere } td:first-child { white-space: nowrap }
 """
 
 
@@ -121,7 +121,11 @@ def page(histories: Sequence[History]) -> str:
     """The whole page."""
     title = " and ".join(history.name for history in histories)
     metrics = list(dict.fromkeys(name for history in histories for name in history.metrics))
-    parts = [f"<h1>phalanx: {html.escape(title)}</h1>", _table(*_summary(histories))]
+    names = (
+        f'<span class="{mark}">&#9644; {html.escape(one.name)}</span>'
+        for mark, one in zip("ab", histories, strict=False)
+    )
+    parts = [f"<h1>phalanx: {html.escape(title)}</h1><p>{' '.join(names)}</p>", _table(*_summary(histories))]
     for key in ("loss", *metrics, "grad_norm", "lr", "samples a second"):
         parts.append(_chart(key, histories))
     parts += ["<h2>Where the time went</h2>", _table(*_times(histories))]
@@ -190,7 +194,9 @@ def _chart(key: str, histories: Sequence[History]) -> str:
     for tick in range(TICKS + 1):
         y = low + (high - low) * tick / TICKS
         _, at = placed(0, y)
-        parts.append(f'<path class="grid" d="M{MARGIN} {at:.1f}H{WIDTH}"/><text x="0" y="{at + 4:.1f}">{y:.4g}</text>')
+        parts.append(
+            f'<path class="grid" d="M{MARGIN} {at:.1f}H{WIDTH}"/><text x="0" y="{at + 4:.1f}">{_number(y)}</text>'
+        )
         x = right * tick / TICKS
         parts.append(f'<text x="{placed(x, low)[0]:.1f}" y="{HEIGHT + 18}" text-anchor="middle">{x:.0f}</text>')
     for name, curve, history in zip("ab", curves, histories, strict=False):
@@ -202,6 +208,10 @@ def _chart(key: str, histories: Sequence[History]) -> str:
                 parts.append(f'<path class="{name}" d="M{at:.1f} {HEIGHT - 6}v12"><title>a death</title></path>')
     picture = f'<svg viewBox="0 -8 {WIDTH} {HEIGHT + 32}" role="img">{"".join(parts)}</svg>'
     return f"<h2>{html.escape(key)}</h2>{picture}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _thinned(curve: list[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 SMOOTHING = 0.9  # of the loss, over steps
 FIRST = 10  # steps that say little, as few losses are smoothed
+WIDE = 5  # steps on either side, over which a slope is taken
 DIVERGED = 4.0  # times the best smoothed loss
 
 
@@ -116,7 +117,7 @@ def growing(lowest: float, growth: float) -> Callable[[Any], Any]:
 def _steepest(lrs: Sequence[float], losses: Sequence[float]) -> float:
     """The rate at which the loss falls fastest over the logarithm of rates, before its lowest."""
     lowest = min(range(len(losses)), key=losses.__getitem__) if losses else 0
-    slopes = [losses[at + 1] - losses[at - 1] for at in range(FIRST, lowest)]
+    slopes = [losses[at + WIDE] - losses[at - WIDE] for at in range(FIRST, lowest - WIDE)]
     if not slopes:
         raise UsageError("the loss never fell, so there is no rate to suggest; take a lower lowest, or more steps")
     return lrs[FIRST + min(range(len(slopes)), key=slopes.__getitem__)]

@@ -39,7 +39,9 @@ def watching(progress: bool | str, callbacks: Sequence[Any], total: int | None, 
 
 
 class ProgressBar(Observer):
-    """Shows finished steps, loss and the last metric. Costs one clock read a step between refreshes.
+    """Shows steps, loss, the last metric, samples a second, workers, and incidents if there were some.
+
+    Costs one clock read a step between refreshes.
 
     Parameters
     ----------
@@ -52,7 +54,9 @@ class ProgressBar(Observer):
         self._total = total
         self._delay_seconds = delay_seconds
         self._bar: Any = None
+        self._engine: Engine | None = None
         self._metrics: Sequence[Evaluated] = ()
+        self._samples, self._since = 0, time.monotonic()
         self._next_refresh = 0.0
         self._pending = 0
 
@@ -60,7 +64,7 @@ class ProgressBar(Observer):
         """Draw the bar; it starts at what an earlier run had done."""
         from tqdm import tqdm
 
-        self._metrics = engine.run_state.evaluated
+        self._engine, self._metrics = engine, engine.run_state.evaluated
         self._bar = tqdm(
             total=self._total, initial=len(engine.run_state.loss_history), unit="step", delay=self._delay_seconds,
             mininterval=0, dynamic_ncols=True, desc="phalanx",
@@ -71,15 +75,25 @@ class ProgressBar(Observer):
         if self._bar is None:
             return
         self._pending += 1
+        self._samples += report.samples
         now, is_last = time.monotonic(), self._bar.n + self._pending == self._total
         if is_last or now >= self._next_refresh:
             self._next_refresh = now + REFRESH_SECONDS
             metric = {self._metrics[-1].name: f"{self._metrics[-1].value:.4g}"} if self._metrics else {}
-            self._bar.set_postfix(loss=f"{report.loss:.4g}", **metric, refresh=False)
+            self._bar.set_postfix({"loss": f"{report.loss:.4g}", **metric, **self._pace(now)}, refresh=False)
             self._bar.update(self._pending)
             self._pending = 0
         if is_last:
             self.end()
+
+    def _pace(self, now: float) -> dict[str, str]:
+        """Samples a second since the last refresh, workers, and what happened to them."""
+        assert self._engine is not None
+        seconds, self._since = now - self._since, now
+        rate, self._samples = self._samples / max(seconds, 1e-9), 0
+        incidents = len(self._engine.run_state.incidents)
+        facts = {"samples/s": f"{rate:.3g}", "workers": str(self._engine.workers)}
+        return facts | ({"incidents": str(incidents)} if incidents else {})
 
     def end(self) -> None:
         """Leave the bar as it stands; what is printed next begins on a line of its own."""

@@ -141,8 +141,7 @@ class Processes:
     def schedule(self, value: float, epoch: int) -> None:
         """See ``seams.Engine.schedule``: what was evaluated does not follow from losses, so a snapshot comes next."""
         self.check_able()
-        self._ask("schedule", {"epoch": epoch, "value": value})  # asked again, those that did it do nothing
-        self._fetch(save=True)
+        self._fetch(save=True, metric=(value, epoch))  # one task: who falls after it finds the options kept
 
     def export(self, *, copy: bool, digest: bool = True) -> Exported:
         """See ``seams.Engine.export``; to be looked at, what lies in the arena."""
@@ -248,7 +247,7 @@ class Processes:
         while self.counters.done > self._steps:
             self._absorb()
 
-    def _fetch(self, *, save: bool) -> None:
+    def _fetch(self, *, save: bool, metric: tuple[float, int] | None = None) -> None:
         """Copy the state out of the arena, at a step boundary; ``save``: the workers will go on from there."""
         if self.lost:
             return
@@ -256,7 +255,7 @@ class Processes:
             self._halt()
         if save:
             self.supervisor.forget()
-        states = self._ask("state", {"save": save})
+        states = self._ask("state", {"save": save, "metric": metric})
         if save:
             self.supervisor.keep(states[0]["options"])
         self._mirror.get(states, saved=save)

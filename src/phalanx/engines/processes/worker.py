@@ -169,13 +169,7 @@ class Worker:
         else:
             facts = unpack(self._mailbox)
             task = facts.pop("task")
-            tasks = {
-                "evaluate": self._evaluate,
-                "state": self._describe,
-                "take": self.take,
-                "resume": self.resume,
-                "schedule": self._framework.schedule,
-            }
+            tasks = {"evaluate": self._evaluate, "state": self._describe, "take": self.take, "resume": self.resume}
             self._caller.tell("result", self._counters.grant, tasks[task](**facts))
 
     def _advance(self, shares: list[Share]) -> None:
@@ -238,7 +232,9 @@ class Worker:
         self._link.enter(step)
         self._barrier.enter(step)
 
-    def _describe(self, save: bool) -> dict[str, Any]:
+    def _describe(self, save: bool, metric: tuple[float, int] | None = None) -> dict[str, Any]:
+        if metric is not None:
+            self._framework.schedule(*metric)  # done again, it does nothing
         if save:
             self._save()
         return self._shard.state()
