@@ -113,6 +113,12 @@ class Buffers:
         self._start = [None if start is None else next(values) for start in self._start]
         self._write()
 
+    def bind(self, homes: Left) -> None:
+        """Make the model's buffers lie in this memory; there are no steps with such a model."""
+        there = [tensor for tensor in self._tensors if tensor is not None]
+        for tensor, home in zip(there, homes, strict=True):
+            tensor.data = home
+
     def expect(self) -> None:
         """Another worker settles the step's start: look there before the next forward pass."""
         self._dirty = bool(self._places)
