@@ -5,7 +5,7 @@ MINUTES ?= 10
 SOURCES := $(wildcard src tests benchmarks examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench chaos campaign clean
+.PHONY: help demo test check bench docs dist chaos campaign clean
 .DELETE_ON_ERROR:
 
 help:  ## this text
@@ -32,6 +32,23 @@ bench: $(INSTALLED)  ## time steps and scaling beside the plain loop and DDP; ab
 	@$(BIN)/python benchmarks/recovery.py --save
 	@$(BIN)/python benchmarks/step.py --framework jax --rounds 3 --save
 	@$(BIN)/python benchmarks/hosts.py --replicas 4 --save
+
+docs: out/docs/.installed  ## the documentation as a site in out/site; needs the network once
+	@out/docs/bin/mkdocs build -q --strict -d out/site
+	@echo "out/site/index.html"
+
+out/docs/.installed: pyproject.toml
+	@$(PYTHON) -m venv --clear out/docs
+	@out/docs/bin/pip install -q --disable-pip-version-check mkdocs-material 'mkdocstrings[python]'
+	@touch $@
+
+dist: $(INSTALLED)  ## wheel and sdist in dist/, tried: installed into a fresh environment, where a recipe and the backend run
+	@rm -rf dist out/fresh && $(BIN)/pip wheel -q --disable-pip-version-check --no-deps -w dist .
+	@$(BIN)/pip install -q --disable-pip-version-check build && $(BIN)/python -m build -q --sdist -o dist .
+	@$(PYTHON) -m venv out/fresh
+	@out/fresh/bin/pip install -q --disable-pip-version-check -c constraints.txt "$$(ls dist/*.whl)[demo]"
+	@cd out/fresh && bin/phalanx demo digits --quiet --workers 2 && bin/python ../../benchmarks/installed.py
+	@ls dist
 
 chaos: $(INSTALLED)  ## kill workers at random for five minutes, then hosts, all long tests and all cases; every digest must be right
 	@$(BIN)/python benchmarks/chaos.py --minutes 5

@@ -1,20 +1,18 @@
-"""The price of replicas: processor time of a step in one process with one thread, over that of the plain loop.
+"""The price of replicas: a step of the plain loop beside steps with R = 1, 2, 4 and 8, on models as people train them.
 
-    python benchmarks/price.py                        # all models
-    python benchmarks/price.py --model VAE --rounds 3
+    python benchmarks/price.py                        # all models, about half an hour
+    python benchmarks/price.py --model VAE --rounds 1
     python benchmarks/price.py --quick                # one short round: does everything run?
 
-Each model has a process of its own, in which the plain loop and recipes with R = 1, 2, 4 and 8 take turns. Processor
-time is taken, not the clock's: it says what R costs, whatever else the machine does. Samples are fresh in every step
-and the same for all columns.
+Two questions. In one process with one thread, what does R cost? Processor time answers that. On all cores, is the plain
+loop faster, or DistributedDataParallel? The clock answers that. Each column and round has a fresh process, columns take
+turns, and samples are fresh in every step and the same for all columns.
 """
 
 import argparse
 import itertools
 import json
 import pathlib
-import statistics
-import subprocess
 import sys
 import time
 
@@ -27,16 +25,22 @@ import torch
 import tqdm
 from real_models import REAL
 
-REPLICAS = (1, 2, 4, 8)
 SHARES = 8
+REPLICAS = (1, 2, 4, 8)
+ALONE = ("plain", "by hand", *(f"R={count}" for count in REPLICAS))
+TOGETHER = ("plain all cores", "DDP W=2", "R=2 W=2", "R=4 W=2")
 ALL = (*REAL, *models.CASES)
 ASKED = {  # what R = 8 is to cost at most
     "BERT": 1.7, "resnet18": 2.2, "mobilenet, bf16": 2.5, "ViT": 1.6, "VAE": 2.4, "LSTM": 2.2, "minGPT": 2.0,
     "mlp": 3.0, "lenet": 1.1, "gpt": 1.15, "tiny": 5.5,
 }  # fmt: skip
-METHOD = """Rounds: {rounds}, in each of which the columns take turns in one process with one thread; processor time of
-the steps after warm ones, medians of each round's ratio. `plain`: the loop that one writes by hand, same model, data,
-optimizer (fused AdamW)."""
+METHOD = """Rounds: {rounds}; a fresh process per column and round, columns in turn, medians of each round's ratio, warm
+steps left out. The plain loop and DDP: what one writes by hand, same model, data and optimizer (fused AdamW)."""
+PRICE = """One process, one thread, processor time of a step over that of the plain loop. `8 shares by hand` is the loop
+that adds up the gradients of 8 shares in `.grad`: what cutting a batch into 8 costs without phalanx. Where R=8 is not
+above it, what is left is the price of small shares in torch itself."""
+SPEED = """All cores, the clock. `plain` uses all cores for each operation; DDP and phalanx have two workers of one
+thread. Above 1, phalanx is faster. R=4 is what a recipe has where nothing is said."""
 
 
 def plain(case: models.Case) -> float:
@@ -90,69 +94,69 @@ def ours(case: models.Case, replicas: int) -> float:
         return (time.process_time() - began) / case.steps
 
 
-HAND = {"plain": plain, "by hand": accumulated}
+def measure(column: str, case: models.Case) -> dict:
+    """Seconds a step of one column, in this process."""
+    if column in ALONE:
+        torch.set_num_threads(1)
+        by_hand = {"plain": plain, "by hand": accumulated}.get(column)
+        return {"seconds": by_hand(case) if by_hand else ours(case, int(column[2:]))}
+    return step.measure(column, case)
 
 
-def measure(case: models.Case, rounds: int) -> dict[str, list[float]]:
-    """Seconds a step by column, a number for each round."""
-    torch.set_num_threads(1)
-    found: dict[str, list[float]] = {name: [] for name in (*HAND, *(f"R={count}" for count in REPLICAS))}
+def compare(model: str, rounds: int, bar: tqdm.tqdm, *, quick: bool) -> step.Facts:
+    """Facts per column and round, rounds interleaved."""
+    facts: step.Facts = {column: [] for column in (*ALONE, *TOGETHER)}
     for number in range(rounds):
-        for name in found if number % 2 == 0 else reversed(found):
-            found[name].append(HAND[name](case) if name in HAND else ours(case, int(name[2:])))
-    return found
+        for column in facts if number % 2 == 0 else reversed(facts):
+            bar.set_description(f"{model}, {column}")
+            facts[column].append(step.measured_apart(column, model, quick=quick, script=__file__))
+            bar.update()
+    return facts
 
 
-def apart(model: str, rounds: int, *, quick: bool) -> dict[str, list[float]]:
-    """The same in a fresh process."""
-    command = [sys.executable, __file__, "--model", model, "--rounds", str(rounds), "--alone"]
-    done = subprocess.run([*command, *(["--quick"] if quick else [])], capture_output=True, text=True, timeout=1800)
-    if done.returncode:
-        raise SystemExit(f"{model} failed:\n{done.stdout}{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def ratio(found: dict[str, list[float]], column: str) -> float:
-    return statistics.median(one / other for one, other in zip(found[column], found["plain"], strict=True))
-
-
-def table(measured: dict[str, dict[str, list[float]]]) -> str:
+def price_table(measured: dict[str, step.Facts]) -> str:
     """Prices, with what they were asked to be."""
     rows = []
-    for model, found in measured.items():
+    for model, facts in measured.items():
         case = models.case(model)
         size = sum(parameter.numel() for parameter in case.make_model().parameters())
-        cells = [f"{model}, {case.batch_size}", f"{size:,}", step.spelled(statistics.median(found["plain"]) * 1e3)]
-        cells += [f"{ratio(found, f'R={count}'):.2f}" for count in REPLICAS]
-        rows.append([*cells, f"{ratio(found, 'by hand'):.2f}", str(ASKED.get(model, ""))])
-    header = [
-        "model, batch",
-        "parameters",
-        "plain, ms",
-        *(f"R={count}" for count in REPLICAS),
-        "8 shares by hand",
-        "R=8 at most",
-    ]
-    return step.markdown(header, rows)
+        cells = [f"{model}, {case.batch_size}", f"{size:,}", step.spelled(step.milliseconds(facts, "plain"))]
+        cells += [f"{step.ratio(facts, f'R={count}', 'plain'):.2f}" for count in REPLICAS]
+        rows.append([*cells, f"{step.ratio(facts, 'by hand', 'plain'):.2f}", str(ASKED.get(model, ""))])
+    header = ["model, batch", "parameters", "plain, ms", *(f"R={count}" for count in REPLICAS)]
+    return step.markdown([*header, "8 shares by hand", "R=8 at most"], rows)
+
+
+def speed_table(measured: dict[str, step.Facts]) -> str:
+    """The plain loop on all cores, and DDP, over phalanx with two workers."""
+    rows = []
+    for model, facts in measured.items():
+        cells = [step.spelled(step.milliseconds(facts, column)) for column in TOGETHER]
+        ratios = [(peer, ours) for ours in ("R=2 W=2", "R=4 W=2") for peer in ("plain all cores", "DDP W=2")]
+        rows.append([model, *cells, *(f"**{step.ratio(facts, *pair):.2f}**" for pair in ratios)])
+    header = ["model", *(f"{column}, ms" for column in TOGETHER)]
+    return step.markdown([*header, "plain / R=2", "DDP / R=2", "plain / R=4", "DDP / R=4"], rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", action="append", help=f"one of {', '.join(ALL)}; may be given several times")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="one round of a tenth of the steps: does everything run?")
-    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--column", help=argparse.SUPPRESS)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/price.*")
     arguments = parser.parse_args()
-    rounds = 1 if arguments.quick else arguments.rounds
-    if arguments.alone:
+    if arguments.column:
         case = models.case(arguments.model[0])
-        print(json.dumps(measure(case.shortened() if arguments.quick else case, rounds)))
+        print(json.dumps(measure(arguments.column, case.shortened() if arguments.quick else case)))
         return
-    bar = tqdm.tqdm(arguments.model or ALL, unit="model")
-    measured = {model: apart(model, rounds, quick=arguments.quick) for model in bar}
-    report = f"# The price of R\n\n{step.circumstances('price.py')}\n\n{METHOD.format(rounds=rounds)}\n\n"
-    report += table(measured) + "\n"
+    chosen, rounds = arguments.model or ALL, 1 if arguments.quick else arguments.rounds
+    with tqdm.tqdm(total=len(chosen) * rounds * len(ALONE + TOGETHER), unit="process") as bar:
+        measured = {model: compare(model, rounds, bar, quick=arguments.quick) for model in chosen}
+    parts = [f"# The price of R\n\n{step.circumstances('price.py')}\n\n{METHOD.format(rounds=rounds)}"]
+    parts += [f"## In one process\n\n{PRICE}\n\n{price_table(measured)}"]
+    parts += [f"## On all cores\n\n{SPEED}\n\n{speed_table(measured)}"]
+    report = "\n\n".join(parts) + "\n"
     print(report)
     if arguments.save:
         step.save("price", report, measured)

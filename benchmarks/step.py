@@ -57,7 +57,7 @@ def phalanx_facts(case: models.Case, replicas: int, workers: int) -> dict:
 
     recipe = phalanx.Recipe(
         case.make_model, (case.x, case.y), case.loss_fn, replicas=replicas, batch_size=case.batch_size,
-        steps=case.warm_up + case.steps, optimizer=models.OPTIMIZER,
+        steps=case.warm_up + case.steps, optimizer=models.OPTIMIZER, precision=case.precision,
     )  # fmt: skip
     phases = {}
     with recipe.start(workers=workers, engine="inline" if workers == 1 else "processes", progress=False) as run:

@@ -5,9 +5,11 @@ Start reading at ``recipe``: ``Recipe.train`` -> ``run`` -> ``engines.inline`` -
 
 from __future__ import annotations
 
+from phalanx import callbacks as callbacks
 from phalanx import testing as testing
 from phalanx.checkpoint.resume import Loaded, load
 from phalanx.definition.evaluation import Evaluation
+from phalanx.definition.evaluation.metrics import whole
 from phalanx.errors import (
     CorruptionError,
     LeftError,
@@ -24,6 +26,7 @@ from phalanx.frameworks.torch.replica.forward import weighted
 from phalanx.plan import Plan
 from phalanx.proof.byhand import Chain
 from phalanx.proof.compare.diff import Difference, diff
+from phalanx.proof.find_lr import find_lr
 from phalanx.proof.replay import Replayed, replay
 from phalanx.proof.tune import tune
 from phalanx.proof.verify import Verified, verify
@@ -62,10 +65,12 @@ __all__ = [
     "close",
     "diff",
     "digest",
+    "find_lr",
     "load",
     "replay",
     "train",
     "tune",
     "verify",
     "weighted",
+    "whole",
 ]

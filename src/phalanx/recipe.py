@@ -15,9 +15,10 @@ from phalanx.errors import UsageError
 from phalanx.plan.audit import audited
 from phalanx.run.loop import Loop
 from phalanx.run.observers import watching
-from phalanx.run.options import DEFAULTS, Options, settle, unknown
+from phalanx.run.options import DEFAULTS, Options, check_evaluated, settle, unknown
 from phalanx.run.result import Result
 from phalanx.run.run import Run
+from phalanx.seams import RunState
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.interrupts import on_sigterm
 from phalanx.surroundings.presence import rank
@@ -52,12 +53,14 @@ class Recipe(Definition):
     steps, epochs : int
         Optimizer steps, or passes over the data; exactly one of them.
     optimizer : callable, optional
-        Called with ``list(model.named_parameters())``; returns a ``torch.optim.Optimizer`` or a list of them. Default:
+        Called with ``list(model.named_parameters())``, or, if its parameter is called ``model``, with the model (or
+        with both: ``f(named, model)``); returns a ``torch.optim.Optimizer`` or a list of them. Default:
         ``torch.optim.Adam`` with ``lr``. For jax, an ``optax.GradientTransformation``; tinygrad: ``nn.optim``'s.
     lr : float, default 1e-3
         Only for the default optimizer.
     scheduler : callable, optional
-        Called with each optimizer; its result is stepped once a step. ReduceLROnPlateau gets the step's mean loss.
+        Called with each optimizer; its result is stepped as ``schedule_every`` says. ReduceLROnPlateau gets the mean
+        loss of the step or epoch, or the metric named by ``schedule_on``.
     max_norm : float, default inf
         Global-norm clipping of the mean gradient, as ``torch.nn.utils.clip_grad_norm_`` does it.
     shuffle, drop_last : bool
@@ -73,6 +76,14 @@ class Recipe(Definition):
     on_nonfinite : "stop", "skip" or "ignore"
         What happens at a loss or gradient that is not finite: raise before the update; leave the state and go on;
         nothing.
+    schedule_every : "step" or "epoch", optional
+        How often the scheduler is stepped; once a step by default.
+    schedule_on : str, optional
+        With ``schedule_every="epoch"``: the scheduler is stepped when this metric of ``evaluation`` is known, and
+        ReduceLROnPlateau gets its value.
+    modes : "train" or "as_made"
+        Modules are trained in the modes that they are made in. "train": a model that as a whole is in eval mode is
+        refused, as those are that were loaded or evaluated before; "as_made": it is trained so.
 
     Raises
     ------
@@ -86,7 +97,7 @@ class Recipe(Definition):
         def __init__(self, *arguments: object, **fields: object) -> None:
             for name in fields:
                 if name not in RECIPE_FIELDS:
-                    raise UsageError(unknown(name, RECIPE_FIELDS))
+                    raise UsageError(unknown(name, RECIPE_FIELDS, DEFAULTS))
             super().__init__(*arguments, **fields)
 
     def train(self, **options: Unpack[Options]) -> Result:
@@ -106,10 +117,12 @@ class Recipe(Definition):
             processes compute on "cpu" only. "auto": where ``make_model`` puts the model.
         nondeterministic : "error" or "allow"
             On accelerators, what an operation without a deterministic kernel is; "allow" gives the promise up.
-        evaluation : Evaluation, optional
-            Due after every epoch and after the last step; kept in ``result.metric_history``.
-        callbacks : sequence of callable
-            Each is called with the ``StepReport`` of every step, once, in this process.
+        evaluation : Evaluation, or list or dict of them, optional
+            Due after every epoch, or as often as each says, and after the last step; kept in ``result.metric_history``.
+        callbacks : sequence
+            Functions, each called with the ``StepReport`` of every step, once, in this process; and objects with any
+            of the hooks ``begin(run)``, ``step(report)``, ``evaluated(values)``, ``end(result)``, ``state()`` and
+            ``load(state)``, as in ``phalanx.callbacks``. Their state is in snapshots.
         progress : bool or "auto"
             A progress bar on stderr; "auto": if that is a terminal.
         deadline_seconds : float or "auto"
@@ -139,10 +152,6 @@ class Recipe(Definition):
             or CorruptionError. Either way ``incidents`` tell.
         warm_start : path-like, optional
             A snapshot, as ``run.save`` writes it: begin from its weights and buffers, unless the run is resumed.
-
-        Returns
-        -------
-        Result
 
         Raises
         ------
@@ -187,15 +196,14 @@ class Recipe(Definition):
         Returns
         -------
         Run
-            Use it in a ``with`` block: iterate it, feed it with ``run.step(batch)``, evaluate it, take its result.
+            For a ``with`` block: iterate it, feed it with ``run.step(batch)``, evaluate it, take its result.
 
         Raises
         ------
         UsageError
             The call is wrong, or what ``make_model``, ``optimizer`` or ``scheduler`` returned cannot be used.
         SnapshotError
-            No snapshot in ``run_dir``, or that to begin from, can be used; or ``on_snapshot_error`` is "stop", and the
-            first one could not be written.
+            As in ``train``.
         RunError
             Workers cannot be started, or another process of a torch.distributed world did not come.
         """
@@ -212,39 +220,45 @@ class Recipe(Definition):
     def _start(self, options: Options) -> Run:
         called = time.perf_counter()
         settled = settle(options, self.replicas)
-        if settled.evaluation is not None and self.data is None:
-            raise UsageError(
-                "evaluation is given, but data is None, so there are no epochs; call run.evaluate() yourself"
-            )
+        check_evaluated(self, settled)
         from phalanx.engines.selection import distributes, open_engine  # the first run imports what starts processes
 
         if distributes(settled.engine) and rank() > 0:  # the first process reports and saves, and sends its state
-            settled = dataclasses.replace(settled, run_dir=None, warm_start=None, callbacks=(), progress=False)
+            everywhere = tuple(item for item in settled.callbacks if getattr(item, "everywhere", False))
+            settled = dataclasses.replace(settled, run_dir=None, warm_start=None, callbacks=everywhere, progress=False)
         with contextlib.ExitStack() as undo:
             past = ResumeState(self, settled.run_dir, settled.resume, settled.keep_snapshots, settled.warm_start)
             undo.callback(past.close)
             engine = open_engine(
-                self,
-                settled.engine,
-                settled.workers,
-                settled.devices,
-                settled.deadline_seconds,
-                past.begin,
+                self, settled.engine, settled.workers, settled.devices, settled.deadline_seconds, past.begin,
                 allow=settled.nondeterministic == "allow",
                 audit=audited(settled.audit, self.seed, stop=settled.on_corruption == "stop"),
-            )
+            )  # fmt: skip
             undo.callback(engine.close)
             turn, total = Turns(), None if self.data is None else self.plan.steps
             stop = settled.on_snapshot_error == "stop"
             keeping = past.observers(settled.snapshot_every, stop=stop, chain=settled.chain)
             observers = [*watching(settled.progress, settled.callbacks, total, turn), *keeping]
-            for observer in observers:
-                observer.begin(engine)
-                undo.callback(observer.end)
             loop = Loop(self, engine, settled.evaluation, observers)
-            run = Run(self, engine, loop, keeping[-1] if keeping else None, turn, called)
+            run = Run(self, engine, loop, keeping[-1] if keeping else None, turn, called, self._predicted)
+            for observer in observers:
+                observer.begin(engine, run)
+                undo.callback(observer.end)
             undo.pop_all()
         return run
+
+    def _predicted(self, model: Any, weights: Any, data: Any, batch_size: int, forward_fn: Any) -> Any:
+        """Outputs of a trained model, in this process."""
+        from phalanx.engines.selection import open_engine, trained
+
+        options = {"data": None, "steps": None, "epochs": None, "scheduler": None, "modes": "as_made"}
+        options |= {"schedule_every": None, "schedule_on": None, "make_model": trained(model)}
+        recipe = dataclasses.replace(self, **options)
+        engine = open_engine(recipe, "inline", 1, (), None, lambda _: RunState())
+        try:
+            return Loop(recipe, engine, (), ()).predict(data, batch_size, forward_fn, weights)
+        finally:
+            engine.close()
 
 
 def train(make_model: Any, data: Any, loss_fn: Any = None, **arguments: Any) -> Result:
@@ -264,9 +278,7 @@ def train(make_model: Any, data: Any, loss_fn: Any = None, **arguments: Any) -> 
     Raises
     ------
     UsageError
-        An argument is wrong; the message names it, its value and the way out.
-    RunError
-        The run went wrong; ``Recipe.train`` says which classes of it there are.
+        An argument is wrong; ``Recipe.train`` says what else is raised.
 
     Examples
     --------

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from phalanx.definition.data import Share
+from phalanx.definition.data import READING, Share
+from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.errors import NonFiniteError, PhalanxError, RunError, UsageError, WorkerError, spell_samples
 from phalanx.plan import replica_key
 from phalanx.plan.fold import fold_values
 from phalanx.plan.shares import share_weights
-from phalanx.seams import Arithmetic, Computed, Framework, Link, Measurement, Part, Steppable, Todo, Vector
+from phalanx.seams import Arithmetic, Computed, Framework, Link, Measurement, Part, Steppable, Todo, Vector, Weights
 from phalanx.surroundings import interrupts
 
 T = TypeVar("T")
@@ -198,16 +199,24 @@ def compute(computing: Iterator[Computed], t: int, replica: int, share: Share) -
     except Exception as error:
         raise WorkerError(
             f"{type(error).__name__} in user code at step {t}, replica {replica}, samples "
-            f"{spell_samples(share.samples)}: {error}",
+            f"{spell_samples(share.samples)}: {_spelled(error)}",
             step=t,
             replica=replica,
             samples=share.samples,
         ) from error
 
 
-def measure(framework: Framework, metric_fn: Callable[..., Any], key: int, share: Share) -> Measurement:
-    """Begin a metric over one chunk; what user code raises becomes a WorkerError with the samples."""
-    begun = _measured(functools.partial(framework.measure, metric_fn, key, share), share)
+def _spelled(error: Exception) -> str:
+    """What an error says, and which sample was being read."""
+    notes: list[str] = getattr(error, "__notes__", [])
+    return f"{error}{next((f' ({note})' for note in notes if note.startswith(READING)), '')}"
+
+
+def measure(
+    framework: Framework, metrics: Metrics, key: int, share: Share, weights: Weights | None = None
+) -> Measurement:
+    """Begin metrics over one chunk; what user code raises becomes a WorkerError with the samples."""
+    begun = _measured(functools.partial(framework.measure, metrics, key, share, weights), share)
     return functools.partial(_measured, begun, share)
 
 
@@ -218,7 +227,7 @@ def _measured(function: Callable[[], T], share: Share) -> T:
         raise
     except Exception as error:
         samples = spell_samples(share.samples)
-        message = f"{type(error).__name__} in user code while evaluating samples {samples}: {error}"
+        message = f"{type(error).__name__} in user code while evaluating samples {samples}: {_spelled(error)}"
         raise WorkerError(message, samples=share.samples) from error
 
 

@@ -209,10 +209,10 @@ class Frozen(nn.Module):
 
 
 @pytest.mark.parametrize("options", ENGINES, ids=NAMES)
-def test_a_model_in_eval_mode_is_warned_of(options):
-    """A model in eval mode is trained so, with a warning that names the way out; parts in eval mode are fine."""
-    with pytest.warns(UserWarning, match=r"\(Linear\) is in eval mode.*model\.train\(\)") as told:
+def test_a_model_in_eval_mode_is_refused(options):
+    """A model in eval mode is refused, with the way out, or trained so where that is said; parts are fine."""
+    with pytest.raises(phalanx.UsageError, match=r"a Linear in eval mode.*model\.train\(\).*modes='as_made'"):
         recipe(lambda: nn.Linear(4, 1).eval()).train(**options)
-    assert len(told) <= options.get("workers", 1)
+    recipe(lambda: nn.Linear(4, 1).eval(), modes="as_made").train(**options)
     recipe(Frozen).train(**options)
     recipe(linear, forward_fn=lambda model, batch: model.train()(batch[0])).train(**options)

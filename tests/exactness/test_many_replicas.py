@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import phalanx
+from phalanx.frameworks.torch.replica.buffers import same_bytes
 from tests.by_hand import answer, compute, evaluate, fold, folded, one, read, settle, start, update
 from tests.families import DATA, FAMILIES, OPTIMIZERS, SAMPLES, SCHEDULERS, PartlyUnused, muon_and_adamw
 from tests.sampling import cover
@@ -352,3 +353,22 @@ def test_two_replicas_are_not_one():
     recipe = MLP.recipe(2)
     model, optimizers, _ = one(recipe, recipe.plan.steps)
     assert phalanx.digest(model, optimizers, recipe.plan.steps) != trained(recipe)[0]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.bool]
+)
+def test_buffers_are_compared_by_their_bytes(dtype):
+    """Equal bytes are the same, NaN too; other bytes are not, though zeros of two signs are equal numbers."""
+    for shape in [(), (0,), (3,), (2, 3)]:
+        some = torch.ones(shape, dtype=dtype)
+        assert same_bytes(some, some.clone())
+        assert some.numel() == 0 or not same_bytes(some, torch.zeros_like(some))
+    if dtype.is_floating_point or dtype.is_complex:
+        zero, nan = torch.zeros(3, dtype=dtype), torch.full((3,), float("nan"), dtype=dtype)
+        assert not same_bytes(zero, -zero)
+        assert same_bytes(nan, nan.clone())
+    if dtype.is_complex:
+        negative = torch.full((3,), 1 + 2j).conj().imag  # torch negates it when it is read
+        assert same_bytes(negative, negative.clone())
+        assert not same_bytes(negative, -negative)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import phalanx
+from phalanx.run.callbacks import Callbacks
 from phalanx.run.loop import Loop
-from phalanx.run.observers import Callbacks, watching
+from phalanx.run.observers import watching
 from phalanx.seams import RunState
 from phalanx.seams.observer import Observer
 from phalanx.surroundings.turns import Turns
@@ -29,10 +30,10 @@ class Engine:
         self.run_state.add(0.5, 1)
         return phalanx.StepReport(step, None if batch else step // PER_EPOCH, 0.5, 1.0, 0.1, 1, 0.01)
 
-    def evaluate(self, metric_fn, data, batch_size):
+    def evaluate(self, metrics, data, batch_size, weights=None):
         if self.error is not None:
             raise self.error
-        return 0.75
+        return [[(0.75, 1.0)]]
 
     def close(self):
         self.closed = True
@@ -69,7 +70,7 @@ def loop_of(*observers, evaluation=None):
     """A loop over an engine that only counts, and that engine."""
     engine, data = Engine(), (np.zeros(8), np.zeros(8))
     definition = phalanx.Recipe(lambda: None, data, sum, batch_size=2, replicas=1, steps=STEPS)
-    due = phalanx.Evaluation(max, data) if evaluation else None
+    due = (phalanx.Evaluation(max, data),) if evaluation else ()
     return Loop(definition, engine, due, observers), engine
 
 

@@ -775,3 +775,15 @@ def test_closing_twice_or_before_any_run_does_no_harm():
     phalanx.close()
     phalanx.close()
     assert recipe().train().steps > 0
+
+
+def test_a_notebook_shows_figures_and_the_loss():
+    """A result has HTML of its own, with what was evaluated; a result without steps has no curve."""
+    with recipe().start() as run:
+        run.evaluate(lambda output, target: 0.5, (X, Y))
+        empty = run.result()._repr_html_()  # planted
+        run.finish()
+        shown = run.result()._repr_html_()  # planted
+    assert "<polyline" in shown
+    assert "<polyline" not in empty
+    assert "<th>metric</th><td>0.5</td>" in shown

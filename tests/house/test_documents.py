@@ -142,6 +142,26 @@ def test_a_path_of_this_machine_is_seen():
     assert not mentions(b"/home/someone/wallpaper", root)
 
 
+def broken_links(document, text):
+    """Relative links of a document that lead to no file."""
+    links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", re.sub(r"(?s)```.*?```|`[^`]*`", "", text))
+    return [link for link in links if not (document.parent / link).exists()]
+
+
+@pytest.mark.house
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document):
+    """Every relative link of a document leads to a file."""
+    assert broken_links(document, document.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.house
+def test_a_broken_link_is_seen():
+    """A link to a file that is gone is noticed; one to a part of a page, to the network, or in code is not."""
+    text = "[a](gone.md) [b](README.md#top) [c](https://example.org/x) `[d](code.md)` [e](#here)"
+    assert broken_links(reading.ROOT / "x.md", text) == ["gone.md"]
+
+
 def missing_files(text):
     """Files that a document names and that are not there; a bare name is in the folder of the one before it."""
     found, folder = [], reading.ROOT / "src" / "phalanx"

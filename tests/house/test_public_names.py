@@ -17,7 +17,7 @@ from phalanx.run import options
 
 pytestmark = pytest.mark.house
 
-FIRST_RUNG = {"Recipe", "Plan", "Result", "train", "tune", "load", "close", "digest", "weighted"}
+FIRST_RUNG = {"Recipe", "Plan", "Result", "train", "tune", "load", "close", "digest", "weighted", "whole", "find_lr"}
 PROOF = {"Chain", "Difference", "Replayed", "Verified", "diff", "replay", "verify"}
 SECOND_RUNG = {"Run", "StepReport", "Evaluation", "Evaluated", "Incident", "Loaded"}
 ERRORS = {

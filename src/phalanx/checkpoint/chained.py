@@ -51,7 +51,7 @@ class Chained(Observer):
         self._next = NEVER if every == 0 else 0
         self._since, self._pace, self._cost = time.monotonic(), 0.0, 0.0
 
-    def begin(self, engine: Engine) -> None:
+    def begin(self, engine: Engine, run: Any = None) -> None:
         """Go on with the chain, or begin one; note recipe and environment, and the state as it is."""
         self._engine = engine
         done = len(engine.run_state.loss_history)

@@ -126,7 +126,7 @@ class EventLog(Observer):
         self._facts: dict[str, Any] = {"differs": list(differs)} if differs else {}
         self._run_state = RunState()
 
-    def begin(self, engine: Engine) -> None:
+    def begin(self, engine: Engine, run: Any = None) -> None:
         """Note how the run begins."""
         self._run_state = engine.run_state
         kind = "start" if engine.run_state.resumed_from is None else "resume"
@@ -144,10 +144,17 @@ class EventLog(Observer):
 
     def step(self, report: StepReport) -> None:
         """Note what the step was."""
-        facts = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": report.lr, "seconds": report.seconds}
+        facts: dict[str, Any] = {
+            "loss": report.loss,
+            "grad_norm": report.grad_norm,
+            "lr": report.lr,
+            "seconds": report.seconds,
+        }
         if report.metric is not None:
             facts["metric"] = report.metric
-        self._directory.note("step", step=report.step, epoch=report.epoch, samples=report.samples, **facts)
+            facts["metrics"] = {name: repr(value) if _odd(value) else value for name, value in report.metrics.items()}
+        facts |= {"epoch": report.epoch, "samples": report.samples, "seconds": report.seconds}
+        self._directory.note("step", step=report.step, **facts)
 
     def end(self) -> None:
         """Note that the run ended, and let go of the directory. A forked child holds it not, and does neither."""

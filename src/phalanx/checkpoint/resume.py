@@ -10,6 +10,7 @@ from typing import Any
 from phalanx.checkpoint import snapshot
 from phalanx.checkpoint.chained import Chained
 from phalanx.checkpoint.directory import SNAPSHOTS, EventLog, RunDirectory, newest_of
+from phalanx.checkpoint.export import found
 from phalanx.checkpoint.saver import LOSSES, Saver
 from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.definition import checks
@@ -83,7 +84,10 @@ class ResumeState:
             metrics = [Evaluated(int(steps), float(value), str(name)) for steps, value, name in earlier.metrics]
         except (TypeError, ValueError, OverflowError) as error:
             raise SnapshotError("the snapshot's evaluations are none") from error
-        return RunState(losses_in(earlier), earlier.samples, resumed_from=earlier.step, evaluated=metrics)
+        states = found(earlier.facts, earlier.training)
+        return RunState(
+            losses_in(earlier), earlier.samples, resumed_from=earlier.step, evaluated=metrics, callbacks=states
+        )
 
     def observers(
         self, every: int | None, *, stop: bool, chain: int | None = None

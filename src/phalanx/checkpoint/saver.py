@@ -12,6 +12,7 @@ from typing import Any
 
 from phalanx.checkpoint import snapshot
 from phalanx.checkpoint.directory import RunDirectory
+from phalanx.checkpoint.export import CALLBACKS, kept
 from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.definition.fields import Definition
 from phalanx.definition.fingerprint import fingerprint
@@ -60,7 +61,12 @@ class Saver(Observer):
         self._pace = 0.0  # seconds of the latest step
         self._cost = 0.0  # seconds that the latest snapshot took, from beginning to end
 
-    def begin(self, engine: Engine) -> None:
+    @property
+    def folder(self) -> pathlib.Path:
+        """The run's directory."""
+        return self._directory.path
+
+    def begin(self, engine: Engine, run: Any = None) -> None:
         """Save at once if nothing was saved before: a full disk is better found now.
 
         Raises
@@ -215,12 +221,13 @@ def snapshot_of(
 ) -> Snapshot:
     """What is written of a state."""
     history = array.array("d", run_state.loss_history)
+    callbacks, tensors = kept(run_state.states())
     return Snapshot(
         step=len(run_state.loss_history),
         digest=digest,
         weights=captured.weights,
-        training={**captured.training, LOSSES: Tensor("float64", (len(history),), history)},
-        facts=captured.facts,
+        training={**captured.training, **tensors, LOSSES: Tensor("float64", (len(history),), history)},
+        facts={**captured.facts, CALLBACKS: callbacks} if callbacks else captured.facts,
         samples=run_state.samples,
         metrics=[[evaluated.steps, repr(evaluated.value), evaluated.name] for evaluated in run_state.evaluated],
         recipe=recipe,

@@ -46,7 +46,7 @@ def write(file: BinaryIO, tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def read(data: memoryview, hashes: Mapping[str, str] | None) -> dict[str, Tensor]:
-    """The tensors in ``data``, which is a whole file; with their ``hashes``, if it is a snapshot's.
+    """The tensors in ``data``, which is a whole file; ``hashes``: what they must be, where that is known.
 
     Raises
     ------

@@ -17,19 +17,18 @@ from typing import Annotated, Any
 import typer
 
 from phalanx import __version__
-from phalanx.cli import proving, tables
+from phalanx.cli import measuring, pages, proving, tables
 from phalanx.cli.files import load_recipe
-from phalanx.cli.printed import pace, picture, report
+from phalanx.cli.printed import check_picture, pace, picture, report, trial_line
 from phalanx.definition.evaluation import Evaluation
 from phalanx.errors import PhalanxError, Preempted, UsageError
-from phalanx.proof.chaos import Trial, campaign
+from phalanx.proof.chaos import campaign
 from phalanx.recipe import Recipe
 from phalanx.run.plots import plot_timeline
 from phalanx.run.result import Result
 from phalanx.surroundings.presence import rank, usable_cores
 
 EXIT_RUN, EXIT_USAGE, EXIT_PREEMPTED, EXIT_INTERRUPTED = 1, 2, 75, 130
-PICTURES = (".png", ".pdf", ".svg")
 EXIT_CODES = (
     "Exit codes: 0 done, 1 the run went wrong, 2 the call is wrong, 75 saved at SIGTERM: run me again, 130 stopped by "
     "Ctrl-C."
@@ -66,19 +65,25 @@ def train(
     run_dir: RunDir = "",
     snapshot_every: SnapshotEvery = "auto",
     plot: Plot = "",
+    save: Annotated[str, typer.Option("--save", metavar="FILE", help="Write the weights, as model.safetensors.")] = "",
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Train the recipe in a Python file.
 
-    The file defines `recipe = phalanx.Recipe(...)`; an `evaluation = phalanx.Evaluation(...)` beside it is used too.
+    The file defines `recipe = phalanx.Recipe(...)`; `evaluation = phalanx.Evaluation(...)` and `callbacks = [...]`
+    beside it are used too.
     """
-    _check_picture(plot)
-    recipe, evaluation = load_recipe(file)
-    saving = {"run_dir": run_dir or None, "snapshot_every": _count(snapshot_every)}
+    check_picture(plot)
+    if save and pathlib.Path(save).suffix != ".safetensors":
+        raise UsageError(f"--save is {save!r}; end it in .safetensors")
+    recipe, evaluation, callbacks = load_recipe(file)
+    saving = {"run_dir": run_dir or None, "snapshot_every": _count(snapshot_every), "callbacks": callbacks}
     result = _trained(recipe, evaluation, workers, quiet=quiet, devices=_listed(devices), **saving)
     if rank() > 0:  # one of several processes: the first reports
         return
+    if save:
+        result.save(save, averaged=result.averaged is not None)
     drawn = picture(result, plot) if plot else None
     report(pathlib.Path(file.split(":")[0]).name, result, drawn, json_=json_)
 
@@ -104,14 +109,14 @@ def demo(
     from phalanx.cli.demos import demo as chosen
     from phalanx.proof.check import listed
 
-    _check_picture(plot)
+    check_picture(plot)
     shown = chosen(name, framework, data, digits_instead=digits)
     if not json_:
         typer.echo(f"phalanx: {shown.title}")
     if name == CHAPTER:
         named = [] if devices == "auto" else listed(devices.split(","), shown.recipe.replicas)
         alone = _trained(shown.recipe, shown.evaluation, "1", quiet=quiet, devices=named[:1] or "auto")
-        count = "1" if named else _all(workers)
+        count = "1" if named else (str(min(usable_cores(), 8)) if workers == "auto" else workers)
         result = _trained(shown.recipe, shown.evaluation, count, quiet=quiet, devices=named or "auto")
         if not json_:
             typer.echo(f"{pace(alone, named[:1])}\n{pace(result, named)}")
@@ -134,13 +139,13 @@ def chaos(
 
     Exit code 1 if a digest differs or anything is left behind.
     """
-    _check_picture(plot)
-    recipe, _ = load_recipe(file)
+    check_picture(plot)
+    recipe, *_ = load_recipe(file)
     if workers > recipe.replicas:
         raise UsageError(f"--workers is {workers}, but the recipe has {recipe.replicas} replicas; use at most those")
     if not json_:
         typer.echo(f"phalanx: killing {kills} workers of {file}, seed {seed}")
-    trials = campaign(recipe, kills, seed, workers, lambda one: None if json_ else typer.echo(_line(one)))
+    trials = campaign(recipe, kills, seed, workers, lambda one: None if json_ else typer.echo(trial_line(one)))
     shown = max(trials, key=lambda one: one.kills)
     verdict = "same digest" if shown.right else "WRONG"
     title = f"{shown.kills} kills in {shown.steps} steps, seed {shown.seed}: {verdict}"
@@ -158,51 +163,29 @@ def chaos(
         "seed": seed,
         "picture": str(target) if plot else None,
     }
-    typer.echo(json.dumps(facts) if json_ else "\n".join(f"{key:15}  {value}" for key, value in facts.items()))
+    told = {**facts, "problems": "; ".join(facts["problems"]) or "none"}
+    typer.echo(json.dumps(facts) if json_ else "\n".join(f"{key:15}  {value}" for key, value in told.items()))
     if facts["wrong"] or facts["problems"]:
         raise typer.Exit(EXIT_RUN)
 
 
-@app.command("check")
-def check_recipe(
-    file: Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="A Python file that defines `recipe`, or NAME.")],
-    devices: Devices = "",
-    steps: Annotated[int, typer.Option("--steps", help="How many to train each time.")] = 5,
-    cost: Annotated[float, typer.Option("--cost", help="Seconds to measure what R costs; 0: leave it out.")] = 15.0,
-    trace: Annotated[bool, typer.Option("--trace", hidden=True)] = False,
-    json_: Json = False,
+@app.command("export")
+def export_weights(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's directory, or a snapshot.")],
+    to: Annotated[str, typer.Option("--to", metavar="FILE", help="Where to.")] = "model.safetensors",
 ) -> None:
-    """Before a long run, do everything again, in a new process and with more workers, and see whether it is the same.
-
-    With --devices: a few steps on one device twice, on two and on all. Exit status 0 if all is the same, 1 if something
-    differs, 2 if that could not be told.
-    """
-    recipe, _ = load_recipe(file)
-    if trace:
-        typer.echo(json.dumps(tables.trace(recipe)))
-        return
-    if devices:
-        status = tables.check(recipe, devices.split(","), steps, json_=json_)
-    else:
-        status = tables.stability(recipe, file, steps, cost, json_=json_)
-    if status:
-        raise typer.Exit(status)
+    """Write the weights of a run's newest snapshot as one safetensors file, which any tool reads."""
+    typer.echo(f"{pages.export(run, to)} steps  {to}")
 
 
-@app.command("tune")
-def tune_recipe(
-    file: Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="A Python file that defines `recipe`, or NAME.")],
-    seconds: Annotated[float, typer.Option("--seconds", help="About how long it may take.")] = 60.0,
-    plot: Plot = "",
-    json_: Json = False,
+@app.command("report")
+def report_runs(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN [RUN]...", help="Directories of runs.")],
+    to: Annotated[str, typer.Option("--to", metavar="FILE", help="Where to.")] = "report.html",
 ) -> None:
-    """Measure how many replicas, workers and threads suit a recipe on this machine, and give advice.
-
-    Replicas and threads are part of the answer: with others, a recipe ends in other weights.
-    """
-    _check_picture(plot)
-    recipe, _ = load_recipe(file)
-    tables.tune(recipe, seconds, plot, json_=json_)
+    """Draw runs as one page of HTML: loss, evaluations, throughput, where time goes, deaths, snapshots, environment."""
+    pages.report([pathlib.Path(run) for run in runs], pathlib.Path(to))
+    typer.echo(f"report  {to}")
 
 
 @app.command("devices")
@@ -229,7 +212,7 @@ def explain(
     from phalanx.collectives import schedule, spell_rounds
     from phalanx.collectives.schedules import ALGORITHMS
 
-    _check_picture(plot)
+    check_picture(plot)
     transfers = schedule(name, participants)
     for line in spell_rounds(transfers):
         typer.echo(line)
@@ -243,12 +226,8 @@ def explain(
         typer.echo(f"picture  {target}")
 
 
+measuring.add_to(app)
 proving.add_to(app)
-
-
-def _line(one: Trial) -> str:
-    verdict = "same digest" if one.right else "WRONG DIGEST"
-    return f"seed {one.seed}: {one.kills} kills, {one.steps} steps, {verdict} {one.problem}".rstrip()
 
 
 def main() -> None:
@@ -284,13 +263,3 @@ def _trained(recipe: Recipe, evaluation: Evaluation | None, workers: str, *, qui
         after = f" after {result.steps} steps, digest {result.digest}" if result is not None else ""
         typer.echo(f"\nphalanx: stopped{after}", err=True)
         raise typer.Exit(EXIT_INTERRUPTED) from interrupt
-
-
-def _check_picture(path: str) -> None:
-    suffix = pathlib.Path(path).suffix
-    if path and suffix not in PICTURES:
-        raise UsageError(f"--plot is {path!r}; its ending must be one of {', '.join(PICTURES)}")
-
-
-def _all(workers: str) -> str:
-    return str(min(usable_cores(), 8)) if workers == "auto" else workers

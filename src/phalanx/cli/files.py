@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib.util
 import pathlib
 import sys
+from typing import Any
 
-from phalanx.definition.evaluation import Evaluation
 from phalanx.errors import UsageError
 from phalanx.recipe import Recipe
 
 
-def load_recipe(file: str) -> tuple[Recipe, Evaluation | None]:
-    """The recipe, and the evaluation if there is one, of ``PATH`` or ``PATH:NAME``.
+def load_recipe(file: str) -> tuple[Recipe, Any, Any]:
+    """The recipe, with the evaluation and the callbacks if there are, of ``PATH`` or ``PATH:NAME``.
 
     Raises
     ------
@@ -37,5 +37,4 @@ def load_recipe(file: str) -> tuple[Recipe, Evaluation | None]:
         raise UsageError(
             f"{path} defines no recipe named {name!r}; add `{name} = phalanx.Recipe(...)`, or give FILE:NAME"
         )
-    evaluation = getattr(module, "evaluation", None)
-    return recipe, evaluation if isinstance(evaluation, Evaluation) else None
+    return recipe, getattr(module, "evaluation", None), getattr(module, "callbacks", ())

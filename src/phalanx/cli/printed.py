@@ -10,7 +10,11 @@ from typing import Any
 
 import typer
 
+from phalanx.errors import UsageError
+from phalanx.proof.chaos import Trial
 from phalanx.run.result import Result
+
+PICTURES = (".png", ".pdf", ".svg")
 
 
 def picture(result: Result, path: str) -> pathlib.Path:
@@ -29,6 +33,12 @@ def pace(result: Result, devices: Sequence[str] = ()) -> str:
     rate = result.samples / result.seconds
     value = result.metric_history[-1].value
     return f"test acc {value:.3f}, {seconds:.2f} sec/epoch, {rate:.0f} examples/sec on [{places}]"
+
+
+def trial_line(one: Trial) -> str:
+    """What a run of a campaign came to."""
+    verdict = "same digest" if one.right else "WRONG DIGEST"
+    return f"seed {one.seed}: {one.kills} kills, {one.steps} steps, {verdict} {one.problem}".rstrip()
 
 
 def report(name: str, result: Result, drawn: pathlib.Path | None, *, json_: bool) -> None:
@@ -70,3 +80,10 @@ def report(name: str, result: Result, drawn: pathlib.Path | None, *, json_: bool
 def _plain(value: float | None) -> float | str | None:
     """JSON has no NaN and no infinity: those become text."""
     return value if value is None or math.isfinite(value) else str(value)
+
+
+def check_picture(path: str) -> None:
+    """Refuse the name of a picture that matplotlib would not know how to write."""
+    suffix = pathlib.Path(path).suffix
+    if path and suffix not in PICTURES:
+        raise UsageError(f"--plot is {path!r}; its ending must be one of {', '.join(PICTURES)}")

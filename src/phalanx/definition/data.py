@@ -15,6 +15,7 @@ from phalanx.errors import UsageError
 from phalanx.plan import Indices
 
 SeedSample = Callable[[int], None]
+READING = "while phalanx was reading sample"
 FORMS = "pass a tuple or dict of arrays, a list of samples or a map-style dataset"
 BRINGING = ", or None and bring batches yourself: Recipe(make_model, None, loss_fn).start(), then run.step(batch)"
 
@@ -88,7 +89,7 @@ class Samples:
         try:
             return self.items[index]
         except Exception as error:
-            error.add_note(f"while phalanx was reading sample {index}")
+            error.add_note(f"{READING} {index}")
             raise
 
 

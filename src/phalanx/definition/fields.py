@@ -41,6 +41,9 @@ class Definition:
     precision: str | None = None
     threads: int = 1
     on_nonfinite: str = "stop"
+    schedule_every: str | None = None
+    schedule_on: str | None = None
+    modes: str = "train"
 
     def __post_init__(self) -> None:
         self._check_functions()
@@ -140,6 +143,27 @@ class Definition:
         checks.choice("drop_last", self.drop_last, (True, False))
         checks.choice("precision", self.precision, (None, "bfloat16"))
         checks.choice("on_nonfinite", self.on_nonfinite, ("stop", "skip", "ignore"))
+        checks.choice("modes", self.modes, ("train", "as_made"))
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        checks.choice("schedule_every", self.schedule_every, (None, "step", "epoch"))
+        if self.schedule_every is not None and self.scheduler is None:
+            raise UsageError(
+                f"schedule_every is {self.schedule_every!r}, but there is no scheduler; pass one, or leave it"
+            )
+        if self.schedule_every == "epoch" and self.data is None:
+            raise UsageError(
+                "schedule_every is 'epoch', but data is None, so there are no epochs; use 'step', or pass data"
+            )
+        if self.schedule_on is not None:
+            if not isinstance(self.schedule_on, str) or not self.schedule_on:
+                raise UsageError(f"schedule_on is {checks.shown(self.schedule_on)}; it must be the name of a metric")
+            if self.schedule_every != "epoch":
+                raise UsageError(
+                    f"schedule_on is {self.schedule_on!r}, but metrics are evaluated after epochs; add "
+                    "schedule_every='epoch'"
+                )
 
     def _check_length(self) -> None:
         if (self.steps is None) == (self.epochs is None):

@@ -71,8 +71,9 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((".__self__", value.__self__), (".__func__", value.__func__))
     elif isinstance(value, BuiltinFunctionType):
         yield ".__self__", value.__self__
-    elif isinstance(value, dict) and len(value) <= MOST:
-        for number, (key, item) in enumerate(value.items()):
+    elif isinstance(value, dict) and dict.__len__(value) <= MOST:
+        own = type(value).__module__ in ("builtins", "collections")  # another class may load what it is asked for
+        for number, (key, item) in enumerate(value.items() if own else dict.items(value)):
             yield f"[{key!r}]" if isinstance(key, (str, int)) else f"[item {number}]", item
     elif isinstance(value, (list, tuple, deque)) and len(value) <= MOST:
         for number, item in enumerate(value):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.engines.inline import Inline
 from phalanx.engines.processes.driver import Processes
@@ -23,7 +24,7 @@ from phalanx.engines.processes.launch import WARM
 from phalanx.engines.recovery.deadline import Deadline
 from phalanx.plan.audit import Audit
 from phalanx.plan.placement import place
-from phalanx.seams import Engine, Exported, Framework, RunState
+from phalanx.seams import Engine, Exported, Framework, RunState, Weights
 from phalanx.seams.events import StepReport
 from phalanx.seams.snapshots import Captured
 
@@ -101,13 +102,17 @@ class Auto:
         """See ``seams.Engine.pause``."""
         return self._engine.pause()
 
-    def evaluate(self, metric_fn: Callable[..., Any], data: Any, batch_size: int) -> float:
+    def evaluate(self, metrics: Metrics, data: Any, batch_size: int, weights: Weights | None = None) -> list[Any]:
         """See ``seams.Engine.evaluate``."""
-        return self._engine.evaluate(metric_fn, data, batch_size)
+        return self._engine.evaluate(metrics, data, batch_size, weights)
 
-    def export(self, *, copy: bool) -> Exported:
+    def schedule(self, value: float, epoch: int) -> None:
+        """See ``seams.Engine.schedule``."""
+        self._engine.schedule(value, epoch)
+
+    def export(self, *, copy: bool, digest: bool = True) -> Exported:
         """See ``seams.Engine.export``."""
-        return self._engine.export(copy=copy)
+        return self._engine.export(copy=copy, digest=digest)
 
     def capture(self) -> Captured:
         """See ``seams.Engine.capture``."""

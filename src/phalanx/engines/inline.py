@@ -10,12 +10,12 @@ import functools
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from phalanx.definition.batches import BatchShares
 from phalanx.definition.data import Columns, Share
-from phalanx.definition.evaluation import averaged
+from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.engines.auditing import AuditedLink, OwnBallot, spelled
 from phalanx.engines.links import LaneLink, LocalLink, ProcessLink
@@ -23,7 +23,7 @@ from phalanx.engines.price import Price
 from phalanx.errors import CorruptionError, PhalanxError, RunError, WorkerError
 from phalanx.plan import evaluation_key
 from phalanx.plan.audit import Audit
-from phalanx.seams import Exported, Framework, Measurement, RunState, Todo
+from phalanx.seams import Exported, Framework, Measurement, RunState, Todo, Weights
 from phalanx.seams.events import Incident, StepReport
 from phalanx.seams.snapshots import Captured
 from phalanx.shared.heap import RUNS
@@ -115,11 +115,11 @@ class Inline:
         """See ``seams.Engine.pause``: nothing runs ahead here."""
         return True
 
-    def evaluate(self, metric_fn: Callable[..., Any], data: Any, batch_size: int) -> float:
-        """Weighted mean of a metric over all samples of ``data``, chunk by chunk, folded in the fixed order."""
+    def evaluate(self, metrics: Metrics, data: Any, batch_size: int, weights: Weights | None = None) -> list[Any]:
+        """See ``seams.Engine.evaluate``."""
         self.check_able()
         seed = self._definition.seed
-        measured: list[tuple[float, float]] = []
+        measured: list[Any] = []
         begun: deque[Measurement] = deque()  # one per device, where there are several
         most = 1 if self._lanes is None else len(self._lanes.placement.blocks)
         breaks = interrupts.breaks()
@@ -127,21 +127,27 @@ class Inline:
             try:
                 for chunk, share in enumerate(self._dealer.chunks(data, batch_size)):
                     interrupts.check()
-                    begun.append(measure(self._framework, metric_fn, evaluation_key(seed, chunk), share))
+                    begun.append(measure(self._framework, metrics, evaluation_key(seed, chunk), share, weights))
                     if len(begun) == most:
                         measured.append(begun.popleft()())
                 measured += [read() for read in begun]
             except BaseException:
                 self._end_if_broken_off(breaks, "in an evaluation")
                 raise
-        return averaged(measured)
+        return measured
 
-    def export(self, *, copy: bool) -> Exported:
-        """The state as of the last finished step; ``copy`` makes it independent of the run."""
+    def export(self, *, copy: bool, digest: bool = True) -> Exported:
+        """See ``seams.Engine.export``."""
         if self._torn:
             self.check_able()
         with self.environment:
-            return self._framework.export(len(self.run_state.loss_history), copy=copy)
+            return self._framework.export(len(self.run_state.loss_history), copy=copy, digest=digest)
+
+    def schedule(self, value: float, epoch: int) -> None:
+        """See ``seams.Engine.schedule``."""
+        self.check_able()
+        with self.environment:
+            self._framework.schedule(value, epoch)
 
     def capture(self) -> Captured:
         """See ``seams.Engine.capture``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from phalanx.definition.fields import Definition
 from phalanx.engines.auto import Auto
@@ -12,7 +13,7 @@ from phalanx.engines.processes.driver import Processes
 from phalanx.engines.processes.launch import WARM
 from phalanx.engines.recovery.deadline import Deadline
 from phalanx.errors import UsageError
-from phalanx.frameworks.registry import open_framework
+from phalanx.frameworks.registry import as_factory, open_framework
 from phalanx.plan.audit import Audit
 from phalanx.plan.placement import place
 from phalanx.seams import Engine, Framework, RunState
@@ -55,6 +56,11 @@ def open_engine(
     if engine == "inline" or here or framework.lanes is not None:
         return Inline(definition, framework, begin(framework), audit=audit)
     return Auto(definition, framework, begin(framework), count, deadline, audit)
+
+
+def trained(model: Any) -> Any:
+    """A ``make_model`` that returns this model, or a copy."""
+    return as_factory(model)
 
 
 def distributes(engine: str) -> bool:

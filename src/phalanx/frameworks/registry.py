@@ -6,8 +6,10 @@ What ``make_model`` returns decides: a ``torch.nn.Module``, a tree of jax arrays
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from phalanx.definition.digest import Entry, digest_of, leaf_hash
 from phalanx.definition.fields import Definition
@@ -40,7 +42,7 @@ def open_framework(
             model = _made(definition)
         if outside_tinygrad.is_model(model):
             _check_alone(part)
-            return _tinygrad().Tinygrad(definition, devices, model)
+            return opened_tinygrad().Tinygrad(definition, devices, model)
         if not outside.is_pytree(model):
             found = names.found(devices, definition.replicas // part[1], home_of(model))
             if len(found) > 1 or found[0].type != "cpu":
@@ -52,7 +54,7 @@ def open_framework(
                 f"devices is {list(devices)}, but of several processes each drives one jax device in this version; use "
                 "one process for all of them, or leave devices out"
             )
-        return _jax().Jax(definition, devices, model)
+        return opened_jax().Jax(definition, devices, model)
 
 
 def digest(model: Any, optimizer: Any = None, step: int | None = None) -> str:
@@ -83,9 +85,10 @@ def leaves(model: Any, optimizer: Any = None) -> dict[str, str]:
     if outside.is_pytree(model) or outside_tinygrad.is_model(model):
         return _hashes(_entries(model, optimizer), 0)
     from phalanx.frameworks.torch import snapshot as torch_snapshot
+    from phalanx.frameworks.torch.results import unwrapped
 
     listed = list(optimizer) if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
-    model = torch_snapshot.unwrapped(model)
+    model = unwrapped(model)
     found = _hashes(torch_snapshot.entries(model, []), 0)
     for number, item in enumerate(listed):
         found |= _hashes((entry for entry in torch_snapshot.entries(model, [item]) if entry.kind == OPTIMIZER), number)
@@ -161,15 +164,53 @@ def recorded_environment() -> dict[str, Any]:
 def tensor_of(stored: Tensor, facts: dict[str, Any]) -> Any:
     """A tensor of a snapshot with these facts as its framework's own; for jax and tinygrad, as a numpy array."""
     if facts.get("framework") == "jax":
-        _jax()
+        opened_jax()
         from phalanx.frameworks.jax import snapshot
 
         return snapshot.array_of(stored)
     if facts.get("framework") == "tinygrad":
-        return _tinygrad().array_of(stored)
+        return opened_tinygrad().array_of(stored)
     from phalanx.frameworks.torch import snapshot as torch_snapshot
 
     return torch_snapshot.tensor_of(stored)
+
+
+def stored(leaf: Any) -> Tensor | None:
+    """A tensor or array as a snapshot holds it, in memory of its own; None for all else."""
+    if isinstance(leaf, np.ndarray):
+        return Tensor(str(leaf.dtype), leaf.shape, np.array(leaf, order="C")) if str(leaf.dtype) in CODES else None
+    from phalanx.frameworks.torch import snapshot as torch_snapshot
+
+    return torch_snapshot.stored(leaf)
+
+
+def weights_of(model: Any, params: Mapping[str, Any], instead: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The weights of a model by name, as its own framework would load them; ``instead``: other values of parameters."""
+    from phalanx.frameworks.torch import snapshot as torch_snapshot
+
+    whole = torch_snapshot.state_dict(model, instead)
+    if whole is None:  # a tree of arrays, or an object with tensors
+        arrays = {name: instead.get(name, value) for name, value in params.items()}
+        whole = {name: stored(_numbers(value)) for name, value in arrays.items()}
+    if None in whole.values():
+        raise UsageError("a parameter has a dtype that safetensors does not have; save it in another way")
+    return whole  # type: ignore[return-value]
+
+
+def as_factory(model: Any) -> Any:
+    """A ``make_model`` that gives this model, or a copy."""
+    from phalanx.frameworks.torch.model import is_module
+
+    return model if is_module(model) else functools.partial(_the, model)
+
+
+def _numbers(array: Any) -> np.ndarray:
+    """An array of any framework as numpy's; tinygrad's do not convert by themselves."""
+    return array.numpy() if type(array).__name__ == "Tensor" else np.asarray(array)
+
+
+def _the(model: Any) -> Any:
+    return model
 
 
 def adopt_numeric_environment(settings: dict[str, Any]) -> None:
@@ -202,13 +243,13 @@ def _made(definition: Definition) -> Any:
             model = made(make_model, seed)
         # else it was the first to import tinygrad: once more, now that its generators can be seeded
         return model if seeded or not outside_tinygrad.is_model(model) else _made(definition)
-    _jax()
+    opened_jax()
     from phalanx.frameworks.jax.tree import prng_key, words
 
     return made(functools.partial(make_model, key=prng_key(words(seed))), seed)
 
 
-def _jax() -> Any:
+def opened_jax() -> Any:
     """The jax adapter; says what to install where it cannot be imported."""
     try:
         from phalanx.frameworks.jax import adapter
@@ -217,7 +258,7 @@ def _jax() -> Any:
     return adapter
 
 
-def _tinygrad() -> Any:
+def opened_tinygrad() -> Any:
     """The tinygrad adapter; says what to install where it cannot be imported."""
     try:
         from phalanx.frameworks.tinygrad import adapter
@@ -233,36 +274,3 @@ def _check_alone(part: tuple[int, int]) -> None:
             f"this is one of {part[1]} processes, but a recipe with tinygrad computes in one; use one process, with "
             "several devices"
         )
-
-
-def device_names(names: Sequence[str], replicas: int) -> list[str]:
-    """These devices one by one: a kind alone becomes the devices that it has, at most one per replica."""
-    if outside_tinygrad.are_names(names):
-        return list(names)
-    from phalanx.frameworks.torch.devices.names import spelled
-
-    return spelled(names, replicas)
-
-
-def device_facts(names: Sequence[str]) -> dict[str, str]:
-    """What their framework says of these devices, and how fast the first two exchange memory, if torch can tell."""
-    if outside_tinygrad.are_names(names):
-        from phalanx.frameworks.tinygrad.devices import facts as tinygrad_facts
-
-        return tinygrad_facts(names)
-    from phalanx.frameworks.torch.devices.names import facts
-
-    return facts(names)
-
-
-def all_devices() -> list[tuple[str, str, str, str]]:
-    """Framework, name, what it is, and what is missing for it: every device here, and every kind without one."""
-    from phalanx.frameworks.torch.devices.names import available
-
-    rows = [("torch", *row) for row in available()]
-    for name, opened in (("jax", _jax), ("tinygrad", _tinygrad)):
-        try:
-            rows += [(name, *row) for row in opened().available()]
-        except UsageError as error:  # it is not installed
-            rows.append((name, "any", "", str(error)))
-    return rows

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from phalanx.errors import PhalanxError, UsageError
+from phalanx.frameworks import devices as known
 from phalanx.frameworks import registry
 from phalanx.recipe import Recipe
 
@@ -102,12 +103,12 @@ def check(recipe: Recipe, devices: Sequence[str], steps: int) -> Iterator[Row]:
 
 def listed(devices: Sequence[str], replicas: int) -> list[str]:
     """These devices one by one: a kind alone is all that are visible, at most R."""
-    return registry.device_names(devices, replicas)
+    return known.device_names(devices, replicas)
 
 
 def usable() -> list[Usable]:
     """What every framework can use here, and what is missing for the rest."""
-    return [Usable(*row) for row in registry.all_devices()]
+    return [Usable(*row) for row in known.all_devices()]
 
 
 def verdict(rows: Sequence[Row]) -> int:
@@ -123,7 +124,7 @@ def circumstances(devices: Sequence[str], replicas: int) -> dict[str, str]:
     named = listed(devices, replicas)
     facts = {"machine": f"{platform.system()} {platform.machine()}", "python": platform.python_version()}
     facts |= {name: str(value) for name, value in registry.recorded_environment().items()}
-    facts |= registry.device_facts(named)
+    facts |= known.device_facts(named)
     return facts
 
 

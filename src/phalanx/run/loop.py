@@ -8,9 +8,10 @@ from typing import Any
 
 from phalanx.definition.batches import Unchanged
 from phalanx.definition.evaluation import Evaluation
+from phalanx.definition.evaluation.metrics import Metrics, Predictions
 from phalanx.definition.fields import Definition
-from phalanx.errors import PhalanxError
-from phalanx.seams import Engine
+from phalanx.errors import PhalanxError, UsageError, WorkerError
+from phalanx.seams import Engine, Weights
 from phalanx.seams.events import Evaluated, StepReport
 from phalanx.seams.observer import Observer
 
@@ -22,18 +23,18 @@ class Loop:
     ----------
     definition : Definition
     engine : Engine
-    evaluation : Evaluation or None
-        Due after every epoch and after the last step.
+    evaluations : sequence of Evaluation
+        Each is due as often as it says, and after the last step.
     observers : sequence of Observer
         They have begun, in this order.
     """
 
     def __init__(
-        self, definition: Definition, engine: Engine, evaluation: Evaluation | None, observers: Sequence[Observer]
+        self, definition: Definition, engine: Engine, evaluations: Sequence[Evaluation], observers: Sequence[Observer]
     ) -> None:
         self._definition = definition
         self._engine = engine
-        self._evaluation = evaluation
+        self._evaluations = tuple(evaluations)
         self._observers = tuple(observers)
         self._data = Unchanged(definition.source)
         self._told = 0  # incidents that the observers have heard of
@@ -62,24 +63,36 @@ class Loop:
             observer.brought(batch)
         if len(self._engine.run_state.incidents) != self._told:
             self._tell_incidents()
-        epoch_ended = report.epoch is not None and self._ends_epoch(report.step + 1)
         try:
-            if epoch_ended:
-                self._data.check(contents=True)
-            if epoch_ended and (due := self._evaluation) is not None:
-                report = report._replace(metric=self.evaluate(due.metric_fn, due.data, due.batch_size))
+            for observer in self._observers:
+                observer.advanced(report)
+            if report.epoch is not None:
+                report = self._evaluated(report)
         except BaseException:  # the step is done all the same, and they see it
             self._show(report, [observer for observer in self._observers if not observer.needs_evaluation])
             raise
         self._show(report, self._observers)
         return report
 
-    def evaluate(self, metric_fn: Callable[..., Any], data: Any, batch_size: int) -> float:
-        """Evaluate the current state, and note the value under the metric's name."""
-        value = self._engine.evaluate(metric_fn, data, batch_size)
-        name = getattr(metric_fn, "__name__", "metric").replace("<lambda>", "metric")
-        self._engine.run_state.evaluated.append(Evaluated(self.steps, value, name))
-        return value
+    def evaluate(self, metric_fn: Any, data: Any, batch_size: int, name: str = "") -> dict[str, float]:
+        """Evaluate the current state, averaged if it is; note the values, by their metrics' names after ``name``."""
+        single = self._definition.batch_size is None
+        values = self._measured(Metrics(metric_fn, single=single), data, batch_size)
+        named = {f"{name}/{metric}" if name else metric: value for metric, value in values.items()}
+        self._engine.run_state.evaluated += [Evaluated(self.steps, value, metric) for metric, value in named.items()]
+        return named
+
+    def predict(
+        self, data: Any, batch_size: int, forward_fn: Callable[..., Any] | None, weights: Weights | None = None
+    ) -> Any:
+        """Outputs for all samples, of the current state (averaged, if it is) or with other ``weights``."""
+        single = self._definition.batch_size is None
+        metrics = Metrics({"outputs": Predictions()}, forward_fn, targets=False, single=single)
+        return self._measured(metrics, data, batch_size, weights)["outputs"]
+
+    def left(self) -> dict[str, Any]:
+        """What observers leave for a result."""
+        return {name: value for observer in self._observers for name, value in observer.left().items()}
 
     def end(self) -> None:
         """End the observers, from the last to the first, then the engine; what one raises does not keep the others."""
@@ -88,18 +101,47 @@ class Loop:
             for observer in self._observers:
                 endings.callback(observer.end)
 
+    def _measured(self, metrics: Metrics, data: Any, batch_size: int, weights: Weights | None = None) -> dict[str, Any]:
+        """What metrics come to over all of ``data``."""
+        readings = self._engine.evaluate(metrics, data, batch_size, weights or self.left().get("averaged"))
+        try:
+            return metrics.fold(readings)
+        except PhalanxError:
+            raise
+        except Exception as error:
+            message = f"{type(error).__name__} in user code while evaluating all samples: {error}"
+            raise WorkerError(message) from error
+
+    def _evaluated(self, report: StepReport) -> StepReport:
+        """Evaluate what is due after a planned step; the report with its values."""
+        plan, steps = self._definition.plan, report.step + 1
+        epoch_ended = steps % plan.steps_per_epoch == 0
+        if epoch_ended or steps == plan.steps:
+            self._data.check(contents=True)
+        values: dict[str, float] = {}
+        for due in self._evaluations:
+            if steps % due.period(plan.steps_per_epoch) == 0 or steps == plan.steps:
+                values |= self.evaluate(due.metric_fn, due.data, due.batch_size, due.name)
+        if not values:
+            return report
+        for observer in self._observers:
+            observer.evaluated(values)
+        name = self._definition.schedule_on
+        if epoch_ended and name is not None:
+            if name not in values:
+                raise UsageError(
+                    f"schedule_on is {name!r}, but what was evaluated is {', '.join(values)}; name one of those"
+                )
+            assert report.epoch is not None
+            self._engine.schedule(values[name], report.epoch)
+        return report._replace(metric=next(iter(values.values())), metrics=values)
+
     def _horizon(self) -> int:
         """How many steps may be done before somebody looks at the state."""
         plan = self._definition.plan
         limits = [plan.steps, *[observer.horizon(self.steps) for observer in self._observers]]
-        if self._evaluation is not None:
-            limits.append((self.steps // plan.steps_per_epoch + 1) * plan.steps_per_epoch)
-        return min(limits)
-
-    def _ends_epoch(self, steps: int) -> bool:
-        """Whether the last of so many steps was the last one of an epoch, or of all."""
-        plan = self._definition.plan
-        return steps % plan.steps_per_epoch == 0 or steps == plan.steps
+        periods = [due.period(plan.steps_per_epoch) for due in self._evaluations]
+        return min([*limits, *((self.steps // period + 1) * period for period in periods)])
 
     def _tell_incidents(self) -> None:
         incidents = self._engine.run_state.incidents

@@ -1,32 +1,30 @@
-"""Who looks on at a run for the user: a progress bar on stderr, and the user's own callbacks."""
+"""Who looks on at a run for the user: a progress bar on stderr, and callbacks."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from phalanx.run.callbacks import Callbacks
 from phalanx.seams import Engine
 from phalanx.seams.events import Evaluated, StepReport
 from phalanx.seams.observer import Observer
-from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Turns
 
 REFRESH_SECONDS = 0.1
 DELAY_SECONDS = 0.5
 
-Callback = Callable[[StepReport], Any]
 
-
-def watching(progress: bool | str, callbacks: Sequence[Callback], total: int | None, turn: Turns) -> list[Observer]:
+def watching(progress: bool | str, callbacks: Sequence[Any], total: int | None, turn: Turns) -> list[Observer]:
     """The observers that a user asked for; none where there is nothing to show and nobody to call.
 
     Parameters
     ----------
     progress : bool or "auto"
         "auto": show a bar if stderr is a terminal, once the run takes longer than half a second.
-    callbacks : sequence of callable
+    callbacks : sequence of callables and objects with hooks
     total : int or None
         Steps to expect; None where the caller brings the batches.
     turn : Turns
@@ -41,7 +39,9 @@ def watching(progress: bool | str, callbacks: Sequence[Callback], total: int | N
 
 
 class ProgressBar(Observer):
-    """Shows finished steps, loss and the last metric. Costs one clock read a step between refreshes.
+    """Shows steps, loss, the last metric, samples a second, workers, and incidents if there were some.
+
+    Costs one clock read a step between refreshes.
 
     Parameters
     ----------
@@ -54,15 +54,17 @@ class ProgressBar(Observer):
         self._total = total
         self._delay_seconds = delay_seconds
         self._bar: Any = None
+        self._engine: Engine | None = None
         self._metrics: Sequence[Evaluated] = ()
+        self._samples, self._since = 0, time.monotonic()
         self._next_refresh = 0.0
         self._pending = 0
 
-    def begin(self, engine: Engine) -> None:
+    def begin(self, engine: Engine, run: Any = None) -> None:
         """Draw the bar; it starts at what an earlier run had done."""
         from tqdm import tqdm
 
-        self._metrics = engine.run_state.evaluated
+        self._engine, self._metrics = engine, engine.run_state.evaluated
         self._bar = tqdm(
             total=self._total, initial=len(engine.run_state.loss_history), unit="step", delay=self._delay_seconds,
             mininterval=0, dynamic_ncols=True, desc="phalanx",
@@ -73,15 +75,25 @@ class ProgressBar(Observer):
         if self._bar is None:
             return
         self._pending += 1
+        self._samples += report.samples
         now, is_last = time.monotonic(), self._bar.n + self._pending == self._total
         if is_last or now >= self._next_refresh:
             self._next_refresh = now + REFRESH_SECONDS
             metric = {self._metrics[-1].name: f"{self._metrics[-1].value:.4g}"} if self._metrics else {}
-            self._bar.set_postfix(loss=f"{report.loss:.4g}", **metric, refresh=False)
+            self._bar.set_postfix({"loss": f"{report.loss:.4g}", **metric, **self._pace(now)}, refresh=False)
             self._bar.update(self._pending)
             self._pending = 0
         if is_last:
             self.end()
+
+    def _pace(self, now: float) -> dict[str, str]:
+        """Samples a second since the last refresh, workers, and what happened to them."""
+        assert self._engine is not None
+        seconds, self._since = now - self._since, now
+        rate, self._samples = self._samples / max(seconds, 1e-9), 0
+        incidents = len(self._engine.run_state.incidents)
+        facts = {"samples/s": f"{rate:.3g}", "workers": str(self._engine.workers)}
+        return facts | ({"incidents": str(incidents)} if incidents else {})
 
     def end(self) -> None:
         """Leave the bar as it stands; what is printed next begins on a line of its own."""
@@ -89,27 +101,3 @@ class ProgressBar(Observer):
             self._bar.update(self._pending)
             self._bar.close()
             self._bar = None
-
-
-class Callbacks(Observer):
-    """Calls the user's functions with every report, in the thread that does the steps.
-
-    While they run, this thread's turn is lent, so that a callback may wait for a thread that uses the same run, and
-    Ctrl-C is the caller's: nothing of the run is half done there.
-    """
-
-    runs_user_code = True
-
-    def __init__(self, callbacks: Sequence[Callback], turn: Turns) -> None:
-        self._callbacks = tuple(callbacks)
-        self._turn = turn
-
-    def horizon(self, steps: int) -> int:
-        """A callback may look at the state, so no step is done ahead of the one that it is told of."""
-        return steps + 1
-
-    def step(self, report: StepReport) -> None:
-        """Call all of them in order; what one raises reaches the caller, and the others are not called."""
-        for callback in self._callbacks:
-            with self._turn.lent(), interrupts.opened():
-                callback(report)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import pathlib
 import select
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from phalanx.checkpoint.resume import ANYWAY
 from phalanx.definition import checks
-from phalanx.definition.evaluation import Evaluation
+from phalanx.definition.evaluation import Evaluation, listed_evaluations
+from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
-from phalanx.seams.events import StepReport
+from phalanx.run.callbacks import checked_callbacks
 from phalanx.surroundings import presence
 
 
@@ -34,8 +36,8 @@ class Options(TypedDict, total=False):
     on_corruption: str
     deadline_seconds: float | str
     warm_start: Any
-    evaluation: Evaluation | None
-    callbacks: Sequence[Callable[[StepReport], Any]]
+    evaluation: Evaluation | Sequence[Evaluation] | Mapping[str, Evaluation] | None
+    callbacks: Sequence[Any]
     progress: bool | str
 
 
@@ -46,6 +48,27 @@ DEFAULTS: Mapping[str, Any] = Options(
     warm_start=None, evaluation=None, callbacks=(),
     progress="auto",
 )  # fmt: skip
+FIELDS = frozenset(item.name for item in dataclasses.fields(Definition))
+ELSEWHERE = {  # arguments by the names that other libraries have for them
+    "learning_rate": "it is called lr (for the default optimizer; else give it to yours)",
+    "max_epochs": "it is called epochs",
+    "num_train_epochs": "it is called epochs",
+    "max_steps": "it is called steps",
+    "num_workers": "processes that compute replicas are workers=, an option of train() and start()",
+    "world_size": "processes that compute replicas are workers=, an option of train() and start()",
+    "gradient_clip_val": "it is called max_norm",
+    "max_grad_norm": "it is called max_norm",
+    "accumulate_grad_batches": "replicas are that: batch_size is split over them, and gradients are added up exactly",
+    "gradient_accumulation_steps": "replicas are that: batch_size is split over them, gradients are added up exactly",
+    "model": "it is called make_model, a function that makes it, or the model itself",
+    "dataset": "it is called data",
+    "loss": "it is called loss_fn",
+    "criterion": "it is called loss_fn",
+    "logger": "logs are callbacks: callbacks=[phalanx.callbacks.Log('csv')]",
+    "metrics": "they are evaluated: evaluation=phalanx.Evaluation(metrics, data)",
+    "checkpoint_dir": "it is called run_dir",
+    "output_dir": "it is called run_dir",
+}
 NEEDS_RUN_DIR = ("resume", "snapshot_every", "keep_snapshots", "on_snapshot_error", "chain")
 CHAIN = {"auto": None, "every": 1, "off": 0}
 
@@ -68,8 +91,8 @@ class Settled:
     audit: float
     on_corruption: str
     warm_start: pathlib.Path | None
-    evaluation: Evaluation | None
-    callbacks: tuple[Callable[[StepReport], Any], ...]
+    evaluation: tuple[Evaluation, ...]
+    callbacks: tuple[Any, ...]
     progress: bool | str
 
 
@@ -107,8 +130,8 @@ def settle(options: Mapping[str, Any], replicas: int) -> Settled:
         audit=_checked_share(given["audit"]),
         on_corruption=given["on_corruption"],
         warm_start=_path("warm_start", given["warm_start"]),
-        evaluation=_checked_evaluation(given["evaluation"]),
-        callbacks=_checked_callbacks(given["callbacks"]),
+        evaluation=listed_evaluations(given["evaluation"]),
+        callbacks=checked_callbacks(given["callbacks"]),
         progress=given["progress"],
     )
     _check_engine(settled, replicas)
@@ -118,8 +141,14 @@ def settle(options: Mapping[str, Any], replicas: int) -> Settled:
     return settled
 
 
-def unknown(name: str, known: Iterable[str]) -> str:
-    """Text about an argument that does not exist, with the likeliest one that does."""
+def unknown(name: str, known: Iterable[str], options: Iterable[str] = ()) -> str:
+    """Text about an argument that does not exist here, with the likeliest one that does, or where it does."""
+    if name in options:
+        return f"{name} is not an argument of Recipe, but an option: recipe.train({name}=...)"
+    if name in FIELDS and name not in set(known):
+        return f"{name} is not an option of train() and start(), but part of the answer: Recipe(..., {name}=...)"
+    if name in ELSEWHERE:
+        return f"{name} is not an argument here; {ELSEWHERE[name]}"
     close = difflib.get_close_matches(name, list(known), n=1)
     guess = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(sorted(known))}"
     return f"{name} is not an argument; {guess}"
@@ -127,6 +156,16 @@ def unknown(name: str, known: Iterable[str]) -> str:
 
 def _auto_or_count(name: str, value: Any) -> int | None:
     return None if value == "auto" else checks.integer(name, value, least=1, hint="or 'auto'")
+
+
+def check_evaluated(definition: Definition, settled: Settled) -> None:
+    """Refuse evaluations that no epoch ends for, and a schedule that waits for one that nobody asked for."""
+    if settled.evaluation and definition.data is None:
+        raise UsageError("evaluation is given, but data is None, so there are no epochs; call run.evaluate() yourself")
+    if definition.schedule_on is not None and not settled.evaluation:
+        raise UsageError(
+            f"schedule_on is {definition.schedule_on!r}, but nothing is evaluated; pass evaluation=Evaluation(...)"
+        )
 
 
 def _check_engine(settled: Settled, replicas: int) -> None:
@@ -188,20 +227,3 @@ def _checked_devices(devices: Any) -> tuple[str, ...]:
                 "replica at a time; name each once"
             )
     return names
-
-
-def _checked_evaluation(evaluation: Any) -> Evaluation | None:
-    if evaluation is not None and not isinstance(evaluation, Evaluation):
-        raise UsageError(
-            f"evaluation is a {type(evaluation).__name__}; it must be a phalanx.Evaluation(metric_fn, data), or None"
-        )
-    return evaluation
-
-
-def _checked_callbacks(callbacks: Any) -> tuple[Callable[[StepReport], Any], ...]:
-    listed: list[Any] = list(callbacks) if isinstance(callbacks, Iterable) else [None]
-    if not all(callable(callback) for callback in listed):
-        raise UsageError(
-            f"callbacks is {checks.shown(callbacks)}; it must be a list of functions f(report), as in callbacks=[show]"
-        )
-    return tuple(listed)

@@ -162,3 +162,15 @@ def _new_axes() -> Axes:
     figure = Figure(figsize=(7, 4), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     return figure.subplots()
+
+
+def plot_rates(lrs: Sequence[float], losses: Sequence[float], suggestion: float, ax: Axes | None = None) -> Axes:
+    """Draw smoothed losses over learning rates, and the one that is suggested."""
+    ax = _new_axes() if ax is None else ax
+    ax.semilogx(lrs, losses, color=LOSS_COLOR)
+    ax.axvline(suggestion, color=DEATH_COLOR, linestyle="--", label=f"falls fastest at {suggestion:.1e}")
+    ax.set_xlabel("learning rate")
+    ax.set_ylabel("training loss, smoothed")
+    ax.grid(alpha=0.2)
+    ax.legend(loc="best", fontsize=8)
+    return ax

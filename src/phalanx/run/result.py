@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import html
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from phalanx.checkpoint.export import write_weights
+from phalanx.definition.evaluation import DEFAULT_BATCH, check_evaluation
+from phalanx.definition.evaluation.metrics import Predictions
 from phalanx.definition.fields import Definition
+from phalanx.errors import UsageError
 from phalanx.seams import Engine
 from phalanx.seams.events import Evaluated, Incident
 
@@ -47,6 +53,12 @@ class Result:
     chain : str or None
         With a ``run_dir``: the root of the run's chain, which stands for all of its steps; the same for any number of
         workers, engine, kill and resume.
+    averaged : dict or None
+        Parameters by name, averaged by ``callbacks.EMA``; no part of the digest.
+    best : callbacks.Best or None
+        What ``callbacks.SaveBest`` kept: ``metric``, ``value``, ``steps``, ``weights``, ``path``.
+    predictor : callable or None
+        What ``predict`` uses.
     """
 
     model: Any = field(repr=False)
@@ -64,11 +76,61 @@ class Result:
     resumed_from: int | None = None
     incidents: Sequence[Incident] = field(default=(), repr=False)
     chain: str | None = None
+    averaged: dict[str, Any] | None = field(default=None, repr=False)
+    best: Any = field(default=None, repr=False)
+    predictor: Callable[..., Any] | None = field(default=None, repr=False)
 
     @property
     def loss(self) -> float | None:
         """Mean loss of the last step; None before the first."""
         return self.loss_history[-1] if self.loss_history else None
+
+    def _repr_html_(self) -> str:
+        """What notebooks show: the figures, and the loss as a line."""
+        facts: dict[str, Any] = {"loss": self.loss, "steps": self.steps, "replicas": self.replicas}
+        facts |= {"workers": self.workers, "seconds": round(self.seconds, 2)}
+        facts |= {item.name: item.value for item in self.metric_history} | {"digest": self.digest[:16]}
+        cells = ((html.escape(name), html.escape(str(value))) for name, value in facts.items())
+        rows = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in cells)
+        return f"<table>{rows}</table>{_sparkline(self.loss_history)}"
+
+    def predict(self, data: Any, batch_size: int = DEFAULT_BATCH, forward_fn: Callable[..., Any] | None = None) -> Any:
+        """Outputs for all samples, in their order, on the CPU; in evaluation mode, in this process.
+
+        With ``callbacks.EMA``, of the averaged weights. ``run.predict`` has the arguments, and computes in the workers.
+
+        Raises
+        ------
+        UsageError
+            The output has no row for each sample, or this result is of another process.
+        """
+        if self.predictor is None:
+            raise UsageError("predict() needs the recipe, which this result does not have; call run.predict(data)")
+        check_evaluation(Predictions(), data, batch_size)
+        return self.predictor(self.model, self.averaged, data, batch_size, forward_fn)
+
+    def save(self, path: Any, *, averaged: bool = False) -> None:
+        """Write the model's weights as one safetensors file, which any tool reads without phalanx.
+
+        ``model.load_state_dict(safetensors.torch.load_file(path))`` takes it; a file that is there is replaced.
+
+        Parameters
+        ----------
+        path : path-like
+            Ends in ".safetensors".
+        averaged : bool, default False
+            Those that ``callbacks.EMA`` averaged, in place of the last step's.
+
+        Raises
+        ------
+        UsageError
+            The path has another ending, or there is no average.
+        SnapshotError
+            The file could not be written.
+        """
+        if averaged and self.averaged is None:
+            raise UsageError("averaged is True, but nothing was averaged; train with callbacks=[callbacks.EMA(0.999)]")
+        write_weights(path, self.model, self.params, (self.averaged or {}) if averaged else {})
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the loss of every step and, on a second axis, the evaluations.
@@ -94,9 +156,33 @@ class Result:
         return plot_history(self.loss_history, self.metric_history, self.steps_per_epoch, title, ax)
 
 
-def result_of(definition: Definition, engine: Engine, called: float, opened: float, *, copy: bool) -> Result:
-    """The state of a run now, which was called for and opened at these times; ``copy``: independent of the run."""
+def _sparkline(values: Sequence[float], width: int = 320, height: int = 48) -> str:
+    """A curve as SVG, without axes."""
+    shown = [value for value in values[:: max(1, len(values) // width)] if math.isfinite(value)]
+    if len(shown) < 2:
+        return ""
+    low, high = min(shown), max(shown)
+    points = " ".join(
+        f"{number * width / (len(shown) - 1):.1f},{height * (high - value) / ((high - low) or 1):.1f}"
+        for number, value in enumerate(shown)
+    )
+    return (
+        f'<svg width="{width}" height="{height}"><polyline points="{points}" fill="none" stroke="currentColor"/></svg>'
+    )
+
+
+def result_of(
+    definition: Definition,
+    engine: Engine,
+    times: tuple[float, float],
+    left: Mapping[str, Any],
+    predictor: Callable[..., Any] | None,
+    *,
+    copy: bool,
+) -> Result:
+    """The state of a run now, which was called for and opened at these ``times``; ``copy``: independent of the run."""
     exported, run_state = engine.export(copy=copy), engine.run_state
+    called, opened = times
     began, ended = run_state.span or (opened, opened)
     return Result(
         model=exported.model,
@@ -114,4 +200,7 @@ def result_of(definition: Definition, engine: Engine, called: float, opened: flo
         resumed_from=run_state.resumed_from,
         incidents=tuple(run_state.incidents),
         chain=run_state.chain,
+        averaged=None if (averaged := left.get("averaged")) is None else {k: v.clone() for k, v in averaged.items()},
+        best=left.get("best"),
+        predictor=predictor,
     )

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import time
+import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from phalanx.checkpoint.saver import Saver, write_apart
 from phalanx.definition import checks
 from phalanx.definition.evaluation import DEFAULT_BATCH, check_evaluation
+from phalanx.definition.evaluation.metrics import Predictions
 from phalanx.definition.fields import Definition
-from phalanx.errors import LeftError, PhalanxError, Preempted, SnapshotError, UsageError
+from phalanx.errors import LeftError, Preempted, SnapshotError, UsageError
+from phalanx.run.handover import Outcomes
 from phalanx.run.loop import Loop
-from phalanx.run.result import Result, result_of
-from phalanx.seams import Engine
+from phalanx.run.result import Result
+from phalanx.run.views import Views
+from phalanx.seams import Engine, Exported
 from phalanx.seams.events import Incident, StepReport
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import ALONE, Turns, verb
@@ -25,22 +28,25 @@ class Run:
 
     Iterating yields a ``StepReport`` per step; while you hold report k, the state is exactly the one after step k.
 
-    Attributes
-    ----------
-    metric_history : list of Evaluated
-        Every evaluation so far.
+    ``metric_history`` has every evaluation so far.
     """
 
     def __init__(
-        self, definition: Definition, engine: Engine, loop: Loop, saver: Saver | None, turn: Turns, called: float
+        self,
+        definition: Definition,
+        engine: Engine,
+        loop: Loop,
+        saver: Saver | None,
+        turn: Turns,
+        called: float,
+        predictor: Callable[..., Any] | None = None,
     ) -> None:
         self._definition = definition
         self._engine = engine
         self._loop = loop
         self._saver = saver  # also one of the observers in the loop
-        self._called = called
-        self._opened = time.perf_counter()
-        self._terminated = self._closed = False
+        self._terminated = self._closed = self._stopped = False
+        self._views, self._outcomes = Views(), Outcomes(definition, engine, loop, saver, called, predictor)
         self._watched = True  # whether the caller may look at the state after each step
         self.turn, self.metric_history = turn, engine.run_state.evaluated
 
@@ -52,7 +58,7 @@ class Run:
         with interrupts.guarded(leaving=interrupted), interrupts.shielded(), self.turn:
             try:
                 if interrupted:
-                    self._hand_over(error)
+                    self._outcomes.hand_over(error)
             finally:
                 self.close()
 
@@ -66,22 +72,24 @@ class Run:
         Raises
         ------
         StopIteration
-            The run is closed, or all planned steps are done.
+            The run is closed or stopped, or all planned steps are done.
         UsageError
-            There is no data, or it was changed in place.
-        RunError
-            The step failed; the state is the one before it, and ``error.result`` holds it.
+            There is no data, or it was changed in place. (A RunError: the step failed; the state is the one before.)
         RuntimeError
             A callback raised StopIteration, which would pass for the end of the run.
         """
         if self._definition.data is None:
             raise UsageError("there is no data to iterate over (data=None): bring each batch with run.step(batch)")
-        if self._closed or self.steps >= self._definition.plan.steps:
+        if self._closed or self.steps >= self._definition.plan.steps or (self._stopped and self._engine.pause()):
             raise StopIteration
         try:
             return self._advance(None)
         except StopIteration as error:  # as generators do
             raise RuntimeError("a callback raised StopIteration") from error
+
+    def stop(self) -> None:
+        """Do no planned step after the one that is being done: iterating and ``finish`` end there. For callbacks."""
+        self._stopped = True
 
     @verb
     def finish(self) -> None:
@@ -89,13 +97,9 @@ class Run:
 
         Raises
         ------
-        UsageError
-            There is no data, or it was changed in place.
-        RunError
-            A step or an evaluation failed, or a snapshot (``on_snapshot_error="stop"``). As with whatever a callback
-            raises, and with Ctrl-C, ``error.result`` holds the last good state.
-        Preempted
-            ``terminate`` was called.
+        UsageError, RunError, Preempted
+            As in iterating; or a snapshot failed (``on_snapshot_error="stop"``). As with whatever a callback raises,
+            and with Ctrl-C, ``error.result`` holds the last good state. Preempted: ``terminate`` was called.
         """
         self._watched = self._loop.runs_user_code
         try:
@@ -104,7 +108,7 @@ class Run:
                 with contextlib.nullcontext() if self._watched else self._engine.environment:
                     going_on = self._until_wanted()
         except BaseException as error:  # nobody else holds this run: what was trained must not be lost with it
-            self._hand_over(error)
+            self._outcomes.hand_over(error)
             raise
         finally:
             self._watched = True
@@ -113,6 +117,34 @@ class Run:
     def steps(self) -> int:
         """How many steps are done."""
         return self._loop.steps
+
+    @property
+    def stopped(self) -> bool:
+        """Whether ``stop`` was called."""
+        return self._stopped
+
+    @property
+    def model(self) -> Any:
+        """The model as it is now, to look at until the next step; no copy where its memory can be shared.
+
+        Writes that torch counts are refused at the next step; those through ``.data`` or numpy nobody sees.
+        """
+        return self._look().model
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Its parameters by name, without gradients; views, as of ``model``."""
+        return self._look().params
+
+    @property
+    def averaged(self) -> dict[str, Any] | None:
+        """Parameters by name as ``callbacks.EMA`` averaged them so far; evaluations use them."""
+        return self._loop.left().get("averaged")
+
+    @property
+    def run_dir(self) -> pathlib.Path | None:
+        """Where the run is kept; None for one that is not."""
+        return None if self._saver is None else self._saver.folder
 
     @property
     def incidents(self) -> Sequence[Incident]:
@@ -136,9 +168,7 @@ class Run:
         Raises
         ------
         UsageError
-            The run is closed, or has no planned step left; the batch cannot be dealt; data was changed in place.
-        RunError
-            The step failed; the state is the one before it, and ``error.result`` holds it.
+            The run is closed, or has no planned step left; the batch cannot be dealt; data or weights were changed.
         """
         if batch is None:
             if self._definition.data is None:
@@ -148,89 +178,86 @@ class Run:
         return self._advance(batch).loss
 
     @verb
-    def evaluate(self, metric_fn: Callable[..., Any], data: Any, batch_size: int = DEFAULT_BATCH) -> float:
+    def evaluate(self, metric_fn: Any, data: Any, batch_size: int = DEFAULT_BATCH) -> Any:
         """Evaluate the current state in evaluation mode: exact, nothing padded, nothing counted twice.
 
-        Modes, generators and buffers are afterwards as they were before.
+        Modes, generators and buffers are afterwards as they were before. With callbacks.EMA, the averaged weights.
 
         Parameters
         ----------
-        metric_fn : callable
-            ``metric_fn(output, target) -> mean`` over the samples it is given, or ``(mean, weight)``.
-        data : Any
-            Samples, in any form that a recipe's data may have.
-        batch_size : int, default 256
-            Samples at once. One by one where the recipe's own ``batch_size`` is None.
+        metric_fn, data, batch_size
+            As in ``Evaluation``.
 
         Returns
         -------
-        float
-            The mean over all samples, weighted by chunk size or returned weights, float64; kept in ``metric_history``.
+        float, or dict of str to float
+            The mean over all samples, weighted by chunk size or returned weights, float64; by name for a list or dict.
+            Kept in ``metric_history``.
 
         Raises
         ------
-        UsageError
-            The run is closed, or this cannot be evaluated: the message names the argument.
-        WorkerError
-            ``metric_fn``, the model or the data raised; ``samples`` are those of the chunk. The run can go on.
-        RunError
-            The run cannot go on, or its workers were lost.
+        UsageError, WorkerError, RunError
+            The call is wrong; ``metric_fn``, the model or the data raised (the run can go on); workers were lost.
         """
         self._check_open()
         check_evaluation(metric_fn, data, batch_size)
-        with self._handing_over():
-            return self._loop.evaluate(metric_fn, data, batch_size)
+        with self._outcomes.handed_over():
+            values = self._loop.evaluate(metric_fn, data, batch_size)
+        return values if isinstance(metric_fn, (dict, list, tuple)) or len(values) > 1 else next(iter(values.values()))
 
     @verb
-    def save(self, path: Any) -> None:
-        """Write a snapshot of the state now, as a folder; ``phalanx.load`` reads it, ``warm_start`` begins from it.
+    def predict(self, data: Any, batch_size: int = DEFAULT_BATCH, forward_fn: Callable[..., Any] | None = None) -> Any:
+        """Outputs of the current state for all samples, in evaluation mode, computed by the workers.
 
         Parameters
         ----------
-        path : path-like
-            A folder that does not exist yet; it appears when it is whole and durable.
+        data, batch_size
+            As in ``evaluate``; targets in the data are not looked at.
+        forward_fn : callable, optional
+            ``forward_fn(model, batch) -> output``, in place of the recipe's: if that returns a loss, say.
+
+        Returns
+        -------
+        array or tensor, or dict or tuple of them
+            A row for each sample, in their order, on the CPU; what has none is a UsageError.
+        """
+        self._check_open()
+        check_evaluation(Predictions(), data, batch_size)
+        with self._outcomes.handed_over():
+            return self._loop.predict(data, batch_size, forward_fn)
+
+    @verb
+    def save(self, path: Any) -> None:
+        """Write a snapshot of the state now as the folder ``path``, which appears when it is whole and durable.
+
+        ``phalanx.load`` reads it, ``warm_start`` begins from it; ``result.save`` writes weights alone.
 
         Raises
         ------
         UsageError
             The run is closed, or there is something at ``path``.
-        SnapshotError
-            It could not be written.
         """
         self._check_open()
         target = checks.path("path", path, hint="give the name of a folder that is to be made")
         if target.exists() or target.is_symlink():
             raise UsageError(f"path is {str(path)!r}, which exists already; choose another name, or remove it")
-        digest = self._result(copy=False).digest
-        write_apart(target, self._definition, self._engine, digest)
+        write_apart(target, self._definition, self._engine, self._outcomes.now(copy=False).digest)
 
     @verb
     def result(self) -> Result:
-        """The state now as a Result of your own: training on does not change it.
-
-        Raises
-        ------
-        RunError
-            There is no whole state: an update broke off, or the workers were lost with it.
-        """
-        return self._result(copy=not self._closed)
+        """The state now as a Result of your own; a RunError if an update broke off, or workers were lost with it."""
+        return self._outcomes.now(copy=not self._closed)
 
     @verb
     def close(self) -> None:
-        """End the run and its workers. ``result()`` still works; steps do not.
-
-        Raises
-        ------
-        SnapshotError
-            The last snapshot could not be written (``on_snapshot_error="stop"``).
-        """
+        """End the run and its workers. ``result()`` still works; steps do not."""
         if self._closed:
             return
-        self._closed = True
+        self._closed = self._outcomes.closed = True
         try:
             self._loop.end()
         except SnapshotError as error:
-            self._hand_over(error)
+            self._outcomes.hand_over(error)
             raise
 
     def terminate(self) -> None:
@@ -243,8 +270,9 @@ class Run:
 
     def _advance(self, batch: Any) -> StepReport:
         self._check_open()
+        self._views.check()
         interrupts.check()
-        with self._handing_over():
+        with self._outcomes.handed_over():
             try:
                 report = self._loop.advance(batch, watched=self._watched)
             except LeftError as error:
@@ -253,40 +281,18 @@ class Run:
                 raise self._preempted()
         return report
 
+    @verb
+    def _look(self) -> Exported:
+        shown = self._engine.export(copy=False, digest=False)
+        self._views.give(shown.params)
+        return shown
+
     def _preempted(self) -> Preempted:
-        outcome = "nothing is saved here: there is no run_dir, or it is that of process 0"
-        if self._saver is not None:
-            outcome = self._saver.last_word()
+        nothing = "nothing is saved here: there is no run_dir, or it is that of process 0"
+        outcome = nothing if self._saver is None else self._saver.last_word()
         return Preempted(f"SIGTERM came, and {outcome}", step=self.steps - 1)
 
     def _check_open(self) -> None:
         self.turn.check()
         if self._closed:
             raise UsageError("this run is closed: its with block has ended; start another with recipe.start()")
-
-    @contextlib.contextmanager
-    def _handing_over(self) -> Iterator[None]:
-        """What is raised inside gets the last good state."""
-        try:
-            yield
-        except PhalanxError as error:
-            self._hand_over(error)
-            raise
-
-    def _hand_over(self, error: BaseException) -> None:
-        """Set ``error.result`` to the last good state, unless it is set or the class has no room for it."""
-        if getattr(error, "result", None) is None:
-            with contextlib.suppress(AttributeError, TypeError), interrupts.shielded():
-                error.result = self._last_good()  # type: ignore[attr-defined]
-
-    def _last_good(self) -> Result | None:
-        """None where an update was torn. A model that cannot be copied is handed over as it is."""
-        for copy in (True, False):
-            with contextlib.suppress(PhalanxError):
-                return self._result(copy=copy)
-        return None
-
-    def _result(self, *, copy: bool) -> Result:
-        if self._saver is not None and not self._closed:
-            self._saver.settle()
-        return result_of(self._definition, self._engine, self._called, self._opened, copy=copy)

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from phalanx.definition.data import Share, Source
+from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.plan.placement import Placement
 from phalanx.seams.events import StepReport
 from phalanx.seams.records import Computed as Computed
@@ -20,6 +21,7 @@ from phalanx.seams.records import Part as Part
 from phalanx.seams.records import RunState as RunState
 from phalanx.seams.records import Todo as Todo
 from phalanx.seams.records import Watch as Watch
+from phalanx.seams.records import Weights as Weights
 from phalanx.seams.sharing import Sharing, Vector
 from phalanx.seams.snapshots import Captured, Snapshots
 
@@ -147,15 +149,18 @@ class Framework(Steppable, Protocol):
         """How this state is shared with other processes."""
         ...
 
-    def schedule(self, loss: float) -> None:
-        """Step the scheduler once, with the step's mean loss, after the step is done or skipped."""
+    def schedule(self, value: float, epoch: int | None = None) -> None:
+        """Tell the scheduler of a step that was done or skipped, and its mean loss.
+
+        ``epoch``: of an epoch instead, and the value of a metric after it, if it was not told yet.
+        """
         ...
 
-    def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> Measurement:
-        """Begin a metric over one chunk of samples, in evaluation mode; changes nothing.
+    def measure(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Measurement:
+        """Begin metrics over one chunk of samples, in evaluation mode; changes nothing.
 
-        What it returns waits for the devices that compute it, and gives (mean, weight). Another chunk may be begun
-        before.
+        What it returns waits for the devices that compute it, and gives a reading of each. Another chunk may be begun
+        before. ``weights``: values of parameters, by name, that stand in for the state's own.
         """
         ...
 
@@ -163,7 +168,7 @@ class Framework(Steppable, Protocol):
         """``source`` as this framework reads it: columns become its arrays, sharing memory where they can."""
         ...
 
-    def export(self, steps: int, *, copy: bool) -> Exported:
+    def export(self, steps: int, *, copy: bool, digest: bool = True) -> Exported:
         """The state after ``steps`` steps; ``copy`` makes it independent of the run."""
         ...
 
@@ -238,12 +243,16 @@ class Engine(Protocol):
         """Begin no step that was not asked for; whether nothing is ahead of the last report any more."""
         ...
 
-    def evaluate(self, metric_fn: Callable[..., Any], data: Any, batch_size: int) -> float:
-        """Weighted mean of a metric over all samples of ``data``."""
+    def evaluate(self, metrics: Metrics, data: Any, batch_size: int, weights: Weights | None = None) -> list[Any]:
+        """Readings of all chunks of ``data``, in order; ``weights`` stand in for the state's own."""
         ...
 
-    def export(self, *, copy: bool) -> Exported:
-        """The state as of the last finished step."""
+    def schedule(self, value: float, epoch: int) -> None:
+        """Step the schedulers with the value of a metric after an epoch."""
+        ...
+
+    def export(self, *, copy: bool, digest: bool = True) -> Exported:
+        """The state as of the last finished step. With neither copy nor digest it is to be looked at until the next."""
         ...
 
     def capture(self) -> Captured:

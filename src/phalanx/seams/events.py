@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 
@@ -26,7 +28,9 @@ class StepReport(NamedTuple):
     seconds : float
         Wall time of this step.
     metric : float or None
-        Value of the evaluation that followed this step, where one was due.
+        Value of the first metric of the evaluation that followed this step, where one was due.
+    metrics : mapping of str to float
+        Values of all metrics of all evaluations that followed this step, by name.
     parts : tuple of float
         Loss and weight of each replica, in turn: two numbers each.
     """
@@ -39,6 +43,7 @@ class StepReport(NamedTuple):
     samples: int
     seconds: float
     metric: float | None = None
+    metrics: Mapping[str, float] = MappingProxyType({})
     parts: tuple[float, ...] = ()
 
 

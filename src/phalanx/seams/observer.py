@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
 from phalanx.errors import PhalanxError
@@ -32,8 +33,8 @@ class Observer:
     runs_user_code: ClassVar[bool] = False
     needs_evaluation: ClassVar[bool] = False
 
-    def begin(self, engine: Engine) -> None:
-        """Look on from here: ``engine`` has the state, and ``engine.run_state`` what was done so far."""
+    def begin(self, engine: Engine, run: Any = None) -> None:
+        """Look on from here: ``engine`` has the state, ``engine.run_state`` what was done so far, ``run`` shows it."""
 
     def horizon(self, steps: int) -> int:
         """How many finished steps the run may have before this must see the state again; ``steps`` are finished.
@@ -52,8 +53,18 @@ class Observer:
     def failed(self, error: PhalanxError) -> None:
         """Hear that a step failed; the state is the one before it."""
 
+    def advanced(self, report: StepReport) -> None:
+        """Hear of a finished step before anything is evaluated after it."""
+
+    def evaluated(self, values: Mapping[str, float]) -> None:
+        """Hear what was evaluated after a step that was due, by name, before ``step``."""
+
     def step(self, report: StepReport) -> None:
         """See a finished step, with the value of its evaluation where one was due and did not fail."""
+
+    def left(self) -> dict[str, Any]:
+        """What a result gets from this: "averaged", parameters by name that are evaluated in place of the state's."""
+        return {}
 
     def end(self) -> None:
         """Stop looking on, and give back what was opened in ``begin``; the engine still has the state."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,7 +10,8 @@ from phalanx.definition.data import Share
 from phalanx.seams.events import Evaluated, Incident
 from phalanx.seams.sharing import Vector
 
-Measurement = Callable[[], tuple[float, float]]  # waits for a metric over a chunk of samples: its mean and weight
+Measurement = Callable[[], list[Any]]  # waits for metrics over a chunk of samples: what each read
+Weights = Mapping[str, Any]  # values of parameters by name
 
 
 class Todo(NamedTuple):
@@ -89,7 +90,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A state as the caller gets it: the model, its parameters by name, and the digest of all of it."""
+    """A state as the caller gets it: the model, its parameters by name, and the digest of all of it, if asked for."""
 
     model: Any
     params: dict[str, Any]
@@ -118,6 +119,10 @@ class RunState:
         The newest link of the run's chain, if one is kept.
     priced : bool
         Whether it is known what R costs, or does not matter.
+    callbacks : dict
+        What callbacks of that earlier run left, by their names, until they are asked.
+    states : callable
+        What callbacks would leave now.
     """
 
     loss_history: list[float] = field(default_factory=list[float])
@@ -128,6 +133,8 @@ class RunState:
     evaluated: list[Evaluated] = field(default_factory=list[Evaluated])
     chain: str | None = None
     priced: bool = False
+    callbacks: dict[str, Any] = field(default_factory=dict[str, Any])
+    states: Callable[[], dict[str, Any]] = dict[str, Any]
 
     def add(self, loss: float, samples: int) -> None:
         """Count a finished step."""

@@ -167,10 +167,13 @@ class Sharing(Protocol):
     moving_seconds : float
         About how long it takes until worker processes are ready, with the framework imported.
     arrays : Arrays
+    lasting : bool
+        Whether what ``look`` gives goes on showing what lies in the arena.
     """
 
     moving_seconds: ClassVar[float]
     arrays: ClassVar[Arrays]
+    lasting: ClassVar[bool]
 
     @property
     def count(self) -> int:
@@ -195,4 +198,8 @@ class Sharing(Protocol):
 
     def worker_state(self, layout: Any, arena: mmap.mmap, worker: int) -> WorkerState:
         """The state in a worker's process; from here on, it lies in the arena."""
+        ...
+
+    def look(self, layout: Any, arena: mmap.mmap) -> Any:
+        """What lies in the arena as ``records.Exported``, without a digest; shares memory where arrays are written."""
         ...

@@ -172,6 +172,8 @@ class Mirror:
         self._own = sharing.caller_state(layout)
         self._layout = layout
         self._arena = arena
+        self._sharing = sharing
+        self._shown: Any = None
 
     def put(self) -> dict[str, Any]:
         """Copy the state into the arena; returns what describes the rest."""
@@ -197,6 +199,12 @@ class Mirror:
         there = [piece for piece in range(len(layout.state[0])) if self._arena[layout.present + piece]]
         self._own.take(states[0]["foreign"], states[0]["options"])
         self._own.adopt({piece: self._piece(piece, layout.state[0][piece]) for piece in there})
+
+    def look(self) -> Any:
+        """What lies in the arena as a state is exported, without a copy where the framework's arrays may be written."""
+        if self._shown is None or not self._sharing.lasting:
+            self._shown = self._sharing.look(self._layout, self._arena)
+        return self._shown
 
     def _piece(self, piece: int, offset: int) -> Any:
         return self._arrays.view(self._arena, offset, self._layout.contents.state[piece].spec)

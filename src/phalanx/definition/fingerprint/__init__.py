@@ -13,7 +13,7 @@ from typing import Any
 from phalanx.definition.fields import Definition
 from phalanx.definition.fingerprint import first_format
 from phalanx.definition.fingerprint.arrays import hashed
-from phalanx.definition.fingerprint.compare import FUNCTIONS, VALUES, Comparison, compared, placed
+from phalanx.definition.fingerprint.compare import FUNCTIONS, Comparison, compared, placed, values_of
 from phalanx.definition.fingerprint.graph import CODE, SHARED, TREE, Graph
 from phalanx.definition.fingerprint.look import Look
 from phalanx.definition.fingerprint.objects import VERSION
@@ -33,7 +33,7 @@ def fingerprint(definition: Definition) -> dict[str, Any]:
             "tree": tree, "code": code, "sourceless": graph.sourceless, "parts": graph.named(TREE),
             "soft": graph.soft(TREE), "unseen": graph.unseen(),
         }  # fmt: skip
-    values = {name: repr(getattr(definition, name)) for name in VALUES}
+    values = values_of(definition)
     return {
         "format": FORMAT, "python": VERSION, "packages": look.packages.versions(), "values": values, "fields": fields
     }  # fmt: skip
@@ -46,7 +46,7 @@ def shared(definition: Definition) -> tuple[dict[str, str], dict[str, str]]:
     should be equal are plain values that functions read of their modules: one may be the rank of the process.
     """
     look = Look()
-    must = {name: repr(getattr(definition, name)) for name in VALUES} | {"python": VERSION}
+    must = values_of(definition) | {"python": VERSION}
     should: dict[str, str] = {}
     for name, graph in _graphs(definition, look).items():
         for path, told in graph.named(SHARED).items():  # the nearest to the root first, each without what it holds

@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx.definition.fields import Definition
+
 VALUES = ("replicas", "batch_size", "lr", "max_norm", "shuffle", "drop_last", "seed", "precision", "threads",
           "on_nonfinite")  # fmt: skip
+LATER = ("schedule_every", "schedule_on")  # written down only where they are given: earlier snapshots lack them
 FUNCTIONS = ("make_model", "loss_fn", "forward_fn", "target_fn", "optimizer", "scheduler", "collate_fn")
 MOST = 5  # differences of a field that are told
 
@@ -26,6 +29,12 @@ class Comparison:
 
     differs: list[str] = field(default_factory=list[str])
     doubts: list[str] = field(default_factory=list[str])
+
+
+def values_of(definition: Definition) -> dict[str, str]:
+    """Plain fields of a recipe, as text."""
+    epochs = LATER if definition.schedule_every == "epoch" else ()
+    return {name: repr(getattr(definition, name)) for name in (*VALUES, *epochs)}
 
 
 def compared(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Comparison:

@@ -10,8 +10,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from phalanx.checkpoint.export import CALLBACKS, found, kept
 from phalanx.checkpoint.tensors import packed, unpacked
 from phalanx.definition.data import Columns
+from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.definition.fingerprint import hashed, shared
 from phalanx.engines.hosts.lanes import HostLaneLink
@@ -22,7 +24,7 @@ from phalanx.engines.recovery.deadline import Deadline
 from phalanx.errors import SeveredError, UsageError
 from phalanx.frameworks.registry import open_framework, recorded_environment
 from phalanx.plan.placement import hosts
-from phalanx.seams import Exported, Framework, RunState
+from phalanx.seams import Exported, Framework, RunState, Weights
 from phalanx.seams.events import Evaluated, StepReport
 from phalanx.seams.snapshots import Captured
 
@@ -87,13 +89,17 @@ class Distributed:
         """See ``seams.Engine.pause``."""
         return self._here.pause()
 
-    def evaluate(self, metric_fn: Callable[..., Any], data: Any, batch_size: int) -> float:
+    def evaluate(self, metrics: Metrics, data: Any, batch_size: int, weights: Weights | None = None) -> list[Any]:
         """See ``seams.Engine.evaluate``: each host measures all of it."""
-        return self._here.evaluate(metric_fn, data, batch_size)
+        return self._here.evaluate(metrics, data, batch_size, weights)
 
-    def export(self, *, copy: bool) -> Exported:
+    def schedule(self, value: float, epoch: int) -> None:
+        """See ``seams.Engine.schedule``."""
+        self._here.schedule(value, epoch)
+
+    def export(self, *, copy: bool, digest: bool = True) -> Exported:
         """See ``seams.Engine.export``."""
-        return self._here.export(copy=copy)
+        return self._here.export(copy=copy, digest=digest)
 
     def capture(self) -> Captured:
         """See ``seams.Engine.capture``; also after others have left, of the last step that was finished here."""
@@ -203,11 +209,15 @@ def _same_start(world: World, framework: Framework, begin: Callable[[Framework],
             "resumed_from": run_state.resumed_from,
             "evaluated": [dataclasses.astuple(item) for item in run_state.evaluated],
         }
+        told[CALLBACKS], tensors = kept(run_state.callbacks)
         with framework.environment:
-            world.broadcast(packed(framework.snapshots.capture(copy=False), told))
+            captured = framework.snapshots.capture(copy=False)
+            world.broadcast(packed(dataclasses.replace(captured, training={**captured.training, **tensors}), told))
         return run_state
     captured, told = unpacked(world.broadcast(b""))
     with framework.environment:
         framework.snapshots.adopt(captured)
     evaluated = [Evaluated(*item) for item in told["evaluated"]]
-    return RunState(told["losses"], told["samples"], resumed_from=told["resumed_from"], evaluated=evaluated)
+    run_state = RunState(told["losses"], told["samples"], resumed_from=told["resumed_from"], evaluated=evaluated)
+    run_state.callbacks = found(told, captured.training)
+    return run_state

@@ -7,26 +7,27 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
-from phalanx.definition.evaluation import averaged
+from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
+from phalanx.engines.price import Price
 from phalanx.engines.processes.environment import described
 from phalanx.engines.processes.jury import Jury
-from phalanx.engines.processes.messages import WHERE, WorkerMessage, caused, first_error
+from phalanx.engines.processes.messages import WHERE, WorkerMessage, first_error, reason
 from phalanx.engines.processes.pool import LONG, WorkerPool
 from phalanx.engines.processes.serialization import pack
 from phalanx.engines.recovery.deadline import Deadline
 from phalanx.engines.recovery.failures import FailureLog
 from phalanx.engines.recovery.state_record import StateRecord
 from phalanx.engines.recovery.supervisor import Supervisor
-from phalanx.errors import CorruptionError, LostError, PhalanxError, RunError, WorkerError
+from phalanx.errors import CorruptionError, LostError, PhalanxError, RunError
 from phalanx.frameworks.registry import reduced
 from phalanx.plan.audit import Audit
 from phalanx.plan.placement import Placement
-from phalanx.seams import Exported, Framework, RunState
+from phalanx.seams import Exported, Framework, RunState, Weights
 from phalanx.seams.events import StepReport
 from phalanx.seams.snapshots import Captured
 from phalanx.shared.arena import Plan
@@ -42,14 +43,8 @@ MEMORIES = 5  # what workers inherit: environment_memory, parcel, arena, mailbox
 class Processes:
     """Takes a recipe's state from step to step in worker processes over one arena.
 
-    ``framework`` is the caller's own: where the state comes from, and where it goes when somebody looks.
-
-    Attributes
-    ----------
-    ended : str
-        Why the run cannot go on; "" if it can.
-    closed, lost : bool
-        Whether the workers are gone, and whether the state is lost.
+    ``framework`` is the caller's own: where the state comes from, and where it goes when somebody looks. ``ended`` says
+    why the run cannot go on, "" if it can; ``closed`` and ``lost``, whether the workers, or the state, are gone.
     """
 
     environment: AbstractContextManager[None] = contextlib.nullcontext()
@@ -66,10 +61,10 @@ class Processes:
     ) -> None:
         self.run_state = RunState() if run_state is None else run_state
         self.workers = placement.workers
-        self._definition = definition
-        self._framework = framework
+        self._definition, self._framework = definition, framework
         self._deadline = deadline or Deadline()
         self._rendezvous, self._audit, self._jury = rendezvous, audit, cast("Jury | None", None)
+        self._price = Price(definition, framework, self.run_state)
         self.ended, self.closed, self.lost = "", False, False
         plan = Plan(framework.sharing, placement)
         check_room(plan.layout.touched, placement.workers)
@@ -141,20 +136,29 @@ class Processes:
                 self.supervisor.wait(self.counters.all_idle, LONG)
         return self.counters.done == self._steps
 
-    def evaluate(self, metric_fn: Callable[..., Any], data: Any, batch_size: int) -> float:
+    def evaluate(self, metrics: Metrics, data: Any, batch_size: int, weights: Weights | None = None) -> list[Any]:
         """See ``seams.Engine.evaluate``: each worker measures a block of chunks."""
         self.check_able()
-        found = self._ask("evaluate", {"metric_fn": metric_fn, "data": data, "batch_size": batch_size})
-        return averaged([pair for pairs in found for pair in pairs])
+        facts = {"metrics": metrics, "data": data, "batch_size": batch_size, "weights": weights}
+        return [reading for readings in self._ask("evaluate", facts) for reading in readings]
 
-    def export(self, *, copy: bool) -> Exported:
-        """See ``seams.Engine.export``."""
+    def schedule(self, value: float, epoch: int) -> None:
+        """See ``seams.Engine.schedule``: what was evaluated does not follow from losses, so a snapshot comes next."""
+        self.check_able()
+        self._fetch(save=True, metric=(value, epoch))  # one task: who falls after it finds the options kept
+
+    def export(self, *, copy: bool, digest: bool = True) -> Exported:
+        """See ``seams.Engine.export``; to be looked at, what lies in the arena."""
+        if not (copy or digest or self.closed or self.lost):
+            with self._watching():
+                self._halt()
+                return self._mirror.look()
         if not self.closed:
             self._fetch(save=True)
         if self.lost:
             self.check_able()
         with self._framework.environment:
-            return self._framework.export(self._steps, copy=copy)
+            return self._framework.export(self._steps, copy=copy, digest=digest)
 
     def capture(self) -> Captured:
         """See ``seams.Engine.capture``: the workers copy what they own, and go on at once."""
@@ -247,7 +251,7 @@ class Processes:
         while self.counters.done > self._steps:
             self._absorb()
 
-    def _fetch(self, *, save: bool = True) -> None:
+    def _fetch(self, *, save: bool = True, metric: tuple[float, int] | None = None) -> None:
         """Copy the state out of the arena, at a step boundary; ``save``: the workers will go on from there."""
         if self.lost:
             return
@@ -255,7 +259,7 @@ class Processes:
             self._halt()
         if save:
             self.supervisor.forget()
-        states = self._ask("state", {"save": save})
+        states = self._ask("state", {"save": save, "metric": metric})
         if save:
             self.supervisor.keep(states[0]["options"])
         self._mirror.get(states, saved=save)
@@ -266,6 +270,7 @@ class Processes:
         loss, norm, lr, samples, started, ended = self.counters.reports.read(t)
         self.run_state.add(loss, int(samples))
         self.run_state.time(started, ended)
+        self._price.look(ended - started)
         self._deadline.note(ended - started)
         epoch = None if self._definition.data is None else self._definition.plan.epoch(t)
         parts = self.counters.reports.parts(t)
@@ -287,12 +292,7 @@ class Processes:
         with self._watching():
             self.supervisor.wait(self.counters.all_idle, LONG)  # some may still be on their way there
         self.counters.trouble = 0
-        if not (told := self._settle()):
-            return RunError(f"step {t} was given up, and no worker said why; run it again", step=t)
-        error = first_error(told)
-        if isinstance(error, PhalanxError) or not self.ended:
-            return error
-        return caused(WorkerError(self.ended, step=t), error)
+        return reason(self._settle(), self.ended, t)
 
     def check_able(self) -> None:
         """Refuse, by a RunError, to go on with a run that has ended."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from phalanx.engines.processes.serialization import picklable
-from phalanx.errors import PhalanxError, UsageError
+from phalanx.errors import PhalanxError, RunError, UsageError, WorkerError
 from phalanx.plan.tally import Cause
 
 BROKEN_OFF = "stayed in user code after Ctrl-C and was ended"  # a death that the caller caused
@@ -146,3 +146,13 @@ class DriverChannel:
         """Wait until woken; SystemExit if the caller is gone or wants this worker to end."""
         if self._poller.poll(milliseconds) and not os.read(self._connection.fileno(), 4096):
             raise SystemExit
+
+
+def reason(told: Sequence[WorkerMessage], ended: str, step: int) -> BaseException:
+    """The error to raise for a step, out of what workers told and why the run has ended, if it has."""
+    if not told:
+        return RunError(f"step {step} was given up, and no worker said why; run it again", step=step)
+    error = first_error(told)
+    if isinstance(error, PhalanxError) or not ended:
+        return error
+    return caused(WorkerError(ended, step=step), error)

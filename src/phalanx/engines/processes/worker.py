@@ -19,6 +19,7 @@ from typing import Any
 
 from phalanx.definition.batches import BatchShares
 from phalanx.definition.data import Share
+from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.engines.auditing import AuditedLink, WorkerBallot, revote
 from phalanx.engines.hosts.link import HostLink
@@ -33,7 +34,7 @@ from phalanx.frameworks.registry import open_framework
 from phalanx.plan import evaluation_key
 from phalanx.plan.lifecycle import next_snapshot
 from phalanx.plan.shares import share_bounds
-from phalanx.seams import Framework
+from phalanx.seams import Framework, Weights
 from phalanx.shared.arena import Plan
 from phalanx.shared.barrier import Barrier
 from phalanx.shared.counters import BATCH, LEAVE, STEPS
@@ -231,7 +232,9 @@ class Worker:
         self._link.enter(step)
         self._barrier.enter(step)
 
-    def _describe(self, save: bool) -> dict[str, Any]:
+    def _describe(self, save: bool, metric: tuple[float, int] | None = None) -> dict[str, Any]:
+        if metric is not None:
+            self._framework.schedule(*metric)  # done again, it does nothing
         if save:
             self._save()
         return self._shard.state()
@@ -244,16 +247,16 @@ class Worker:
         order()  # who sees the trouble sees how far this worker came
         self._counters.trouble = 1
 
-    def _evaluate(self, metric_fn: Any, data: Any, batch_size: int) -> list[tuple[float, float]]:
+    def _evaluate(self, metrics: Metrics, data: Any, batch_size: int, weights: Weights | None) -> list[Any]:
         """Measure this worker's block of chunks."""
         shares = self._dealer.chunks(data, batch_size)
         start, end = share_bounds(len(shares), self._placement.workers)[self._number]
         seed = self._definition.seed
-        found: list[tuple[float, float]] = []
+        found: list[Any] = []
         for chunk in range(start, end):
             if self._counters.pause == LEAVE:
                 raise Trouble
-            found.append(measure(self._framework, metric_fn, evaluation_key(seed, chunk), shares[chunk])())
+            found.append(measure(self._framework, metrics, evaluation_key(seed, chunk), shares[chunk], weights)())
             self._own.total += 1  # a long evaluation is not silent
         return found
 

@@ -14,7 +14,7 @@ import numpy as np
 from phalanx.definition import generators
 from phalanx.definition.data import Columns, Samples, Share, Source
 from phalanx.definition.digest import digest_of
-from phalanx.definition.evaluation import measured
+from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks.arithmetic import Gradient
@@ -29,8 +29,8 @@ from phalanx.frameworks.jax.optimizer import Update
 from phalanx.frameworks.jax.owners import Owners
 from phalanx.frameworks.jax.sharing import Sharing
 from phalanx.frameworks.jax.snapshot import Snapshots, State, entries
-from phalanx.frameworks.jax.tree import named, placed
-from phalanx.seams import Computed, Exported, Lanes, Measurement, Todo, Watch
+from phalanx.frameworks.jax.tree import named, placed, replaced
+from phalanx.seams import Computed, Exported, Lanes, Measurement, Todo, Watch, Weights
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Reentrant
 
@@ -129,18 +129,20 @@ class Jax:
         else:
             self._owners.step(self._state, gradient)
 
-    def schedule(self, loss: float) -> None:
+    def schedule(self, value: float, epoch: int | None = None) -> None:
         """Schedules are the optimizer's own."""
 
     def rewind(self) -> None:
         """Computing gradients leaves nothing behind."""
 
-    def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> Measurement:
+    def measure(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Measurement:
         """See ``seams.Framework.measure``."""
         with interrupts.breakable():
             samples = jax.device_put(self._batch(key, share), self._device)
-            output = self._forward.output(self._params_on(self._device), samples)
-            return functools.partial(measured, metric_fn(output, self._forward.target(samples)), len(share.samples))
+            params = replaced(self._params_on(self._device), weights or {})
+            output = (metrics.forward_fn or self._forward.output)(params, samples)
+            values = metrics.see(output, self._forward.target(samples) if metrics.targets else None, _home)
+            return functools.partial(metrics.read, values, len(share.samples))
 
     def opened(self, source: Source) -> Source:
         """See ``seams.Framework.opened``: shares are taken from numpy arrays, over the same memory."""
@@ -148,10 +150,11 @@ class Jax:
             return source
         return Columns(tuple(map(batch.column, source.arrays)), source.rebuild)
 
-    def export(self, steps: int, *, copy: bool) -> Exported:
+    def export(self, steps: int, *, copy: bool, digest: bool = True) -> Exported:
         """See ``seams.Framework.export``; containers are the caller's own, arrays cannot be written."""
         params = jax.tree.map(lambda leaf: leaf, self._params_on(self._device))
-        return Exported(params, named(params), digest_of(entries(params, self._state.optimizer), steps))
+        told = digest_of(entries(params, self._state.optimizer), steps) if digest else ""
+        return Exported(params, named(params), told)
 
     def _params_on(self, device: Any) -> Any:
         """All parameters on a device: with several, a copy per step of what others own."""
@@ -185,6 +188,10 @@ class Jax:
         generators.seed(key, self._owned)
         whole = samples if share.collated else self._collate(samples)
         return batch.checked(whole, share.origin, double=self._double)
+
+
+def _home(leaf: Any) -> Any:
+    return np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf
 
 
 def _failed(error: Exception) -> NoReturn:

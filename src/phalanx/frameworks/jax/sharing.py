@@ -20,8 +20,9 @@ from phalanx.frameworks import arithmetic
 from phalanx.frameworks.arithmetic import Gradient, view
 from phalanx.frameworks.jax.optimizer import Update
 from phalanx.frameworks.jax.snapshot import State
-from phalanx.frameworks.jax.tree import is_key, like, plain
+from phalanx.frameworks.jax.tree import is_key, like, named, plain
 from phalanx.plan.placement import Placement
+from phalanx.seams import Exported
 from phalanx.seams.sharing import Arrays, Order
 from phalanx.shared.buckets import BucketViews
 from phalanx.shared.layout import SHARED, Contents, Layout, Spec, StatePiece, Take, lay_out, row_major
@@ -36,6 +37,7 @@ class Sharing:
     device: Any
     arrays: ClassVar[Arrays] = arithmetic
     moving_seconds: ClassVar[float] = 3.0  # of compiling
+    lasting: ClassVar[bool] = False  # jax's arrays are never written
 
     @property
     def count(self) -> int:
@@ -69,6 +71,12 @@ class Sharing:
     def worker_state(self, layout: Layout, arena: mmap.mmap, worker: int) -> WorkerState:
         """The state in a worker's process; from here on, it lies in the arena."""
         return WorkerState(self.state, self.updates, layout, arena, worker)
+
+    def look(self, layout: Layout, arena: mmap.mmap) -> Exported:
+        """See ``seams.sharing.Sharing.look``: copies."""
+        pairs = zip(layout.weights, layout.contents.gradients, strict=True)
+        params = _copied(self.state.params, [view(arena, *pair) for pair in pairs])
+        return Exported(params, named(params), "")
 
     def _dealt(self, workers: int) -> tuple[Contents, list[int]]:
         """What the state consists of, and who owns each parameter: the first worker all, if updates cannot be dealt."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import jax
@@ -23,6 +23,12 @@ def named(tree: Any) -> dict[str, Any]:
     if len(set(names)) < len(names):  # a key with a dot in it
         names = [tree_util.keystr(path) for path in paths]
     return dict(zip(names, jax.tree.leaves(tree), strict=True))
+
+
+def replaced(tree: Any, weights: Mapping[str, Any]) -> Any:
+    """``tree`` with these values in place of the leaves of these names, where those are."""
+    leaves = [like(leaf, np.asarray(weights[name])) if name in weights else leaf for name, leaf in named(tree).items()]
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves) if weights else tree
 
 
 def placed(params: Any, device: Any) -> Any:

@@ -10,12 +10,14 @@ from typing import Any, NoReturn
 import numpy as np
 from tinygrad.helpers import Context
 from tinygrad.nn.state import get_state_dict
+from tinygrad.tensor import Tensor
 
 from phalanx.definition import generators
 from phalanx.definition.data import Columns, Samples, Share, Source
 from phalanx.definition.digest import digest_of
-from phalanx.definition.evaluation import measured
+from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
+from phalanx.errors import UsageError
 from phalanx.frameworks import arithmetic
 from phalanx.frameworks.arithmetic import Gradient
 from phalanx.frameworks.tinygrad import devices as place
@@ -30,7 +32,7 @@ from phalanx.frameworks.tinygrad.optimizer import Update
 from phalanx.frameworks.tinygrad.sharing import Sharing
 from phalanx.frameworks.tinygrad.snapshot import Snapshots, State, entries
 from phalanx.frameworks.tinygrad.snapshot import array_of as array_of
-from phalanx.seams import Computed, Exported, Lanes, Measurement, Todo, Watch
+from phalanx.seams import Computed, Exported, Lanes, Measurement, Todo, Watch, Weights
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Reentrant
 
@@ -113,18 +115,24 @@ class Tinygrad:
         self._starts = settled(buffers or [], self._starts)
         self._spread()
 
-    def schedule(self, loss: float) -> None:
+    def schedule(self, value: float, epoch: int | None = None) -> None:
         """Schedules are the optimizer's own."""
 
     def rewind(self) -> None:
         """What replicas leave in buffers is written over before the next one."""
 
-    def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> Measurement:
+    def measure(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Measurement:
         """See ``seams.Framework.measure``."""
+        if weights is not None or metrics.forward_fn is not None:
+            raise UsageError(
+                "averaged weights (callbacks.EMA) and forward_fn in predict() are for torch and jax: programs of "
+                "tinygrad are captured with the recipe's own; leave them out"
+            )
         with interrupts.breakable(), Context(TRAINING=0):
             output, target = self._lanes[0].output(self._batch(key, share), key, self._starts)
             generators.seed(key, self._owned)  # a trace may have drawn
-            return functools.partial(measured, batch.numbers(metric_fn(output, target)), len(share.samples))
+            values = batch.numbers(metrics.see(output, target if metrics.targets else None, _home))
+            return functools.partial(metrics.read, values, len(share.samples))
 
     def opened(self, source: Source) -> Source:
         """See ``seams.Framework.opened``: shares are taken from numpy arrays."""
@@ -132,13 +140,13 @@ class Tinygrad:
             return source
         return Columns(tuple(map(np.asarray, source.arrays)), source.rebuild)
 
-    def export(self, steps: int, *, copy: bool) -> Exported:
+    def export(self, steps: int, *, copy: bool, digest: bool = True) -> Exported:
         """See ``seams.Framework.export``: always a copy, on the first device."""
         state = self._read()
         whole = self._model.copied({**state.params, **state.buffers}, self._lanes[0].device)
         named = get_state_dict(whole)
         params = {name: named[name] for name in self._model.params}
-        return Exported(whole, params, digest_of(entries(state), steps))
+        return Exported(whole, params, digest_of(entries(state), steps) if digest else "")
 
     def _read(self) -> State:
         params = {name: plain(tensor) for name, tensor in zip(self._model.params, self._lanes[0].params, strict=True)}
@@ -172,6 +180,10 @@ class Tinygrad:
         generators.seed(key, self._owned)
         whole = samples if share.collated else self._collate(samples)
         return Batch(whole, share.origin, double=self._double)
+
+
+def _home(leaf: Any) -> Any:
+    return plain(leaf).copy() if isinstance(leaf, Tensor) else leaf
 
 
 def _failed(error: Exception) -> NoReturn:

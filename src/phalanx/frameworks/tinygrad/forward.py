@@ -122,8 +122,8 @@ def plain(tensor: Tensor) -> np.ndarray:
 
 def numbers(told: Any) -> Any:
     """What a metric returned, its tensors as numpy arrays."""
-    if isinstance(told, tuple):
-        return tuple(map(numbers, told))
+    if isinstance(told, (tuple, list)):
+        return type(told)(map(numbers, told))
     return plain(told) if isinstance(told, Tensor) else told
 
 

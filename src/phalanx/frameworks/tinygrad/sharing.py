@@ -27,6 +27,7 @@ class Sharing:
     portable: ClassVar[bool] = False
     arrays: ClassVar[Arrays] = arithmetic
     moving_seconds: ClassVar[float] = 0.0
+    lasting: ClassVar[bool] = False
 
     def lay_out(self, placement: Placement, take: Callable[[int], int], state: Any = None) -> Any:
         """Refuse."""
@@ -37,6 +38,10 @@ class Sharing:
         _refuse()
 
     def worker_state(self, layout: Any, arena: mmap.mmap, worker: int) -> Any:
+        """Refuse."""
+        _refuse()
+
+    def look(self, layout: Any, arena: mmap.mmap) -> Any:
         """Refuse."""
         _refuse()
 

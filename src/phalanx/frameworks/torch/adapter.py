@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from phalanx.definition.data import Share, Source
+from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.frameworks.torch import arithmetic
 from phalanx.frameworks.torch.arithmetic import Gradient
@@ -19,9 +20,10 @@ from phalanx.frameworks.torch.replica.buffers import Buffers, Left
 from phalanx.frameworks.torch.replica.feed import Feed, opened
 from phalanx.frameworks.torch.replica.forward import AmbiguousMean
 from phalanx.frameworks.torch.replica.lane import Lane
+from phalanx.frameworks.torch.results import exported
 from phalanx.frameworks.torch.sharing.state import Sharing
-from phalanx.frameworks.torch.snapshot import Snapshots, entries, exported
-from phalanx.seams import Computed, Exported, Lanes, Measurement, Todo, Watch
+from phalanx.frameworks.torch.snapshot import Snapshots, entries
+from phalanx.seams import Computed, Exported, Lanes, Measurement, Todo, Watch, Weights
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Reentrant
 
@@ -55,7 +57,7 @@ class Torch:
         model.to("cpu")
         feed = Feed(definition, model, self._shapes)
         self._lane = Lane(definition, model, feed, Buffers(model), AmbiguousMean(definition))
-        self._updates = Update(definition, self._lane.named)
+        self._updates = Update(definition, self._lane.named, model)
         found = compiled({"make_model": model, **definition.holders})
         check_sizes(found, definition)
         self._shapes.known = bool(found)
@@ -76,7 +78,7 @@ class Torch:
     def sharing(self) -> Sharing:
         """What it takes to share this state with other processes."""
         lane = self._lane
-        return Sharing(lane.parameters, lane.buffers, self._updates, lane.collector, self.environment)
+        return Sharing(lane.model, lane.buffers, self._updates, lane.collector, self.environment)
 
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
         """See ``seams.Steppable.gradients``."""
@@ -98,27 +100,27 @@ class Torch:
                 pass
             self._describable = True
 
-    def schedule(self, loss: float) -> None:
+    def schedule(self, value: float, epoch: int | None = None) -> None:
         """See ``seams.Framework.schedule``."""
-        self._updates.schedule(loss)
+        self._updates.schedule(value, epoch)
 
     def rewind(self) -> None:
         """See ``seams.Steppable.rewind``."""
         self._lane.rewind()
 
-    def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> Measurement:
+    def measure(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Measurement:
         """See ``seams.Framework.measure``."""
-        return self._lane.measure(metric_fn, key, share)
+        return self._lane.measure(metrics, key, share, weights)
 
     def opened(self, source: Source) -> Source:
         """See ``seams.Framework.opened``."""
         return opened(source)
 
-    def export(self, steps: int, *, copy: bool) -> Exported:
+    def export(self, steps: int, *, copy: bool, digest: bool = True) -> Exported:
         """See ``seams.Framework.export``."""
         self.rewind()
         self._lane.collector.forget()
-        return exported(self._lane.model, self._updates, steps, copy=copy)
+        return exported(self._lane.model, self._updates, steps, copy=copy, digest=digest)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 import weakref
 from typing import Any, Final
 
@@ -66,16 +65,25 @@ def home_of(model: Any) -> torch.device:
     return next(checked(model).parameters()).device
 
 
-def warn_of_eval_mode(model: torch.nn.Module) -> None:
-    """Modes are the user's; but a whole model in eval mode is mostly one that was loaded or evaluated before."""
-    if not model.training:
-        warnings.warn(
-            f"the model ({type(model).__name__}) is in eval mode, and is trained so: without dropout, and with the "
-            "statistics of BatchNorm as they are. If that is not meant, call model.train() in make_model before "
-            "returning it",
-            UserWarning,
-            stacklevel=2,
+def check_mode(model: torch.nn.Module, modes: str) -> None:
+    """Modes are the user's; but a whole model in eval mode is mostly one that was loaded or evaluated before.
+
+    Raises
+    ------
+    UsageError
+        It is, and the recipe does not say that this is meant.
+    """
+    if not model.training and modes != "as_made":
+        raise UsageError(
+            f"make_model returned a {type(model).__name__} in eval mode (as from_pretrained does), which would be "
+            "trained without dropout, and with the statistics of BatchNorm as they are; return model.train(), or say "
+            "that it is meant: modes='as_made'"
         )
+
+
+def is_module(model: Any) -> bool:
+    """Whether it is a module."""
+    return isinstance(model, torch.nn.Module)
 
 
 def named_device(name: str | None, *, trains: bool = True) -> torch.device | None:

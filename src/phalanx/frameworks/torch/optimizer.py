@@ -34,19 +34,19 @@ class Update:
         All parameters, by their names in the model; on several devices, each on the one that updates it.
     """
 
-    def __init__(self, definition: Definition, named: Named) -> None:
+    def __init__(self, definition: Definition, named: Named, model: torch.nn.Module) -> None:
         self.named = named
         self._parameters = [parameter for _, parameter in named]
         kinds = {(parameter.dtype, parameter.device.type) for parameter in self._parameters}
         self._uniform = len(kinds) == 1 and self._parameters[0].device.type == "cpu"
         self._norm: torch.Tensor | None = None
         self._max_norm = definition.max_norm
-        self.optimizers = build_optimizers(definition, named)
+        self.optimizers = build_optimizers(definition, named, model)
         self.foreign = any(map(_foreign, self.optimizers))
         self._idle = False
         self._stepped = False
         self._seed = definition.seed
-        self._schedules = Schedules(definition.scheduler, self.optimizers, named)
+        self._schedules = Schedules(definition, self.optimizers, named)
 
     @property
     def lr(self) -> float:
@@ -132,9 +132,12 @@ class Update:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def schedule(self, loss: float) -> None:
-        """Step the schedulers once; ReduceLROnPlateau gets the step's mean loss."""
-        self._schedules.step(loss, expected=self._stepped)
+    def schedule(self, value: float, epoch: int | None = None) -> None:
+        """See ``seams.Framework.schedule``."""
+        if epoch is None:
+            self._schedules.step(value, expected=self._stepped)
+        else:
+            self._schedules.step_metric(epoch, value, expected=self._stepped)
 
 
 def _gathered_norms(gradient: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -194,8 +197,8 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
         plain(optimizer)
 
 
-def build_optimizers(definition: Definition, named: Named) -> list[torch.optim.Optimizer]:
-    """What the recipe's ``optimizer`` makes of the named parameters: one optimizer, or a list of them.
+def build_optimizers(definition: Definition, named: Named, model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    """What the recipe's ``optimizer`` makes of the named parameters, or the model: one optimizer, or a list of them.
 
     Raises
     ------
@@ -208,7 +211,7 @@ def build_optimizers(definition: Definition, named: Named) -> list[torch.optim.O
             f"optimizer is optax's, which is for jax recipes, but make_model returned a torch module; as in {EXAMPLE}"
         )
     try:
-        made = factory(list(named))
+        made = factory(*_wanted(factory, list(named), model))
     except Exception as error:
         raise UsageError(
             f"optimizer raised {type(error).__name__}: {error}; mend its arguments, or, if it takes parameters without "
@@ -227,6 +230,19 @@ def build_optimizers(definition: Definition, named: Named) -> list[torch.optim.O
             if isinstance(group.get("lr"), torch.Tensor):
                 group["lr"] = group["lr"].clone()  # schedulers write into it, and the recipe's own is for every run
     return optimizers
+
+
+def _wanted(factory: Any, named: list[Any], model: torch.nn.Module) -> list[Any]:
+    """What a factory is called with: named parameters, and the model where a parameter is called so."""
+    try:
+        parameters = list(inspect.signature(factory).parameters.values())
+    except (TypeError, ValueError):  # of C, or of a shape that cannot be told
+        parameters = []
+    given = set(factory.keywords) if isinstance(factory, functools.partial) else set[str]()
+    names = [item.name for item in parameters[:2] if item.name not in given]
+    if names[:1] == ["model"]:
+        return [model]
+    return [named, model] if names[1:] == ["model"] else [named]
 
 
 def _check_kind(optimizer: Any) -> None:

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
+from phalanx.frameworks.torch.epochs import Epochs, warn_of_units
 from phalanx.frameworks.torch.replica.buffers import bytes_of
 from phalanx.frameworks.torch.watched import WAY_OUT, Watched, Withheld, refuse_state
 
@@ -34,8 +36,8 @@ class Schedules:
 
     Parameters
     ----------
-    make : callable or None
-        The recipe's ``scheduler``, called with each optimizer.
+    definition : Definition
+        Its ``scheduler`` is called with each optimizer.
     optimizers : sequence of torch.optim.Optimizer
     named : sequence of (str, torch.nn.Parameter)
         All parameters of the model.
@@ -46,9 +48,8 @@ class Schedules:
         Whether a scheduler looked at parameters so far.
     """
 
-    def __init__(
-        self, make: Callable[..., Any] | None, optimizers: Sequence[torch.optim.Optimizer], named: Named
-    ) -> None:
+    def __init__(self, definition: Definition, optimizers: Sequence[torch.optim.Optimizer], named: Named) -> None:
+        make, self._epochs = definition.scheduler, Epochs.of(definition)
         self.touched = False
         self._optimizers = optimizers
         self._named = named
@@ -64,6 +65,7 @@ class Schedules:
         self._deal()
         self._show()
         self._schedulers = [] if make is None else [_made(make, optimizer) for optimizer in optimizers]
+        warn_of_units(definition, self._schedulers)
         self._always = self.touched  # it may have kept parameters when it was made, and look at those
         self._settle()
 
@@ -73,15 +75,22 @@ class Schedules:
         self._deal()
 
     def step(self, loss: float, *, expected: bool) -> None:
-        """Step all once; ReduceLROnPlateau gets ``loss``. Not ``expected``: no update came before, which is right.
+        """Count a step; step all if they are due. Not ``expected``: no update came before, which is right.
 
         Raises
         ------
         UsageError
             A scheduler wrote weights, or looked at the state of an optimizer.
         """
-        if not self._schedulers:
-            return
+        if self._schedulers and (value := loss if self._epochs is None else self._epochs.count(loss)) is not None:
+            self._step_all(value, expected=expected)
+
+    def step_metric(self, epoch: int, value: float, *, expected: bool) -> None:
+        """Step all with the value of a metric, once for an epoch. Raises as ``step`` does."""
+        if self._schedulers and self._epochs is not None and self._epochs.reach(epoch):
+            self._step_all(value, expected=expected)
+
+    def _step_all(self, loss: float, *, expected: bool) -> None:
         versions = self._versions()
         states = [optimizer.state for optimizer in self._optimizers]
         self._show()
@@ -114,6 +123,7 @@ class Schedules:
             for item in (optimizer.param_groups for optimizer in self._optimizers)
         ]
         states = [self._outward(scheduler.state_dict()) for scheduler in self._schedulers]
+        states += [] if self._epochs is None else [self._epochs.state()]
         return [groups, states, *([self._structure()] if self.touched else [])]
 
     def take_options(self, groups: list[Any], states: list[Any], structure: dict[str, Any] | None = None) -> None:
@@ -124,6 +134,9 @@ class Schedules:
         for optimizer, theirs in zip(self._optimizers, groups, strict=True):
             for group, values in zip(optimizer.param_groups, theirs, strict=True):
                 group.update(values)
+        if self._epochs is not None:
+            *states, counted = states
+            self._epochs.load(counted)
         for scheduler, state in zip(self._schedulers, states, strict=True):
             scheduler.load_state_dict(self._inward(state))
 

@@ -7,7 +7,6 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,6 @@ from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.torch.optimizer import Update
 from phalanx.frameworks.torch.replica.buffers import Buffers, bytes_of
 from phalanx.frameworks.torch.schedules import Named
-from phalanx.seams import Exported
 from phalanx.seams.snapshots import CODES, Captured, Tensor
 
 
@@ -153,6 +151,20 @@ def _taken(tensor: torch.Tensor, *, copy: bool) -> Tensor:
     return Tensor(_name(tensor.dtype), tuple(tensor.shape), content.copy() if copy else content)
 
 
+def stored(leaf: Any) -> Tensor | None:
+    """A tensor in memory of its own, as snapshots hold it; None for all else."""
+    return _taken(leaf, copy=True) if isinstance(leaf, torch.Tensor) and _name(leaf.dtype) in CODES else None
+
+
+def state_dict(model: Any, instead: Mapping[str, Any]) -> dict[str, Tensor | None] | None:
+    """What ``model.state_dict()`` has, with some parameters replaced by name; None for what is no module."""
+    if not isinstance(model, torch.nn.Module):
+        return None
+    others = {id(parameter): instead[name] for name, parameter in model.named_parameters() if name in instead}
+    whole = model.state_dict(keep_vars=True)
+    return {name: stored(others.get(id(item), item)) for name, item in whole.items() if isinstance(item, torch.Tensor)}
+
+
 def _found(training: Mapping[str, Tensor], place: Any) -> torch.Tensor:
     name, strides, _ = place
     tensor = tensor_of(training[name])
@@ -240,31 +252,6 @@ def entries(
     for optimizer in optimizers:
         shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
         yield from _state_entries("", shared)
-
-
-def exported(model: torch.nn.Module, updates: Update, steps: int, *, copy: bool) -> Exported:
-    """The state as the caller gets it; ``copy`` makes it independent of the run."""
-    given = copied(model) if copy else model
-    params = {name: parameter.detach() for name, parameter in given.named_parameters()}
-    return Exported(given, params, digest_of(entries(model, updates.optimizers, updates.named), steps))
-
-
-def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The model within what wraps it for several processes, by whose prefix its names would differ."""
-    inner = getattr(model, "module", None)
-    own = [name for name, _ in model.named_children()]
-    return inner if isinstance(inner, torch.nn.Module) and own == ["module"] else model
-
-
-def copied(model: torch.nn.Module) -> torch.nn.Module:
-    """An independent copy of the run's model, for the caller."""
-    try:
-        return deepcopy(model)
-    except Exception as error:
-        raise UsageError(
-            f"the model ({type(model).__name__}) cannot be copied in the middle of a run ({error}); do not keep "
-            "tensors with a gradient in its attributes, or take result() after the run"
-        ) from error
 
 
 def _state_entries(name: str, value: Any) -> Iterator[Entry]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from phalanx.definition.data import Share, Source
+from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.arithmetic import Gradient
@@ -32,9 +33,10 @@ from phalanx.frameworks.torch.replica.buffers import Buffers, Left
 from phalanx.frameworks.torch.replica.feed import Feed, opened
 from phalanx.frameworks.torch.replica.forward import AmbiguousMean, Unread
 from phalanx.frameworks.torch.replica.lane import Lane
-from phalanx.frameworks.torch.snapshot import Snapshots, entries, exported
+from phalanx.frameworks.torch.results import exported
+from phalanx.frameworks.torch.snapshot import Snapshots, entries
 from phalanx.plan.placement import Placement, dealt, hosts
-from phalanx.seams import Computed, Exported, Lanes, Measurement, Todo, Watch
+from phalanx.seams import Computed, Exported, Lanes, Measurement, Todo, Watch, Weights
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Reentrant
 
@@ -118,7 +120,7 @@ class TorchLanes:
         """Give each parameter an owner, and make one optimizer over the owners' parameters."""
         named = [self._lanes[owner].named[index] for index, owner in enumerate(owners)]
         hooks = hooked(named)
-        self._updates = Update(definition, named)
+        self._updates = Update(definition, named, self._first.model)
         if len(self._lanes) > 1 and hooked(named) != hooks:
             raise UsageError(
                 "optimizer registers hooks on parameters, but each of several devices has parameters of its own; "
@@ -190,9 +192,9 @@ class TorchLanes:
                 pass
             self._describable = True
 
-    def schedule(self, loss: float) -> None:
+    def schedule(self, value: float, epoch: int | None = None) -> None:
         """See ``seams.Framework.schedule``; a schedule may freeze parameters."""
-        self._updates.schedule(loss)
+        self._updates.schedule(value, epoch)
         if self._updates.touched or self._updates.foreign:
             self._freeze_alike()
 
@@ -202,14 +204,14 @@ class TorchLanes:
             lane.rewind()
             feed.forget()
 
-    def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> Measurement:
+    def measure(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Measurement:
         """See ``seams.Framework.measure``: on one device after the other, a chunk always on the same."""
         number = int(share.samples[0]) // len(share.samples) % len(self.devices)
         device = self.devices[number]
         with accelerators.watched([device]), accelerators.current(device):
-            begun = self._lanes[number].measure(metric_fn, key, share)
+            begun = self._lanes[number].measure(metrics, key, share, weights)
 
-        def read() -> tuple[float, float]:
+        def read() -> list[Any]:
             with accelerators.watched([device]):
                 return begun()
 
@@ -219,13 +221,13 @@ class TorchLanes:
         """See ``seams.Framework.opened``."""
         return opened(source)
 
-    def export(self, steps: int, *, copy: bool) -> Exported:
+    def export(self, steps: int, *, copy: bool, digest: bool = True) -> Exported:
         """See ``seams.Framework.export``; the model is on the first device."""
         with accelerators.watched(self.devices):
             self.rewind()
             for lane in self._lanes:
                 lane.collector.forget()
-            return exported(self._first.model, self._updates, steps, copy=copy)
+            return exported(self._first.model, self._updates, steps, copy=copy, digest=digest)
 
     def _begin(self, todo: Todo, watch: Watch | None) -> Computed:
         """Give a device a replica to compute; runs user code."""

@@ -16,9 +16,11 @@ import torch
 
 from phalanx.definition import checks
 from phalanx.definition.data import leaves, map_tree
+from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.environment import autocast
+from phalanx.frameworks.torch.replica.tokens import IGNORED, TokenMean
 from phalanx.seams import Watch
 
 
@@ -43,11 +45,13 @@ class Forward:
         self._model = model
         self._device = device
         self._later = later
+        own = definition.loss_fn is None and definition.forward_fn is None and definition.replicas > 1
+        self._tokens = TokenMean() if own else None
         self._double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
 
-    def output(self, batch: Any, origin: str) -> Any:
-        """The model's output for ``batch``."""
-        forward_fn = self._definition.forward_fn
+    def output(self, batch: Any, origin: str, forward_fn: Callable[..., Any] | None = None) -> Any:
+        """The model's output for ``batch``; ``forward_fn``: in place of the recipe's."""
+        forward_fn = forward_fn or self._definition.forward_fn
         if forward_fn is not None:
             return forward_fn(self._model, batch)
         try:
@@ -78,6 +82,8 @@ class Forward:
             with autocast(self._device, self._definition.precision):
                 value = self._loss(batch, origin, watch)
         loss, weight = _split(value)
+        if weight is None and self._tokens is not None:
+            weight = self._tokens.weight(value, loss, batch)
         name = "loss_fn" if self._definition.loss_fn else "forward_fn" if self._definition.forward_fn else "the model"
         self._check_loss(name, loss, batch, origin)
         if self._later and isinstance(weight, torch.Tensor) and weight.device.type != "cpu":
@@ -91,11 +97,11 @@ class Forward:
         loss_fn = self._definition.loss_fn
         return output if loss_fn is None else loss_fn(output, self.target(batch))
 
-    def evaluated(self, metric_fn: Callable[..., Any], batch: Any, origin: str) -> Any:
-        """What ``metric_fn`` says of the model's output and target for ``batch``."""
+    def evaluated(self, metrics: Metrics, batch: Any, origin: str) -> list[Any]:
+        """What metrics see of the model's output and target for ``batch``."""
         with autocast(self._device, self._definition.precision):
-            output = self.output(batch, origin)
-        return metric_fn(output, self.target(batch))
+            output = self.output(batch, origin, metrics.forward_fn)
+        return metrics.see(output, self.target(batch) if metrics.targets else None, _home)
 
     def to_device(self, batch: Any) -> Any:
         """``batch`` with its tensors on the model's device."""
@@ -135,6 +141,13 @@ class Forward:
                 f"a float64 loss for a model that is not{guess}",
                 "one in the model's dtype: convert the target with .astype(numpy.float32) (a tensor: .float())",
             )
+
+
+def _home(leaf: Any) -> Any:
+    """A tensor in memory of its own on the CPU."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return leaf.detach().clone() if leaf.device.type == "cpu" else leaf.detach().cpu()
 
 
 class Unread:
@@ -177,9 +190,6 @@ def _refuse_loss(name: str, got: str, wanted: str) -> NoReturn:
     raise UsageError(f"{name} returned {got}; it must return {wanted}, or (that, weight)")
 
 
-IGNORED = -100
-
-
 def weighted(loss_fn: Callable[[Any, Any], Any], count: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """A loss that tells its weight, so that shares with more to count weigh more.
 
@@ -218,24 +228,34 @@ def check_stateless(loss_fn: Any) -> None:
         )
 
 
+LOOKS = 64
+WRAPPED = "Wrap it: phalanx.weighted(loss_fn, count)"
+RETURNED = (
+    "Return the weight, too: forward_fn=lambda model, batch: (model(**batch).loss, (batch['labels'] != -100).sum()), "
+    "or what else it is the mean of"
+)
+
+
 class AmbiguousMean:
     """Warns once if the loss looks like a mean over something else than samples, and returned no weight."""
 
     def __init__(self, definition: Definition) -> None:
         check_stateless(definition.loss_fn)
         self._loss_fn = definition.loss_fn
-        self._settled = definition.replicas == 1
+        self._looks = LOOKS if definition.replicas > 1 else 0
 
     def warn(self, weight: float | None, batch: Any) -> None:
-        """Look at the first replica-step of a run."""
-        if self._settled:
+        """Look at the first replica-steps of a run; a first share may be one without padding."""
+        if not self._looks:
             return
-        self._settled = True
+        self._looks = 0 if weight is not None else self._looks - 1
         reason = None if weight is not None else _class_weights(self._loss_fn) or self._ignored_targets(batch)
         if reason is not None:
+            self._looks = 0
+            who, way = ("loss_fn", WRAPPED) if self._loss_fn is not None else ("the model's own loss", RETURNED)
             warnings.warn(
-                f"loss_fn {reason}, so its mean is not over samples, and it returns no weight: the replicas' mean "
-                "differs from the whole batch's. Wrap it: phalanx.weighted(loss_fn, count)",
+                f"{who} {reason}, so its mean is not over samples, and it returns no weight: the replicas' mean "
+                f"differs from the whole batch's. {way}",
                 UserWarning,
                 stacklevel=2,
             )
@@ -262,5 +282,5 @@ def _option(loss_fn: Any, name: str, default: Any) -> Any:
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:
-    values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (tuple, list)) else [batch]
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else [batch]
     return [value for value in values if isinstance(value, torch.Tensor)]

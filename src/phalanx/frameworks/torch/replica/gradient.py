@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -66,7 +67,9 @@ class Collector:
             lefts = onto or [None] * len(taken)
             placed = zip(taken, self._homes, lefts, strict=True)
             taken = [grad if grad is left else _placed_in_arena(grad, home) for grad, home, left in placed]
-        self._spent = separate(taken) if self._written else taken
+        if self._written and (onto is None or any(map(operator.is_not, taken, onto))):
+            taken = separate(taken)
+        self._spent = taken
         return self._spent
 
     @property

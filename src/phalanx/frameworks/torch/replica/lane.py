@@ -6,23 +6,23 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from phalanx.definition.data import Share
-from phalanx.definition.evaluation import measured
+from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.errors import InPartsError, UsageError
 from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.environment import explain
-from phalanx.frameworks.torch.model import warn_of_eval_mode
+from phalanx.frameworks.torch.model import check_mode
 from phalanx.frameworks.torch.replica.buffers import Buffers
 from phalanx.frameworks.torch.replica.forward import AmbiguousMean, Forward
 from phalanx.frameworks.torch.replica.gradient import Collector, drop
 from phalanx.frameworks.torch.replica.watching import watching
-from phalanx.seams import Computed, Measurement, Todo, Watch
+from phalanx.seams import Computed, Measurement, Todo, Watch, Weights
 from phalanx.surroundings import interrupts
 
 
@@ -70,6 +70,7 @@ class Lane:
         *,
         later: bool = False,
     ) -> None:
+        check_mode(model, definition.modes)
         self.model = model
         self.named = list(model.named_parameters())
         self.parameters = [parameter for _, parameter in self.named]
@@ -80,7 +81,6 @@ class Lane:
         self._forward = Forward(definition, model, self.parameters[0].device, later=later)
         self._ambiguous = ambiguous
         self._later = later
-        self._unseen = True
         self._joins = True
 
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
@@ -130,9 +130,6 @@ class Lane:
             explain(error)
             raise
         self._ambiguous.warn(weight, batch)
-        if self._unseen:
-            self._unseen = False
-            warn_of_eval_mode(self.model)
         if onto is not None and not (self._joins and _weight(todo, weight) == 1 and self.collector.joins):
             onto = None
         computed = time.perf_counter()
@@ -157,18 +154,18 @@ class Lane:
         drop(self.parameters)
         self.buffers.restore()
 
-    def measure(self, metric_fn: Callable[..., Any], key: int, share: Share) -> Measurement:
+    def measure(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Measurement:
         """See ``seams.Framework.measure``."""
         versions = self._versions()
-        with evaluating(self.model), torch.no_grad():
+        with evaluating(self.model), torch.no_grad(), substituted(self.named, weights or {}):
             self.buffers.begin()
             try:
                 with interrupts.breakable():
-                    value = self._forward.evaluated(metric_fn, self.feed.batch(key, share), share.origin)
+                    values = self._forward.evaluated(metrics, self.feed.batch(key, share), share.origin)
             finally:
                 self.buffers.restore()
         self._check_unwritten(versions, "in an evaluation")
-        return functools.partial(measured, value, len(share.samples))
+        return functools.partial(metrics.read, values, len(share.samples))
 
     def _versions(self) -> list[int]:
         return [parameter._version for parameter in self.parameters]
@@ -201,6 +198,20 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 def _weight(todo: Todo, returned: float | None) -> float:
     return todo.weight if returned is None else returned
+
+
+@contextlib.contextmanager
+def substituted(named: Sequence[tuple[str, torch.nn.Parameter]], weights: Mapping[str, Any]) -> Iterator[None]:
+    """Inside the block parameters are other memory; nothing is written, so whoever dies in it leaves all as it was."""
+    kept = [(parameter, parameter.data) for name, parameter in named if name in weights]
+    try:
+        for name, parameter in named:
+            if name in weights:
+                parameter.data = torch.as_tensor(weights[name], dtype=parameter.dtype, device=parameter.device)
+        yield
+    finally:
+        for parameter, data in kept:
+            parameter.data = data
 
 
 def _explain(error: ValueError, samples: int) -> None:

@@ -6,6 +6,7 @@ tensors. The caller's process keeps a model of its own, which is copied into the
 
 from __future__ import annotations
 
+import functools
 import gc
 import mmap
 from collections.abc import Sequence
@@ -22,9 +23,11 @@ from phalanx.frameworks.torch.arithmetic import spec_of, view
 from phalanx.frameworks.torch.optimizer import Update, check_no_global_hooks
 from phalanx.frameworks.torch.replica.buffers import Buffers, Left
 from phalanx.frameworks.torch.replica.gradient import Collector
+from phalanx.frameworks.torch.results import copied, shown
 from phalanx.frameworks.torch.sharing.buckets import GradientBuckets
 from phalanx.frameworks.torch.sharing.optimizer_state import OptimizerState, find_pieces
 from phalanx.plan.placement import Placement
+from phalanx.seams import Exported
 from phalanx.seams.sharing import Arrays
 from phalanx.shared.layout import Contents, Layout, Spec, StatePiece, Take, lay_out
 
@@ -35,13 +38,19 @@ STATES = 2  # arrays per parameter that optimizers from elsewhere are taken to k
 class Sharing:
     """Implements ``seams.sharing.Sharing`` for PyTorch: the parts of a framework that processes share."""
 
-    parameters: list[torch.nn.Parameter]
+    model: torch.nn.Module
     buffers: Buffers
     updates: Update
     collector: Collector
     environment: AbstractContextManager[None]
     arrays: ClassVar[Arrays] = arithmetic
     moving_seconds: ClassVar[float] = 0.2  # of making the arena and forking workers
+    lasting: ClassVar[bool] = True
+
+    @functools.cached_property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Those of the model."""
+        return list(self.model.parameters())
 
     @property
     def count(self) -> int:
@@ -76,6 +85,15 @@ class Sharing:
     def worker_state(self, layout: Layout, arena: mmap.mmap, worker: int) -> WorkerState:
         """The model and its optimizers in a worker's process; from here on, they lie in the arena."""
         return WorkerState(self, layout, arena, worker)
+
+    def look(self, layout: Layout, arena: mmap.mmap) -> Exported:
+        """See ``seams.sharing.Sharing.look``: a model whose weights and buffers are the arena's."""
+        model = copied(self.model)
+        rebind(list(model.parameters()), layout, arena)
+        Buffers(model).bind(
+            [view(arena, *placed) for placed in zip(layout.starts, layout.contents.buffers, strict=True)]
+        )
+        return shown(model)
 
     def _contents(self, state: list[StatePiece]) -> Contents:
         storages = _storages(self.parameters)

@@ -1,0 +1,25 @@
+"""What is done beside training, step by step: stop early, keep the best, average weights, write logs, profile.
+
+A callback is a function ``f(report)``, or an object with any of these hooks; nothing has to be inherited:
+
+==================== ==================================================================================================
+``begin(run)``       before the first step, with the run; after ``load``, where the run goes on from a snapshot
+``step(report)``     after each step, before anything is evaluated
+``evaluated(values)`` after an evaluation, with its values by name
+``end(result)``      when the run is closed; None where no whole state is left
+``state()``          what is to be kept in snapshots: numbers, text, tensors, lists and dicts of them
+``load(state)``      the same again, when a run goes on from a snapshot
+==================== ==================================================================================================
+
+Over several hosts, callbacks are called in the first process; one with ``everywhere = True`` in all of them, as one
+must be that calls ``run.stop()``.
+"""
+
+from phalanx.callbacks.early_stopping import EarlyStopping as EarlyStopping
+from phalanx.callbacks.ema import EMA as EMA
+from phalanx.callbacks.log import Log as Log
+from phalanx.callbacks.profile import Profile as Profile
+from phalanx.callbacks.save_best import Best as Best
+from phalanx.callbacks.save_best import SaveBest as SaveBest
+
+__all__ = ["EMA", "Best", "EarlyStopping", "Log", "Profile", "SaveBest"]

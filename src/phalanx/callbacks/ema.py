@@ -1,0 +1,78 @@
+"""Average weights over steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from phalanx.definition import checks
+from phalanx.errors import UsageError
+
+FOREACH: Any = torch
+
+
+class EMA:
+    """An exponential moving average of the parameters, in ``result.averaged``; evaluations and predictions use it.
+
+    After the first step the average is the weights; after each other it is ``decay * average + (1 - decay) * weights``,
+    with the bits of ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn(decay)``. Buffers are those of
+    the last step. It is in snapshots, and no part of the digest: training goes on as without it. Weights are read where
+    the workers keep them, so the average has the same bits for any number of workers; workers wait for it after each
+    step.
+
+    Parameters
+    ----------
+    decay : float, default 0.999
+        From 0 to below 1.
+
+    Attributes
+    ----------
+    averaged : dict of str to torch.Tensor, or None
+        The average by names of parameters; None before the first step.
+    """
+
+    everywhere = True
+
+    def __init__(self, decay: float = 0.999) -> None:
+        if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < 1:
+            raise UsageError(f"decay is {checks.shown(decay)}; it must be a number from 0 to below 1, as in EMA(0.999)")
+        self._decay = decay
+        self.averaged: dict[str, torch.Tensor] | None = None
+        self._run: Any = None
+        self._resumed = False
+
+    def begin(self, run: Any) -> None:
+        """Begin anew, unless the run goes on from a snapshot."""
+        self._run = run
+        if not self._resumed:
+            self.averaged = None
+        self._resumed = False
+
+    def step(self, report: Any) -> None:
+        """Take the weights in."""
+        params = {name: _tensor(value) for name, value in self._run.params.items()}
+        if self.averaged is None:
+            self.averaged = {name: value.clone() for name, value in params.items()}
+            return
+        for name, value in params.items():  # after a resume they are on the CPU
+            self.averaged[name] = self.averaged[name].to(value.device)
+        averages = [self.averaged[name] for name, value in params.items() if value.is_floating_point()]
+        weights = [value for value in params.values() if value.is_floating_point()]
+        with torch.no_grad():
+            FOREACH._foreach_lerp_(averages, weights, 1 - self._decay)
+
+    def state(self) -> dict[str, Any]:
+        """The average."""
+        return {"averaged": self.averaged}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Average on from there."""
+        self.averaged = state["averaged"]
+        self._resumed = True
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else torch.from_numpy(np.array(value))

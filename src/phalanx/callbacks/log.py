@@ -1,0 +1,255 @@
+"""Write what was measured to where people look at it: a CSV file, TensorBoard, Weights & Biases, MLflow."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import math
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol
+
+from phalanx.definition import checks
+from phalanx.errors import UsageError
+
+Row = dict[str, float | int]
+
+
+class Writer(Protocol):
+    """Where rows go: one per step, with the values that were evaluated after it."""
+
+    def open(self, run: Any, state: Mapping[str, Any] | None) -> None:
+        """Begin, or go on from what ``state`` gave at the snapshot."""
+        ...
+
+    def write(self, step: int, row: Row) -> None:
+        """Take a step's row."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What it takes to go on."""
+        ...
+
+    def close(self) -> None:
+        """All rows are written."""
+        ...
+
+
+class Csv:
+    """A file with a line for each step, and a column for each metric, empty where it was not evaluated.
+
+    After a resume the lines of steps that are done again are cut off first, so that none is there twice.
+    """
+
+    def __init__(self, where: Any, options: Mapping[str, Any]) -> None:
+        if options:
+            raise UsageError(f"Log('csv') takes no {', '.join(options)}")
+        self._target = where
+        self._columns: list[str] = []
+        self._lines: list[list[str]] = []
+        self._file: Any = None
+
+    def open(self, run: Any, state: Mapping[str, Any] | None) -> None:
+        """See ``Writer.open``."""
+        folder = run.run_dir or pathlib.Path()
+        self._csv = pathlib.Path(folder / "log.csv" if self._target is None else self._target)
+        self._csv.parent.mkdir(parents=True, exist_ok=True)
+        self._columns, self._rows = ([], 0) if state is None else (list(state["columns"]), int(state["rows"]))
+        lines: list[list[str]] = []
+        if state is not None and self._csv.exists():
+            with self._csv.open(newline="") as file:
+                lines = [line[: len(self._columns)] for line in list(csv.reader(file))[1 : self._rows + 1]]
+        self._begin(lines)
+
+    def write(self, step: int, row: Row) -> None:
+        """See ``Writer.write``; a new column makes the file anew."""
+        new = [name for name in row if name not in self._columns]
+        if new:
+            self._columns += new
+            self._file.close()
+            with self._csv.open(newline="") as file:
+                lines = list(csv.reader(file))[1:]
+            self._begin(lines)
+        csv.writer(self._file).writerow([row.get(name, "") for name in self._columns])
+        self._file.flush()
+        self._rows += 1
+
+    def state(self) -> dict[str, Any]:
+        """See ``Writer.state``."""
+        return {"rows": self._rows, "columns": list(self._columns)}
+
+    def close(self) -> None:
+        """See ``Writer.close``."""
+        if self._file is not None:
+            self._file.close()
+
+    def _begin(self, lines: list[list[str]]) -> None:
+        """A file with the header and these lines takes the place of the one that is there."""
+        draft = self._csv.with_name(f".{self._csv.name}.new")
+        with draft.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(self._columns)
+            writer.writerows(line + [""] * (len(self._columns) - len(line)) for line in lines)
+        os.replace(draft, self._csv)
+        self._file = self._csv.open("a", newline="")
+
+
+class TensorBoard:
+    """An event file; after a resume, TensorBoard is told to forget the steps that are done again."""
+
+    def __init__(self, where: Any, options: Mapping[str, Any]) -> None:
+        self._target, self._options = where, options
+
+    def open(self, run: Any, state: Mapping[str, Any] | None) -> None:
+        """See ``Writer.open``."""
+        module = _module("torch.utils.tensorboard", "tensorboard")
+        folder = self._target or (run.run_dir or pathlib.Path()) / "tensorboard"
+        self._writer = module.SummaryWriter(str(folder), purge_step=run.steps if state else None, **self._options)
+
+    def write(self, step: int, row: Row) -> None:
+        """See ``Writer.write``."""
+        for name, value in row.items():
+            self._writer.add_scalar(name, value, step)
+
+    def state(self) -> dict[str, Any]:
+        """See ``Writer.state``."""
+        self._writer.flush()
+        return {"open": True}
+
+    def close(self) -> None:
+        """See ``Writer.close``."""
+        self._writer.close()
+
+
+class Wandb:
+    """A run of Weights & Biases, gone on with after a resume; ``where`` is the project."""
+
+    def __init__(self, where: Any, options: Mapping[str, Any]) -> None:
+        self._target, self._options = where, options
+
+    def open(self, run: Any, state: Mapping[str, Any] | None) -> None:
+        """See ``Writer.open``."""
+        again = {} if state is None else {"id": state["id"], "resume": "allow"}
+        self._run = _module("wandb", "wandb").init(project=self._target, **{**self._options, **again})
+
+    def write(self, step: int, row: Row) -> None:
+        """See ``Writer.write``."""
+        self._run.log(row, step=step)
+
+    def state(self) -> dict[str, Any]:
+        """See ``Writer.state``."""
+        return {"id": self._run.id}
+
+    def close(self) -> None:
+        """See ``Writer.close``."""
+        self._run.finish()
+
+
+class MLflow:
+    """A run of MLflow, gone on with after a resume; ``where`` is the experiment."""
+
+    def __init__(self, where: Any, options: Mapping[str, Any]) -> None:
+        self._target, self._options = where, options
+
+    def open(self, run: Any, state: Mapping[str, Any] | None) -> None:
+        """See ``Writer.open``."""
+        self._mlflow = _module("mlflow", "mlflow")
+        if self._target is not None:
+            self._mlflow.set_experiment(self._target)
+        again = {} if state is None else {"run_id": state["id"]}
+        self._run = self._mlflow.start_run(**{**self._options, **again})
+
+    def write(self, step: int, row: Row) -> None:
+        """See ``Writer.write``."""
+        self._mlflow.log_metrics({name: float(value) for name, value in row.items()}, step=step)
+
+    def state(self) -> dict[str, Any]:
+        """See ``Writer.state``."""
+        return {"id": self._run.info.run_id}
+
+    def close(self) -> None:
+        """See ``Writer.close``."""
+        self._mlflow.end_run()
+
+
+class Log:
+    """Writes loss, gradient norm, learning rate and all evaluations of each step.
+
+    What it writes has no clock in it: a run that was killed and resumed leaves the same log as one that was not.
+
+    Parameters
+    ----------
+    to : "csv", "tensorboard", "wandb" or "mlflow"
+        Through the library of that name, which has to be installed ("csv": none).
+    where : path-like or str, optional
+        The CSV file, TensorBoard's folder, the project of wandb, the experiment of MLflow. By default "log.csv" or
+        "tensorboard" in the run's directory, or here.
+    **options
+        For ``SummaryWriter``, ``wandb.init`` or ``mlflow.start_run``.
+
+    Raises
+    ------
+    UsageError
+        ``to`` is something else.
+    """
+
+    KINDS: ClassVar[Mapping[str, Any]] = {"csv": Csv, "tensorboard": TensorBoard, "wandb": Wandb, "mlflow": MLflow}
+
+    def __init__(self, to: str, where: Any = None, **options: Any) -> None:
+        checks.choice("to", to, tuple(self.KINDS))
+        self._writer: Writer = self.KINDS[to](where, options)
+        self._state: Mapping[str, Any] | None = None
+        self._open = False
+        self._row: Row | None = None
+
+    def begin(self, run: Any) -> None:
+        """Open it, or go on where the snapshot was."""
+        state, self._state = self._state, None
+        self._row = None
+        self._writer.open(run, state)
+        self._open = True
+
+    def step(self, report: Any) -> None:
+        """Note a step; it is written when the next one comes, with what is evaluated until then."""
+        self._flush()
+        epoch = {} if report.epoch is None else {"epoch": report.epoch}
+        values = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": report.lr, "samples": report.samples}
+        self._row = {
+            "step": report.step,
+            **epoch,
+            **{k: v for k, v in values.items() if not math.isnan(v) or k != "lr"},
+        }
+
+    def evaluated(self, values: Mapping[str, float]) -> None:
+        """Add what was evaluated to the step's row."""
+        if self._row is not None:
+            self._row |= values
+
+    def end(self, result: Any) -> None:
+        """Write what is left, and close it."""
+        if self._open:
+            self._flush()
+            self._writer.close()
+            self._open = False
+
+    def state(self) -> dict[str, Any]:
+        """How far it is."""
+        self._flush()
+        return self._writer.state() if self._open else {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self._state = state or None
+
+    def _flush(self) -> None:
+        if self._row is not None:
+            row, self._row = self._row, None
+            self._writer.write(int(row["step"]), row)
+
+
+def _module(name: str, package: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UsageError(f"Log needs {package} ({error}); install it: pip install {package}") from error

@@ -1,0 +1,334 @@
+"""Callbacks: hooks and their order, state that is in snapshots, and those that phalanx has."""
+
+import csv
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+
+import phalanx
+from phalanx import callbacks
+from tests.callbacks.jobs import EPOCHS, HELD_OUT, TARGETS, X, accuracy, evaluation, left, make_model, recipe
+from tests.callbacks.jobs import callbacks as job
+
+
+class Witness:
+    """Notes which hooks are called, and counts steps in its state."""
+
+    def __init__(self):
+        self.seen, self.counted = [], 0
+
+    def begin(self, run):
+        self.seen.append(("begin", run.steps))
+
+    def step(self, report):
+        self.counted += 1
+        self.seen.append(("step", report.step, report.metric))
+
+    def evaluated(self, values):
+        self.seen.append(("evaluated", sorted(values)))
+
+    def end(self, result):
+        self.seen.append(("end", result.steps))
+
+    def state(self):
+        return {"counted": self.counted, "array": np.arange(self.counted), "tensor": torch.full((2,), self.counted)}
+
+    def load(self, state):
+        self.counted = state["counted"]
+        self.seen.append(("load", self.counted, state["array"].tolist(), state["tensor"].tolist()))
+
+
+def test_hooks_come_in_one_order():
+    """begin, then step, evaluated and the functions with the value, and end with a whole result."""
+    witness = Witness()
+    seen = witness.seen
+    recipe(epochs=1).train(callbacks=[witness, lambda report: seen.append((report.step, report.metric is not None))],
+                           evaluation=evaluation())  # fmt: skip
+    expected = [("begin", 0)]
+    for step in range(5):
+        expected += [("step", step, None), *([("evaluated", ["accuracy"])] if step == 4 else []), (step, step == 4)]
+    assert seen == [*expected, ("end", 5)]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_state_of_a_callback_is_that_of_the_snapshot(tmp_path, workers):
+    """A run that goes on loads what the callback had when the snapshot was made, before begin; tensors come back."""
+    options = {"run_dir": tmp_path, "snapshot_every": 2, "workers": workers}
+    with recipe(epochs=1).start(callbacks=[Witness()], **options) as run:
+        next(run)
+        next(run)
+    witness = Witness()
+    result = recipe(epochs=1).train(callbacks=[witness], **options)
+    assert witness.seen[:3] == [("load", 2, [0, 1], [2.0, 2.0]), ("begin", 2), ("step", 2, None)]
+    assert (witness.counted, result.resumed_from) == (5, 2)
+
+
+def test_a_state_that_nobody_takes_is_told_of(tmp_path):
+    """A callback that is gone when a run goes on is named in a warning, not passed over."""
+    with recipe(epochs=1).start(callbacks=[Witness()], run_dir=tmp_path) as run:
+        next(run)
+    with pytest.warns(UserWarning, match="callback Witness"):
+        recipe(epochs=1).train(run_dir=tmp_path, callbacks=[print])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_job_with_all_of_them_is_the_same_for_any_workers_and_after_a_resume(tmp_path, workers):
+    """Stop, best files, averages, evaluations and the log are equal, whole, on workers, or killed and resumed."""
+    whole, other = tmp_path / "whole", tmp_path / "other"
+    due = evaluation()
+    expected = left(recipe().train(run_dir=whole, callbacks=job(), evaluation=due, engine="inline"), whole)
+    assert expected[0] < EPOCHS * 5, "it stopped early"
+    with recipe().start(run_dir=other, callbacks=job(), evaluation=due, snapshot_every=4, workers=3) as run:
+        for report in run:
+            if report.step == 16:
+                break
+    result = recipe().train(run_dir=other, callbacks=job(), evaluation=due, snapshot_every=4, workers=workers)
+    assert left(result, other) == expected
+    again = recipe().train(run_dir=other, callbacks=job(), evaluation=due, snapshot_every=4)
+    assert (again.steps, again.digest) == expected[:2], "a run that had stopped stays so"
+
+
+@pytest.mark.long
+def test_a_driver_that_is_killed_leaves_a_job_that_goes_on(tmp_path):
+    """After SIGKILL of the caller's process between two snapshots, the same call ends as if nothing had been."""
+    script = (
+        "import os, signal, sys, phalanx\nfrom tests.callbacks.jobs import *\n"
+        "def kill(report):\n    if report.step == 14: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "recipe().train(run_dir=sys.argv[1], callbacks=[*callbacks(), kill], evaluation=evaluation(), snapshot_every=4,"
+        " workers=2)\n"
+    )
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    root = str(pathlib.Path(__file__).parents[2])
+    done = subprocess.run([sys.executable, "-c", script, str(killed)], cwd=root, env=os.environ, check=False)
+    assert done.returncode == -9
+    expected = left(recipe().train(run_dir=whole, callbacks=job(), evaluation=evaluation()), whole)
+    result = recipe().train(run_dir=killed, callbacks=job(), evaluation=evaluation(), snapshot_every=4, workers=2)
+    assert result.resumed_from == 12
+    assert left(result, killed) == expected
+
+
+def test_without_its_state_a_resumed_run_would_stop_elsewhere(tmp_path):
+    """Negative twin: the same, but the counts of EarlyStopping are lost on the way."""
+
+    class Forgetful(callbacks.EarlyStopping):
+        def load(self, state):
+            pass
+
+    def train(kind, folder, steps=None):
+        with recipe().start(run_dir=folder, callbacks=[kind("accuracy", patience=2)], evaluation=evaluation()) as run:
+            for report in run:
+                if report.step + 1 == steps:
+                    return None
+            return run.steps
+
+    whole = train(callbacks.EarlyStopping, tmp_path / "a")
+    for kind, stopped in ((callbacks.EarlyStopping, True), (Forgetful, False)):
+        folder = tmp_path / kind.__name__
+        train(kind, folder, whole - 1)
+        assert (train(kind, folder) == whole) is stopped
+
+
+def test_averages_are_those_of_averaged_model():
+    """With one replica, EMA has the bits of torch's AveragedModel in a plain loop, after each step."""
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    one = recipe(replicas=1, epochs=2)
+    result = one.train(callbacks=[callbacks.EMA(0.9)])
+    with one.start() as run:
+        model = None
+        for _ in run:
+            if model is None:
+                model = AveragedModel(run.result().model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+            model.update_parameters(run.model)
+    for name, value in model.module.named_parameters():
+        assert torch.equal(value, result.averaged[name])
+    assert result.digest == one.train().digest, "averages are no part of the digest"
+    assert not torch.equal(result.averaged["0.weight"], result.params["0.weight"])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_evaluations_and_predictions_use_averages(workers):
+    """With EMA, they are those of a model with the averaged weights; the run's own weights stay what they are."""
+    with recipe(epochs=2).start(callbacks=[callbacks.EMA(0.9)], workers=workers) as run:
+        for _ in run:
+            pass
+        before = run.result().digest
+        value, shown = run.evaluate(accuracy, (HELD_OUT, TARGETS)), run.predict(HELD_OUT)
+        result = run.result()
+    assert result.digest == before
+    model = make_model()
+    model.load_state_dict(result.model.state_dict() | result.averaged)
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(shown, model(HELD_OUT))
+    assert value == pytest.approx(float(accuracy(shown, TARGETS)))
+    assert torch.equal(result.predict(HELD_OUT), shown)
+
+
+def test_best_weights_are_in_memory_without_a_directory():
+    """SaveBest keeps copies: they are the weights of that step, though training went on."""
+    result = recipe(epochs=6).train(callbacks=[callbacks.SaveBest("accuracy")], evaluation=evaluation())
+    best = result.best
+    assert best.value == max(item.value for item in result.metric_history)
+    assert best.path is None
+    model = make_model()
+    model.load_state_dict(best.weights)
+    after = recipe(epochs=None, steps=best.steps).train()
+    assert torch.equal(model[0].weight, after.params["0.weight"])
+
+
+def test_a_log_has_a_line_for_each_step(tmp_path):
+    """Columns are there for all that was evaluated; a value stands in the line of its step."""
+    result = recipe(epochs=2).train(callbacks=[callbacks.Log("csv", tmp_path / "a.csv")], evaluation=evaluation())
+    rows = list(csv.DictReader((tmp_path / "a.csv").read_text().splitlines()))
+    assert [int(row["step"]) for row in rows] == list(range(10))
+    assert [float(row["loss"]) for row in rows] == result.loss_history
+    assert [row["accuracy"] for row in rows if row["accuracy"]] == [repr(item.value) for item in result.metric_history]
+
+
+class FakeLibrary(types.ModuleType):
+    """Stands for wandb and mlflow: notes what it is told, in the order in which it is."""
+
+    def __init__(self):
+        super().__init__("fake")
+        self.told, self.id, self.info = [], "abc", types.SimpleNamespace(run_id="abc")
+
+    def init(self, **options):
+        self.told.append(("open", options))
+        return self
+
+    start_run = init
+
+    def log(self, row, step):
+        self.told.append((step, row["loss"]))
+
+    def log_metrics(self, row, step):
+        self.log(row, step)
+
+    def set_experiment(self, name):
+        self.told.append(("experiment", name))
+
+    def finish(self):
+        self.told.append("closed")
+
+    end_run = finish
+
+
+AGAIN = {"wandb": {"id": "abc", "resume": "allow"}, "mlflow": {"run_id": "abc"}}
+
+
+@pytest.mark.parametrize("kind", AGAIN)
+def test_logs_go_on_in_the_same_run_of_a_service(tmp_path, monkeypatch, kind):
+    """After a resume the library is asked for the run that there was, by its id."""
+    library = FakeLibrary()
+    monkeypatch.setitem(sys.modules, kind, library)
+    with recipe(epochs=1).start(run_dir=tmp_path, callbacks=[callbacks.Log(kind, "here")], snapshot_every=2) as run:
+        next(run)
+        next(run)
+    count = len(library.told)
+    result = recipe(epochs=1).train(run_dir=tmp_path, callbacks=[callbacks.Log(kind, "here")])
+    opened = [item[1] for item in library.told[count:] if item[0] == "open"]
+    assert opened[0].items() >= AGAIN[kind].items()
+    assert [item for item in library.told[count:] if item[0] in (2, 3, 4)] == list(enumerate(result.loss_history))[2:]
+    assert library.told[-1] == "closed"
+
+
+def test_tensorboard_gets_scalars(tmp_path, monkeypatch):
+    """Each value becomes a scalar at its step; after a resume, later steps are purged."""
+    told = []
+
+    class SummaryWriter:
+        def __init__(self, folder, purge_step=None):
+            told.append((folder, purge_step))
+
+        def add_scalar(self, name, value, step):
+            told.append((name, value, step))
+
+        def flush(self):
+            pass
+
+        close = flush
+
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = SummaryWriter
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    log = callbacks.Log("tensorboard", tmp_path / "logs")
+    with recipe(epochs=1).start(run_dir=tmp_path / "run", callbacks=[log], evaluation=evaluation()) as run:
+        next(run)
+    result = recipe(epochs=1).train(run_dir=tmp_path / "run", callbacks=[log], evaluation=evaluation())
+    assert [item[1] for item in told if item[0] == str(tmp_path / "logs")] == [None, 1]
+    losses = {step: value for name, value, step in (item for item in told if len(item) == 3) if name == "loss"}
+    assert [losses[step] for step in range(5)] == result.loss_history
+    assert ("accuracy", result.metric_history[-1].value, 4) in told
+
+
+def test_a_profile_opens_in_perfetto(tmp_path):
+    """The chosen steps become files of trace events, with the operations of the model in them."""
+    profile = callbacks.Profile([1], tmp_path)
+    recipe(epochs=1).train(callbacks=[profile], engine="inline")
+    (path,) = profile.files
+    names = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
+    assert path.name == "step-1.json"
+    assert any("addmm" in str(name) for name in names)
+    with pytest.raises(phalanx.UsageError, match="engine='inline'"):
+        recipe(epochs=1).train(callbacks=[callbacks.Profile([1], tmp_path)], workers=2)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_run_can_be_stopped(workers):
+    """stop() ends iterating after the step that is being done, in a callback as in a loop; result() is that state."""
+
+    class Stop:
+        def begin(self, run):
+            self.run = run
+
+        def step(self, report):
+            if report.step == 2:
+                self.run.stop()
+
+    result = recipe().train(callbacks=[Stop()], workers=workers)
+    assert (result.steps, result.digest) == (3, recipe(epochs=None, steps=3).train().digest)
+
+
+WRONG = [
+    (lambda: callbacks.EarlyStopping("happiness"), "metric is 'happiness'.*mode='max' or 'min'"),
+    (lambda: callbacks.EarlyStopping("loss", patience=0), "patience is 0"),
+    (lambda: callbacks.EarlyStopping("loss", mode="up"), "mode is 'up'"),
+    (lambda: callbacks.SaveBest("accuracy", keep=0), "keep is 0"),
+    (lambda: callbacks.EMA(1.0), "decay is 1.0"),
+    (lambda: callbacks.Log("notebook"), "to is 'notebook'"),
+    (lambda: callbacks.Log("csv", color=3), "takes no color"),
+    (lambda: recipe().train(callbacks=[callbacks.EMA]), r"the class EMA; pass an instance"),
+    (lambda: recipe().train(callbacks=["EMA"]), "callbacks is \\['EMA'\\]"),
+    (lambda: recipe().train(callbacks=[types.SimpleNamespace(state=dict)]), "only one of state"),
+    (
+        lambda: recipe().train(callbacks=[callbacks.EarlyStopping("f1")], evaluation=evaluation()),
+        "metric is 'f1', but what is evaluated is accuracy",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), WRONG, ids=[words[:20] for _, words in WRONG])
+def test_wrong_callbacks_are_refused(call, words):
+    """The argument, its value, and the way out are named."""
+    with pytest.raises(phalanx.UsageError, match=words):
+        call()
+
+
+def test_a_library_that_is_missing_is_named(tmp_path):
+    """Log says what to install."""
+    with pytest.raises(phalanx.UsageError, match="pip install mlflow"):
+        recipe().train(callbacks=[callbacks.Log("mlflow")])
+
+
+def test_the_data_of_the_job_is_what_it_says():
+    """Negative twin of all of the above: with another seed, nothing is the same."""
+    assert recipe(epochs=1).train().digest != recipe(epochs=1, seed=1).train().digest
+    assert len(X) == 150

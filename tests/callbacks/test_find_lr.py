@@ -1,0 +1,27 @@
+"""Which learning rate a recipe may take."""
+
+import pytest
+import torch
+
+import phalanx
+from tests.callbacks.jobs import recipe
+
+
+def test_a_rate_is_found_and_drawn():
+    """Rates grow by one factor, the suggestion is one of them below the lowest loss; the same for any workers."""
+    found = phalanx.find_lr(recipe(), steps=60)
+    ratios = [later / earlier for earlier, later in zip(found.lrs, found.lrs[1:], strict=False)]
+    assert max(ratios) == pytest.approx(min(ratios))
+    assert found.lrs[0] == 1e-7
+    assert found.suggestion in found.lrs
+    assert 1e-5 < found.suggestion < 0.5
+    assert found == phalanx.find_lr(recipe(), steps=60, workers=2)
+    assert found.plot().get_xlabel() == "learning rate"
+
+
+def test_what_has_no_rate_to_find_is_refused():
+    """Rates in the wrong order, and a loss that never falls."""
+    with pytest.raises(phalanx.UsageError, match="lowest < highest"):
+        phalanx.find_lr(recipe(), lowest=1.0, highest=0.1)
+    with pytest.raises(phalanx.UsageError, match="never fell"):
+        phalanx.find_lr(recipe(optimizer=torch.optim.SGD, lr=1e-3), lowest=1e3, highest=1e5, steps=20)

@@ -1,0 +1,69 @@
+"""``phalanx report`` and ``export``: a run's directory as one page, and as one file of weights."""
+
+import html.parser
+import pathlib
+import re
+
+import pytest
+import torch
+
+import phalanx
+from phalanx.checkpoint.export import read_weights
+from phalanx.cli import pages
+from tests.callbacks.jobs import evaluation, recipe
+
+
+class Parser(html.parser.HTMLParser):
+    """Collects texts, and what would be loaded from elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.texts, self.loaded, self.paths = [], [], 0
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+    def handle_starttag(self, tag, attributes):
+        self.paths += tag == "path"
+        self.loaded += [value for name, value in attributes if name in ("src", "href")]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A run with evaluations that was broken off once."""
+    folder = tmp_path_factory.mktemp("runs") / "a<b"
+    with recipe(epochs=2).start(run_dir=folder, evaluation=evaluation(), snapshot_every=3) as run:
+        for report in run:
+            if report.step == 6:
+                break
+    recipe(epochs=2).train(run_dir=folder, evaluation=evaluation(), snapshot_every=3)
+    return folder
+
+
+def test_a_page_shows_the_run_and_loads_nothing(run_dir, tmp_path):
+    """Curves of loss and metric, what happened, and the environment; nothing from elsewhere, and names are escaped."""
+    pages.report([run_dir, run_dir], tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    parser = Parser()
+    parser.feed(text)
+    assert parser.loaded == []
+    assert {"loss", "accuracy", "samples a second", "resume", "snapshot"} <= set(parser.texts)
+    assert any("a<b" in shown for shown in parser.texts)
+    assert parser.paths > 10
+    assert not re.search(r"nan|inf\b", "".join(re.findall(r' d="([^"]*)"', text)))
+    assert len(pages.read(run_dir).steps) == 10
+
+
+def test_a_page_needs_a_log(tmp_path):
+    """Another folder, and three runs, are refused by name."""
+    with pytest.raises(phalanx.UsageError, match=r"has no events\.jsonl"):
+        pages.report([tmp_path], tmp_path / "a.html")
+    with pytest.raises(phalanx.UsageError, match="given 3 times"):
+        pages.report([tmp_path] * 3, tmp_path / "a.html")
+
+
+def test_an_export_has_the_weights_of_the_newest_snapshot(run_dir, tmp_path):
+    """One safetensors file, equal to what phalanx.load reads."""
+    assert pages.export(str(run_dir), str(tmp_path / "m.safetensors")) == 10
+    weights = read_weights(pathlib.Path(tmp_path / "m.safetensors"))
+    assert all(torch.equal(weights[name], value) for name, value in phalanx.load(run_dir).weights.items())
