@@ -25,8 +25,9 @@ check: $(INSTALLED)  ## lint, format, types and the house rules; under a minute
 		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:xdist -m house tests/house; rules=$$?; \
 		wait $$! && exit $$rules
 
-bench: $(INSTALLED)  ## time steps and scaling beside the plain loop and DDP; about 80 minutes; writes benchmarks/results
+bench: $(INSTALLED)  ## time steps and scaling beside the plain loop and DDP; about two hours; writes benchmarks/results
 	@$(BIN)/python benchmarks/step.py --save
+	@$(BIN)/python benchmarks/price.py --save
 	@$(BIN)/python benchmarks/scaling.py --save
 	@$(BIN)/python benchmarks/backend.py --save
 	@$(BIN)/python benchmarks/recovery.py --save

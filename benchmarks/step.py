@@ -36,7 +36,6 @@ COLUMNS = (*PLAIN, "DDP W=2", "W=2", "DDP W=4", "W=4", "R=1", "R=8", "compute W=
 SAME_ANSWER = ("R=4", "R=4 W=2", "W=4")  # all of them compute 4 replicas; the first two only once
 RESULTS = pathlib.Path(__file__).parent / "results"
 README = pathlib.Path(__file__).parent.parent / "README.md"
-BEGIN, END = "<!-- step:begin -->", "<!-- step:end -->"
 STATE_PASSES = 6  # weights and AdamW's two states, read and written
 METHOD = """Rounds: {rounds}, interleaved, a fresh process per column and round. Times are medians, ratios are medians
 of each round's ratio. Everything is timed after warm steps, a fifth as many ({steps} are timed). DDP: Gloo
@@ -232,10 +231,11 @@ def text(measured: dict[str, Facts], rounds: int, *, quick: bool) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def put_into_readme(table: str) -> None:
+def put_into_readme(table: str, name: str = "step") -> None:
     """Replace the table between the two markers of the README."""
-    before, rest = README.read_text().split(BEGIN)
-    README.write_text(before + BEGIN + "\n" + table + "\n" + END + rest.split(END)[1])
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    before, rest = README.read_text().split(begin)
+    README.write_text(before + begin + "\n" + table + "\n" + end + rest.split(end)[1])
 
 
 def circumstances(script: str) -> str:

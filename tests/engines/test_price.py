@@ -43,11 +43,12 @@ def test_what_does_not_depend_on_the_share_is_paid_r_times():
     assert price.price(samples, open_framework(samples, ())) < 2
 
 
-def test_a_long_run_says_so_once(monkeypatch):
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_long_run_says_so_once(monkeypatch, workers):
     """A run that takes long and whose R is dear warns once, names the command, and ends in the same bits."""
     monkeypatch.setattr(price, "LONG_SECONDS", 0.0)
     with pytest.warns(UserWarning, match="phalanx tune FILE") as caught:
-        told = recipe(by_call).train(workers=1)
+        told = recipe(by_call).train(workers=workers)
     assert len(caught) == 1
     assert "replicas=8 takes about" in str(caught[0].message)
     monkeypatch.setattr(price, "LONG_SECONDS", 1e9)
