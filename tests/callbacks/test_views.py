@@ -121,3 +121,13 @@ def test_an_optimizer_may_take_the_model():
 
     made = [recipe(epochs=1, optimizer=each, lr=1e-3) for each in (groups, both)]
     assert len({each.train(workers=workers).digest for each in made for workers in (1, 2)}) == 1
+
+
+@pytest.mark.long
+def test_lazy_modules_elsewhere_in_the_process_do_no_harm():
+    """A parameter without memory, elsewhere in this process, does not keep a run's model from being looked at."""
+    elsewhere = nn.LazyLinear(3)
+    with recipe().start(workers=2) as run:
+        next(run)
+        assert next(run.model.parameters()).shape == next(make_model().parameters()).shape
+    assert nn.parameter.is_lazy(elsewhere.weight)

@@ -496,7 +496,7 @@ def test_a_refused_parcel_is_no_harm(memory):
     lock = threading.Lock()
     with MLP.recipe(2).start(engine="processes", workers=2) as run:
         first = run.step()
-        with pytest.raises(UsageError, match=r"^metric_fn \(its variable lock\)"):
+        with pytest.raises(UsageError, match=r"^metric_fn\.metric \(its variable lock\)"):
             run.evaluate(lambda output, target: 0.0 if lock else 1.0, MLP.data)
         with pytest.raises(UsageError, match=r"^batch\[1\]\[0\]"):
             run.step([(1, 2), (lock, 2)])

@@ -15,6 +15,7 @@ from torch.autograd import Variable
 from torch.nn import functional as F
 
 import phalanx
+from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.engines.processes.driver import Processes
 from phalanx.frameworks.registry import open_framework
 from phalanx.plan.placement import Placement
@@ -651,7 +652,8 @@ def placed(recipe, blocks):
     try:
         for _ in range(recipe.plan.steps):
             engine.advance(None, recipe.plan.steps)
-        value = engine.evaluate(metric, held_out(recipe.data), CHUNK)
+        metrics = Metrics(metric)
+        value = metrics.fold(engine.evaluate(metrics, held_out(recipe.data), CHUNK))["metric"]
         digest = engine.export(copy=True).digest
     finally:
         engine.close()

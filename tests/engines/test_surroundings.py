@@ -204,7 +204,7 @@ def test_staying_in_one_process_is_explained(monkeypatch):
     """A run that meant to move to workers and cannot says why, once, and goes on to the same digest."""
     hurry(monkeypatch, recipe())
 
-    def refuse(*arguments):
+    def refuse(*arguments, **options):
         raise OSError("no more descriptors")
 
     monkeypatch.setattr(auto, "Processes", refuse)

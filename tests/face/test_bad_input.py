@@ -526,7 +526,7 @@ OPTIONS = [
     ("callbacks-number", lambda: train(callbacks=3), "callbacks is 3", "a list"),
     ("progress", lambda: train(progress="yes"), "progress is 'yes'", "True, False, 'auto'"),
     ("evaluation", lambda: train(evaluation=accuracy), "evaluation is", "phalanx.Evaluation(metric_fn, data)"),
-    ("misspelt-argument", lambda: recipe(learning_rate=0.1), "learning_rate ", "is not an argument", "there are", "lr"),
+    ("misspelt-argument", lambda: recipe(learning_rate=0.1), "learning_rate ", "is not an argument", "it is called lr"),
     ("misspelt-option", lambda: train(worker=2), "worker ", "did you mean 'workers'"),
     ("misspelt-start", lambda: recipe().start(device="cpu"), "device ", "did you mean 'devices'"),
     (

@@ -139,7 +139,7 @@ class Processes:
     def evaluate(self, metrics: Metrics, data: Any, batch_size: int, weights: Weights | None = None) -> list[Any]:
         """See ``seams.Engine.evaluate``: each worker measures a block of chunks."""
         self.check_able()
-        facts = {"metrics": metrics, "data": data, "batch_size": batch_size, "weights": weights}
+        facts = {"metric_fn": metrics, "data": data, "batch_size": batch_size, "weights": weights}
         return [reading for readings in self._ask("evaluate", facts) for reading in readings]
 
     def schedule(self, value: float, epoch: int) -> None:

@@ -252,7 +252,7 @@ def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
             if name in thing.__globals__:
                 yield f" (its global {name})", thing.__globals__[name]
     for name, value in getattr(thing, "__dict__", {}).items() if not isinstance(thing, type) else ():
-        yield f".{name}", value
+        yield "" if name.startswith("_") else f".{name}", value  # who wrote the thing does not know such names
 
 
 def _travels(thing: Any, reducer: Reducer) -> bool:

@@ -247,7 +247,7 @@ class Worker:
         order()  # who sees the trouble sees how far this worker came
         self._counters.trouble = 1
 
-    def _evaluate(self, metrics: Metrics, data: Any, batch_size: int, weights: Weights | None) -> list[Any]:
+    def _evaluate(self, metric_fn: Metrics, data: Any, batch_size: int, weights: Weights | None) -> list[Any]:
         """Measure this worker's block of chunks."""
         shares = self._dealer.chunks(data, batch_size)
         start, end = share_bounds(len(shares), self._placement.workers)[self._number]
@@ -256,7 +256,7 @@ class Worker:
         for chunk in range(start, end):
             if self._counters.pause == LEAVE:
                 raise Trouble
-            found.append(measure(self._framework, metrics, evaluation_key(seed, chunk), shares[chunk], weights)())
+            found.append(measure(self._framework, metric_fn, evaluation_key(seed, chunk), shares[chunk], weights)())
             self._own.total += 1  # a long evaluation is not silent
         return found
 

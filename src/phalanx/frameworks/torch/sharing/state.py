@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch import arithmetic
@@ -235,7 +236,7 @@ def _storages(parameters: Sequence[torch.Tensor]) -> dict[int, torch.UntypedStor
 
 def _address(tensor: torch.Tensor) -> int:
     """Of its storage; 0 for what has none of the usual kind."""
-    plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
+    plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and not is_lazy(tensor)
     return tensor.untyped_storage().data_ptr() if plain else 0
 
 
