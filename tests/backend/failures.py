@@ -74,6 +74,15 @@ def differing(rank, size, kind):
         one_after_another(calls[kind], dist.barrier)
 
 
+def differing_sparse(rank, size):
+    """Sparse tensors of different shapes, and a sparse tensor beside a dense one, are told on every rank."""
+    group = dist.new_group(list(range(size)))
+    with pytest.raises(phalanx.UsageError, match=r"shape \(3,\) \(1 sparse\).*, shape \(4, 2\) \(2 sparse\)"):
+        dist.all_reduce((torch.ones(4, 2) if rank == 1 else torch.ones(3)).to_sparse(), group=group)
+    with pytest.raises(PeerError, match=r"does (sparse )?all_reduce .* while rank \d does|has ended"):
+        one_after_another(lambda: dist.all_reduce(torch.ones(3) if rank else torch.ones(3).to_sparse()), dist.barrier)
+
+
 def late(rank, size):
     """One rank does not come: the others give up after the time that the group was given, naming it."""
     import datetime
@@ -82,7 +91,7 @@ def late(rank, size):
     if rank == 1:
         wait_for("gave up")
         return
-    with pytest.raises(PeerError, match=r"all_reduce: rank 1 did not come within 0\.5 s"):
+    with pytest.raises(PeerError, match=r"all_reduce: rank 1 did not come within the timeout of 0\.5 s"):
         dist.all_reduce(torch.ones(3), group=group)
     tell("gave up")
 
@@ -100,7 +109,9 @@ def wait_for(event):
 def refused(rank, size):
     """Wrong calls are refused on the rank that makes them, and the group goes on."""
     wrong = [
-        (lambda: dist.all_reduce(torch.ones(3).to_sparse()), "sparse"),
+        (lambda: dist.broadcast(torch.ones(3).to_sparse(), 0), "sparse"),
+        (lambda: dist.all_reduce(torch.ones(3).to_sparse(), op=dist.ReduceOp.MAX), "MAX of a sparse tensor"),
+        (lambda: dist.all_reduce(torch.ones(3, dtype=torch.complex64).to_sparse()), "SUM of real numbers"),
         (lambda: dist.all_reduce(torch.ones(3, dtype=torch.int32), op=dist.ReduceOp.AVG), "AVG cannot be done"),
         (lambda: dist.all_reduce(torch.ones(3), op=dist.ReduceOp.BAND), "BAND cannot be done"),
         (lambda: dist.all_reduce(torch.ones(3).to(torch.float8_e5m2)), "convert it first"),

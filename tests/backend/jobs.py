@@ -1,6 +1,7 @@
 """What ranks do in the tests of collectives: each compares with what can be computed alone."""
 
 import functools
+import itertools
 import operator
 
 import torch
@@ -23,6 +24,7 @@ OPS = {
     dist.ReduceOp.BXOR: operator.xor,
 }
 BITWISE = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
+SUM = dist.ReduceOp.SUM
 ORDERED = (dist.ReduceOp.MIN, dist.ReduceOp.MAX)
 
 
@@ -82,6 +84,30 @@ def big_all_reduces(rank, size):
         mine = tensors[rank].clone()
         dist.all_reduce(mine)
         assert same(mine, reduced(tensors, dist.ReduceOp.SUM, dtype)), dtype
+
+
+def sparse(rank, size, dtype, dense):
+    """A rank's sparse tensor, with some rows twice: rank 0 has none, others more and more, some in common."""
+    generator = torch.Generator().manual_seed(rank)
+    rows = torch.randint(0, 50, (1, 30 * rank), generator=generator)
+    values = made(rank, 30 * rank * 3**dense, dtype).view(-1, *[3] * dense)
+    return torch.sparse_coo_tensor(rows, values, (50, *[3] * dense))
+
+
+def sparse_all_reduces(rank, size):
+    """The sum of sparse tensors is that of the dense ones in the order of ranks, where there is anything."""
+    for dtype, dense in itertools.product((torch.float32, torch.bfloat16, torch.int64), (0, 2)):
+        tensors = [sparse(other, size, dtype, dense).coalesce() for other in range(size)]
+        mine = sparse(rank, size, dtype, dense)
+        dist.all_reduce(mine)
+        assert mine.is_coalesced()
+        assert torch.equal(mine.indices()[0], torch.cat([value.indices()[0] for value in tensors]).unique())
+        wanted = reduced([value.to_dense() for value in tensors], SUM, dtype)
+        assert torch.equal(mine.to_dense(), wanted), (dtype, dense)
+    big = torch.sparse_coo_tensor(torch.arange(BIG)[None], made(rank, BIG, torch.float32), (BIG,))
+    work = dist.all_reduce(big, async_op=True)
+    work.wait()
+    assert same(big.to_dense(), reduced([made(each, BIG, torch.float32) for each in range(size)], SUM, torch.float32))
 
 
 def reduces(rank, size):

@@ -21,6 +21,11 @@ def test_big_all_reduce(right, size):
     right(size, "jobs.big_all_reduces")
 
 
+def test_sparse_all_reduce(right):
+    """Sparse tensors with other rows on each rank, none on one of them: the sum of dense ones, bit for bit."""
+    right(4, "jobs.sparse_all_reduces")
+
+
 @pytest.mark.parametrize("size", sample("reduce of ranks", [1, 2, 3], 2))
 def test_reduce(right, size):
     """The root has the reduction, the others keep theirs."""

@@ -38,7 +38,7 @@ def test_ranks_that_differ_are_told(right, kind):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("job", ["late", "refused", "wrong_length", "broken_off", "destroyed"])
+@pytest.mark.parametrize("job", ["late", "differing_sparse", "refused", "wrong_length", "broken_off", "destroyed"])
 def test_other_mistakes(right, job):
     """Ranks that come late, calls that cannot be, messages of another length, Ctrl-C, groups destroyed too early."""
     right(2, f"failures.{job}")

@@ -143,9 +143,9 @@ def broadcast(rounds: Rounds, flat: torch.Tensor, root: int) -> Steps:
             part.copy_(slots[root])
 
 
-def all_gather(rounds: Rounds, outputs: Sequence[torch.Tensor], flat: torch.Tensor) -> Steps:
+def all_gather(rounds: Rounds, outputs: Sequence[torch.Tensor], flat: torch.Tensor, kind: str = "all_gather") -> Steps:
     """Every rank ends with what each has."""
-    word = _word("all_gather", flat)
+    word = _word(kind, flat)
     for start, part in _placed(flat, SLOT):
         slots = yield from _shown(rounds, word, part)
         for rank in range(rounds.size):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.backend import collectives
+from phalanx.backend import collectives, sparse
 from phalanx.backend.memory import GroupMemory
 from phalanx.backend.messages import Inbox, receive, receive_any, send
 from phalanx.backend.progress import Operation, Queue, Steps, Work, leave
@@ -64,6 +64,9 @@ class Group(dist.ProcessGroup):
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
         """Every rank ends with the reduction of all."""
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp.op
+        if {tensor.layout for tensor in tensors} == {torch.sparse_coo}:
+            steps = [self._reduced(sparse.all_reduce, tensor, op) for tensor in tensors]
+            return self._begin("sparse all_reduce", steps, [], tensors, opts)
         return self._all("all_reduce", tensors, lambda flat: self._reduced(collectives.all_reduce, flat, op), opts)
 
     def reduce(self, tensors: Tensors, opts: Any) -> Work:

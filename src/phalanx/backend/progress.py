@@ -263,7 +263,8 @@ def _check(operation: Operation, waited: float, seconds: float) -> None:
                 return
             why = f"rank {first.memory.names[gone[0]]} (process {first.memory.pids[gone[0]]}) has ended"
         elif waited > seconds:
-            why = f"{_spelled([first.memory.names[rank] for rank in first.awaited])} did not come within {seconds:g} s"
+            late = _spelled([first.memory.names[rank] for rank in first.awaited])
+            why = f"{late} did not come within the timeout of {seconds:g} s"
         else:
             return
         queue.fail(PeerError(f"{first.name}: {why}; this group cannot go on, start all ranks again"))

@@ -27,7 +27,8 @@ DTYPES = (
     torch.float32, torch.float64, torch.complex64, torch.complex128,
 )  # fmt: skip
 KINDS = (
-    "barrier", "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"
+    "barrier", "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all",
+    "sparse all_reduce",
 )  # fmt: skip
 
 
