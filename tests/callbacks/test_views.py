@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import phalanx
@@ -125,9 +126,12 @@ def test_an_optimizer_may_take_the_model():
 
 @pytest.mark.long
 def test_lazy_modules_elsewhere_in_the_process_do_no_harm():
-    """A parameter without memory, elsewhere in this process, does not keep a run's model from being looked at."""
+    """A tensor without memory, elsewhere in this process, does not keep a run's model from being looked at."""
     elsewhere = nn.LazyLinear(3)
+    with FakeTensorMode():
+        fake = torch.ones(3)
     with recipe().start(workers=2) as run:
         next(run)
         assert next(run.model.parameters()).shape == next(make_model().parameters()).shape
     assert nn.parameter.is_lazy(elsewhere.weight)
+    assert fake.shape == (3,)

@@ -142,10 +142,10 @@ def test_a_failure_is_raised_again_in_a_terminal(tmp_path):
 
 def _typed(folder, arguments, lines):
     """What a terminal shows while these lines are typed at the debugger's prompts."""
-    child, terminal = pty.fork()
-    if child == 0:
-        os.chdir(folder)
-        os.execv(sys.executable, [sys.executable, "-m", "phalanx", *arguments])
+    terminal, other = pty.openpty()
+    command = [sys.executable, "-m", "phalanx", *arguments]
+    process = subprocess.Popen(command, cwd=folder, stdin=other, stdout=other, stderr=other, start_new_session=True)
+    os.close(other)
     shown, typed = "", 0
     while select.select([terminal], [], [], 60)[0]:
         try:
@@ -159,7 +159,7 @@ def _typed(folder, arguments, lines):
             os.write(terminal, lines[typed].encode() + b"\n")
             typed += 1
     os.close(terminal)
-    os.waitpid(child, 0)
+    process.wait(100)
     return shown
 
 

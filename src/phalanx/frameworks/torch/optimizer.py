@@ -51,7 +51,8 @@ class Update:
     @property
     def lr(self) -> float:
         """Learning rate of the first group."""
-        return float(self.optimizers[0].param_groups[0].get("lr", math.nan))
+        rate = self.optimizers[0].param_groups[0].get("lr", math.nan)
+        return math.nan if isinstance(rate, torch.Tensor) and rate.numel() != 1 else float(rate)
 
     @property
     def whole(self) -> bool:

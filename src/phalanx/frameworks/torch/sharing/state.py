@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch.nn.parameter import is_lazy
 
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch import arithmetic
@@ -236,8 +235,12 @@ def _storages(parameters: Sequence[torch.Tensor]) -> dict[int, torch.UntypedStor
 
 def _address(tensor: torch.Tensor) -> int:
     """Of its storage; 0 for what has none of the usual kind."""
-    plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and not is_lazy(tensor)
-    return tensor.untyped_storage().data_ptr() if plain else 0
+    if tensor.layout != torch.strided or tensor.device.type != "cpu":
+        return 0
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, ValueError):  # fake, or a lazy module's: there is no memory
+        return 0
 
 
 def _raw(size: int) -> Spec:
