@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch import arithmetic
@@ -235,12 +236,10 @@ def _storages(parameters: Sequence[torch.Tensor]) -> dict[int, torch.UntypedStor
 
 def _address(tensor: torch.Tensor) -> int:
     """Of its storage; 0 for what has none of the usual kind."""
-    if tensor.layout != torch.strided or tensor.device.type != "cpu":
+    pretends = type(tensor).__torch_dispatch__ != torch.Tensor.__torch_dispatch__  # as fake tensors do: without memory
+    if pretends or tensor.layout != torch.strided or tensor.device.type != "cpu" or is_lazy(tensor):
         return 0
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, ValueError):  # fake, or a lazy module's: there is no memory
-        return 0
+    return tensor.untyped_storage().data_ptr()
 
 
 def _raw(size: int) -> Spec:
