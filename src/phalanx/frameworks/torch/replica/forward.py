@@ -245,11 +245,15 @@ class AmbiguousMean:
         self._looks = LOOKS if definition.replicas > 1 else 0
 
     def warn(self, weight: float | None, batch: Any) -> None:
-        """Look at the first replica-steps of a run; a first share may be one without padding."""
+        """Look at the first replica-steps of a run; a first share may be one without padding.
+
+        A device is waited for in the very first only.
+        """
         if not self._looks:
             return
+        waits = self._looks == LOOKS
         self._looks = 0 if weight is not None else self._looks - 1
-        reason = None if weight is not None else _class_weights(self._loss_fn) or self._ignored_targets(batch)
+        reason = None if weight is not None else _class_weights(self._loss_fn) or self._ignored_targets(batch, waits)
         if reason is not None:
             self._looks = 0
             who, way = ("loss_fn", WRAPPED) if self._loss_fn is not None else ("the model's own loss", RETURNED)
@@ -260,9 +264,11 @@ class AmbiguousMean:
                 stacklevel=2,
             )
 
-    def _ignored_targets(self, batch: Any) -> str | None:
+    def _ignored_targets(self, batch: Any, waits: bool) -> str | None:
         ignored = _option(self._loss_fn, "ignore_index", IGNORED)
         for leaf in _tensors(batch):
+            if not waits and leaf.device.type != "cpu":
+                continue
             if not leaf.is_floating_point() and not leaf.is_complex() and bool((leaf == ignored).any()):
                 return f"seems to ignore targets of {ignored}, which the data has"
         return None
