@@ -29,6 +29,8 @@ SHARES = 8
 REPLICAS = (1, 2, 4, 8)
 ALONE = ("plain", "by hand", *(f"R={count}" for count in REPLICAS))
 TOGETHER = ("plain all cores", "DDP W=2", "R=2 W=2", "R=4 W=2")
+COMPUTING = "compute W=2"
+COLUMNS = (*ALONE, *TOGETHER, COMPUTING)
 ALL = (*REAL, *models.CASES)
 ASKED = {  # what R = 8 is to cost at most
     "BERT": 1.7, "resnet18": 2.2, "mobilenet, bf16": 2.5, "ViT": 1.6, "VAE": 2.4, "LSTM": 2.2, "minGPT": 2.0,
@@ -40,7 +42,10 @@ PRICE = """One process, one thread, processor time of a step over that of the pl
 that adds up the gradients of 8 shares in `.grad`: what cutting a batch into 8 costs without phalanx. Where R=8 is not
 above it, what is left is the price of small shares in torch itself."""
 SPEED = """All cores, the clock. `plain` uses all cores for each operation; DDP and phalanx have two workers of one
-thread. Above 1, phalanx is faster. R=4 is what a recipe has where nothing is said."""
+thread. Above 1, phalanx is faster. R=4 is what a recipe has where nothing is said. `computing`: two processes at once,
+forward and backward of half a batch each, nothing else. `plain / computing` is what `plain / R=2` would be if adding
+gradients, the update and meeting cost nothing: where it is below 1, two shares of half a batch cost more than the whole
+step of the plain loop."""
 
 
 def plain(case: models.Case) -> float:
@@ -105,7 +110,7 @@ def measure(column: str, case: models.Case) -> dict:
 
 def compare(model: str, rounds: int, bar: tqdm.tqdm, *, quick: bool) -> step.Facts:
     """Facts per column and round, rounds interleaved."""
-    facts: step.Facts = {column: [] for column in (*ALONE, *TOGETHER)}
+    facts: step.Facts = {column: [] for column in COLUMNS}
     for number in range(rounds):
         for column in facts if number % 2 == 0 else reversed(facts):
             bar.set_description(f"{model}, {column}")
@@ -133,9 +138,10 @@ def speed_table(measured: dict[str, step.Facts]) -> str:
     for model, facts in measured.items():
         cells = [step.spelled(step.milliseconds(facts, column)) for column in TOGETHER]
         ratios = [(peer, ours) for ours in ("R=2 W=2", "R=4 W=2") for peer in ("plain all cores", "DDP W=2")]
-        rows.append([model, *cells, *(f"**{step.ratio(facts, *pair):.2f}**" for pair in ratios)])
+        limit = f"{step.ratio(facts, 'plain all cores', COMPUTING):.2f}"
+        rows.append([model, *cells, *(f"**{step.ratio(facts, *pair):.2f}**" for pair in ratios), limit])
     header = ["model", *(f"{column}, ms" for column in TOGETHER)]
-    return step.markdown([*header, "plain / R=2", "DDP / R=2", "plain / R=4", "DDP / R=4"], rows)
+    return step.markdown([*header, "plain / R=2", "DDP / R=2", "plain / R=4", "DDP / R=4", "plain / computing"], rows)
 
 
 def readme_table(measured: dict[str, step.Facts]) -> str:
@@ -163,7 +169,7 @@ def main() -> None:
         print(json.dumps(measure(arguments.column, case.shortened() if arguments.quick else case)))
         return
     chosen, rounds = arguments.model or ALL, 1 if arguments.quick else arguments.rounds
-    with tqdm.tqdm(total=len(chosen) * rounds * len(ALONE + TOGETHER), unit="process") as bar:
+    with tqdm.tqdm(total=len(chosen) * rounds * len(COLUMNS), unit="process") as bar:
         measured = {model: compare(model, rounds, bar, quick=arguments.quick) for model in chosen}
     parts = [f"# The price of R\n\n{step.circumstances('price.py')}\n\n{METHOD.format(rounds=rounds)}"]
     parts += [f"## In one process\n\n{PRICE}\n\n{price_table(measured)}"]

@@ -8,8 +8,6 @@ step and none, taken in turn, divided by 100 for ``audit=0.01``. A campaign of f
 """
 
 import argparse
-import functools
-import os
 import pathlib
 import statistics
 import sys
@@ -17,19 +15,26 @@ import tempfile
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
+sys.path.insert(1, str(pathlib.Path(__file__).parent.parent))
 
 import models
 import step
 import torch
 import tqdm
 
+from tests.proof import faults
+
 MODELS = ("lenet", "mlp", "gpt")
 REPLICAS, WORKERS = 8, 2
-SECONDS = 15.0  # of a run whose chain is timed
-AUDITED = 15  # steps of each run with audits and without
+SECONDS = 8.0  # of a run whose chain is timed
+AUDITED = 10  # steps of each run with audits and without
 ROUNDS = 2
 RATES = (0.01, 0.1, 1.0)
-SEEDS, STEPS = 10, 200
+SEEDS, STEPS = 4, 150
+COMPUTED = {"gradient": "a gradient", "batch": "a batch", "fold": "the fold", "update": "updated weights",
+            "state": "updated optimizer state"}  # fmt: skip
+REMEMBERED = {"weight in memory": "a weight, between steps", "state in memory": "optimizer state, between steps",
+              "data in memory": "the data"}  # fmt: skip
 
 
 def recipe(model: str, steps: int):
@@ -116,109 +121,114 @@ def costs() -> str:
 
 
 class Net(torch.nn.Module):
-    """A small net that computes something else in the one process that wrote ``path``, ``times`` times."""
+    """Two linear layers."""
 
-    def __init__(self, path: str, after: int, times: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.body = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
-        self.path, self.after, self.times, self.count = path, after, times, 0
-        self.body[2].weight.register_hook(self.flip)
 
     def forward(self, x):
         return self.body(x)
 
-    def flip(self, gradient):
-        """Flip a bit of the largest element, if this process is the faulty one and has come so far."""
-        self.count += 1
-        if self.count <= self.after:
-            return None
-        try:
-            with open(self.path, "x") as file:
-                file.write(str(os.getpid()))
-        except FileExistsError:
-            pass
-        with open(self.path) as file:
-            faulty = file.read() == str(os.getpid())
-        if not faulty or self.count > self.after + self.times:
-            return None
-        gradient = gradient.clone()
-        gradient.view(-1)[gradient.abs().argmax()].view(torch.int32).bitwise_xor_(1 << 12)
-        return gradient
 
-
-def faulty(seed: int, path: str, after: int, times: int, steps: int):
-    """A recipe with such a net."""
+def small(seed: int, steps: int, make_model=Net):
+    """A recipe over such a net."""
     import phalanx
 
     random = torch.Generator().manual_seed(seed)
     x, y = torch.randn(64, 8, generator=random), torch.randint(3, (64,), generator=random)
     return phalanx.Recipe(
-        functools.partial(Net, path, after, times), (x, y), torch.nn.functional.cross_entropy, replicas=4,
-        batch_size=16, steps=steps, seed=seed,
-    )  # fmt: skip
+        make_model, (x, y), torch.nn.functional.cross_entropy, replicas=4, batch_size=16, steps=steps, seed=seed
+    )
 
 
-def campaign(times: int, rate: float) -> list[str]:
-    """How many of ten runs in three workers found a fault, after how many steps, and named the right process."""
-    waited, right = [], 0
+def computed(kind: str, times: int, rate: float) -> list[str]:
+    """How many runs in two workers found a fault of one of them, after how many steps, and named the right one."""
+    found, waited, right, whole = 0, [], 0, 0
     for seed in range(SEEDS):
-        path = tempfile.mktemp()
-        job = faulty(seed, path, 20, times, STEPS)
-        with job.start(workers=3, engine="processes", progress=False, audit=rate) as run:
-            pids = {}
+        expected = small(seed, STEPS).train(engine="inline", progress=False).digest
+        make_model, fault = faults.in_workers(Net, kind, tempfile.mktemp(), 20, times)
+        job = small(seed, STEPS, make_model)
+        with job.start(workers=2, engine="processes", progress=False, audit=rate) as run:
+            pids = run.worker_pids
             for _ in run:
-                pids |= dict(enumerate(run.worker_pids)) if not run.incidents else {}
-            found = [incident for incident in run.incidents if incident.kind == "corruption"]
-        if found:
-            blamed = int(pathlib.Path(path).read_text())
-            waited.append(found[0].step)
-            right += pids.get(found[0].worker) == blamed
+                pass
+            whole += run.result().digest == expected
+            told = [incident for incident in run.incidents if incident.kind == "corruption"]
+        if told:
+            found += 1
+            waited.append(told[0].step)
+            right += told[0].worker >= 0 and pids[told[0].worker] == fault.culprit
     ends = f"{statistics.median(waited):.0f}" if waited else ""
-    return [f"{len(waited)} of {SEEDS}", ends, f"{right} of {len(waited)}" if waited else ""]
+    return [f"{found} of {SEEDS}", ends, f"{right} of {found}" if found else "", f"{whole} of {SEEDS}"]
 
 
-def written(kind: str) -> list[str]:
-    """Single bits in memory that all workers share, or in state: what audits, digests and verification find."""
+def remembered(kind: str) -> list[str]:
+    """Single bits that flip in memory that all workers share: what audits of every step and verification find."""
     import phalanx
-    from phalanx.frameworks.torch.adapter import Torch
 
-    update, found = Torch.update, {"audit": 0, "verify": 0}
+    found = {"audit": 0, "verify": 0}
     for seed in range(SEEDS):
-        job = faulty(seed, os.devnull, 1 << 40, 0, 40)
-
-        def flipped(framework, at, gradient, buffers, seed=seed):
-            update(framework, at, gradient, buffers)
-            if at == 10 + seed:
-                snapshots = framework.snapshots
-                weight = snapshots.model.body[0].weight
-                state = snapshots.updates.optimizers[0].state[weight]["exp_avg"] if kind == "state" else weight.data
-                state.view(-1)[state.abs().argmax()].view(torch.int32).bitwise_xor_(1 << 12)
-
+        make_model, job = Net, small(seed, 40)
+        if kind == "data in memory":
+            spoiled = small(seed, 40)
+            memory = spoiled.data[0].numpy().reshape(-1).view("int32")  # torch would notice its own functions
+            note = [
+                lambda report, memory=memory: (
+                    memory.__setitem__(3, memory[3] ^ (1 << 14)) if report.step == 10 else None
+                )
+            ]
+            options = {"engine": "inline", "callbacks": note}
+        else:
+            make_model, _ = faults.in_workers(Net, kind, tempfile.mktemp(), 10 + seed)
+            spoiled, options = small(seed, 40, make_model), {"engine": "processes", "workers": 2}
         with tempfile.TemporaryDirectory() as folder:
-            Torch.update = flipped
-            try:
-                result = job.train(engine="inline", run_dir=folder, progress=False, audit=1.0, chain=10)
-            finally:
-                Torch.update = update
+            result = spoiled.train(run_dir=folder, progress=False, audit=1.0, chain=10, **options)
             found["audit"] += any(incident.kind == "corruption" for incident in result.incidents)
-            found["verify"] += phalanx.verify(job, folder, progress=False).status == 1
+            known = job if kind == "data in memory" else spoiled  # faults are planted in workers only
+            found["verify"] += phalanx.verify(known, folder, progress=False).status == 1
     return [f"{found['audit']} of {SEEDS}", f"{found['verify']} of {SEEDS}"]
 
 
-def faults() -> str:
+def kept() -> list[str]:
+    """Single bits that flip in the snapshot in memory, which is then needed: the run ends, rather than going on."""
+    import phalanx
+
+    found = 0
+    for seed in range(SEEDS):
+        dying, _ = faults.in_workers(Net, "death", tempfile.mktemp(), 12)
+        make_model, _ = faults.in_workers(dying, "snapshot", tempfile.mktemp(), 0, 1 << 30)
+        try:
+            small(seed, 40, make_model).train(workers=2, engine="processes", progress=False)
+        except phalanx.RunError as error:
+            found += "the snapshot in memory is damaged" in str(error)
+    return ["its checksum, when it is needed: " + f"{found} of {SEEDS}", ""]
+
+
+def found_faults() -> str:
     """The tables of faults."""
     rows = []
-    cases = [("a worker that computes wrong gradients from step ~7 on", 1 << 30), ("one wrong gradient", 1)]
-    with tqdm.tqdm(total=len(cases) * len(RATES) + 2, unit="campaign") as bar:
-        for name, times in cases:
-            for rate in RATES:
-                rows.append([name, f"{rate:g}", *campaign(times, rate)])
-                bar.update()
-        first = step.markdown(["fault", "audit", f"found in {STEPS} steps", "median step", "right worker"], rows)
+    with tqdm.tqdm(total=len(COMPUTED) * 2 * len(RATES) + 4, unit="campaign") as bar:
+        for kind, named in COMPUTED.items():
+            for times, often in ((1 << 30, "from then on"), (1, "once")):
+                for rate in RATES:
+                    rows.append([f"{named}, {often}", f"{rate:g}", *computed(kind, times, rate)])
+                    bar.update()
+        head = [
+            "wrong in one worker",
+            "audit",
+            f"found in {STEPS} steps",
+            "median step",
+            "right worker",
+            "right digest",
+        ]
+        first = step.markdown(head, rows)
         rows = []
-        for name, kind in (("a weight between two steps", "weight"), ("Adam's first moment", "state")):
-            rows.append([name, *written(kind)])
+        for kind, named in REMEMBERED.items():
+            rows.append([named, *remembered(kind)])
             bar.update()
+        rows.append(["the snapshot in memory", *kept()])
+        bar.update()
     second = step.markdown(["a bit flips in", "found by audit=1", "found by phalanx verify"], rows)
     return f"{first}\n\n{second}"
 
@@ -228,10 +238,11 @@ def main() -> None:
     parser.add_argument("--faults", action="store_true", help="plant faults, instead of timing")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/proof*.md")
     arguments = parser.parse_args()
-    table = faults() if arguments.faults else costs()
+    table = found_faults() if arguments.faults else costs()
     title = "Faults that are found" if arguments.faults else "The cost of proofs"
     about = (
-        "R = 4, three workers; a bit in the mantissa of a gradient's largest element."
+        "R = 4, two workers, four parameters; bit 14 of the largest element flips, for the first time in about step 10 "
+        "(gradients, batches) or 20 (folds, updates)."
         if arguments.faults
         else f"{WORKERS} workers, R = {REPLICAS}."
     )

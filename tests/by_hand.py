@@ -8,6 +8,7 @@ itself is imported for its digest only.
 import contextlib
 import copy
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -33,12 +34,11 @@ def one(recipe, steps, fault=None):
     for step in range(steps):
         samples = read(recipe, step, recipe.plan.indices(step))
         with contextlib.nullcontext() if fault == "unseeded" else recipe.plan.seeded(step, 0):
-            loss, _ = evaluate(recipe, model, samples)
             model.zero_grad(set_to_none=fault != "zeros")
             if fault == "zeros" and step == 0:
                 fill_zeros(model)
-            loss.backward()
-        losses.append(loss.item())
+            loss, _ = backward(recipe, model, samples, fault)
+        losses.append(loss)
         update(recipe, model, optimizers, schedulers, losses[-1])
     return model, optimizers, losses
 
@@ -85,11 +85,56 @@ def compute(recipe, model, begun, step, replica, fault=None):
     samples = read(recipe, step, indices)
     key = 0 if fault == "one_seed" else replica
     with contextlib.nullcontext() if fault == "unseeded" else recipe.plan.seeded(step, key):
+        loss, weight = backward(recipe, model, samples, fault)
+    gradient = copies(parameter.grad for parameter in model.parameters())
+    return Replica(len(indices), loss, weight, gradient, copies(model.buffers()))
+
+
+def backward(recipe, model, samples, fault=None):
+    """Leave the gradient of a share in ``.grad``; with micro-batches, the mean of theirs, added up there in order."""
+    if recipe.micro_batches == 1:
         loss, weight = evaluate(recipe, model, samples)
         if weight != 0:
             loss.backward()
-    gradient = copies(parameter.grad for parameter in model.parameters())
-    return Replica(len(indices), loss.item(), weight, gradient, copies(model.buffers()))
+        return loss.item(), weight
+    total = counted = 0.0
+    pieces = pieces_of(samples, recipe.micro_batches)
+    for piece in reversed(pieces) if fault == "parts_reversed" else pieces:
+        loss, returned = evaluate(recipe, model, piece)
+        weight = length(piece) / max(map(length, pieces)) if returned is None else float(returned)
+        if fault == "mean_of_parts":
+            weight = 1.0
+        if weight:
+            (loss * weight).backward()
+            if not counted and fault != "one_memory":  # torch adds twice where two gradients are views of one tensor
+                for parameter in model.parameters():
+                    parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+            total, counted = total + weight * loss.item(), counted + weight
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= counted
+    return total / counted if counted else 0.0, None if returned is None else counted
+
+
+def pieces_of(samples, count):
+    """Rows or lists of samples, cut as ``numpy.array_split`` cuts, none empty; each in memory of its own.
+
+    Views would do, but for products of few rows: MKL's bits depend on where their memory begins.
+    """
+    size, larger = divmod(length(samples), count)
+    starts = [part * size + min(part, larger) for part in range(count + 1)]
+    bounds = [(start, end) for start, end in itertools.pairwise(starts) if start < end]
+    if isinstance(samples, list):
+        return [samples[start:end] for start, end in bounds]
+    if isinstance(samples, dict):
+        return [{name: column[start:end].clone() for name, column in samples.items()} for start, end in bounds]
+    return [tuple(column[start:end].clone() for column in samples) for start, end in bounds]
+
+
+def length(samples):
+    if isinstance(samples, list):
+        return len(samples)
+    return len(next(iter(samples.values() if isinstance(samples, dict) else samples)))
 
 
 def weigh(replicas, fault=None):

@@ -10,6 +10,8 @@ from phalanx import testing as testing
 from phalanx.checkpoint.resume import Loaded, load
 from phalanx.definition.evaluation import Evaluation
 from phalanx.definition.evaluation.metrics import whole
+from phalanx.definition.phases import Phase
+from phalanx.definition.streams import Stream
 from phalanx.errors import (
     CorruptionError,
     LeftError,
@@ -50,6 +52,7 @@ __all__ = [
     "Loaded",
     "NonFiniteError",
     "PhalanxError",
+    "Phase",
     "Plan",
     "Preempted",
     "Recipe",
@@ -59,6 +62,7 @@ __all__ = [
     "RunError",
     "SnapshotError",
     "StepReport",
+    "Stream",
     "UsageError",
     "Verified",
     "WorkerError",

@@ -5,7 +5,7 @@ PhalanxError
 └── RunError            the run went wrong; ``result`` is the last good state
     ├── WorkerError     user code raised; always raised from the user's own exception
     ├── NonFiniteError  a loss or a gradient is not finite
-    ├── CorruptionError a replica was computed twice and came out differently; on_corruption says what then
+    ├── CorruptionError a part of a step was done twice and came out differently; on_corruption says what then
     ├── SnapshotError   a snapshot cannot be written or used
     ├── LeftError       another process of the world ended the run early
     ├── Preempted       SIGTERM came; a snapshot was written
@@ -36,9 +36,15 @@ class PhalanxError(Exception):
     result : phalanx.Result or None
         For errors in the middle of a run, the last good state: as after the last step that ended. Where the model
         cannot be copied it is the run's own.
+    recipe : phalanx.Recipe or None
+        Of the run in which a step failed, for ``phalanx.replay(error)``.
+    batch : Any
+        That the caller brought for that step.
     """
 
     result: Any = None
+    recipe: Any = None
+    batch: Any = None
 
 
 class UsageError(PhalanxError, ValueError):
@@ -81,27 +87,41 @@ class NonFiniteError(RunError):
 
 
 class CorruptionError(RunError):
-    """An audit found that a replica came out differently when it was computed again; the step was not done.
+    """An audit found that a part of a step came out differently when it was computed again; the step was not done.
 
     Attributes
     ----------
     votes : dict of int to int
         What the worker that computed it and the one that audited it came to, as checksums, by worker.
+    what : int
+        Of ``phalanx.plan.audit.What``: a replica's gradient, a slice of the fold, or a parameter's update.
     block : tuple of int
-        The replicas of the worker that computed it.
+        The replicas of the worker that computed the gradient.
+    piece : (int, int)
+        The number of the parameter that was folded or updated, and where in it the slice begins.
     worker : int or None
         The worker that was wrong, where that could be told.
     """
 
-    def __init__(self, message: str, *, votes: Mapping[int, int], block: Sequence[int] = (), **where: Any) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        votes: Mapping[int, int],
+        what: int = 0,
+        block: Sequence[int] = (),
+        piece: Sequence[int] = (0, 0),
+        **where: Any,
+    ) -> None:
         super().__init__(message, **where)
-        self.votes, self.block = dict(votes), tuple(block)
+        self.votes, self.what, self.block, self.piece = dict(votes), int(what), tuple(block), tuple(piece)
         self.worker: int | None = None
 
     def __reduce__(self) -> Any:
         """It travels from worker processes."""
-        where = {"step": self.step, "replica": self.replica, "samples": self.samples, "block": self.block}
-        return functools.partial(CorruptionError, self.args[0], votes=self.votes, **where), ()
+        where: dict[str, Any] = {"step": self.step, "replica": self.replica, "samples": self.samples}
+        facts = {"what": self.what, "block": self.block, "piece": self.piece}
+        return functools.partial(CorruptionError, self.args[0], votes=self.votes, **facts, **where), ()
 
 
 class SnapshotError(RunError):

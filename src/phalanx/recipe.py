@@ -5,20 +5,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import sys
 import time
 from typing import TYPE_CHECKING, Any, Unpack
 
-from phalanx.checkpoint.resume import ResumeState
+from phalanx.checkpoint.resume import ANYWAY, ResumeState
 from phalanx.definition.fields import Definition
+from phalanx.definition.streams.supply import supplied
+from phalanx.engines import close as close
 from phalanx.errors import UsageError
 from phalanx.plan.audit import audited
 from phalanx.run.loop import Loop
-from phalanx.run.observers import watching
+from phalanx.run.observers import reading_again, watching
 from phalanx.run.options import DEFAULTS, Options, check_evaluated, settle, unknown
 from phalanx.run.result import Result
 from phalanx.run.run import Run
-from phalanx.seams import RunState
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.interrupts import on_sigterm
 from phalanx.surroundings.presence import rank
@@ -35,9 +35,9 @@ class Recipe(Definition):
     make_model : callable or torch.nn.Module
         Called without arguments right after seeding with ``seed``; a module is copied, never trained in place. If it
         returns a tree of jax arrays, jax computes (``docs/jax.md``); a model of tinygrad's: ``docs/open_devices.md``.
-    data : tuple, dict, list, map-style dataset or None
+    data : tuple, dict, list, map-style dataset, Stream or None
         Columns (a tuple or dict of arrays or tensors of equal length), a dataset with ``__getitem__`` and ``__len__``,
-        a list of samples; None: the caller brings batches with ``run.step(batch)``.
+        a list of samples, ``phalanx.Stream``; None: the caller brings batches with ``run.step(batch)``.
     loss_fn : callable or None
         ``loss_fn(output, target)`` returns the mean loss over the share, or (mean loss, weight). None: ``forward_fn``,
         or the model, returns that itself, or an object with ``.loss``.
@@ -84,6 +84,16 @@ class Recipe(Definition):
     modes : "train" or "as_made"
         Modules are trained in the modes that they are made in. "train": a model that as a whole is in eval mode is
         refused, as those are that were loaded or evaluated before; "as_made": it is trained so.
+    micro_batches : int, default 1
+        Into how many parts each replica's share is cut, computed one after the other in less memory; their gradients
+        are added in order (``docs/steps.md``).
+    carry : dict of str to int, optional
+        Buffers that go on from batch to batch, as an LSTM's hidden state, and the dimension of each that runs over the
+        batch: a sample's rows go with its position in the batch.
+    reset_carry : "epoch", optional
+        When they begin anew, as the model was made.
+    phases : list of Phase, optional
+        Several updates, one after the other, that make a step, each with its own loss, parameters and optimizer.
 
     Raises
     ------
@@ -108,6 +118,9 @@ class Recipe(Definition):
         workers : int or "auto"
             W, at most ``replicas``. "auto": the run starts in this process, and hands over to one worker per core once
             they are up, if that is faster.
+        readers : int or "auto"
+            Processes that read a dataset's samples ahead (``docs/inputs.md``). "auto": as many as pay in the first
+            seconds with workers. 0: none; nor are there any for arrays and lists, and for streams.
         engine : "auto", "inline", "processes" or "distributed"
             Where workers live: "inline" is this process, "distributed" all processes of a torch.distributed world
             (``docs/hosts.md``). "auto": distributed in such a world, else processes if ``workers`` is more than 1.
@@ -146,7 +159,7 @@ class Recipe(Definition):
             A ``run_dir`` has a chain, with a link for every step, whose root is ``result.chain`` (``docs/proof.md``).
             How many steps lie between digests of the whole state beside it; "auto": as costs under 1 % of the time.
         audit : float
-            In this share of steps a replica is computed once more, by another worker, before the update.
+            In this share of steps other workers do a replica, a slice of the fold and a parameter's update once more.
         on_corruption : "continue" or "stop"
             What follows if that comes out differently: the step is done again and the worker that was wrong replaced,
             or CorruptionError. Either way ``incidents`` tell.
@@ -232,14 +245,15 @@ class Recipe(Definition):
             engine = open_engine(
                 self, settled.engine, settled.workers, settled.devices, settled.deadline_seconds, past.begin,
                 allow=settled.nondeterministic == "allow",
-                audit=audited(settled.audit, self.seed, stop=settled.on_corruption == "stop"),
+                readers=settled.readers, audit=audited(settled.audit, self.seed, stop=settled.on_corruption == "stop"),
             )  # fmt: skip
             undo.callback(engine.close)
-            turn, total = Turns(), None if self.data is None else self.plan.steps
-            stop = settled.on_snapshot_error == "stop"
+            turn, stop = Turns(), settled.on_snapshot_error == "stop"
             keeping = past.observers(settled.snapshot_every, stop=stop, chain=settled.chain)
-            observers = [*watching(settled.progress, settled.callbacks, total, turn), *keeping]
-            loop = Loop(self, engine, settled.evaluation, observers)
+            observers = [*watching(settled.progress, settled.callbacks, self.total, turn), *keeping]
+            shown, anyway = reading_again(settled.progress), settled.resume == ANYWAY
+            supply = supplied(self, engine.run_state, engine.reading, shown, anyway=anyway)
+            loop = Loop(self, engine, settled.evaluation, observers, supply)
             run = Run(self, engine, loop, keeping[-1] if keeping else None, turn, called, self._predicted)
             for observer in observers:
                 observer.begin(engine, run)
@@ -249,16 +263,10 @@ class Recipe(Definition):
 
     def _predicted(self, model: Any, weights: Any, data: Any, batch_size: int, forward_fn: Any) -> Any:
         """Outputs of a trained model, in this process."""
-        from phalanx.engines.selection import open_engine, trained
+        from phalanx.engines.selection import open_trained
 
-        options = {"data": None, "steps": None, "epochs": None, "scheduler": None, "modes": "as_made"}
-        options |= {"schedule_every": None, "schedule_on": None, "make_model": trained(model)}
-        recipe = dataclasses.replace(self, **options)
-        engine = open_engine(recipe, "inline", 1, (), None, lambda _: RunState())
-        try:
+        with open_trained(self, model) as (recipe, engine):
             return Loop(recipe, engine, (), ()).predict(data, batch_size, forward_fn, weights)
-        finally:
-            engine.close()
 
 
 def train(make_model: Any, data: Any, loss_fn: Any = None, **arguments: Any) -> Result:
@@ -290,10 +298,3 @@ def train(make_model: Any, data: Any, loss_fn: Any = None, **arguments: Any) -> 
         if name not in RECIPE_FIELDS:
             raise UsageError(unknown(name, RECIPE_FIELDS | set(DEFAULTS)))
     return Recipe(make_model, data, loss_fn, **fields).train(**options)  # type: ignore[arg-type]
-
-
-def close() -> None:
-    """End what is kept warm for the next run: a process that starts workers. The next run starts another."""
-    launch = sys.modules.get("phalanx.engines.processes.launch")
-    if launch is not None:
-        launch.WARM.close()

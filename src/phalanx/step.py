@@ -20,6 +20,7 @@ from phalanx.definition.fields import Definition
 from phalanx.errors import NonFiniteError, PhalanxError, RunError, UsageError, WorkerError, spell_samples
 from phalanx.plan import replica_key
 from phalanx.plan.fold import fold_values
+from phalanx.plan.rounds import Moment
 from phalanx.plan.shares import share_weights
 from phalanx.seams import Arithmetic, Computed, Framework, Link, Measurement, Part, Steppable, Todo, Vector, Weights
 from phalanx.surroundings import interrupts
@@ -54,7 +55,7 @@ class Proposal:
 
 
 def propose(framework: Steppable, link: Link, definition: Definition, t: int, shares: Sequence[Share]) -> Proposal:
-    """Compute step ``t``: gradients of the replicas, fold, screen.
+    """Compute step ``t``, or, of steps with phases, update ``t``: gradients of the replicas, fold, screen.
 
     Raises
     ------
@@ -68,14 +69,14 @@ def propose(framework: Steppable, link: Link, definition: Definition, t: int, sh
     try:
         known = share_weights([len(share.samples) for share in shares])
         ran = [replica for replica in link.hosted if len(shares[replica].samples)]
-        computing = begin(framework, definition, t, ran, shares)
+        computing, moment = begin(framework, definition, t, ran, shares), definition.rounds.at(t)
         mine = [
-            _part(framework, link, definition, computing, t, replica, shares[replica], known[replica])
+            _part(framework, link, definition, computing, moment, replica, shares[replica], known[replica])
             for replica in link.hosted
         ]
         parts = link.all_gather(mine)
         check_consistent(parts)
-        weight = _weight(t, parts)
+        weight = _weight(moment, parts)
         gradient = link.mean(weight)
         norm = link.norm(gradient)  # waits for all devices, so that losses can be read
         losses = framework.arithmetic.read([part.loss for part in parts])
@@ -102,7 +103,7 @@ def _part(
     link: Link,
     definition: Definition,
     computing: Iterator[Computed],
-    t: int,
+    moment: Moment,
     replica: int,
     share: Share,
     known: float,
@@ -111,7 +112,7 @@ def _part(
     if not len(share.samples):
         link.push(replica, 0, None, [])
         return ABSENT
-    computed = compute(computing, t, replica, share)
+    computed = compute(computing, moment, replica, share)
     part = weighed(computed.loss, computed.weight, known, len(share.samples), definition.replicas)
     gradient = computed.gradient if part.weight else None
     if gradient is not None and part.weight != 1:
@@ -156,13 +157,13 @@ def mean_loss(losses: Sequence[float], parts: Sequence[Part], weight: float) -> 
     return total if weight == 1 else total / weight
 
 
-def _weight(t: int, parts: Sequence[Part]) -> float:
+def _weight(moment: Moment, parts: Sequence[Part]) -> float:
     weight = total_weight(parts)
     if weight is None:
         raise RunError(
-            f"every replica of step {t} has weight 0: loss_fn counted nothing to average over in the whole batch; "
+            f"every replica of {moment} has weight 0: loss_fn counted nothing to average over in the whole batch; "
             "leave such batches out, or raise batch_size",
-            step=t,
+            step=moment.step,
         )
     return weight
 
@@ -182,25 +183,30 @@ def begin(
 def todo(definition: Definition, t: int, replicas: Sequence[int], shares: Sequence[Share]) -> list[Todo]:
     """What there is to compute for these replicas in step ``t``."""
     seed, count = definition.seed, definition.replicas
+    step, phase, *_ = definition.rounds.at(t)
     weights = share_weights([len(share.samples) for share in shares])
     return [
-        Todo(replica, replica_key(seed, t, replica, count), shares[replica], weights[replica]) for replica in replicas
+        Todo(replica, replica_key(seed, step, replica, count, phase), shares[replica], weights[replica], phase)
+        for replica in replicas
     ]
 
 
-def compute(computing: Iterator[Computed], t: int, replica: int, share: Share) -> Computed:
-    """What one replica computes in step ``t``; what user code raises becomes a WorkerError with the address."""
+def compute(computing: Iterator[Computed], moment: Moment, replica: int, share: Share) -> Computed:
+    """What one replica computes at this moment; what user code raises becomes a WorkerError with the address."""
     try:
         with interrupts.breakable():
             return next(computing)
     except PhalanxError as error:
-        error.add_note(f"at step {t}, replica {replica}, samples {spell_samples(share.samples)}")
+        error.add_note(f"at {moment}, replica {replica}, samples {spell_samples(share.samples)}")
         raise
-    except Exception as error:
+    except Exception as raised:
+        error = raised
+        if isinstance(raised, RuntimeError) and isinstance(raised.__cause__, StopIteration):
+            error = raised.__cause__  # of user code: a generator lets no such error through
         raise WorkerError(
-            f"{type(error).__name__} in user code at step {t}, replica {replica}, samples "
+            f"{type(error).__name__} in user code at {moment}, replica {replica}, samples "
             f"{spell_samples(share.samples)}: {_spelled(error)}",
-            step=t,
+            step=moment.step,
             replica=replica,
             samples=share.samples,
         ) from error
@@ -235,11 +241,12 @@ def blame(
     framework: Steppable, definition: Definition, t: int, shares: Sequence[Share], hosted: Sequence[int]
 ) -> NonFiniteError:
     """Name the replica. A replica-step is a pure function, so it can simply be computed again."""
+    moment = definition.rounds.at(t)
     for replica in sorted(hosted):
         share = shares[replica]
         if not len(share.samples):
             continue
-        computed = compute(begin(framework, definition, t, [replica], shares), t, replica, share)
+        computed = compute(begin(framework, definition, t, [replica], shares), moment, replica, share)
         if computed.gradient is None:
             continue
         (loss,) = framework.arithmetic.read([computed.loss])
@@ -248,16 +255,16 @@ def blame(
             what = "the gradient has values that are not finite"
         if what is not None:
             return NonFiniteError(
-                f"{what} at step {t}, replica {replica}, samples {spell_samples(share.samples)}; nothing was updated. "
+                f"{what} at {moment}, replica {replica}, samples {spell_samples(share.samples)}; nothing was updated. "
                 "Look at these samples, lower the learning rate or set max_norm; on_nonfinite='skip' goes on without "
                 "such steps",
-                step=t,
+                step=moment.step,
                 replica=replica,
                 samples=share.samples,
             )
     return NonFiniteError(
-        f"the mean loss or gradient of step {t} is not finite, though no replica's is that was computed here, computed "
+        f"the mean loss or gradient of {moment} is not finite, though no replica's is that was computed here, computed "
         "again; nothing was updated. If other hosts take part, one of them names the replica; else their sum overflows "
         "(lower the loss or the weights that loss_fn returns), or the model does not compute the same twice",
-        step=t,
+        step=moment.step,
     )

@@ -199,6 +199,7 @@ class FakeLibrary(types.ModuleType):
     def __init__(self):
         super().__init__("fake")
         self.told, self.id, self.info = [], "abc", types.SimpleNamespace(run_id="abc")
+        self.run, self.MlflowClient, self.data = None, lambda: self, types.SimpleNamespace(metrics={})
 
     def init(self, **options):
         self.told.append(("open", options))
@@ -209,8 +210,14 @@ class FakeLibrary(types.ModuleType):
     def log(self, row, step):
         self.told.append((step, row["loss"]))
 
-    def log_metrics(self, row, step):
+    def log_metrics(self, row, step, run_id):
         self.log(row, step)
+
+    def active_run(self):
+        return self.run
+
+    def get_run(self, run_id):
+        return self
 
     def set_experiment(self, name):
         self.told.append(("experiment", name))

@@ -170,6 +170,12 @@ def test_schedules_that_cannot_be_are_refused():
         made.train(evaluation=evaluation())
 
 
+def test_what_is_so_anyway_may_be_said():
+    """Arguments that say what holds where nothing is said change nothing, without a scheduler, too."""
+    said = recipe(micro_batches=1, schedule_every="step", modes="train", phases=None)
+    assert said.train(engine="inline").digest == recipe().train(engine="inline").digest
+
+
 def test_epochs_that_were_taken_for_steps_are_warned_of():
     """A schedule that is through within the first epoch is pointed at; saying which is meant silences it."""
 

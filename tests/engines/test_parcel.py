@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import phalanx
-from phalanx.engines.processes.serialization import pack, picklable, unpack
+from phalanx.engines.processes.messages import picklable
+from phalanx.engines.processes.serialization import pack, unpack
 from phalanx.errors import UsageError
 from phalanx.frameworks.registry import reduced
 from phalanx.shared.memory import ALIGNMENT, Memory
@@ -535,3 +536,22 @@ def test_errors_that_cannot_travel_get_a_stand_in():
     stand_in = picklable(Odd("text"))
     assert (type(stand_in).__name__, str(stand_in)) == ("Odd", "text")
     assert isinstance(stand_in, RuntimeError)
+
+
+def test_a_name_that_is_also_a_submodule_of_torch_travels():
+    """Code that says ``torch`` and has an attribute ``classes`` or ``ops`` travels: both name submodules of torch."""
+
+    class Photos:
+        classes, ops = ("dark", "light"), 3
+
+        def __getitem__(self, index):
+            return torch.full((3,), float(len(self.classes) + self.ops))
+
+        def __len__(self):
+            return 8
+
+    Photos.__module__ = "__main__"  # by value, as in a script
+    recipe = phalanx.Recipe(
+        lambda: torch.nn.Linear(3, 3), Photos(), torch.nn.functional.mse_loss, replicas=2, batch_size=4, steps=2
+    )
+    assert recipe.train(workers=2, engine="processes").digest == recipe.train(engine="inline").digest

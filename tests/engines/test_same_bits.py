@@ -811,8 +811,8 @@ def test_evaluations_out_of_order_are_seen(monkeypatch):
     metric = lambda output, target: target.mean()  # noqa: E731
     with recipe.start(engine="inline") as inline, recipe.start(engine="processes", workers=5) as run:
         assert run.evaluate(metric, (x, x), 1) == inline.evaluate(metric, (x, x), 1)
-        ask = Processes._ask
-        monkeypatch.setattr(Processes, "_ask", lambda self, *task: ask(self, *task)[::-1])
+        ask = Processes.ask
+        monkeypatch.setattr(Processes, "ask", lambda self, *task: ask(self, *task)[::-1])
         assert run.evaluate(metric, (x, x), 1) != inline.evaluate(metric, (x, x), 1)
 
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 import phalanx
-from phalanx.engines.processes import environment, launch
+from phalanx.engines.processes import environment, launch, starter
 from phalanx.engines.processes.launch import WARM
 from phalanx.surroundings import interrupts
 from tests.engines.deaths import hunted
@@ -160,7 +160,7 @@ def test_it_may_be_stopped(moment):
 def test_one_that_stays_stopped_is_replaced(monkeypatch):
     """Whoever stopped it does not let it be woken: it is killed, and another does its work."""
     process = zygote()
-    monkeypatch.setattr(launch, "STOPPED_SECONDS", 0.0)
+    monkeypatch.setattr(starter, "STOPPED_SECONDS", 0.0)
     os.kill(process.pid, signal.SIGSTOP)
     assert_same(recipe().train(workers=2, engine="processes"), recipe().train(engine="inline"))
     assert process.poll() == -signal.SIGKILL
@@ -176,7 +176,7 @@ def interrupted_request(timer):
 @pytest.mark.long
 def test_ctrl_c_while_it_does_not_answer(monkeypatch):
     """The wait ends at once; the answer that comes later is not taken for that of the next request."""
-    monkeypatch.setattr(launch, "STOPPED_SECONDS", 1000.0)
+    monkeypatch.setattr(starter, "STOPPED_SECONDS", 1000.0)
     process = zygote()
     os.kill(process.pid, signal.SIGSTOP)
     began = time.monotonic()
@@ -211,7 +211,7 @@ def test_a_worker_whose_start_was_interrupted_is_ended(ended, monkeypatch):
     children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
     deadline = time.monotonic() + 60
     if ended:  # it was given no memory to live in
-        assert launch._readable(WARM.zygote()._socket, 60)
+        assert starter._readable(WARM.zygote()._socket, 60)
         while children.read_text().strip() and time.monotonic() < deadline:
             time.sleep(0.05)
     WARM.zygote()._ask({"end": 0})

@@ -912,3 +912,16 @@ def test_a_batch_that_cannot_travel_is_refused_and_the_run_goes_on():
             run.step({"x": X[:16], "y": Y[:16], "lock": [threading.Lock() for _ in range(16)]})
         run.step({"x": X[16:32], "y": Y[16:32]})
         assert run.steps == 2
+
+
+def test_a_breakpoint_in_a_worker_says_what_to_do():
+    """A debugger finds no terminal there: the error says so, and names engine='inline'."""
+
+    def loss_fn(output, target):
+        breakpoint()
+        return F.mse_loss(output, target)
+
+    x = torch.randn(8, 3)
+    recipe = phalanx.Recipe(lambda: torch.nn.Linear(3, 3), (x, x), loss_fn, replicas=2, steps=1)
+    with pytest.raises(phalanx.WorkerError, match=r"BdbQuit.*no terminal in a worker process.*engine='inline'"):
+        recipe.train(workers=2, engine="processes")

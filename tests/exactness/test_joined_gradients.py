@@ -87,9 +87,9 @@ def test_odd_replicas_are_joined(monkeypatch):
     joined = []
     backward = gradient.Collector.backward
 
-    def watched(self, loss, onto=None):
+    def watched(self, loss, onto=None, *others):
         joined.append(onto is not None)
-        return backward(self, loss, onto)
+        return backward(self, loss, onto, *others)
 
     monkeypatch.setattr(gradient.Collector, "backward", watched)
     recipe(lambda: nn.Linear(20, 5), steps=2, replicas=8).train(engine="inline")

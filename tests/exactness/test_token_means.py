@@ -32,10 +32,12 @@ class Language(nn.Module):
         return SimpleNamespace(loss=loss if self.reduction == "mean" else loss / 100, logits=logits)
 
 
-def first_step(make_model, replicas, labels=LABELS, **options):
+def first_step(make_model, replicas, labels=LABELS, forward_fn=None, **options):
     """The gradient of the first step, as SGD with lr=1 shows it, and its loss."""
     data = {"input_ids": IDS, "labels": labels}
-    recipe = phalanx.Recipe(make_model, data, None, replicas=replicas, batch_size=16, steps=1, optimizer=SGD)
+    recipe = phalanx.Recipe(
+        make_model, data, None, forward_fn, replicas=replicas, batch_size=16, steps=1, optimizer=SGD
+    )
     before = recipe.start(engine="inline").result().params
     result = recipe.train(**options)
     return torch.cat([(before[name] - value).flatten() for name, value in result.params.items()]), result
@@ -61,7 +63,7 @@ def test_a_mean_of_means_would_be_another_gradient():
     recipe = phalanx.Recipe(lambda: Language(True), data, None, lambda model, batch: model(**batch).loss,
                             replicas=8, batch_size=16, steps=1, optimizer=SGD)  # fmt: skip
     before = recipe.start(engine="inline").result().params
-    with pytest.warns(UserWarning, match=r"targets of -100.*Return the weight, too: forward_fn=lambda model, batch"):
+    with pytest.warns(UserWarning, match=r"targets of -100.*Return the model's whole output instead of its loss"):
         after = recipe.train(engine="inline").params
     parts = torch.cat([(before[name] - value).flatten() for name, value in after.items()])
     assert float((whole - parts).norm() / whole.norm()) > 0.01
@@ -69,8 +71,36 @@ def test_a_mean_of_means_would_be_another_gradient():
 
 def test_a_loss_that_is_no_such_mean_is_warned_of():
     """A sum over a constant (num_items_in_batch, say) is not taken for a mean over labels."""
-    with pytest.warns(UserWarning, match=r"the model's own loss seems to ignore targets of -100"):
+    with pytest.warns(
+        UserWarning, match=r"the model's own loss seems to ignore targets of -100.*num_items_in_batch: leave that out"
+    ):
         first_step(lambda: Language(True, "sum"), 8)
+
+
+class Summed(nn.Module):
+    """Divides by what it is told, as models of Hugging Face do with ``num_items_in_batch``."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Language(True, "sum")
+
+    def forward(self, input_ids, labels, num_items_in_batch):
+        output = self.inner(input_ids, labels)
+        return SimpleNamespace(loss=output.loss * 100 / num_items_in_batch, logits=output.logits)
+
+
+def counted(model, batch):
+    return model(**batch, num_items_in_batch=(batch["labels"][:, 1:] != -100).sum())
+
+
+def test_the_whole_output_of_forward_fn_is_recognised():
+    """What the warning says to return is weighted exactly, whatever R and W are, also a sum over the share's count."""
+    whole, _ = first_step(Summed, 1, forward_fn=counted)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parts, result = first_step(Summed, 8, forward_fn=counted)
+    assert float((whole - parts).norm() / whole.norm()) < 1e-6
+    assert first_step(Summed, 8, forward_fn=counted, workers=3)[1].digest == result.digest
 
 
 def test_nothing_is_said_where_nothing_is_wrong():

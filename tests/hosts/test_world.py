@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import phalanx
+from phalanx.callbacks import EarlyStopping
+from tests.callbacks import jobs as job
 from tests.families import FAMILIES
 from tests.hosts.worlds import world
 
@@ -205,3 +207,37 @@ told[1] = [results[0].steps, told[1].resumed_from, told[1].digest]
     else:
         assert found[0][0].startswith("Preempted: SIGTERM came, and the state after 8 steps was saved")
     assert found[1][0].startswith("Preempted: SIGTERM came, and nothing is saved here")
+
+
+STOPPING = """
+import tests.callbacks.jobs as job
+from phalanx.callbacks import EarlyStopping
+due = job.evaluation()
+def stopping():
+    return [EarlyStopping("accuracy", patience=2)]
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("broken_off", [False, True])
+def test_early_stopping(pair, tmp_path, broken_off):
+    """All processes end after the step after which one alone does, also where the run was broken off and goes on."""
+    whole = job.recipe().train(
+        engine="inline", callbacks=[EarlyStopping("accuracy", patience=2)], evaluation=job.evaluation()
+    )
+    assert whole.steps < job.EPOCHS * 5, "it stopped early"
+    before = f"""
+options = dict(run_dir={str(tmp_path)!r}, evaluation=due, deadline_seconds=20, callbacks=stopping())
+with job.recipe().start(**options) as run:
+    for report in run:
+        if report.step + 2 == {whole.steps}:
+            break
+"""
+    found = pair(STOPPING + (before if broken_off else "") + f"""
+tried(lambda: job.recipe().train(
+    run_dir={str(tmp_path)!r}, evaluation=due, deadline_seconds=20, callbacks=stopping()
+))
+result = told.pop()
+told += [result.steps, result.digest, result.resumed_from] if not isinstance(result, str) else [result]
+""")  # fmt: skip
+    assert found == [[whole.steps, whole.digest, whole.steps - 1 if broken_off else None]] * 2

@@ -28,7 +28,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "engines": ("plan", "surroundings", "definition", "seams", "frameworks", "step", "shared", "checkpoint"),
     "run": ("surroundings", "definition", "seams", "checkpoint"),
     "callbacks": ("definition", "checkpoint"),
-    "recipe": ("plan", "surroundings", "definition", "seams", "checkpoint", "engines", "run"),
+    "recipe": ("plan", "surroundings", "definition", "checkpoint", "engines", "run"),
     "": (
         "plan",
         "surroundings",
@@ -103,6 +103,7 @@ HOMES = {
         "engines.processes.serialization",
         "definition.packages",
         "frameworks.tinygrad.environment",
+        "surroundings.imports",
         "surroundings.sources",
         "callbacks.log",
     ),

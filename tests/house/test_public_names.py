@@ -17,9 +17,22 @@ from phalanx.run import options
 
 pytestmark = pytest.mark.house
 
-FIRST_RUNG = {"Recipe", "Plan", "Result", "train", "tune", "load", "close", "digest", "weighted", "whole", "find_lr"}
+FIRST_RUNG = {
+    "Recipe",
+    "Plan",
+    "Stream",
+    "Result",
+    "train",
+    "tune",
+    "load",
+    "close",
+    "digest",
+    "weighted",
+    "whole",
+    "find_lr",
+}
 PROOF = {"Chain", "Difference", "Replayed", "Verified", "diff", "replay", "verify"}
-SECOND_RUNG = {"Run", "StepReport", "Evaluation", "Evaluated", "Incident", "Loaded"}
+SECOND_RUNG = {"Phase", "Run", "StepReport", "Evaluation", "Evaluated", "Incident", "Loaded"}
 ERRORS = {
     "PhalanxError", "UsageError", "RunError", "WorkerError", "NonFiniteError", "SnapshotError", "LeftError",
     "Preempted", "CorruptionError",

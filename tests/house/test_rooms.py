@@ -24,7 +24,7 @@ SMALL_FILES, SMALL_LINES = 8, 40
 LARGE_FOLDERS = {}
 
 SMALL = {
-    "engines/hosts/interfaces.py": "reads /proc/net, which nothing else about hosts does",
+    "engines/hosts/interfaces.py": "asks the kernel about interfaces, which nothing else about hosts does",
     "plan/shares.py": "the weights of shares, proved by tests of their own",
     "surroundings/presence.py": "asks torch.distributed, so that no other file of this room has to know it",
 }
@@ -62,7 +62,8 @@ NAMED: dict[str, tuple[str, str]] = {
     "definition/fingerprint/objects.py": ("torch", "parametrized modules have made-up classes"),
     "engines/hosts": ("torch", "hosts talk through Gloo and the store of torch.distributed"),
     "engines/processes/environment.py": ("jax", "the folder in which jax keeps compiled programs travels to workers"),
-    "engines/processes/launch.py": (
+    "engines/processes/launch.py": ("jax", "there is a zygote for workers that need jax, and one for others"),
+    "engines/processes/starter.py": (
         "jax",
         "a zygote whose workers need jax has a folder for what jax compiles",
     ),
@@ -95,7 +96,7 @@ REACHED_IN_TESTS = {
     "engines/moving.py": 2,
     "engines/test_compiled.py": 1,
     "engines/test_falls.py": 7,
-    "engines/test_same_bits.py": 2,
+    "engines/test_same_bits.py": 1,
     "engines/test_schedules.py": 2,
     "engines/test_starter.py": 8,
     "engines/test_surroundings.py": 2,

@@ -27,8 +27,12 @@ def one(recipe, steps, fault=None):
     params, state, value_and_grad, update = start(recipe)
     losses = []
     for step in range(steps):
-        batch = rows(recipe, recipe.plan.indices(step))
-        (loss, _), gradient = value_and_grad(params, batch, random_key(recipe, step, 0))
+        key, indices = random_key(recipe, step, 0), recipe.plan.indices(step)
+        if recipe.micro_batches > 1:
+            loss, _, leaves = in_parts(recipe, value_and_grad, params, indices, key, fault)
+            gradient = jax.tree.unflatten(jax.tree.structure(params), leaves)
+        else:
+            (loss, _), gradient = value_and_grad(params, rows(recipe, indices), key)
         params, state = update(gradient, state, params)
         losses.append(float(loss))
     return params, state, losses
@@ -46,7 +50,11 @@ def folded(recipe, steps, fault=None):
                 computed.append((None, 0.0, [None] * structure.num_leaves))
                 continue
             key = random_key(recipe, step, 0 if fault == "one_key" else replica)
-            (loss, weight), gradient = value_and_grad(params, rows(recipe, indices), key)
+            if recipe.micro_batches > 1:
+                loss, weight, leaves = in_parts(recipe, value_and_grad, params, indices, key, fault)
+                gradient = jax.tree.unflatten(structure, leaves)
+            else:
+                (loss, weight), gradient = value_and_grad(params, rows(recipe, indices), key)
             known = len(indices) / max(map(len, shares))
             weight = known if weight is None else float(weight)
             computed.append((float(loss), weight, [np.asarray(leaf) for leaf in jax.tree.leaves(gradient)]))
@@ -80,6 +88,25 @@ def start(recipe):
         return optax.apply_updates(params, updates), state
 
     return params, optimizer.init(params), jax.jit(jax.value_and_grad(loss, has_aux=True)), jax.jit(update)
+
+
+def in_parts(recipe, value_and_grad, params, indices, key, fault=None):
+    """Loss, returned weight and gradient of a share out of those of its micro-batches, each with a key of its own."""
+    pieces = [piece for piece in np.array_split(indices, recipe.micro_batches) if len(piece)]
+    total, counted, summed = 0.0, 0.0, []
+    for part, piece in enumerate(pieces):
+        folded_in = key if fault == "one_key" else jax.random.fold_in(key, part)
+        (loss, returned), gradient = value_and_grad(params, rows(recipe, piece), folded_in)
+        weight = len(piece) / max(map(len, pieces)) if returned is None else float(returned)
+        if not weight:
+            continue
+        leaves = [times(np.asarray(leaf), weight) for leaf in jax.tree.leaves(gradient)]
+        summed = [a + b for a, b in zip(summed, leaves, strict=True)] if summed else leaves
+        total, counted = total + weight * float(loss), counted + weight
+    if not counted:
+        return 0.0, 0.0, jax.tree.leaves(gradient)
+    mean_gradient = [times(leaf, counted, operator.truediv) for leaf in summed]
+    return total / counted, None if returned is None else counted, mean_gradient
 
 
 def rows(recipe, indices):

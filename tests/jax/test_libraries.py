@@ -1,5 +1,8 @@
 """Libraries whose parameters are plain trees of arrays; each is tried where it is installed."""
 
+import subprocess
+import sys
+
 import jax
 import optax
 import pytest
@@ -48,3 +51,35 @@ def test_flax_nnx():
 
     rest = made(jax.random.key(0))[0]
     check(lambda key: made(key)[1], lambda params, x: nnx.merge(rest, params)(x))
+
+
+SCRIPT = """
+import equinox, jax, numpy, optax, phalanx
+class Net(equinox.Module):
+    linear: equinox.nn.Linear
+    def __init__(self, key):
+        self.linear = equinox.nn.Linear(5, 3, key=key)
+def make_model(key):
+    return equinox.filter(Net(key), equinox.is_inexact_array)
+def forward(params, x):
+    return x @ params.linear.weight.T
+x = numpy.ones((24, 5), "float32")
+recipe = phalanx.Recipe(make_model, (x, x[:, :3]), lambda output, y: ((output - y) ** 2).mean(), forward, replicas=2,
+                        batch_size=12, steps=2, optimizer=optax.sgd(0.1))
+print(recipe.train(engine="inline").steps)
+try:
+    recipe.train(workers=2, engine="processes")
+except phalanx.UsageError as error:
+    print(error)
+"""
+
+
+@pytest.mark.long
+def test_equinox_classes_of_a_script_are_named():
+    """A library that notes its classes does not know a worker's copy of one of ``__main__``: the message says so."""
+    pytest.importorskip("equinox")
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("2\n"), done.stderr
+    assert "Net was made again in a worker process" in done.stdout
+    assert "put them into a module of their own" in done.stdout
+    assert "called without arguments" not in done.stdout

@@ -5,13 +5,14 @@ import os
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 import phalanx
 from phalanx.engines.auditing import summed
 from phalanx.plan.audit import Audit, wrong
+from phalanx.shared.audit_room import ELEMENTS
 from tests.families import FAMILIES
-from tests.proof.jobs import mlp, recipe
+from tests.proof.faults import Fault, in_workers
+from tests.proof.jobs import X, Y, mlp, recipe
 from tests.sampling import sample
 
 
@@ -178,14 +179,66 @@ def test_shares_that_are_none(value):
         mlp().train(on_corruption="cry")
 
 
-def test_batches_that_are_brought_are_not_audited():
-    """A run on the caller's batches takes the option, and computes what it would have."""
-    batches = [(torch.randn(8, 5), torch.arange(8) % 3) for _ in range(3)]
-    digests = []
-    for audit in (0.0, 1.0):
-        one = phalanx.Recipe(FAMILIES["mlp"].make_model, None, F.cross_entropy, replicas=4)
-        with one.start(engine="inline", progress=False, audit=audit) as run:
-            for batch in batches:
-                run.step(batch)
-            digests.append(run.result().digest)
-    assert digests[0] == digests[1]
+class Plain(torch.nn.Module):
+    """One parameter, so that every audited fold and update is of it; its owner is the first worker."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Linear(5, 3, bias=False)
+
+    def forward(self, x):
+        return self.body(x)
+
+
+SEEN = {"gradient": "replica", "batch": "replica", "fold": "a slice of parameter 0 was folded",
+        "update": "parameter 0 was updated", "state": "parameter 0 was updated"}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("workers", "brought"), [(1, False), (2, False), (3, False), (2, True)])
+@pytest.mark.parametrize("kind", SEEN)
+def test_a_single_bit_is_found_before_the_step_is_committed(tmp_path, kind, workers, brought):
+    """In a gradient, batch, fold, update or optimizer state of one worker: it is named, and what is wrong not done."""
+    if workers == 1 and kind in ("gradient", "batch"):
+        pytest.skip("a worker that is alone goes on computing the same")
+    options = {"optimizer": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), "replicas": 3, "steps": 8}
+    options |= {"data": None, "steps": None} if brought else {}
+    right = done(recipe(make_model=Plain, **options), engine="inline")
+    make_model, fault = in_workers(Plain, kind, tmp_path / "pid", 3, 1 << 30)
+    options |= {"make_model": make_model}
+    result, pids = done(recipe(**options), engine="processes", workers=workers, audit=1.0, every=True)
+    found = [incident for incident in result.incidents if incident.kind == "corruption"]
+    assert SEEN[kind] in found[0].why
+    assert pids[found[0].worker] == fault.culprit
+    if kind in ("fold", "update", "state"):  # of gradients only one is audited, and others may have been wrong before
+        assert result.digest == right.digest
+
+
+def test_a_single_bit_is_not_found_without_an_audit(tmp_path):
+    """The same fault in an update of a run that audits nothing: another digest, and no incident."""
+    right = recipe(make_model=Plain, steps=8).train(engine="inline", progress=False)
+    with Fault("update", str(tmp_path / "pid"), 3).planted():
+        result = recipe(make_model=Plain, steps=8).train(engine="inline", progress=False)
+    assert result.digest != right.digest
+    assert not result.incidents
+
+
+def done(job, *, every=False, **options):
+    """The result of a run, on planned steps or eight brought batches; with ``every``, its first processes, too."""
+    with job.start(progress=False, **options) as run:
+        pids = run.worker_pids
+        if job.data is None:
+            for step in range(8):
+                run.step((X[step * 5 : step * 5 + 5], Y[step * 5 : step * 5 + 5]))
+        else:
+            for _ in run:
+                pass
+        return (run.result(), pids) if every else run.result()
+
+
+@pytest.mark.parametrize("sizes", [[5], [40, 3, ELEMENTS + 1], [0, 7, 0, 3 * ELEMENTS]])
+def test_every_slice_comes_to_be_audited(sizes):
+    """All slices of all parameters are drawn, and nothing that is outside of one."""
+    drawn = {Audit(1.0, 5).piece(step, sizes, ELEMENTS) for step in range(300)}
+    slices = {(number, start) for number, size in enumerate(sizes) for start in range(0, size, ELEMENTS)}
+    assert drawn == slices

@@ -19,16 +19,6 @@ from tests.proof.jobs import mlp, ran
 from tests.sampling import sample
 
 
-@pytest.mark.parametrize("name", sample("chains of families", sorted(FAMILIES), 3))
-def test_the_root_is_the_same_for_any_number_of_workers(tmp_path, name):
-    """Inline and in 2 and 3 worker processes, with digests of the state at any distance, every family has one root."""
-    recipe = FAMILIES[name].recipe(FAMILIES[name].replicas[-1])
-    ways = [{"engine": "inline"}, {"workers": 2, "chain": "every"}, {"workers": 3, "chain": "off"}]
-    roots = {recipe.train(run_dir=tmp_path / str(n), progress=False, **way).chain for n, way in enumerate(ways)}
-    assert len(roots) == 1
-    assert len(roots.pop()) == 64
-
-
 def test_another_answer_has_another_root(tmp_path):
     """Another seed, and one step more, change the root; without a run_dir there is none."""
     roots = [
@@ -65,6 +55,7 @@ def test_a_torn_last_line_is_done_again(tmp_path, cut):
     assert chain.read_bytes() == text
 
 
+@pytest.mark.long
 def test_links_beyond_the_snapshot_are_done_again(tmp_path):
     """A run that was killed after its newest snapshot has links of steps that come again; they end up there once."""
     script = textwrap.dedent("""
@@ -200,26 +191,6 @@ def test_a_full_disk_stops_the_file_and_not_the_run(tmp_path, monkeypatch):
     assert result.chain == right
 
 
-@pytest.mark.long
-def test_two_processes_of_torchrun_have_the_same_root(tmp_path):
-    """The first process of a world keeps the chain, and its root is that of one process."""
-    script = tmp_path / "job.py"
-    script.write_text(
-        "import sys\nfrom tests.proof.jobs import mlp\n"
-        "result = mlp().train(run_dir=sys.argv[1], engine='distributed', workers=2, progress=False)\n"
-        "print('root', result.chain)\n"
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [*command, str(tmp_path / "world")], capture_output=True, text=True, check=False, env=environment, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    alone = mlp().train(run_dir=tmp_path / "alone", engine="inline", progress=False)
-    assert f"root {alone.chain}" in done.stdout
-    assert phalanx.diff(tmp_path / "alone", tmp_path / "world") is None
-
-
 @pytest.mark.parametrize(
     "header", ['{"chain": 1, "width": 0, "first": 0}', '{"chain": 1, "width": 9e18, "first": 0}', "{"]
 )
@@ -230,6 +201,7 @@ def test_headers_that_are_none(tmp_path, header):
         Links(tmp_path / "chain.jsonl")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("guard", "known"), [("if __name__ == '__main__':\n    ", True), ("", False)])
 def test_a_script_without_a_guard_is_not_loaded_again(tmp_path, guard, known):
     """A run notes the file of its recipe, but not of a script that would train once more when it is loaded."""

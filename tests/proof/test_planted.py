@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 import phalanx
 from phalanx.checkpoint.chain import records_of
-from phalanx.frameworks.torch.adapter import Torch
-from phalanx.frameworks.torch.replica.lane import Lane
+from phalanx.engines.links import LocalLink
 from phalanx.plan.audit import Audit
 from phalanx.proof.stable import stable
 from tests.families import FAMILIES
+from tests.proof.faults import BIT, Fault, flip
 from tests.proof.jobs import REPLICAS, SGD, STEPS, Net, X, Y, dealt, mlp, ran, recipe
 
 
@@ -218,77 +218,70 @@ def test_13_a_flag_of_the_library(tmp_path):
     assert "nothing that can be compared differs" in str(found)
 
 
-def flipped(tensor):
-    """Flip a bit in the middle of the largest element."""
-    tensor.view(-1)[tensor.abs().argmax()].view(torch.int32).bitwise_xor_(1 << 14)
+class Other(Net):
+    """The same in all but its name."""
 
 
-def test_14_a_bit_in_a_gradient(tmp_path, monkeypatch):
+def test_a_bit_in_the_fold(tmp_path, monkeypatch):
+    """All gradients are the same and their sum is not: the fold of that step, the parameter, and one element."""
+    real = LocalLink.mean
+
+    def faulty(link, weight):
+        total = real(link, weight)
+        if type(link._framework.snapshots.model) is Other:  # planted
+            flip(total[2])
+        return total
+
+    monkeypatch.setattr(LocalLink, "mean", faulty)
+    found = apart(tmp_path, recipe(steps=5), recipe(steps=5, make_model=Other))
+    assert (found.step, found.replica, found.phase, found.name) == (0, None, "fold", "norm.weight")
+    assert (found.elements, found.ulp) == (1, 1 << BIT)
+    assert "in step 0: fold, norm.weight: 1 element" in str(found)
+
+
+def in_gradient(tmp_path):
+    """A bit that flips in replica 2's gradient at step 41."""
+    return Fault("gradient", str(tmp_path / "pid"), 41 * REPLICAS + 2).planted()
+
+
+def test_14_a_bit_in_a_gradient(tmp_path):
     """The recipes are the same, so recomputing finds nothing; the links say which step, the states which tensor."""
     one = recipe()
     right = ran(tmp_path / "a", one, chain="every")
-    compute, seen = Lane.gradient, []
-
-    def faulty(lane, todo, *rest):
-        computed = compute(lane, todo, *rest)
-        seen.append(todo.replica)
-        if len(seen) == 41 * REPLICAS + 3:
-            flipped(computed.gradient[4])
-        return computed
-
-    with monkeypatch.context() as planted:
-        planted.setattr(Lane, "gradient", faulty)
+    with in_gradient(tmp_path):
         wrong = ran(tmp_path / "b", one, chain="every")
     found = phalanx.diff(right, wrong)
-    assert (found.step, found.phase, found.name) == (41, "gradient", "last.weight")
+    assert (found.step, found.phase, found.name) == (41, "gradient", "norm.weight")
     assert not found.fields
     assert "one of the two runs did something else" in found.note
 
 
-def test_14_an_audit_names_the_replica(monkeypatch):
+def test_14_an_audit_names_the_replica(tmp_path, monkeypatch):
     """The same bit, in a step that is audited: replica 2 of step 41 in worker 0, and the digest is the right one."""
     one = recipe()
     right = one.train(engine="inline", progress=False)
     monkeypatch.setattr(Audit, "due", lambda audit, step: step == 41)
     monkeypatch.setattr(Audit, "replica", lambda audit, step, ran: 2)
-    compute, seen = Lane.gradient, []
-
-    def faulty(lane, todo, *rest):
-        computed = compute(lane, todo, *rest)
-        seen.append(todo.replica)
-        if len(seen) == 41 * REPLICAS + 3:
-            flipped(computed.gradient[4])
-        return computed
-
-    monkeypatch.setattr(Lane, "gradient", faulty)
-    result = one.train(engine="inline", progress=False, audit=0.01)
+    with in_gradient(tmp_path):
+        result = one.train(engine="inline", progress=False, audit=0.01)
     assert result.digest == right.digest
     assert [(one.kind, one.worker, one.step) for one in result.incidents] == [("corruption", 0, 41)]
     assert "replica 2 was computed twice" in result.incidents[0].why
 
 
-def test_15_a_bit_in_a_weight(tmp_path, monkeypatch):
+def test_15_a_bit_in_a_weight(tmp_path):
     """The first state that differs is the one after the step in which the bit flipped, in one element."""
     one = recipe(steps=30)
     options = {"chain": "every", "snapshot_every": 1, "keep_snapshots": 40}
     right = ran(tmp_path / "a", one, **options)
-    update = Torch.update
-
-    def faulty(framework, step, gradient, buffers):
-        update(framework, step, gradient, buffers)
-        if step == 20:
-            with torch.no_grad():
-                flipped(framework.snapshots.model.last.weight)
-
-    with monkeypatch.context() as planted:
-        planted.setattr(Torch, "update", faulty)
+    with Fault("update", str(tmp_path / "pid"), 20).planted():
         wrong = ran(tmp_path / "b", one, **options)
     found = phalanx.diff(right, wrong)
-    assert (found.step, found.phase, found.name, found.elements) == (20, "update", "last.weight", 1)
-    assert found.ulp == 1 << 14
+    assert (found.step, found.phase, found.name, found.elements) == (20, "update", "first.weight", 1)
+    assert found.ulp == 1 << BIT
     checked = phalanx.verify(one, wrong, progress=False)
     assert checked.status == 1
-    assert "the state after 21 steps differs in 1 tensors, the first is last.weight" in checked.text
+    assert "the state after 21 steps differs in 6 tensors, the first is first.weight" in checked.text
 
 
 class Garbage(nn.Module):

@@ -13,6 +13,8 @@ import phalanx.testing
 from phalanx.checkpoint.chain import CHAIN
 from phalanx.proof.certify import certify, check_certificate, data_root
 from phalanx.proof.compare.values import taken, unequal
+from phalanx.proof.instant import Instant
+from tests.proof.faults import Fault
 from tests.proof.jobs import SGD, Net, X, Y, mlp, ran, recipe
 
 
@@ -90,6 +92,32 @@ def test_a_certificate(tmp_path):
     path.write_text("{}")
     with pytest.raises(phalanx.UsageError, match="no certificate"):
         check_certificate(path, job)
+
+
+@pytest.mark.long
+def test_stretches_are_computed_side_by_side(tmp_path, monkeypatch):
+    """With processes of their own the same is found as one after another: nothing, or the first step that differs."""
+    import phalanx.proof.verify as module
+
+    job = recipe(steps=40)
+    folders = [ran(tmp_path / "right", job, snapshot_every=8, keep_snapshots=9, chain=4)]
+    with Fault("update", str(tmp_path / "pid"), 17).planted():
+        folders.append(ran(tmp_path / "wrong", job, snapshot_every=8, keep_snapshots=9, chain=4))
+    alone = [phalanx.verify(job, folder, progress=False) for folder in folders]
+    opened = []
+
+    def noted(*arguments, **options):
+        opened.append(options["apart"])
+        return Instant(*arguments, **options)
+
+    monkeypatch.setattr(module, "ALONE_SECONDS", -1.0)
+    monkeypatch.setattr(module, "usable_cores", lambda: 3)
+    monkeypatch.setattr(module, "Instant", noted)
+    beside = [phalanx.verify(job, folder, progress=False) for folder in folders]
+    assert all(opened)
+    assert [(one.status, one.text) for one in beside] == [(one.status, one.text) for one in alone]
+    assert [one.status for one in alone] == [0, 1]
+    assert "step 18 differs" in alone[1].text
 
 
 def by_hand(path, job, spoiled=-1):

@@ -189,7 +189,7 @@ def test_a_loss_that_is_not_finite_is_noted(tmp_path):
     job = FAMILIES["mlp"].recipe(4, data=data, steps=5)
     with pytest.raises(phalanx.NonFiniteError) as caught:
         job.train(run_dir=tmp_path, engine="inline", progress=False)
-    assert failure_of(tmp_path) == (caught.value.step, caught.value.replica)
+    assert failure_of(tmp_path)[:2] == (caught.value.step, caught.value.replica)
     found = phalanx.replay(job, tmp_path, step=caught.value.step, replica=caught.value.replica)
     assert 9 in found.samples
     assert found.loss != found.loss
@@ -212,3 +212,57 @@ def test_a_debugger_in_a_notebook(tmp_path):
     shown = re.sub(r"\x1b\[[0-9;]*m", "", "".join(output.get("text", "") for output in book.cells[0].outputs))
     assert "scaled = 2 * x" in shown
     assert "torch.Size([2, 2])" in shown
+
+
+def sevens(output, target):
+    """A loss that does not take a seven."""
+    if (target == 7).any():
+        raise RuntimeError("a seven")
+    return F.cross_entropy(output, target)
+
+
+@pytest.mark.parametrize("brought", [False, True])
+@pytest.mark.parametrize("engine", ["inline", pytest.param("processes", marks=pytest.mark.long)])
+def test_an_error_has_all_that_is_needed(tmp_path, engine, brought):
+    """Replayed from the error in memory, or from the run's directory, it is raised again from the same samples.
+
+    So is another replica of that step, with the gradient that a loop by hand computes from ``error.result``.
+    """
+    y = torch.where(torch.arange(40) == 21, 7, Y)
+    job = recipe(data=None if brought else (X, y), steps=None if brought else 12, loss_fn=sevens)
+    error = failing(job, y, engine, tmp_path)
+    for again in (lambda: phalanx.replay(error), lambda: phalanx.replay(job, tmp_path)):
+        with pytest.raises(phalanx.WorkerError, match="a seven") as caught:
+            again()
+        assert (caught.value.step, caught.value.replica) == (error.step, error.replica)
+        assert caught.value.samples == error.samples
+        assert isinstance(caught.value.__cause__, RuntimeError)
+    other = (error.replica + 1) % 4
+    found, stored = (phalanx.replay(*where, replica=other) for where in ((error,), (job, tmp_path)))
+    model = error.result.model
+    model.zero_grad()
+    where = list(range(16, 24))[2 * other : 2 * other + 2] if brought else job.plan.shares(error.step)[other]
+    sevens(model(X[where]), y[where]).backward()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(found.gradients[name], parameter.grad)
+        assert torch.equal(stored.gradients[name], parameter.grad)
+
+
+def failing(job, y, engine, folder):
+    """The error of a run that comes to the seven."""
+    options = {"run_dir": folder, "engine": engine, "workers": 1 if engine == "inline" else 2, "progress": False}
+    try:
+        with job.start(**options) as run:
+            for start in 2 * [*range(0, 40, 8)]:
+                run.step(None if job.data is not None else (X[start : start + 8], y[start : start + 8]))
+    except phalanx.WorkerError as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def test_an_error_without_a_state_says_so():
+    """An error that names no replica, or comes from elsewhere, is refused with the way out."""
+    with pytest.raises(phalanx.UsageError, match="names no step and replica"):
+        phalanx.replay(phalanx.WorkerError("it was evaluated"))
+    with pytest.raises(phalanx.UsageError, match="step is not given"):
+        phalanx.replay(recipe(steps=3), replica=0)

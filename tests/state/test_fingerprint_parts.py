@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from phalanx.definition.fingerprint import Comparison, arrays, bytecode, graph, objects, shared
 from phalanx.definition.fingerprint.graph import CODE, TREE, Graph
 from phalanx.definition.fingerprint.look import Look
+from phalanx.definition.packages import installed
 from tests.families import FAMILIES
 from tests.state.changes import Made, between, recipe_of, written
 from tests.state.runs import norm_recipe
@@ -36,6 +37,12 @@ def seen(value):
 
 def hash_of(value):
     return seen(value).hash(TREE)
+
+
+def test_packages_of_another_environment_on_the_path_are_installed():
+    """Code in any site-packages goes by name and version, also where this interpreter's own are elsewhere."""
+    assert installed("abcdef", "/opt/base/lib/python3.11/site-packages/abcdef/core.py") == "abcdef"
+    assert installed("abcdef", "/home/me/project/abcdef/core.py") is None
 
 
 def test_code_that_runs_counts_not_the_file(make):

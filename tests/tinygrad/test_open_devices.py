@@ -56,6 +56,7 @@ def test_the_list_of_devices():
     assert not POCL or {"CL", "CL:1"} <= usable
 
 
+@pytest.mark.long
 @webgpu
 def test_webgpu():
     """One WebGPU device, or two that Dawn opens on one adapter: the same digest."""

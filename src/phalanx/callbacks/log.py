@@ -64,6 +64,7 @@ class Csv:
 
     def write(self, step: int, row: Row) -> None:
         """See ``Writer.write``; a new column makes the file anew."""
+        row = {"step": step, **row}
         new = [name for name in row if name not in self._columns]
         if new:
             self._columns += new
@@ -130,11 +131,17 @@ class Wandb:
 
     def open(self, run: Any, state: Mapping[str, Any] | None) -> None:
         """See ``Writer.open``."""
+        wandb = _module("wandb", "wandb")
+        self._callers = wandb.run is not None
+        if self._callers:
+            _check_plain("wandb", self._target, self._options)
+            self._run = wandb.run
+            return
         again = {} if state is None else {"id": state["id"], "resume": "allow"}
-        self._run = _module("wandb", "wandb").init(project=self._target, **{**self._options, **again})
+        self._run = wandb.init(project=self._target, **{**self._options, **again})
 
     def write(self, step: int, row: Row) -> None:
-        """See ``Writer.write``."""
+        """See ``Writer.write``; wandb drops steps that it had before a resume."""
         self._run.log(row, step=step)
 
     def state(self) -> dict[str, Any]:
@@ -143,26 +150,42 @@ class Wandb:
 
     def close(self) -> None:
         """See ``Writer.close``."""
-        self._run.finish()
+        if not self._callers:
+            self._run.finish()
 
 
 class MLflow:
-    """A run of MLflow, gone on with after a resume; ``where`` is the experiment."""
+    """A run of MLflow, gone on with after a resume; ``where`` is the experiment.
+
+    MLflow keeps a value for each time that it is told one, so steps that it had before a resume are not told again.
+    """
 
     def __init__(self, where: Any, options: Mapping[str, Any]) -> None:
         self._target, self._options = where, options
+        self._had: dict[str, int] = {}
 
     def open(self, run: Any, state: Mapping[str, Any] | None) -> None:
         """See ``Writer.open``."""
         self._mlflow = _module("mlflow", "mlflow")
+        self._run, self._had = self._mlflow.active_run(), {}
+        self._callers = self._run is not None
+        if self._callers:
+            _check_plain("mlflow", self._target, self._options)
+            return
         if self._target is not None:
             self._mlflow.set_experiment(self._target)
         again = {} if state is None else {"run_id": state["id"]}
         self._run = self._mlflow.start_run(**{**self._options, **again})
+        if state is not None:
+            client, run_id = self._mlflow.MlflowClient(), state["id"]
+            for name in client.get_run(run_id).data.metrics:
+                self._had[name] = max(value.step for value in client.get_metric_history(run_id, name))
 
     def write(self, step: int, row: Row) -> None:
         """See ``Writer.write``."""
-        self._mlflow.log_metrics({name: float(value) for name, value in row.items()}, step=step)
+        new = {name: float(value) for name, value in row.items() if step > self._had.get(name, -1)}
+        if new:
+            self._mlflow.log_metrics(new, step=step, run_id=self._run.info.run_id)
 
     def state(self) -> dict[str, Any]:
         """See ``Writer.state``."""
@@ -170,7 +193,8 @@ class MLflow:
 
     def close(self) -> None:
         """See ``Writer.close``."""
-        self._mlflow.end_run()
+        if not self._callers:
+            self._mlflow.end_run()
 
 
 class Log:
@@ -184,14 +208,15 @@ class Log:
         Through the library of that name, which has to be installed ("csv": none).
     where : path-like or str, optional
         The CSV file, TensorBoard's folder, the project of wandb, the experiment of MLflow. By default "log.csv" or
-        "tensorboard" in the run's directory, or here.
+        "tensorboard" in the run's directory, or here. A run of wandb or MLflow that is open already is written to, and
+        left open.
     **options
         For ``SummaryWriter``, ``wandb.init`` or ``mlflow.start_run``.
 
     Raises
     ------
     UsageError
-        ``to`` is something else.
+        ``to`` is something else; or ``where`` or options are given, and a run of wandb or MLflow is open.
     """
 
     KINDS: ClassVar[Mapping[str, Any]] = {"csv": Csv, "tensorboard": TensorBoard, "wandb": Wandb, "mlflow": MLflow}
@@ -202,6 +227,7 @@ class Log:
         self._state: Mapping[str, Any] | None = None
         self._open = False
         self._row: Row | None = None
+        self._step = 0
 
     def begin(self, run: Any) -> None:
         """Open it, or go on where the snapshot was."""
@@ -216,10 +242,10 @@ class Log:
         epoch = {} if report.epoch is None else {"epoch": report.epoch}
         values = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": report.lr, "samples": report.samples}
         self._row = {
-            "step": report.step,
             **epoch,
             **{k: v for k, v in values.items() if not math.isnan(v) or k != "lr"},
         }
+        self._step = report.step
 
     def evaluated(self, values: Mapping[str, float]) -> None:
         """Add what was evaluated to the step's row."""
@@ -245,7 +271,16 @@ class Log:
     def _flush(self) -> None:
         if self._row is not None:
             row, self._row = self._row, None
-            self._writer.write(int(row["step"]), row)
+            self._writer.write(self._step, row)
+
+
+def _check_plain(kind: str, where: Any, options: Mapping[str, Any]) -> None:
+    """What a run that is open already was opened with cannot be changed."""
+    if where is not None or options:
+        raise UsageError(
+            f"Log({kind!r}) was given {', '.join(filter(None, ['where' if where is not None else '', *options]))}, but "
+            f"a run of {kind} is open, and would be written to; end it before, or use Log({kind!r}) alone"
+        )
 
 
 def _module(name: str, package: str) -> Any:

@@ -45,6 +45,8 @@ def body_of(fields: dict[str, Any]) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 

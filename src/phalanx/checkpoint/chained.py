@@ -12,18 +12,21 @@ import numpy as np
 from phalanx.checkpoint.chain import CHAIN, ChainFile
 from phalanx.checkpoint.directory import RunDirectory
 from phalanx.checkpoint.origin import origin_of, remember
+from phalanx.checkpoint.pacing import Pacing
 from phalanx.checkpoint.tensors import leaf
 from phalanx.definition.fields import Definition
 from phalanx.definition.fingerprint import hashed
+from phalanx.definition.streams import Drawn
 from phalanx.errors import UsageError
 from phalanx.frameworks.registry import recorded_environment
 from phalanx.seams import Engine
 from phalanx.seams.events import StepReport
-from phalanx.seams.observer import NEVER, Observer
+from phalanx.seams.observer import Observer
 from phalanx.seams.snapshots import Captured
 
 SHARE = 0.004  # of the time, at most, for digests of the state, with "auto"
 SECONDS = 5.0  # between two of them, at least
+OF_PHASE = 3  # its name, loss, norm and rate take as much room in a line as so many replicas
 SAMPLES = 32  # hexadecimal digits of the hash of what was dealt
 
 
@@ -48,15 +51,17 @@ class Chained(Observer):
         self._chain: ChainFile | None = None
         self._engine: Engine | None = None
         self._brought = ""
-        self._next = NEVER if every == 0 else 0
-        self._since, self._pace, self._cost = time.monotonic(), 0.0, 0.0
+        self._pacing = Pacing(every, SECONDS, SHARE)
 
     def begin(self, engine: Engine, run: Any = None) -> None:
         """Go on with the chain, or begin one; note recipe and environment, and the state as it is."""
         self._engine = engine
-        done = len(engine.run_state.loss_history)
+        done = engine.run_state.steps
         try:
-            self._chain = ChainFile(self._directory.root / CHAIN, done, self._definition.replicas)
+            told = (
+                len(self._definition.rounds.every) * self._definition.replicas + len(self._definition.phases or ()) * 3
+            )
+            self._chain = ChainFile(self._directory.root / CHAIN, done, told)
         except OSError as error:
             where = str(self._directory.root / CHAIN)
             raise UsageError(f"the run's chain, {where!r}, cannot be written: {error}; mend that file") from error
@@ -69,18 +74,12 @@ class Chained(Observer):
             self._digest(done)
 
     def brought(self, batch: Any) -> None:
-        """The next step's samples are these, brought by the caller."""
-        self._brought = hashed(batch).hex()[:SAMPLES]
+        """The next step's samples are these, brought by the caller or a stream."""
+        self._brought = brought_as(batch)
 
     def horizon(self, steps: int) -> int:
         """The step after which the next digest is due, or, with "auto", probably is."""
-        if self._next <= steps:
-            if self._every is not None:
-                self._next = (steps // self._every + 1) * self._every
-            else:
-                left = self._pause() - (time.monotonic() - self._since)
-                self._next = steps + (max(1, int(left / self._pace)) if self._pace else 1)
-        return self._next
+        return self._pacing.horizon(steps)
 
     def step(self, report: StepReport) -> None:
         """Add the step's link; digest the state if that is due."""
@@ -88,22 +87,14 @@ class Chained(Observer):
         assert self._engine is not None
         brought, self._brought = self._brought, ""
         self._engine.run_state.chain = self._chain.add(fields_of(report, self._definition, brought))
-        self._pace = report.seconds
-        if self._is_due(report.step + 1):
+        self._pacing.stepped(report.seconds)
+        if self._pacing.due(report.step + 1):
             self._digest(report.step + 1)
 
     def end(self) -> None:
         """Write no more."""
         if self._chain is not None:
             self._chain.close()
-
-    def _is_due(self, steps: int) -> bool:
-        if steps < self._next:
-            return False
-        return steps % self._every == 0 if self._every else time.monotonic() - self._since >= self._pause()
-
-    def _pause(self) -> float:
-        return max(SECONDS, self._cost / SHARE)
 
     def _digest(self, steps: int) -> None:
         assert self._chain is not None, "nobody asks before begin"
@@ -114,22 +105,28 @@ class Chained(Observer):
             self._chain.record("state", step=steps, leaves=leaves_of(captured))
         finally:
             captured.release()
-        self._since = time.monotonic()
-        self._cost = self._since - began
+        self._pacing.took(began)
 
 
 def fields_of(report: StepReport, definition: Definition, brought: str = "") -> dict[str, Any]:
     """What a link says of a step; ``brought``: the hash of the batch, if the caller brought it."""
     dealt = brought or dealt_as(definition.plan.indices(report.step))
+    phases = {name: list(phase) for name, phase in report.phases.items()}
     return {
         "step": report.step, "samples": dealt, "loss": report.loss, "norm": report.grad_norm, "lr": report.lr,
         "losses": list(report.parts[0::2]), "weights": list(report.parts[1::2]),
+        **({"phases": phases} if phases else {}),
     }  # fmt: skip
 
 
 def dealt_as(samples: Any) -> str:
     """A hash of sample indices in their order."""
     return hashlib.sha256(np.asarray(samples, np.int64).tobytes()).hexdigest()[:SAMPLES]
+
+
+def brought_as(batch: Any) -> str:
+    """A hash of what the caller or a stream brought for a step."""
+    return (batch.hash if isinstance(batch, Drawn) else hashed(batch).hex())[:SAMPLES]
 
 
 def leaves_of(captured: Captured) -> dict[str, str]:

@@ -13,14 +13,14 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from phalanx.checkpoint import files, lock, snapshot
+from phalanx.checkpoint import files, lock, snapshot, tensors
 from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.errors import PhalanxError, SnapshotError, UsageError
 from phalanx.seams import Engine, RunState
 from phalanx.seams.events import Incident, StepReport
 from phalanx.seams.observer import Observer
 
-SNAPSHOTS, LOG, LOCK = "snapshots", "events.jsonl", "lock"
+SNAPSHOTS, LOG, LOCK, BATCH = "snapshots", "events.jsonl", "lock", "failure.safetensors"
 NAME = re.compile(r"step-(\d{12})")
 
 
@@ -140,6 +140,9 @@ class EventLog(Observer):
         """Note what ended the run, so that it can be raised again from the same samples."""
         where = {name: getattr(error, name, None) for name in ("step", "replica")}
         samples = list(getattr(error, "samples", ()))
+        if error.batch is not None:
+            with contextlib.suppress(OSError):
+                where["batch"] = tensors.write_tree(self._directory.root / BATCH, error.batch)
         self._directory.note("error", error=type(error).__name__, why=str(error), samples=samples, **where)
 
     def step(self, report: StepReport) -> None:
@@ -163,7 +166,7 @@ class EventLog(Observer):
 
     @property
     def _steps(self) -> int:
-        return len(self._run_state.loss_history)
+        return self._run_state.steps
 
 
 def _made(path: pathlib.Path) -> pathlib.Path:

@@ -76,8 +76,9 @@ class ResumeState:
         if self._weights is not None:
             with framework.environment:
                 framework.snapshots.adopt_weights(self._weights.weights)
+        rounds = self._definition.rounds
         if earlier is None:
-            return RunState()
+            return RunState(rounds=rounds)
         with framework.environment:
             framework.snapshots.adopt(Captured(dict(earlier.weights), dict(earlier.training), earlier.facts))
         try:
@@ -85,8 +86,9 @@ class ResumeState:
         except (TypeError, ValueError, OverflowError) as error:
             raise SnapshotError("the snapshot's evaluations are none") from error
         states = found(earlier.facts, earlier.training)
+        losses = losses_in(earlier, rounds.updates(earlier.step))
         return RunState(
-            losses_in(earlier), earlier.samples, resumed_from=earlier.step, evaluated=metrics, callbacks=states
+            losses, earlier.samples, resumed_from=earlier.step, evaluated=metrics, callbacks=states, rounds=rounds
         )
 
     def observers(
@@ -113,7 +115,7 @@ class ResumeState:
                 "choose another directory, or go on from there with resume=True"
             )
         self._compare(earlier)
-        steps = None if self._definition.data is None else self._definition.plan.steps
+        steps = self._definition.total
         if steps is not None and steps < earlier.step:
             raise UsageError(
                 f"run_dir is {str(run_dir)!r}, which has a run of {earlier.step} steps, and the recipe has "
@@ -161,7 +163,7 @@ class Loaded:
         Parameters and buffers by name, as tensors: ``model.load_state_dict(weights, strict=False)``. Those of jax
         and tinygrad are numpy arrays.
     loss_history : list of float
-        Mean loss of every step.
+        Mean loss of every step; of steps with phases, of every phase in turn.
     """
 
     step: int
@@ -210,10 +212,13 @@ def read_any(path: pathlib.Path) -> Snapshot:
     return earlier
 
 
-def losses_in(earlier: Snapshot) -> list[float]:
-    """The loss of every step."""
+def losses_in(earlier: Snapshot, updates: int | None = None) -> list[float]:
+    """The loss of every update; ``updates``: how many those are, where the recipe is known."""
     stored = earlier.training.get(LOSSES)
-    if stored is None or stored.dtype != "float64" or stored.shape != (earlier.step,):
+    shape = None if stored is None else stored.shape
+    phased = updates is None and "phases" in earlier.recipe.get("fields", ())
+    expected = shape if phased else (earlier.step if updates is None else updates,)
+    if stored is None or stored.dtype != "float64" or len(stored.shape) != 1 or shape != expected:
         content = "none" if stored is None else f"those of {stored.dtype}{list(stored.shape)}"
         raise SnapshotError(f"the snapshot is of step {earlier.step}, which has a loss for each, but has {content}")
     history: list[Any] = memoryview(stored.content).cast("B").cast("d").tolist()

@@ -13,10 +13,11 @@ from typing import Any
 from phalanx.checkpoint import snapshot
 from phalanx.checkpoint.directory import RunDirectory
 from phalanx.checkpoint.export import CALLBACKS, kept
+from phalanx.checkpoint.pacing import Pacing
 from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.definition.fields import Definition
 from phalanx.definition.fingerprint import fingerprint
-from phalanx.errors import PhalanxError, RunError, SnapshotError
+from phalanx.errors import PhalanxError, RunError, SnapshotError, UsageError
 from phalanx.frameworks.registry import recorded_environment
 from phalanx.seams import Engine, RunState
 from phalanx.seams.events import StepReport
@@ -56,10 +57,7 @@ class Saver(Observer):
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._saved = -1  # the step of the newest snapshot
-        self._next = 0  # the step at which workers stop, to see whether it is time
-        self._since = time.monotonic()
-        self._pace = 0.0  # seconds of the latest step
-        self._cost = 0.0  # seconds that the latest snapshot took, from beginning to end
+        self._pacing = Pacing(every, SECONDS, SHARE)
 
     @property
     def folder(self) -> pathlib.Path:
@@ -83,13 +81,7 @@ class Saver(Observer):
 
     def horizon(self, steps: int) -> int:
         """The step after which the next snapshot is due, or, with "auto", probably is."""
-        if self._next <= steps:
-            if self._every is not None:
-                self._next = (steps // self._every + 1) * self._every
-            else:
-                left = self._pause() - (time.monotonic() - self._since)
-                self._next = steps + (max(1, int(left / self._pace)) if self._pace else 1)
-        return self._next
+        return self._pacing.horizon(steps)
 
     def step(self, report: StepReport) -> None:
         """Save the state after this step if a snapshot is due.
@@ -99,7 +91,7 @@ class Saver(Observer):
         SnapshotError
             The one before could not be written, and that ends the run.
         """
-        self._pace = report.seconds
+        self._pacing.stepped(report.seconds)
         if self._is_due(report.step + 1):
             self.save()
 
@@ -173,15 +165,13 @@ class Saver(Observer):
 
     @property
     def _steps(self) -> int:
-        return 0 if self._engine is None else len(self._engine.run_state.loss_history)
+        """Steps that are done, and not saved yet if they are more than ``_saved``; one that was begun is not saved."""
+        state = None if self._engine is None else self._engine.run_state
+        return 0 if state is None or state.between_phases else state.steps
 
     def _is_due(self, steps: int) -> bool:
-        if steps <= self._saved or steps < self._next:
-            return False
-        if self._every is not None:
-            return steps % self._every == 0
-        busy = self._thread is not None and self._thread.is_alive()
-        return not busy and time.monotonic() - self._since >= self._pause()
+        busy = self._every is None and self._thread is not None and self._thread.is_alive()
+        return steps > self._saved and not busy and self._pacing.due(steps)
 
     @staticmethod
     def _wait(thread: threading.Thread) -> None:
@@ -196,9 +186,6 @@ class Saver(Observer):
             return error
         return None
 
-    def _pause(self) -> float:
-        return max(SECONDS, self._cost / SHARE)
-
     def _write(self, state: Snapshot, captured: Captured, began: float) -> None:
         try:
             self._directory.write(state)
@@ -208,8 +195,7 @@ class Saver(Observer):
             self._directory.note("failed", step=state.step, why=str(error))
         finally:
             captured.release()
-            self._since = time.monotonic()
-            self._cost = self._since - began
+            self._pacing.took(began)
 
 
 def snapshot_of(
@@ -221,9 +207,9 @@ def snapshot_of(
 ) -> Snapshot:
     """What is written of a state."""
     history = array.array("d", run_state.loss_history)
-    callbacks, tensors = kept(run_state.states())
+    callbacks, tensors = kept({**run_state.states(), **run_state.stream()})
     return Snapshot(
-        step=len(run_state.loss_history),
+        step=run_state.steps,
         digest=digest,
         weights=captured.weights,
         training={**captured.training, **tensors, LOSSES: Tensor("float64", (len(history),), history)},
@@ -242,7 +228,14 @@ def write_apart(target: pathlib.Path, definition: Definition, engine: Engine, di
     ------
     SnapshotError
         It could not be written.
+    UsageError
+        A step was begun, and is not done.
     """
+    if engine.run_state.between_phases:
+        raise UsageError(
+            f"step {engine.run_state.steps} was broken off between two of its phases, and snapshots are of whole "
+            "steps; do the rest of it first: run.step()"
+        )
     recipe, environment = fingerprint(definition), recorded_environment()
     captured = engine.capture()
     try:

@@ -1,17 +1,24 @@
 """Tensors in a file, in the safetensors format: a length, a JSON header, bytes. Written in one go, read with limits.
 
-``packed`` makes bytes of a whole state in the same way, to travel from one process of a run to the others.
+``packed`` makes bytes of a whole state in the same way, to travel from one process of a run to the others;
+``write_tree`` a file of tuples, lists and dicts of arrays.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import math
+import pathlib
 import struct
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
+import numpy as np
+
+from phalanx.checkpoint import files
+from phalanx.definition.data import content, is_array
 from phalanx.definition.digest import leaf_hash
 from phalanx.errors import SnapshotError
 from phalanx.seams.snapshots import CODES, Captured, Tensor
@@ -143,3 +150,63 @@ def _sizes(values: Any) -> bool:
 def leaf(tensor: Tensor) -> str:
     """The hash of a tensor, as ``write`` returns it."""
     return leaf_hash(CODES[tensor.dtype][0], tensor.shape, memoryview(tensor.content).cast("B"))
+
+
+def write_tree(path: pathlib.Path, tree: Any) -> Any:
+    """Write the arrays of a tree; returns its structure as JSON values, None where it consists of other things.
+
+    Raises
+    ------
+    OSError
+        It cannot be written.
+    """
+    arrays: dict[str, Tensor] = {}
+    structure = _structure(tree, arrays)
+    if structure is None or not arrays:
+        return None
+    path.unlink(missing_ok=True)  # of an earlier failure
+    files.write(path, functools.partial(write, tensors=arrays))
+    return structure
+
+
+def read_tree(path: pathlib.Path, structure: Any) -> Any:
+    """The tree with this structure, in arrays of numpy.
+
+    Raises
+    ------
+    SnapshotError
+        It is not there, or damaged.
+    """
+    try:
+        return _built(structure, read(memoryview(files.read(path, MOST_BYTES - 1)), None))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise SnapshotError(f"{path} cannot be used: {error}") from error
+
+
+def _structure(tree: Any, arrays: dict[str, Tensor]) -> Any:
+    """Of a tree; its leaves go to ``arrays``. None where a leaf is no array that a file can hold."""
+    if isinstance(tree, Mapping):
+        found = {key: _structure(value, arrays) for key, value in tree.items() if isinstance(key, str)}
+        return None if len(found) != len(tree) or None in found.values() else {"dict": found}
+    if isinstance(tree, (tuple, list)):
+        items = [_structure(value, arrays) for value in tree]
+        return None if None in items else {type(tree).__name__ if type(tree) is list else "tuple": items}
+    if not is_array(tree):
+        return None
+    dtype, shape, data = content(tree.detach() if hasattr(tree, "detach") else tree)
+    if dtype not in CODES or dtype not in np.sctypeDict:
+        return None
+    name = str(len(arrays))
+    arrays[name] = Tensor(dtype, shape, data)
+    return name
+
+
+def _built(structure: Any, arrays: Mapping[str, Tensor]) -> Any:
+    if isinstance(structure, str):
+        dtype, shape, data = (getattr(arrays[structure], name) for name in ("dtype", "shape", "content"))
+        return np.frombuffer(bytearray(data), np.dtype(dtype)).reshape(shape)
+    ((kind, items),) = structure.items()
+    if kind == "dict":
+        return {key: _built(value, arrays) for key, value in items.items()}
+    made = [_built(value, arrays) for value in items]
+    return made if kind == "list" else tuple(made)

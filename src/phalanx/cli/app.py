@@ -15,6 +15,7 @@ import traceback
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from phalanx import __version__
 from phalanx.cli import measuring, pages, proving, tables
@@ -88,7 +89,19 @@ def train(
     report(pathlib.Path(file.split(":")[0]).name, result, drawn, json_=json_)
 
 
-@app.command()
+class DemoCommand(TyperCommand):
+    """Its help is that of the demo that is named before --help."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Note which demo is named."""
+        from phalanx.cli.demos import ABOUT
+
+        named = next((ABOUT[word] for word in args if word in ABOUT), None)
+        self.help = named or f"{self.help}\n\n" + "\n\n".join(ABOUT.values())
+        return super().parse_args(ctx, args)
+
+
+@app.command(cls=DemoCommand)
 def demo(
     name: Annotated[str, typer.Argument(metavar="NAME", help="digits, iris or fashion-mnist.")],
     workers: Workers = "auto",

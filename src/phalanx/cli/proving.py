@@ -25,7 +25,7 @@ from phalanx.proof.compare.diff import Difference
 from phalanx.proof.compare.diff import diff as compare
 from phalanx.proof.compare.sides import side
 from phalanx.proof.compare.values import flat
-from phalanx.proof.replay import Replayed, failure_of, replay
+from phalanx.proof.replay import Replayed, replay
 from phalanx.proof.verify import UNKNOWN, Verified, verify
 from phalanx.recipe import Recipe
 from phalanx.seams.snapshots import CODES
@@ -79,15 +79,14 @@ def replay_step(
     known = load_recipe(recipe)[0] if recipe else _recipe_of(run, told=True)
     if known is None:
         raise UsageError(f"the recipe of {run} is not known; say where it is: --recipe FILE[:NAME]")
-    if failure:
-        step, replica = failure_of(pathlib.Path(run))
-    elif step < 0:
+    if step < 0 and not failure:
         raise UsageError("--step is missing; give --step K --replica R, or --failure")
+    where: dict[str, Any] = {} if failure else {"step": step, "replica": replica}
     try:
-        found = replay(known, run, step=step, replica=replica, debug=pdb)
+        found = replay(known, run, **where, debug=pdb)
     except bdb.BdbQuit as error:
         raise typer.Exit(1) from error
-    facts = {"step": step, "replica": replica, "samples": list(found.samples), "loss": found.loss}
+    facts = {"step": found.step, "replica": found.replica, "samples": list(found.samples), "loss": found.loss}
     typer.echo("\n".join(f"{name:8}  {value}" for name, value in facts.items()))
     if out:
         _write(found, pathlib.Path(out), facts)

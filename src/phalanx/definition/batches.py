@@ -7,6 +7,7 @@ Columns must stay what they are while a run is open: workers have them as they w
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ import numpy as np
 from phalanx.definition import generators
 from phalanx.definition.data import Columns, Samples, SeedSample, Share, Source, alike, content, open_batch, open_data
 from phalanx.definition.fields import Definition
+from phalanx.definition.streams import Drawn
 from phalanx.errors import UsageError
 from phalanx.plan import Indices, evaluation_sample_key
 from phalanx.plan.shares import share_bounds
@@ -35,26 +37,48 @@ class BatchShares:
     definition : Definition
     opened : callable
         How the framework reads a source: columns become its arrays.
+    ahead : callable, optional
+        Stands between a planned share and what reads it, if shares are read ahead:
+        ``ahead(step, replica, its samples, read, those that are wanted)``.
     """
 
-    def __init__(self, definition: Definition, opened: Callable[[Source], Source]) -> None:
+    def __init__(
+        self, definition: Definition, opened: Callable[[Source], Source], ahead: Callable[..., Any] | None = None
+    ) -> None:
+        self._ahead = ahead
         self._definition = definition
         self._opened = opened
         self._source = None if definition.source is None else opened(definition.source)
         self._first = _First("data", definition.generators, lambda: generators.find(definition.holders))
 
-    def planned(self, step: int) -> list[Share]:
-        """The shares of a planned step; each sample's generator seeds follow from (seed, epoch, index)."""
+    def planned(self, update: int) -> list[Share]:
+        """The shares of an update's planned step; a sample's generator seeds follow from (seed, epoch, index)."""
         plan, source = self._definition.plan, self._source
+        step = self._definition.rounds.at(update).step
         assert source is not None
         owned = self._definition.generators
         read, collated = self._reader(
             source, lambda index: generators.seed(plan.sample_key(step, index), owned), self._first
         )
-        return [Share(indices, read, collated, "data") for indices in plan.shares(step)]
+        fresh = self._definition.reset_carry == "epoch" and step % plan.steps_per_epoch == 0
+        dealt = list(enumerate(plan.shares(step)))
+        reads = [
+            read if self._ahead is None or not isinstance(source, Samples) else self._taken(step, number, indices, read)
+            for number, indices in dealt
+        ]
+        shares = [Share(dealt[number][1], read, collated, "data", fresh=fresh) for number, read in enumerate(reads)]
+        for before, share in itertools.pairwise(shares):
+            share.first = before.first + len(before.samples)
+        return shares
+
+    def _taken(self, step: int, replica: int, share: Indices, read: Callable[[Indices], Any]) -> Any:
+        """A way to read a share that may have been read ahead."""
+        return functools.partial(self._ahead, step, replica, share, read)  # type: ignore[arg-type]
 
     def brought(self, batch: Any) -> list[Share]:
-        """The shares of a batch that the caller brought, cut as ``numpy.array_split`` does."""
+        """The shares of a batch that the caller or a stream brought, cut as ``numpy.array_split`` does."""
+        if isinstance(batch, Drawn):
+            return self._drawn(batch)
         source = self._opened(open_batch(batch))
         replicas = self._definition.replicas
         if self._definition.batch_size is None and len(source) > replicas:
@@ -65,7 +89,20 @@ class BatchShares:
         positions = np.arange(len(source), dtype=np.int64)
         bounds = share_bounds(len(source), replicas)
         read, collated = self._reader(source, _unseeded)
-        return [Share(positions[start:end], read, collated, "batch") for start, end in bounds]
+        return [Share(positions[start:end], read, collated, "batch", start) for start, end in bounds]
+
+    def _drawn(self, batch: Drawn) -> list[Share]:
+        """The shares of what a stream gave; their samples are told by their numbers in the epoch."""
+        numbers = np.array(batch.numbers, dtype=np.int64)
+        held = dict(zip(batch.numbers, batch.samples, strict=True))
+
+        def read(indices: Indices) -> list[Any]:
+            return [held[int(index)] for index in indices]
+
+        one = self._definition.batch_size is None
+        bounds = share_bounds(len(numbers), self._definition.replicas)
+        reader = (lambda indices: read(indices)[0]) if one else read
+        return [Share(numbers[start:end], reader, one, "data") for start, end in bounds]
 
     def chunks(self, data: Any, batch_size: int) -> Chunks:
         """Evaluation data in order, each sample once; one by one if the recipe hands over samples as they are."""

@@ -5,14 +5,16 @@ Knows arrays only by ``shape`` and ``__getitem__``, so it serves every framework
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from phalanx.errors import UsageError
 from phalanx.plan import Indices
+from phalanx.plan.shares import share_bounds
 
 SeedSample = Callable[[int], None]
 READING = "while phalanx was reading sample"
@@ -34,12 +36,31 @@ class Share:
         What the caller knows it as, for error messages: "data", "batch" or "evaluation data".
     collated : bool
         Whether ``read`` gives a batch, or a list of samples that is still to be collated.
+    first : int
+        Position of the first sample in the batch.
+    fresh : bool
+        Whether what is carried from batch to batch begins anew.
     """
 
     samples: Indices
     read: Callable[[Indices], Any]
     collated: bool
     origin: str
+    first: int = 0
+    fresh: bool = False
+
+    def cut(self, parts: int) -> list[Share]:
+        """At most ``parts`` shares of these samples, as ``numpy.array_split`` cuts them, none empty.
+
+        Samples that are still to be collated are read now: reading one seeds the generators, and what follows draws on.
+        """
+        bounds = [(start, end) for start, end in share_bounds(len(self.samples), parts) if start < end]
+        whole = None if self.collated else self.read(self.samples)
+        pieces = [self.read if whole is None else functools.partial(_read_already, whole[a:b]) for a, b in bounds]
+        return [
+            replace(self, samples=self.samples[start:end], read=read, first=self.first + start)
+            for (start, end), read in zip(bounds, pieces, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -96,6 +117,10 @@ class Samples:
 Source = Columns | Samples
 
 
+def _read_already(samples: Any, _: Indices) -> Any:
+    return samples
+
+
 def alike(one: Any, other: Any) -> bool:
     """Whether two samples are equal, bytes for bytes, as far as they can be looked into."""
     if is_array(one) or hasattr(one, "__array_interface__"):
@@ -128,6 +153,12 @@ def open_data(data: Any, argument: str = "data") -> Columns | Samples:
     if is_array(data) or isinstance(data, (tuple, Mapping)):
         return open_columns(data, argument)
     text = isinstance(data, (str, bytes, bytearray))
+    if not text and argument == "data" and _is_readable(data) and not callable(getattr(data, "__getitem__", None)):
+        raise UsageError(
+            f"data is a {type(data).__name__}, which cannot be read by index{_loader_hint(data)}; what is read in its "
+            "own order is passed as phalanx.Stream(make_iterable), with a function that returns it anew in each call; "
+            f"or {_way_out(argument)}"
+        )
     if text or isinstance(data, Iterator) or not callable(getattr(data, "__getitem__", None)):
         kind, way_out = type(data).__name__, _way_out(argument) + _loader_hint(data)
         raise UsageError(f"{argument} is a {kind}, which cannot be read by index; {way_out}")
@@ -251,6 +282,11 @@ def map_tree(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any],
 
 def _way_out(argument: str) -> str:
     return FORMS + (BRINGING if argument == "data" else "")
+
+
+def _is_readable(data: Any) -> bool:
+    """Whether it is an iterable, or a function that may return one."""
+    return hasattr(type(data), "__iter__") or callable(data)
 
 
 def _loader_hint(data: Any) -> str:

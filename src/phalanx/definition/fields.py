@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.definition import checks, generators
 from phalanx.definition.data import Columns, Samples, open_data
+from phalanx.definition.phases import Phase, checked_phases, names_of
+from phalanx.definition.streams import Stream
 from phalanx.errors import UsageError
 from phalanx.plan import Plan, steps_per_epoch
+from phalanx.plan.rounds import Rounds
 
 DEFAULT_LR = 1e-3
 
@@ -44,10 +47,18 @@ class Definition:
     schedule_every: str | None = None
     schedule_on: str | None = None
     modes: str = "train"
+    micro_batches: int = 1
+    carry: Mapping[str, int] | None = None
+    reset_carry: str | None = None
+    phases: Sequence[Phase] | None = None
 
     def __post_init__(self) -> None:
         self._check_functions()
         self._check_numbers()
+        if self.phases is not None:
+            names = ("loss_fn", "optimizer", "scheduler", "schedule_every")
+            phases = checked_phases(self.phases, {name: getattr(self, name) for name in names})
+            object.__setattr__(self, "phases", phases)
         if self.data is None:
             if self.steps is not None or self.epochs is not None:
                 raise UsageError(
@@ -59,26 +70,65 @@ class Definition:
 
     @functools.cached_property
     def source(self) -> Columns | Samples | None:
-        """The data as samples by index; None where the caller brings batches."""
-        return None if self.data is None else open_data(self.data)
+        """The data as samples by index; None where the caller brings batches, and for a stream."""
+        return None if self.data is None or isinstance(self.data, Stream) else open_data(self.data)
+
+    @property
+    def stream(self) -> Stream | None:
+        """The data, where it is read in its own order only."""
+        return self.data if isinstance(self.data, Stream) else None
+
+    @property
+    def samples(self) -> int | None:
+        """Samples of an epoch, where that is known before it is over."""
+        if self.stream is not None:
+            return self.stream.epoch_size
+        return None if self.source is None else len(self.source)
+
+    @property
+    def per_epoch(self) -> int | None:
+        """Steps of an epoch, where that is known before it is over."""
+        samples = self.samples
+        return None if samples is None else steps_per_epoch(samples, self.global_batch, drop_last=self.drop_last)
+
+    @property
+    def total(self) -> int | None:
+        """Steps of the whole run, where that is known before it is over."""
+        if self.epochs is None:
+            return self.steps
+        return None if self.per_epoch is None else self.epochs * self.per_epoch
 
     @functools.cached_property
     def plan(self) -> Plan:
         """Sample order, shares and random keys, as a hand-written loop needs them."""
-        if self.source is None:
+        if self.data is None:
             raise UsageError("this recipe has no plan: data is None, so the caller brings the batches; pass data")
-        samples, batch_size = len(self.source), self.global_batch
-        per_epoch = steps_per_epoch(samples, batch_size, drop_last=self.drop_last)
         return Plan(
-            samples=samples,
+            samples=0 if self.source is None else len(self.source),
             replicas=self.replicas,
-            batch_size=batch_size,
-            steps=self.steps if self.epochs is None else self.epochs * per_epoch,  # type: ignore[arg-type]
+            batch_size=self.global_batch,
+            steps=self.total or 0,
             seed=self.seed,
             shuffle=self.shuffle,
             drop_last=self.drop_last,
             seeder=functools.partial(generators.seeded, owned=self.generators),
         )
+
+    @functools.cached_property
+    def rounds(self) -> Rounds:
+        """Which update belongs to which step, where steps have phases."""
+        if self.phases is None:
+            return Rounds()
+        return Rounds(tuple(phase.every for phase in self.phases), names_of(self.phases))
+
+    @property
+    def updates(self) -> int | None:
+        """How many updates all steps have: as many as there are steps, unless those have phases."""
+        return None if self.total is None else self.rounds.updates(self.total)
+
+    def epoch_of(self, update: int) -> int | None:
+        """The pass over the data that an update belongs to; None where batches are brought, by whomever."""
+        return None if self.source is None else self.plan.epoch(self.rounds.at(update).step)
 
     @functools.cached_property
     def generators(self) -> generators.Owned:
@@ -88,8 +138,9 @@ class Definition:
     @property
     def holders(self) -> dict[str, Any]:
         """User code that runs in a replica-step, by name: the dataset, if reading it runs some, and functions."""
-        random = isinstance(self.source, Samples) and self.source.random
+        random = self.stream is not None or (isinstance(self.source, Samples) and self.source.random)
         functions = {name: getattr(self, name) for name in ("collate_fn", "forward_fn", "target_fn", "loss_fn")}
+        functions |= {f"phases[{number}].loss_fn": phase.loss_fn for number, phase in enumerate(self.phases or ())}
         return {"data": self.data, **functions} if random else functions
 
     @property
@@ -144,17 +195,54 @@ class Definition:
         checks.choice("precision", self.precision, (None, "bfloat16"))
         checks.choice("on_nonfinite", self.on_nonfinite, ("stop", "skip", "ignore"))
         checks.choice("modes", self.modes, ("train", "as_made"))
+        settle("micro_batches", checks.integer("micro_batches", self.micro_batches, least=1))
+        if self.micro_batches > 1 and self.batch_size is None:
+            raise UsageError(
+                f"micro_batches is {self.micro_batches} and batch_size is None, which hands a replica one sample, and "
+                "that cannot be cut; give a batch_size, or leave micro_batches out"
+            )
         self._check_schedule()
+        self._check_carry()
+
+    def _check_carry(self) -> None:
+        checks.choice("reset_carry", self.reset_carry, (None, "epoch"))
+        if self.carry is None:
+            if self.reset_carry is not None:
+                raise UsageError(
+                    f"reset_carry is {self.reset_carry!r}, but nothing is carried; name buffers: carry={{'hidden': 1}}"
+                )
+            return
+        if not isinstance(self.carry, Mapping) or not self.carry or not all(isinstance(n, str) for n in self.carry):
+            raise UsageError(
+                f"carry is {checks.shown(self.carry)}; it must be a dict from names of buffers to the dimension of "
+                "each that runs over the batch: carry={'hidden': 1}"
+            )
+        carry = {name: checks.integer(f"carry[{name!r}]", dim, least=0) for name, dim in self.carry.items()}
+        object.__setattr__(self, "carry", carry)
+        if self.batch_size is None:
+            raise UsageError(
+                "carry is given and batch_size is None, so that a batch has no dimension; give a batch_size"
+            )
+        if self.reset_carry is not None and (self.data is None or self.stream is not None):
+            told = "None, so there are no epochs" if self.data is None else "a Stream, whose epochs end where it ends"
+            raise UsageError(
+                f"reset_carry is 'epoch', but data is {told}; leave it out, or tell forward in the data where to begin"
+            )
 
     def _check_schedule(self) -> None:
         checks.choice("schedule_every", self.schedule_every, (None, "step", "epoch"))
         if self.schedule_every is not None and self.scheduler is None:
-            raise UsageError(
-                f"schedule_every is {self.schedule_every!r}, but there is no scheduler; pass one, or leave it"
-            )
+            if self.schedule_every == "epoch":
+                raise UsageError("schedule_every is 'epoch', but there is no scheduler; pass one, or leave it")
+            object.__setattr__(self, "schedule_every", None)  # what is so where nothing is said
         if self.schedule_every == "epoch" and self.data is None:
             raise UsageError(
                 "schedule_every is 'epoch', but data is None, so there are no epochs; use 'step', or pass data"
+            )
+        if self.schedule_every == "epoch" and self.stream is not None and self.stream.epoch_size is None:
+            raise UsageError(
+                "schedule_every is 'epoch', but data is a Stream whose epochs are as long as they turn out to be; give "
+                "it an epoch_size"
             )
         if self.schedule_on is not None:
             if not isinstance(self.schedule_on, str) or not self.schedule_on:
@@ -173,11 +261,15 @@ class Definition:
             )
         name = "steps" if self.epochs is None else "epochs"
         object.__setattr__(self, name, checks.integer(name, getattr(self, name), least=0))
-        source = self.source
-        assert source is not None
-        if self.drop_last and self.global_batch > len(source):
+        if self.stream is not None and self.stream.shuffle_buffer > 1 and not self.shuffle:
             raise UsageError(
-                f"drop_last is True and a batch has {self.global_batch} samples, but data has {len(source)}: every "
+                f"shuffle is False, but the stream has shuffle_buffer={self.stream.shuffle_buffer}; leave one of them "
+                "out: without a buffer a stream is never shuffled"
+            )
+        samples = self.samples
+        if self.drop_last and samples is not None and self.global_batch > samples:
+            raise UsageError(
+                f"drop_last is True and a batch has {self.global_batch} samples, but data has {samples}: every "
                 "batch would be dropped; lower batch_size, or set drop_last=False"
             )
 

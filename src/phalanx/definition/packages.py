@@ -17,6 +17,7 @@ from typing import Any
 
 OWN = __name__.partition(".")[0]
 PYTHON = "python"
+INSTALLERS = frozenset({"site-packages", "dist-packages"})  # also of an environment that this one's path leads to
 
 
 class Packages:
@@ -90,7 +91,8 @@ def _folders() -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _is_installed(file: str) -> bool:
-    return os.path.realpath(file).startswith(_folders())
+    path = os.path.realpath(file)
+    return path.startswith(_folders()) or not INSTALLERS.isdisjoint(path.split(os.sep))
 
 
 def _version(name: str) -> str:

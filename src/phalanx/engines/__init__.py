@@ -2,3 +2,14 @@
 
 ``recovery`` is what ``processes`` does when workers fall.
 """
+
+from __future__ import annotations
+
+import sys
+
+
+def close() -> None:
+    """End what is kept warm for the next run: a process that starts workers. The next run starts another."""
+    launch = sys.modules.get("phalanx.engines.processes.launch")
+    if launch is not None:
+        launch.WARM.close()

@@ -7,6 +7,7 @@ that is not wholly known (optimizers from elsewhere) stays where it is.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import statistics
@@ -21,6 +22,7 @@ from phalanx.definition.fields import Definition
 from phalanx.engines.inline import Inline
 from phalanx.engines.processes.driver import Processes
 from phalanx.engines.processes.launch import WARM
+from phalanx.engines.reading.pool import ahead_here
 from phalanx.engines.recovery.deadline import Deadline
 from phalanx.plan.audit import Audit
 from phalanx.plan.placement import place
@@ -55,14 +57,15 @@ class Auto:
         workers: int,
         deadline: Deadline,
         audit: Audit | None = None,
+        readers: int | None = 0,
     ) -> None:
         self.run_state = run_state
         self._definition = definition
         self._framework = framework
         self._most = workers
         self._deadline = deadline
-        self._audit = audit
-        self._inline = Inline(definition, framework, self.run_state, audit=audit)
+        self._audit, self._readers = audit, readers
+        self._inline = self._in_this_process()
         self._engine: Engine = self._inline
         self._seconds: deque[float] = deque(maxlen=TRIAL)  # of a step, without what is between steps
         self._ends: deque[float] = deque(maxlen=TRIAL + 1)  # when steps were done
@@ -87,6 +90,11 @@ class Auto:
     def environment(self) -> AbstractContextManager[Any]:
         """See ``seams.Engine.environment``."""
         return self._inline.environment
+
+    @property
+    def reading(self) -> AbstractContextManager[Any]:
+        """See ``seams.Engine.reading``."""
+        return self._inline.reading
 
     def advance(self, batch: Any, horizon: int) -> StepReport:
         """See ``seams.Engine.advance``."""
@@ -126,7 +134,7 @@ class Auto:
         """Start the process that forks workers as soon as that may pay."""
         if self._gain() > self._moving + (0.0 if WARM.awake else START_SECONDS):
             try:
-                WARM.zygote()
+                WARM.prepare(self._definition)
                 self._consider = self._think_of_moving
             except Exception as error:  # no process can be started here
                 self._stay(error)
@@ -142,7 +150,7 @@ class Auto:
         try:  # Ctrl-C leaves all as it is; the next step tries again
             placement = place(self._definition.replicas, self._most)
             facts = self._definition, self._framework, placement, self.run_state, self._deadline
-            self._processes = Processes(*facts, audit=self._audit)
+            self._processes = Processes(*facts, audit=self._audit, readers=self._readers)
             self._engine, self._consider = self._processes, self._judge
             self._inline.close()
         except Exception as error:  # the recipe cannot travel, the arena does not fit, or descriptors are short
@@ -166,14 +174,20 @@ class Auto:
         assert self._processes is not None
         if self._processes.hand_back():
             self._consider = None
-            self._engine = Inline(self._definition, self._framework, self.run_state, audit=self._audit)
+            self._engine = self._in_this_process()
+
+    def _in_this_process(self) -> Inline:
+        facts = self._definition, self._framework
+        ahead, court = ahead_here(*facts, self._readers), functools.partial(Processes, *facts)
+        return Inline(*facts, self.run_state, audit=self._audit, open_court=court, ahead=ahead)
 
     def _gain(self) -> float:
         """Seconds that workers might save: what is left, if all of them computed at once and nothing else took time."""
         done = len(self.run_state.loss_history)
         if len(self._ends) < WARM_UP:
             return -math.inf
-        left = done if self._definition.data is None else self._definition.plan.steps - done
+        updates = self._definition.updates
+        left = done if updates is None else updates - done
         return left * statistics.median(self._seconds) * (1 - 1 / self._most)
 
 

@@ -17,9 +17,11 @@ from phalanx.definition.batches import BatchShares
 from phalanx.definition.data import Columns, Share
 from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
-from phalanx.engines.auditing import AuditedLink, OwnBallot, spelled
+from phalanx.engines.auditing import AuditedLink, spelled
+from phalanx.engines.ballots import OwnBallot
 from phalanx.engines.links import LaneLink, LocalLink, ProcessLink
 from phalanx.engines.price import Price
+from phalanx.engines.verdict import MOST, Open, decided, endless
 from phalanx.errors import CorruptionError, PhalanxError, RunError, WorkerError
 from phalanx.plan import evaluation_key
 from phalanx.plan.audit import Audit
@@ -30,8 +32,6 @@ from phalanx.shared.heap import RUNS
 from phalanx.step import Proposal, commit, measure, propose, todo
 from phalanx.surroundings import interrupts
 
-MOST_WRONG = 5  # values in one step that end the run
-
 
 class Inline:
     """Takes a recipe's state from step to step in the calling process.
@@ -41,9 +41,14 @@ class Inline:
     definition : Definition
     framework : Framework
         Holds the state.
-
     run_state : RunState, optional
         What was done before, in another engine.
+    link : ProcessLink, optional
+    audit : Audit, optional
+    open_court : callable, optional
+        Starts a fresh process that says which of two values is right.
+    ahead : Taking, optional
+        Where shares come from that others read; closed with the engine.
 
     Attributes
     ----------
@@ -61,6 +66,8 @@ class Inline:
         run_state: RunState | None = None,
         link: ProcessLink | None = None,
         audit: Audit | None = None,
+        open_court: Open | None = None,
+        ahead: Any = None,
     ) -> None:
         self.run_state = RunState() if run_state is None else run_state
         self._definition = definition
@@ -69,20 +76,22 @@ class Inline:
         self._link: ProcessLink = link or (
             LocalLink(framework, range(definition.replicas)) if lanes is None else LaneLink(framework, lanes)
         )
+        self._open_court = open_court
         self._audited: AuditedLink | None = None
         if audit is not None:
             self._audited = AuditedLink(
-                self._link, audit, framework, definition, OwnBallot(), 0, [range(definition.replicas)]
+                self._link, audit, framework, definition, OwnBallot(), worker=0, blocks=[range(definition.replicas)]
             )
             self._link = self._audited
-        self._dealer = BatchShares(definition, framework.opened)
+        self._ahead = ahead
+        self._dealer = BatchShares(definition, framework.opened, None if ahead is None else ahead.read)
         self._torn = False
         self.ended = ""
         self.closed = False
         self._price = Price(definition, framework, self.run_state)
         RUNS.begin()
         self._memory = weakref.finalize(self, RUNS.end)
-        self.environment = framework.environment
+        self.environment = self.reading = framework.environment
 
     def advance(self, batch: Any, horizon: int) -> StepReport:
         """Do one step: on a batch that the caller brought, or the next planned one; nothing runs ahead.
@@ -92,19 +101,20 @@ class Inline:
         self.check_able()
         started = time.perf_counter()
         t, lr = len(self.run_state.loss_history), self._framework.lr
+        moment = self._definition.rounds.at(t)
         breaks = interrupts.breaks()
         with self.environment:
             try:
                 shares = self._dealer.planned(t) if batch is None else self._dealer.brought(batch)
                 if self._lanes is not None and batch is None:
                     self._lanes.expect(functools.partial(self._following, t + 1, horizon))
-                proposal = self._proposed(t, shares, planned=batch is None)
+                proposal = self._proposed(t, shares, batch)
                 samples = sum([len(share.samples) for share in shares])
                 self._commit(t, proposal, samples)
             except BaseException:
-                self._end_if_broken_off(breaks, f"at step {t}")
+                self._end_if_broken_off(breaks, f"at {moment}")
                 raise
-        epoch = self._definition.plan.epoch(t) if batch is None else None
+        epoch = self._definition.epoch_of(t) if batch is None else None
         ended = time.perf_counter()
         self.run_state.time(started, ended)
         self._price.look(ended - started)
@@ -141,7 +151,7 @@ class Inline:
         if self._torn:
             self.check_able()
         with self.environment:
-            return self._framework.export(len(self.run_state.loss_history), copy=copy, digest=digest)
+            return self._framework.export(self.run_state.steps, copy=copy, digest=digest)
 
     def schedule(self, value: float, epoch: int) -> None:
         """See ``seams.Engine.schedule``."""
@@ -159,31 +169,34 @@ class Inline:
     def close(self) -> None:
         """Give back the memory that steps had freed and would have used again."""
         self.closed = True
+        if self._ahead is not None:
+            self._ahead.close()
         self._memory()  # once
 
-    def _proposed(self, t: int, shares: Sequence[Share], *, planned: bool) -> Proposal:
+    def _proposed(self, t: int, shares: Sequence[Share], batch: Any) -> Proposal:
         """The first half of the step; again where an audit found that this process computed a wrong value."""
         if self._audited is not None:
-            self._audited.aim(t, shares if planned else None)
-        for _ in range(MOST_WRONG):
+            self._audited.aim(t, shares)
+        found = 0
+        while True:
             self._link.begin()
             try:
                 return propose(self._framework, self._link, self._definition, t, shares)
             except CorruptionError as error:
-                error.worker = 0
-                self.run_state.incidents.append(Incident(time.perf_counter(), "corruption", 0, t, spelled(error)))
+                found += 1
+                found_wrong = decided(error, {}, self._open_court, self._definition, self.run_state, batch)
+                error.worker = found_wrong[0] if found_wrong else None
+                worker = -1 if error.worker is None else error.worker
+                self.run_state.incidents.append(Incident(time.perf_counter(), "corruption", worker, t, spelled(error)))
                 if self._audited is None or self._audited.stops:
                     raise
-        raise RunError(
-            f"audits of step {t} found wrong values {MOST_WRONG} times in a row; test this machine's memory and "
-            "processor, or, if the model does not compute the same twice, see what phalanx check says",
-            step=t,
-        )
+                if found == MOST:
+                    raise endless(error) from error
 
     def _following(self, step: int, horizon: int) -> list[Todo]:
         """What the next step computes, if nobody may change the data before: columns are watched, other data is not."""
         definition = self._definition
-        if step >= definition.plan.steps or (step >= horizon and not isinstance(definition.source, Columns)):
+        if step >= (definition.updates or 0) or (step >= horizon and not isinstance(definition.source, Columns)):
             return []
         shares = self._dealer.planned(step)
         ran = [replica for replica in self._link.hosted if len(shares[replica].samples)]
@@ -208,10 +221,11 @@ class Inline:
             during = "the scheduler; the step itself was done"
             self._framework.schedule(proposal.loss)
         except BaseException as error:
-            self.ended = f"{type(error).__name__} ({error}) at step {t} in {during}"
+            moment = self._definition.rounds.at(t)
+            self.ended = f"{type(error).__name__} ({error}) at {moment} in {during}"
             if isinstance(error, PhalanxError) or not isinstance(error, Exception):
                 raise
-            raise WorkerError(self.ended, step=t) from error
+            raise WorkerError(self.ended, step=moment.step) from error
 
     def check_able(self) -> None:
         """Refuse to go on where the run cannot."""

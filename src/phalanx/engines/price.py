@@ -42,7 +42,9 @@ class Price:
         self._run_state = run_state
         self._seconds = 0.0
         self._seen = 0
-        run_state.priced |= definition.data is None or definition.replicas == 1 or framework.lanes is not None
+        # Not where two shares are not one of twice the size, nor where another size would be compiled for.
+        unfit = definition.source is None or definition.batch_size is None or framework.lanes is not None
+        run_state.priced |= unfit or definition.replicas == 1 or framework.compiles
 
     def look(self, seconds: float) -> None:
         """Hear how long a step took."""
@@ -50,11 +52,12 @@ class Price:
             return
         self._seconds += seconds
         self._seen += 1
-        left = self._definition.plan.steps - len(self._run_state.loss_history)
+        left = (self._definition.updates or 0) - len(self._run_state.loss_history)
         if self._seconds < LONG_SECONDS or left * self._seconds / self._seen < LONG_SECONDS:
             return
         self._run_state.priced = True
-        with contextlib.suppress(Exception):  # user code that fails will do so in a step, which says where
+        # User code that fails will do so in a step, which says where; and no warning may lose the report of this one.
+        with contextlib.suppress(Exception):
             found = price(self._definition, self._framework)
             if found > DEAR:
                 warnings.warn(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import select
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from phalanx.definition.fields import Definition
@@ -11,6 +14,7 @@ from phalanx.engines.auto import Auto
 from phalanx.engines.inline import Inline
 from phalanx.engines.processes.driver import Processes
 from phalanx.engines.processes.launch import WARM
+from phalanx.engines.reading.pool import ahead_here
 from phalanx.engines.recovery.deadline import Deadline
 from phalanx.errors import UsageError
 from phalanx.frameworks.registry import as_factory, open_framework
@@ -32,35 +36,63 @@ def open_engine(
     *,
     allow: bool = False,
     audit: Audit | None = None,
+    readers: int | None = 0,
 ) -> Engine:
     """The engine that was asked for; "auto" without a number of workers measures.
 
     ``allow``: on accelerators, operations without a deterministic kernel, too.
+    ``readers``: how many; None: as many as pay.
     ``begin(framework)`` may give the framework the state of an earlier run, and tells what that had done.
     """
+    if audit is not None and definition.phases is not None:
+        raise UsageError(
+            "audit compares steps of one update in this version, and the recipe has phases; leave one of them out"
+        )
     if distributes(engine):
         if audit is not None:
             raise UsageError("audit compares workers of one process or host in this version; leave it out over several")
         from phalanx.engines.hosts.driver import open_distributed  # loads what speaks to networks
 
-        return open_distributed(definition, workers, devices, processors(), deadline_seconds, begin, allow=allow)
+        return open_distributed(
+            definition, workers, devices, processors(), deadline_seconds, begin, allow=allow, readers=readers
+        )
     deadline = Deadline(deadline_seconds)
     count = workers or min(definition.replicas, usable_cores())
     here = count == 1 or len(devices) > 1 or set(devices) - {"cpu"} or not CAPABLE
     if engine == "processes" or not (engine == "inline" or here or workers is None):
-        WARM.zygote()  # first: it imports while the model is made here
+        WARM.prepare(definition)  # first: it imports while the model is made here
         framework = open_framework(definition, devices)
         placement = place(definition.replicas, count)
-        return Processes(definition, framework, placement, begin(framework), deadline, audit=audit)
+        return Processes(definition, framework, placement, begin(framework), deadline, audit=audit, readers=readers)
     framework = open_framework(definition, devices, allow=allow)
     if engine == "inline" or here or framework.lanes is not None:
-        return Inline(definition, framework, begin(framework), audit=audit)
-    return Auto(definition, framework, begin(framework), count, deadline, audit)
+        court, state = functools.partial(Processes, definition, framework), begin(framework)
+        ahead = ahead_here(definition, framework, readers) if CAPABLE else None
+        return Inline(definition, framework, state, audit=audit, open_court=court, ahead=ahead)
+    return Auto(definition, framework, begin(framework), count, deadline, audit, readers)
 
 
-def trained(model: Any) -> Any:
-    """A ``make_model`` that returns this model, or a copy."""
-    return as_factory(model)
+@contextlib.contextmanager
+def open_trained(definition: Definition, model: Any) -> Iterator[tuple[Definition, Engine]]:
+    """A recipe with this model, already trained, and an engine that computes its outputs in this process."""
+    training = (
+        "data",
+        "steps",
+        "epochs",
+        "scheduler",
+        "schedule_every",
+        "schedule_on",
+        "carry",
+        "reset_carry",
+        "phases",
+    )
+    left_out: dict[str, Any] = dict.fromkeys(training)
+    recipe = dataclasses.replace(definition, **left_out, modes="as_made", make_model=as_factory(model))
+    engine = open_engine(recipe, "inline", 1, (), None, lambda _: RunState())
+    try:
+        yield recipe, engine
+    finally:
+        engine.close()
 
 
 def distributes(engine: str) -> bool:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 import mmap
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from phalanx.plan.fold import Fold
+from phalanx.plan.shares import share_weights
 from phalanx.shared.layout import Spec
 
 Gradient = list[Any]  # jax arrays, which nobody can write, or numpy arrays that may be written
@@ -62,6 +65,33 @@ def norm(vector: Gradient) -> float:
     return root(squares(vector))
 
 
+def settled(left: Sequence[tuple[int, list[np.ndarray]]], starts: list[np.ndarray]) -> list[np.ndarray]:
+    """The rule of every framework, for (samples, buffers) of each replica that ran, in order.
+
+    A buffer whose bytes are equal on all of them keeps those. Otherwise a floating one becomes the mean, weighted by
+    sample count and added in the fold's order; others become the first replica's.
+    """
+    if not left or not starts:
+        return starts
+    weights = share_weights([samples for samples, _ in left])
+    return [_settled([buffers[number] for _, buffers in left], weights) for number in range(len(starts))]
+
+
+def _settled(values: list[np.ndarray], weights: Sequence[float]) -> np.ndarray:
+    first = values[0]
+    if first.dtype.kind != "f" or all(first.tobytes() == other.tobytes() for other in values[1:]):
+        return first
+    fold: Fold[np.ndarray] = Fold(len(values), np.add)
+    total: Fold[float] = Fold(len(values), operator.add)
+    for position, (value, weight) in enumerate(zip(values, weights, strict=True)):
+        fold.push(position, value if weight == 1 else value * value.dtype.type(weight))
+        total.push(position, weight)
+    summed, weight = fold.total(), total.total()
+    assert summed is not None
+    assert weight is not None
+    return np.asarray(summed / summed.dtype.type(weight))
+
+
 def add_up(parts: Sequence[Any], additions: Sequence[tuple[int, int]], first: int, divisor: float) -> np.ndarray:
     """Do the additions (into, from) between ``parts``, then divide part ``first``."""
     sums = list(parts)
@@ -86,6 +116,11 @@ def view(memory: mmap.mmap, offset: int, spec: Spec) -> np.ndarray:
 def write(target: np.ndarray, source: Any) -> None:
     """Copy an array into another."""
     target[...] = _plain(source)
+
+
+def cut(array: Any, start: int, end: int) -> np.ndarray:
+    """A stretch of an array's elements, in row order."""
+    return _plain(array).reshape(-1)[start:end]
 
 
 def _plain(entry: Any) -> np.ndarray:

@@ -5,6 +5,7 @@ What ``make_model`` returns decides: a ``torch.nn.Module``, a tree of jax arrays
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from phalanx.definition.digest import Entry, digest_of, leaf_hash
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks.jax import outside
+from phalanx.frameworks.jax.outside import threads as threads
 from phalanx.frameworks.tinygrad import outside as outside_tinygrad
 from phalanx.seams import Framework
 from phalanx.seams.snapshots import CODES, Tensor
@@ -57,7 +59,7 @@ def open_framework(
         return opened_jax().Jax(definition, devices, model)
 
 
-def digest(model: Any, optimizer: Any = None, step: int | None = None) -> str:
+def digest(model: Any, optimizer: Any = None, step: int | None = None, state: Any = ()) -> str:
     """The digest of a state: equal digests mean equal bits.
 
     Parameters
@@ -67,6 +69,8 @@ def digest(model: Any, optimizer: Any = None, step: int | None = None) -> str:
         Its state is included, tensors and scalars.
     step : int or None
         How many optimizer steps led here.
+    state : pytree
+        What a jax model keeps beside its parameters, as ``forward_fn`` returned it.
 
     Returns
     -------
@@ -74,7 +78,7 @@ def digest(model: Any, optimizer: Any = None, step: int | None = None) -> str:
         64 hexadecimal digits; equals ``result.digest`` of a run that ended in the same state.
     """
     if outside.is_pytree(model) or outside_tinygrad.is_model(model):
-        return digest_of(_entries(model, optimizer), step)
+        return digest_of(_entries(model, optimizer, state), step)
     from phalanx.frameworks.torch import snapshot as torch_snapshot
 
     return torch_snapshot.digest(model, optimizer, step)
@@ -112,11 +116,11 @@ def _hashes(entries: Iterable[Entry], number: int) -> dict[str, str]:
     }
 
 
-def _entries(model: Any, optimizer: Any) -> Iterable[Entry]:
+def _entries(model: Any, optimizer: Any, state: Any = ()) -> Iterable[Entry]:
     if outside.is_pytree(model):
         from phalanx.frameworks.jax import snapshot
 
-        return snapshot.entries(model, optimizer)
+        return snapshot.entries(model, optimizer, state)
     from phalanx.frameworks.tinygrad import snapshot as tinygrad_snapshot
 
     return tinygrad_snapshot.entries(tinygrad_snapshot.state_of(model, optimizer))
@@ -229,6 +233,24 @@ def reduced(thing: Any) -> Any:
     from phalanx.frameworks.torch import process
 
     return process.reduced(thing)
+
+
+def reduced_sample(thing: Any) -> Any:
+    """The same for the samples of a step."""
+    from phalanx.frameworks.torch import process
+
+    return process.reduced_sample(thing)
+
+
+def reading_surroundings(framework: str, definition: Definition) -> contextlib.AbstractContextManager[Any]:
+    """What samples are read in, where no model is: generators and threads are the run's."""
+    if framework == "jax":
+        from phalanx.frameworks.jax import environment
+
+        return environment.Environment(definition.generators)
+    from phalanx.frameworks.torch.environment import Environment
+
+    return Environment(definition.threads, definition.generators)
 
 
 def _made(definition: Definition) -> Any:

@@ -12,8 +12,9 @@ import torch
 from phalanx.definition import checks
 from phalanx.definition.fields import Definition
 from phalanx.errors import RunError, UsageError
+from phalanx.frameworks.torch.replica.ambiguous import AmbiguousMean
 from phalanx.frameworks.torch.replica.buffers import Buffers, Left
-from phalanx.frameworks.torch.replica.forward import AmbiguousMean, check_stateless
+from phalanx.frameworks.torch.replica.forward import check_stateless
 from phalanx.manual.computing import ReplicaStep, compute
 from phalanx.manual.gradients import ALGORITHMS, ORDERED, average
 from phalanx.manual.moving import Unlooked, moved

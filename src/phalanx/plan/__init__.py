@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from phalanx.errors import UsageError
 from phalanx.plan import keys
 from phalanx.plan.order import Indices, Orders
 from phalanx.plan.shares import share_bounds
@@ -26,13 +27,13 @@ class Plan:
     Attributes
     ----------
     samples : int
-        Length of the data.
+        Length of the data; 0 for a stream, whose samples are known when they are read.
     replicas : int
         R.
     batch_size : int
         Samples a step over all replicas.
     steps : int
-        Optimizer steps in the whole run.
+        Optimizer steps in the whole run; 0 for a stream of unknown length that is read for some epochs.
     seed : int
     shuffle, drop_last : bool
     """
@@ -48,7 +49,18 @@ class Plan:
 
     @functools.cached_property
     def steps_per_epoch(self) -> int:
-        """Steps in one pass over the data; the last may be short."""
+        """Steps in one pass over the data; the last may be short.
+
+        Raises
+        ------
+        UsageError
+            The data is a stream: its samples are known when they are read.
+        """
+        if not self.samples:
+            raise UsageError(
+                "this plan has keys, but no samples: data is a Stream, whose samples are known when they are read; "
+                "its seeded() and key() work, and the samples are those of make_iterable()"
+            )
         return steps_per_epoch(self.samples, self.batch_size, drop_last=self.drop_last)
 
     @functools.cached_property
@@ -84,16 +96,16 @@ class Plan:
         indices = self.indices(step)
         return [indices[start:end] for start, end in share_bounds(len(indices), self.replicas)]
 
-    def seeded(self, step: int, replica: int) -> contextlib.AbstractContextManager[None]:
+    def seeded(self, step: int, replica: int, phase: int = 0) -> contextlib.AbstractContextManager[None]:
         """Seed all generators for one replica-step inside the block; restore them after it.
 
         The key covers everything that the replica does in the step: collating, forward, loss, backward.
         """
-        return self.seeder(self.key(step, replica))
+        return self.seeder(self.key(step, replica, phase))
 
-    def key(self, step: int, replica: int) -> int:
+    def key(self, step: int, replica: int, phase: int = 0) -> int:
         """The 64-bit random key of one replica-step; a ``jax.random`` key is made of its two halves, high one first."""
-        return replica_key(self.seed, step, replica, self.replicas)
+        return replica_key(self.seed, step, replica, self.replicas, phase)
 
     def seeded_sample(self, step: int, index: int) -> contextlib.AbstractContextManager[None]:
         """Seed all generators for reading one sample of a map-style dataset; restore them after it."""
@@ -108,9 +120,24 @@ class Plan:
         return keys.key(self.seed, keys.SAMPLE_STREAM, int(self.epoch(step)) * self.samples + int(index))
 
 
-def replica_key(seed: int, step: int, replica: int, replicas: int) -> int:
-    """Key of (seed, step, replica)."""
-    return keys.key(seed, keys.REPLICA_STREAM, int(step) * replicas + int(replica))
+def replica_key(seed: int, step: int, replica: int, replicas: int, phase: int = 0) -> int:
+    """Key of (seed, step, replica, phase); each phase has a stream of its own."""
+    return keys.key(seed, keys.REPLICA_STREAM + keys.PHASE * int(phase), int(step) * replicas + int(replica))
+
+
+def stream_sample_key(seed: int, number: int) -> int:
+    """Key for reading a sample of a stream, which is the so manyeth of all epochs; as of a dataset read in order."""
+    return keys.key(seed, keys.SAMPLE_STREAM, number)
+
+
+def iterable_key(seed: int, epoch: int) -> int:
+    """Key for making a stream's iterable for an epoch."""
+    return keys.key(seed, keys.ITERABLE_STREAM, epoch)
+
+
+def buffer_slot(seed: int, number: int, held: int) -> int:
+    """Which of the samples in a shuffle buffer comes next; ``number``: how many came in all epochs before."""
+    return (keys.key(seed, keys.BUFFER_STREAM, number) & keys.MASK32) * held >> 32
 
 
 def update_key(seed: int, step: int) -> int:

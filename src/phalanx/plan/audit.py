@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
 
 from phalanx.plan.keys import AUDIT_STREAM, MASK64, key, splitmix64
+
+DRAWS = 8  # numbers that are drawn for a step, at most
+
+
+class What(IntEnum):
+    """What is computed again in an audited step."""
+
+    GRADIENT = 0  # of a replica, with its loss and buffers
+    FOLD = 1  # of a slice of all replicas' gradients
+    UPDATE = 2  # of a parameter, with its optimizer state
+
+
+class Piece(NamedTuple):
+    """A parameter, and the first element of a slice of it."""
+
+    parameter: int
+    start: int
 
 
 @dataclass(frozen=True)
 class Audit:
-    """A share of steps in which a replica is computed twice, by two workers if there are two.
+    """A share of steps in which parts of the work are done twice, by two workers if there are two.
 
     Attributes
     ----------
@@ -35,12 +56,23 @@ class Audit:
         """Which of the replicas that have samples is computed again."""
         return ran[self._drawn(step, 1) % len(ran)]
 
+    def piece(self, step: int, sizes: Sequence[int], width: int) -> Piece:
+        """Which slice of which parameter is folded, and which parameter is updated, once more.
+
+        All slices of ``width`` elements are as likely; ``sizes``: elements of each parameter.
+        """
+        slices = list(itertools.accumulate(-(-size // width) for size in sizes))
+        drawn = self._drawn(step, 3) % max(1, slices[-1])
+        parameter = bisect.bisect_right(slices, drawn)
+        before = slices[parameter - 1] if parameter else 0
+        return Piece(parameter, (drawn - before) * width)
+
     def auditor(self, step: int, host: int, workers: int) -> int:
         """Which other worker does that; the same one where there is no other."""
         return (host + 1 + self._drawn(step, 2) % max(1, workers - 1)) % workers
 
     def _drawn(self, step: int, what: int) -> int:
-        return splitmix64(key(self.seed, AUDIT_STREAM, 4 * step + what))
+        return splitmix64(key(self.seed, AUDIT_STREAM, DRAWS * step + what))
 
 
 def audited(share: float, seed: int, *, stop: bool) -> Audit | None:

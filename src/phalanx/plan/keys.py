@@ -22,6 +22,9 @@ EVALUATION_SAMPLE_STREAM: Final = 4
 ORDER_STREAM: Final = 5
 UPDATE_STREAM: Final = 6
 AUDIT_STREAM: Final = 7
+ITERABLE_STREAM: Final = 8
+BUFFER_STREAM: Final = 9
+PHASE: Final = 1 << 8  # from the stream of one phase of a step to that of the next
 
 
 def splitmix64(value: int) -> int:

@@ -68,8 +68,8 @@ def sealed(facts: dict[str, Any]) -> str:
 
 
 def data_root(recipe: Definition, *, progress: bool | str = "auto") -> str | None:
-    """The root of a Merkle tree over all samples in their order; None where the caller brought batches."""
-    if recipe.source is None:
+    """The root of a Merkle tree over all samples in their order; None where the caller or a stream brought batches."""
+    if recipe.source is None:  # nothing that could be read by index
         return None
     leaves = list(_hashes(recipe, progress))
     while len(leaves) > 1:

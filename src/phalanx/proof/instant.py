@@ -12,17 +12,21 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from phalanx.checkpoint.chained import brought_as
 from phalanx.checkpoint.directory import SNAPSHOTS, snapshot_folders
+from phalanx.checkpoint.export import found
 from phalanx.checkpoint.resume import losses_in
 from phalanx.checkpoint.snapshot import MANIFEST, Snapshot, read
 from phalanx.definition.batches import BatchShares
 from phalanx.definition.data import Share
 from phalanx.definition.fields import Definition
+from phalanx.definition.streams.supply import supplied
+from phalanx.engines.links import LocalLink
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.seams import Computed, Framework, RunState, Watch
 from phalanx.seams.events import StepReport
 from phalanx.seams.snapshots import Captured
-from phalanx.step import compute, todo
+from phalanx.step import compute, propose, todo
 
 DELAY_SECONDS = 1.0  # until recomputing shows its progress
 
@@ -39,26 +43,53 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         That compute what lies between.
     devices : sequence of str
         As ``Recipe.train`` takes them; none: where ``make_model`` puts the model.
+    batch : Any
+        That the caller brought for this step; None for planned ones.
+    losses : sequence of float
+        Of the steps that were done before, where the model is made as they left it.
+    apart : bool
+        Compute in a process of its own, even if it is one.
     """
 
     def __init__(
-        self, definition: Definition, begin: Snapshot | None = None, workers: int = 1, devices: Sequence[str] = ()
+        self,
+        definition: Definition,
+        begin: Snapshot | None = None,
+        workers: int = 1,
+        devices: Sequence[str] = (),
+        *,
+        batch: Any = None,
+        losses: Sequence[float] = (),
+        apart: bool = False,
     ) -> None:
-        if definition.data is None:
+        if definition.data is None and batch is None:
             raise UsageError(
                 "the recipe has data=None: the caller brought its batches, and they are gone, so that no step of it "
                 "can be computed again; give the recipe data"
             )
+        if definition.phases is not None:
+            raise UsageError(
+                "phases is given, and what is computed again is one replica of one step, which has one gradient in "
+                "this version; phalanx.testing.assert_same_run and chains of runs know of phases"
+            )
         from phalanx.engines.selection import open_engine  # loads what starts processes
 
         self.definition = definition
+        self._batch, self._losses = batch, losses
         self._opened: list[Framework] = []
-        engine = "inline" if workers == 1 else "processes"
+        engine = "inline" if workers == 1 and not apart else "processes"
         self._engine = open_engine(definition, engine, workers, tuple(devices), None, self._beginning(begin))
         (self._framework,) = self._opened
         self._dealer = BatchShares(definition, self._framework.opened)
+        self._supply = None
+        if batch is None:
+            done, reading = self._engine.run_state, self._engine.reading
+            self._supply = supplied(definition, done, reading, lambda numbers, _: numbers)
+        self.brought = ""  # a hash of what a stream gave for the step that was done last
 
     def __exit__(self, *_: object) -> None:
+        if self._supply is not None:
+            self._supply.close()
         self._engine.close()
 
     @property
@@ -81,17 +112,25 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         """Names of all parameters, in the order of a gradient's entries."""
         return list(self._engine.export(copy=False).params)
 
-    def advance(self) -> StepReport:
-        """Do a step."""
-        return self._engine.advance(None, self.step + 1)
+    def advance(self, horizon: int = 0) -> StepReport:
+        """Do a step; processes of their own may run ahead of it, up to ``horizon`` finished steps."""
+        batch = None if self._supply is None else self._supply.draw(self.step)
+        report = self._engine.advance(batch, max(horizon, self.step + 1))
+        if batch is not None:
+            self.brought, report = brought_as(batch), report._replace(epoch=batch.epoch)
+        return report
 
     def go_to(self, step: int, *, progress: bool | str = "auto") -> None:
         """Do all steps before ``step``; shows a bar where that takes a while."""
         for _ in shown(range(self.step, step), f"phalanx: computing up to step {step}", progress=progress):
-            self.advance()
+            self.advance(step)
 
     def shares(self) -> list[Share]:
         """What each replica of this step is dealt."""
+        if self._batch is not None:
+            return self._dealer.brought(self._batch)
+        if self._supply is not None:
+            return self._dealer.brought(self._supply.draw(self.step))
         return self._dealer.planned(self.step)
 
     def replica(self, replica: int, watch: Watch | None = None) -> Computed:
@@ -110,9 +149,19 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         with self._framework.environment:
             try:
                 computing = self._framework.gradients(todo(self.definition, self.step, [replica], shares), watch)
-                computed = compute(computing, self.step, replica, shares[replica])
+                computed = compute(computing, self.definition.rounds.at(self.step), replica, shares[replica])
                 (computed.loss,) = self._framework.arithmetic.read([computed.loss])
                 return computed
+            finally:
+                self._framework.rewind()
+
+    def mean(self) -> dict[str, Any]:
+        """The mean gradient of this step by names of parameters; the state stays as it is."""
+        link = LocalLink(self._framework, range(self.definition.replicas))
+        with self._framework.environment:
+            proposal = propose(self._framework, link, self.definition, self.step, self.shares())
+            try:
+                return self.named(proposal.gradient)
             finally:
                 self._framework.rewind()
 
@@ -136,10 +185,10 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         def adopted(framework: Framework) -> RunState:
             self._opened.append(framework)
             if begin is None:
-                return RunState()
+                return RunState(list(self._losses))
             with framework.environment:
                 framework.snapshots.adopt(Captured(dict(begin.weights), dict(begin.training), begin.facts))
-            return RunState(losses_in(begin), begin.samples)
+            return RunState(losses_in(begin), begin.samples, callbacks=found(begin.facts, begin.training))
 
         return adopted
 
@@ -159,10 +208,17 @@ def at(
     step: int,
     *,
     devices: Sequence[str] = (),
+    batch: Any = None,
     progress: bool | str = "auto",
 ) -> Instant:
-    """The state before ``step``, from the nearest snapshot in ``folder`` that is not later, or from the beginning."""
-    instant = Instant(definition, nearest(folder, step), devices=devices)
+    """The state before ``step``, from the nearest snapshot in ``folder`` that is not later, or from the beginning.
+
+    ``batch``: that the caller brought for it; then there has to be a snapshot of that very step.
+    """
+    begin = nearest(folder, step)
+    if batch is not None and (begin.step if begin else 0) != step:
+        raise SnapshotError(f"there is no snapshot of step {step}, and batches of the steps before it are gone")
+    instant = Instant(definition, begin, devices=devices, batch=batch)
     try:
         instant.go_to(step, progress=progress)
     except BaseException:
@@ -173,10 +229,10 @@ def at(
 
 def nearest(folder: pathlib.Path | None, step: int) -> Snapshot | None:
     """The newest good snapshot of a run from before ``step``; None: begin with the model as it is made."""
-    for found in steps_in(folder) if folder is not None else ():
-        if found <= step:
+    for saved in steps_in(folder) if folder is not None else ():
+        if saved <= step:
             with contextlib.suppress(SnapshotError):
-                return snapshot_at(folder, found)
+                return snapshot_at(folder, saved)
     return None
 
 

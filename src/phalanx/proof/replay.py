@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bdb
+import dataclasses
 import functools
 import inspect
 import json
@@ -12,14 +13,16 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from phalanx.checkpoint.directory import LOG
+from phalanx.checkpoint.directory import BATCH, LOG
 from phalanx.checkpoint.files import read
+from phalanx.checkpoint.tensors import read_tree
 from phalanx.definition import checks
 from phalanx.definition.data import map_tree
 from phalanx.definition.fields import Definition
-from phalanx.errors import PhalanxError, UsageError
+from phalanx.errors import PhalanxError, RunError, UsageError
+from phalanx.frameworks.registry import as_factory
 from phalanx.proof.instant import Instant, at
 from phalanx.seams import Watch
 
@@ -60,11 +63,11 @@ class Replayed:
 
 
 def replay(
-    recipe: Definition,
+    recipe: Definition | RunError,
     run_dir: Any = None,
     *,
-    step: int,
-    replica: int,
+    step: int | None = None,
+    replica: int | None = None,
     debug: bool = False,
     devices: Sequence[str] = (),
     progress: bool | str = "auto",
@@ -73,13 +76,15 @@ def replay(
 
     Parameters
     ----------
-    recipe : Recipe
+    recipe : Recipe or RunError
+        An error that ended a run has all that is needed: the recipe, the state before the step, the batch if it was
+        brought; step and replica are those that failed.
     run_dir : path-like, optional
         The state before the step is computed from the nearest snapshot there; without it, from the first step on.
-    step : int
-        From 0.
-    replica : int
-        From 0.
+    step : int, optional
+        From 0; by default, with ``run_dir``, that at which the run failed last.
+    replica : int, optional
+        From 0; by default that which failed.
     debug : bool
         Stop under ``pdb`` at the first line of forward or loss, and where user code raises.
     devices : sequence of str
@@ -100,13 +105,42 @@ def replay(
     bdb.BdbQuit
         The debugger was left with ``q``.
     """
-    if recipe.data is not None:
-        checks.integer("step", step, least=0, most=max(0, recipe.plan.steps - 1))
-    checks.integer("replica", replica, least=0, most=recipe.replicas - 1)
+    if isinstance(recipe, RunError):
+        return _of_error(recipe, replica, devices, debug=debug)
     folder = None if run_dir is None else checks.path("run_dir", run_dir, hint="give the directory of a run")
     if folder is not None and not folder.is_dir():
         raise UsageError(f"run_dir is {str(folder)!r}, which is no directory; give the directory of a run")
-    with at(recipe, folder, step, devices=devices, progress=progress) as instant:
+    batch = None
+    if folder is not None and (step is None or recipe.data is None):
+        failed = failure_of(folder)
+        batch = failed.batch(folder) if step in (None, failed.step) else None
+        step, replica = failed.step if step is None else step, failed.replica if replica is None else replica
+    if step is None or replica is None:
+        missing = "step" if step is None else "replica"
+        raise UsageError(f"{missing} is not given; name step and replica, or give the run_dir of a run that failed")
+    if recipe.data is not None:
+        checks.integer("step", step, least=0, most=None if recipe.total is None else max(0, recipe.total - 1))
+    checks.integer("replica", replica, least=0, most=recipe.replicas - 1)
+    with at(recipe, folder, step, devices=devices, batch=batch, progress=progress) as instant:
+        return replayed(instant, replica, debug=debug)
+
+
+def _of_error(error: RunError, replica: int | None, devices: Sequence[str], *, debug: bool) -> Replayed:
+    """From what an error has in memory."""
+    recipe, replica = error.recipe, error.replica if replica is None else replica
+    if recipe is None or error.step is None or replica is None:
+        raise UsageError(
+            f"this {type(error).__name__} names no step and replica of a run; give the recipe, step= and replica="
+        )
+    if error.result is None or error.result.steps != error.step:
+        raise UsageError(
+            f"this {type(error).__name__} does not have the state before step {error.step}; give the recipe and its "
+            "run_dir"
+        )
+    checks.integer("replica", replica, least=0, most=recipe.replicas - 1)
+    before = {item.name: getattr(recipe, item.name) for item in dataclasses.fields(Definition)}
+    definition = Definition(**{**before, "make_model": as_factory(error.result.model)})
+    with Instant(definition, devices=devices, batch=error.batch, losses=error.result.loss_history) as instant:
         return replayed(instant, replica, debug=debug)
 
 
@@ -131,8 +165,26 @@ def replayed(instant: Instant, replica: int, *, debug: bool = False) -> Replayed
     )
 
 
-def failure_of(folder: pathlib.Path) -> tuple[int, int]:
-    """Step and replica at which a run failed last.
+class Failed(NamedTuple):
+    """Where a run failed: the step, the replica, and what the caller's batch was like, if one was brought."""
+
+    step: int
+    replica: int
+    structure: Any
+
+    def batch(self, folder: pathlib.Path) -> Any:
+        """The caller's batch; None where the step was a planned one.
+
+        Raises
+        ------
+        SnapshotError
+            It was not kept, or is damaged.
+        """
+        return None if self.structure is None else read_tree(folder / BATCH, self.structure)
+
+
+def failure_of(folder: pathlib.Path) -> Failed:
+    """Where a run failed last.
 
     Raises
     ------
@@ -147,7 +199,7 @@ def failure_of(folder: pathlib.Path) -> tuple[int, int]:
         if b'"error"' in line:
             told = json.loads(line)
             if told.get("event") == "error" and told.get("step") is not None and told.get("replica") is not None:
-                return told["step"], told["replica"]
+                return Failed(told["step"], told["replica"], told.get("batch"))
     raise UsageError(f"no step of the run in {str(folder)!r} failed; name one with --step and --replica")
 
 

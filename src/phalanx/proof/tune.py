@@ -128,7 +128,7 @@ def tune(recipe: Recipe, seconds: float = 60.0, *, progress: bool | str = "auto"
     ways = candidates(recipe, usable_cores())
     shown = sys.stderr.isatty() if progress == "auto" else bool(progress)
     rows = list(tqdm.tqdm(measured(recipe, ways, seconds), total=len(ways), disable=not shown, unit="way"))
-    most = recipe.plan.samples or 1
+    most = recipe.plan.samples or recipe.global_batch
     return advised(None if recipe.batch_size is None else min(recipe.batch_size, most), rows)
 
 

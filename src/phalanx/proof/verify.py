@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import pathlib
 import sys
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from phalanx.checkpoint.chain import BEGINNING, body_of, link_after
 from phalanx.checkpoint.chained import fields_of, leaves_of
@@ -21,8 +24,10 @@ from phalanx.plan.keys import splitmix64
 from phalanx.proof.compare.links import parted
 from phalanx.proof.compare.sides import Side, side
 from phalanx.proof.instant import Instant, nearest, steps_in
+from phalanx.surroundings.presence import usable_cores
 
 SAME, DIFFERENT, UNKNOWN = 0, 1, 2  # exit statuses
+ALONE_SECONDS = 2.0  # that are computed in this process, before it is worth starting others
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,8 @@ def verify(
     sample : int, optional
         Of the stretches between snapshots, so many, which the chain's root draws.
     workers : int
-        Worker processes that compute.
+        Worker processes that compute a stretch. What takes longer than a moment is computed side by side, as many
+        stretches between snapshots as there are cores for.
     progress : bool or "auto"
 
     Returns
@@ -122,35 +128,81 @@ def _stretches(
     return sorted(found)
 
 
+class _Going(NamedTuple):
+    """A stretch that is being computed: its number, what it is, its steps, and whether in processes of its own."""
+
+    number: int
+    stretch: tuple[int, int]
+    steps: Generator[str, None, None]
+    apart: bool
+
+
 def _verified(
     recipe: Definition, run: Side, stretches: Sequence[tuple[int, int]], workers: int, progress: bool | str
 ) -> Verified:
-    done = 0
+    """The outcome; of several stretches that differ, the first one's.
+
+    What takes more than a moment is computed side by side, as many stretches as there are cores for.
+    """
     shown = progress is True or (progress == "auto" and sys.stderr.isatty())
     from tqdm import tqdm
 
-    with tqdm(total=sum(end - begin for begin, end in stretches), unit="step", disable=not shown) as bar:
-        for begin, end in stretches:
-            with Instant(recipe, nearest(run.folder, begin), workers) as instant:
-                instant.go_to(begin, progress=progress)
-                for _ in range(begin, end):
-                    reason = _state_of(instant, run) or _step_of(instant, run)
-                    if reason:
-                        return Verified(DIFFERENT, done, reason)
-                    done += 1
-                    bar.update()
-                reason = _state_of(instant, run)
-                if reason:
-                    return Verified(DIFFERENT, done, reason)
+    began, beside, done, differs = time.monotonic(), usable_cores() // workers, 0, ""
+    waiting, going = deque(enumerate(stretches)), deque[_Going]()
+    with (
+        contextlib.ExitStack() as opened,
+        tqdm(total=sum(end - begin for begin, end in stretches), unit="step", disable=not shown) as bar,
+    ):
+        while waiting or going:
+            apart = beside > 1 and time.monotonic() - began > ALONE_SECONDS
+            while waiting and len(going) < (beside if apart else 1):
+                number, stretch = waiting.popleft()
+                steps = _compared(recipe, run, stretch, workers, progress=not apart and progress, apart=apart)
+                going.append(_Going(number, stretch, opened.enter_context(contextlib.closing(steps)), apart))
+            one = going.popleft()  # the others compute meanwhile
+            try:
+                reason = next(one.steps, None)
+            except UsageError:
+                if not one.apart:
+                    raise
+                beside = 1  # it cannot leave this process
+                waiting.appendleft((one.number, one.stretch))
+                continue
+            if reason:
+                differs = reason
+                going = deque(item for item in going if item.number < one.number)  # the rest does not matter any more
+                waiting.clear()
+            elif reason is not None:
+                done += 1
+                bar.update()
+                going.append(one)
+    if differs:
+        return Verified(DIFFERENT, done, differs)
     return Verified(SAME, done, f"the same: {done} steps, computed again, have the links of the run")
 
 
-def _step_of(instant: Instant, run: Side) -> str:
-    """Do a step; how its link differs from that of the run, in words."""
+def _compared(
+    recipe: Definition, run: Side, stretch: tuple[int, int], workers: int, *, progress: bool | str, apart: bool
+) -> Generator[str, None, None]:
+    """For each step of a stretch how it differs from the run, in words; empty where it does not."""
+    begin, end = stretch
+    with Instant(recipe, nearest(run.folder, begin), workers, apart=apart) as instant:
+        instant.go_to(begin, progress=progress)
+        for step in range(begin, end):
+            ahead = min([end, *(known for known in run.states if known > step)])
+            yield _state_of(instant, run) or _step_of(instant, run, ahead)
+        reason = _state_of(instant, run)
+        if reason:
+            yield reason
+
+
+def _step_of(instant: Instant, run: Side, ahead: int) -> str:
+    """Do a step, maybe up to ``ahead`` of them; how its link differs from that of the run, in words."""
     links, step = run.links, instant.step
     assert links is not None, "who asks has looked"
     told = links[step]
-    fields = fields_of(instant.advance(), instant.definition)
+    report = instant.advance(ahead)
+    fields = fields_of(report, instant.definition, instant.brought)
     previous = links[step - 1]["link"] if step > links.first else BEGINNING
     found = parted(step, json.loads(body_of(fields)), told)
     if found is None and link_after(previous, body_of(fields)) == told["link"]:

@@ -10,9 +10,10 @@ from phalanx.definition.batches import Unchanged
 from phalanx.definition.evaluation import Evaluation
 from phalanx.definition.evaluation.metrics import Metrics, Predictions
 from phalanx.definition.fields import Definition
+from phalanx.definition.streams.supply import Supply
 from phalanx.errors import PhalanxError, UsageError, WorkerError
 from phalanx.seams import Engine, Weights
-from phalanx.seams.events import Evaluated, StepReport
+from phalanx.seams.events import Evaluated, PhaseReport, StepReport
 from phalanx.seams.observer import Observer
 
 
@@ -27,22 +28,39 @@ class Loop:
         Each is due as often as it says, and after the last step.
     observers : sequence of Observer
         They have begun, in this order.
+    supply : Supply, optional
+        Where samples come from, if the data is a stream.
     """
 
     def __init__(
-        self, definition: Definition, engine: Engine, evaluations: Sequence[Evaluation], observers: Sequence[Observer]
+        self,
+        definition: Definition,
+        engine: Engine,
+        evaluations: Sequence[Evaluation],
+        observers: Sequence[Observer],
+        supply: Supply | None = None,
     ) -> None:
+        self._supply = supply
         self._definition = definition
         self._engine = engine
         self._evaluations = tuple(evaluations)
         self._observers = tuple(observers)
         self._data = Unchanged(definition.source)
         self._told = 0  # incidents that the observers have heard of
+        self._begun: list[StepReport] = []  # the phases of the present step that are done
 
     @property
     def steps(self) -> int:
         """How many steps are done."""
-        return len(self._engine.run_state.loss_history)
+        return self._engine.run_state.steps
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps or epochs that were asked for are done."""
+        total, epochs = self._definition.total, self._definition.epochs
+        if self._supply is None or epochs is None:
+            return total is not None and self.steps >= total
+        return self._supply.epochs(self.steps) >= epochs
 
     @property
     def runs_user_code(self) -> bool:
@@ -52,13 +70,22 @@ class Loop:
     def advance(self, batch: Any, *, watched: bool) -> StepReport:
         """Do a step, on ``batch`` or the next planned one; ``watched``: the caller may look at the state after it."""
         self._data.check(contents=False)
+        epoch = None
         try:
-            report = self._engine.advance(batch, self.steps + 1 if watched or batch is not None else self._horizon())
+            if self._supply is not None and batch is None:
+                batch = self._supply.draw(self.steps)
+                epoch = batch.epoch
+            elif self._supply is not None:
+                self._supply.postpone(self.steps)
+            report = self._advanced(batch, self.steps + 1 if watched or batch is not None else self._horizon())
         except PhalanxError as error:
+            error.recipe, error.batch = self._definition, batch
             self._tell_incidents()
             for observer in self._observers:
                 observer.failed(error)
             raise
+        if epoch is not None:
+            report = report._replace(epoch=epoch)
         for observer in self._observers if batch is not None else ():
             observer.brought(batch)
         if len(self._engine.run_state.incidents) != self._told:
@@ -73,6 +100,16 @@ class Loop:
             raise
         self._show(report, self._observers)
         return report
+
+    def _advanced(self, batch: Any, horizon: int) -> StepReport:
+        """What is left of a step: a step with phases may have been broken off between two."""
+        rounds = self._definition.rounds
+        while True:
+            report = self._engine.advance(batch, rounds.updates(horizon))
+            moment = rounds.at(report.step)
+            self._begun = [report] if moment.first else [*self._begun, report]
+            if moment.last:
+                return merged(self._begun, self._definition)
 
     def evaluate(self, metric_fn: Any, data: Any, batch_size: int, name: str = "") -> dict[str, float]:
         """Evaluate the current state, averaged if it is; note the values, by their metrics' names after ``name``."""
@@ -97,6 +134,8 @@ class Loop:
     def end(self) -> None:
         """End the observers, from the last to the first, then the engine; what one raises does not keep the others."""
         with contextlib.ExitStack() as endings:
+            if self._supply is not None:
+                endings.callback(self._supply.close)
             endings.callback(self._engine.close)
             for observer in self._observers:
                 endings.callback(observer.end)
@@ -114,13 +153,17 @@ class Loop:
 
     def _evaluated(self, report: StepReport) -> StepReport:
         """Evaluate what is due after a planned step; the report with its values."""
-        plan, steps = self._definition.plan, report.step + 1
-        epoch_ended = steps % plan.steps_per_epoch == 0
-        if epoch_ended or steps == plan.steps:
+        steps, epoch, finished = report.step + 1, report.epoch, self.finished
+        assert epoch is not None, "who asks has looked"
+        if self._supply is None:
+            epoch_ended = steps % self._definition.plan.steps_per_epoch == 0
+        else:
+            epoch_ended = self._supply.epochs(steps) > epoch
+        if epoch_ended or finished:
             self._data.check(contents=True)
         values: dict[str, float] = {}
         for due in self._evaluations:
-            if steps % due.period(plan.steps_per_epoch) == 0 or steps == plan.steps:
+            if finished or due.is_due(steps, epoch, epoch_ended=epoch_ended):
                 values |= self.evaluate(due.metric_fn, due.data, due.batch_size, due.name)
         if not values:
             return report
@@ -132,8 +175,7 @@ class Loop:
                 raise UsageError(
                     f"schedule_on is {name!r}, but what was evaluated is {', '.join(values)}; name one of those"
                 )
-            assert report.epoch is not None
-            self._engine.schedule(values[name], report.epoch)
+            self._engine.schedule(values[name], epoch)
         return report._replace(metric=next(iter(values.values())), metrics=values)
 
     def _horizon(self) -> int:
@@ -154,3 +196,22 @@ class Loop:
     def _show(report: StepReport, observers: Sequence[Observer]) -> None:
         for observer in observers:
             observer.step(report)
+
+
+def merged(reports: Sequence[StepReport], definition: Definition) -> StepReport:
+    """The report of a step, out of those of its updates."""
+    if definition.phases is None:
+        return reports[0]
+    rounds = definition.rounds
+    moments = [rounds.at(report.step) for report in reports]
+    main = next(report for report, moment in zip(reports, moments, strict=True) if moment.phase == rounds.main)
+    phases = {
+        moment.name: PhaseReport(report.loss, report.grad_norm, report.lr)
+        for report, moment in zip(reports, moments, strict=True)
+    }
+    return main._replace(
+        step=moments[0].step,
+        seconds=sum([report.seconds for report in reports]),
+        parts=tuple(value for report in reports for value in report.parts),
+        phases=phases,
+    )

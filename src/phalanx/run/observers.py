@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from phalanx.run.callbacks import Callbacks
@@ -38,6 +38,14 @@ def watching(progress: bool | str, callbacks: Sequence[Any], total: int | None, 
     return observers
 
 
+def reading_again(progress: bool | str) -> Callable[[Iterable[int], str], Iterable[int]]:
+    """How a stream that goes on where an earlier run was shows how far it is, if that takes a while."""
+    from tqdm import tqdm
+
+    wanted = progress is True or (progress == "auto" and sys.stderr.isatty())
+    return lambda numbers, title: tqdm(numbers, desc=title, unit="sample", disable=not wanted, delay=DELAY_SECONDS)
+
+
 class ProgressBar(Observer):
     """Shows steps, loss, the last metric, samples a second, workers, and incidents if there were some.
 
@@ -66,7 +74,7 @@ class ProgressBar(Observer):
 
         self._engine, self._metrics = engine, engine.run_state.evaluated
         self._bar = tqdm(
-            total=self._total, initial=len(engine.run_state.loss_history), unit="step", delay=self._delay_seconds,
+            total=self._total, initial=engine.run_state.steps, unit="step", delay=self._delay_seconds,
             mininterval=0, dynamic_ncols=True, desc="phalanx",
         )  # fmt: skip
 

@@ -23,6 +23,7 @@ class Options(TypedDict, total=False):
     """What ``train`` and ``start`` accept; they document each."""
 
     workers: int | str
+    readers: int | str
     engine: str
     devices: str | Sequence[str]
     nondeterministic: str
@@ -42,7 +43,7 @@ class Options(TypedDict, total=False):
 
 
 DEFAULTS: Mapping[str, Any] = Options(
-    workers="auto", engine="auto", devices="auto", nondeterministic="error",
+    workers="auto", readers="auto", engine="auto", devices="auto", nondeterministic="error",
     run_dir=None, resume=True, snapshot_every="auto", keep_snapshots=3,
     on_snapshot_error="continue", chain="auto", audit=0.0, on_corruption="continue", deadline_seconds="auto",
     warm_start=None, evaluation=None, callbacks=(),
@@ -54,7 +55,8 @@ ELSEWHERE = {  # arguments by the names that other libraries have for them
     "max_epochs": "it is called epochs",
     "num_train_epochs": "it is called epochs",
     "max_steps": "it is called steps",
-    "num_workers": "processes that compute replicas are workers=, an option of train() and start()",
+    "num_workers": "processes that compute replicas are workers=, those that read ahead readers=, both options of "
+    "train() and start()",
     "world_size": "processes that compute replicas are workers=, an option of train() and start()",
     "gradient_clip_val": "it is called max_norm",
     "max_grad_norm": "it is called max_norm",
@@ -70,6 +72,7 @@ ELSEWHERE = {  # arguments by the names that other libraries have for them
     "output_dir": "it is called run_dir",
 }
 NEEDS_RUN_DIR = ("resume", "snapshot_every", "keep_snapshots", "on_snapshot_error", "chain")
+MOST_READERS = 64
 CHAIN = {"auto": None, "every": 1, "off": 0}
 
 
@@ -78,6 +81,7 @@ class Settled:
     """Options after checking: None stands for "auto", and for a ``run_dir`` or ``warm_start`` that there is not."""
 
     workers: int | None
+    readers: int | None
     engine: str
     devices: tuple[str, ...]
     nondeterministic: str
@@ -117,6 +121,7 @@ def settle(options: Mapping[str, Any], replicas: int) -> Settled:
     seconds = given["deadline_seconds"]
     settled = Settled(
         workers=_auto_or_count("workers", given["workers"]),
+        readers=_auto_or_count("readers", given["readers"], least=0, most=MOST_READERS),
         engine=given["engine"],
         devices=_checked_devices(given["devices"]),
         nondeterministic=given["nondeterministic"],
@@ -154,8 +159,8 @@ def unknown(name: str, known: Iterable[str], options: Iterable[str] = ()) -> str
     return f"{name} is not an argument; {guess}"
 
 
-def _auto_or_count(name: str, value: Any) -> int | None:
-    return None if value == "auto" else checks.integer(name, value, least=1, hint="or 'auto'")
+def _auto_or_count(name: str, value: Any, least: int = 1, most: int | None = None) -> int | None:
+    return None if value == "auto" else checks.integer(name, value, least=least, most=most, hint="or 'auto'")
 
 
 def check_evaluated(definition: Definition, settled: Settled) -> None:

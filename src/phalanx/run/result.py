@@ -31,7 +31,7 @@ class Result:
     params : dict of str to the framework's tensor or array
         Its parameters by name.
     loss_history : list of float
-        Mean loss of every step.
+        Mean loss of every step; of steps with phases, of the first phase that is done in every step.
     metric_history : list of Evaluated
         Every evaluation: ``steps`` done before it, and its ``value``.
     digest : str
@@ -41,7 +41,7 @@ class Result:
     replicas, workers : int
         R, which defined the answer, and W, which defined the speed.
     steps_per_epoch : int or None
-        None where the caller brought the batches.
+        None where the caller brought the batches, and for a stream of unknown length.
     seconds : float
         From the start of the first step to the end of the last.
     startup_seconds : float
@@ -59,6 +59,8 @@ class Result:
         What ``callbacks.SaveBest`` kept: ``metric``, ``value``, ``steps``, ``weights``, ``path``.
     predictor : callable or None
         What ``predict`` uses.
+    phase_history : dict of str to list of float
+        Of steps with phases: the mean loss of every update of each phase, by its name.
     """
 
     model: Any = field(repr=False)
@@ -79,6 +81,7 @@ class Result:
     averaged: dict[str, Any] | None = field(default=None, repr=False)
     best: Any = field(default=None, repr=False)
     predictor: Callable[..., Any] | None = field(default=None, repr=False)
+    phase_history: dict[str, list[float]] = field(default_factory=dict[str, list[float]], repr=False)
 
     @property
     def loss(self) -> float | None:
@@ -181,20 +184,21 @@ def result_of(
     copy: bool,
 ) -> Result:
     """The state of a run now, which was called for and opened at these ``times``; ``copy``: independent of the run."""
-    exported, run_state = engine.export(copy=copy), engine.run_state
+    exported, run_state, rounds = engine.export(copy=copy), engine.run_state, definition.rounds
+    by_phase = rounds.by_phase(run_state.loss_history)
     called, opened = times
     began, ended = run_state.span or (opened, opened)
     return Result(
         model=exported.model,
         params=exported.params,
-        loss_history=list(run_state.loss_history),
+        loss_history=by_phase[rounds.names[rounds.main]],
         metric_history=list(run_state.evaluated),
         digest=exported.digest,
-        steps=len(run_state.loss_history),
+        steps=run_state.steps,
         samples=run_state.samples,
         replicas=definition.replicas,
         workers=engine.workers,
-        steps_per_epoch=None if definition.data is None else definition.plan.steps_per_epoch,
+        steps_per_epoch=definition.per_epoch,
         seconds=ended - began,
         startup_seconds=began - called,
         resumed_from=run_state.resumed_from,
@@ -203,4 +207,5 @@ def result_of(
         averaged=None if (averaged := left.get("averaged")) is None else {k: v.clone() for k, v in averaged.items()},
         best=left.get("best"),
         predictor=predictor,
+        phase_history={} if definition.phases is None else by_phase,
     )

@@ -80,7 +80,7 @@ class Run:
         """
         if self._definition.data is None:
             raise UsageError("there is no data to iterate over (data=None): bring each batch with run.step(batch)")
-        if self._closed or self.steps >= self._definition.plan.steps or (self._stopped and self._engine.pause()):
+        if self._closed or self._loop.finished or (self._stopped and self._engine.pause()):
             raise StopIteration
         try:
             return self._advance(None)
@@ -173,7 +173,7 @@ class Run:
         if batch is None:
             if self._definition.data is None:
                 raise UsageError("step() was called without a batch, but data is None; bring one: run.step((x, y))")
-            if self.steps >= self._definition.plan.steps:
+            if self._loop.finished:
                 raise UsageError(f"all {self.steps} planned steps are done; raise steps or epochs, or bring a batch")
         return self._advance(batch).loss
 

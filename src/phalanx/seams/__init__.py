@@ -124,10 +124,13 @@ class Framework(Steppable, Protocol):
         "torch", "jax" or "tinygrad".
     lanes : Lanes or None
         Its devices, if they are several, or one that computes by itself.
+    compiles : bool
+        Whether batches of another size would be compiled for.
     """
 
     name: str
     lanes: Lanes | None
+    compiles: bool
 
     @property
     def environment(self) -> AbstractContextManager[None]:
@@ -235,8 +238,16 @@ class Engine(Protocol):
         """Entered around many steps if nobody looks at the state between them."""
         ...
 
+    @property
+    def reading(self) -> AbstractContextManager[Any]:
+        """Entered around reading a stream in this process: generators and threads are the run's. Re-entrant."""
+        ...
+
     def advance(self, batch: Any, horizon: int) -> StepReport:
-        """Do a step: on ``batch``, or the next planned one; may run ahead up to ``horizon`` finished steps."""
+        """Do a step: on ``batch``, which the caller or a stream brought, or the next planned one.
+
+        Of planned ones it may run ahead up to ``horizon`` finished steps.
+        """
         ...
 
     def pause(self) -> bool:

@@ -8,6 +8,14 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 
+class PhaseReport(NamedTuple):
+    """What one phase of a finished step was: its loss, the norm of its gradient before clipping, its learning rate."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+
+
 class StepReport(NamedTuple):
     """What one finished step was.
 
@@ -32,7 +40,10 @@ class StepReport(NamedTuple):
     metrics : mapping of str to float
         Values of all metrics of all evaluations that followed this step, by name.
     parts : tuple of float
-        Loss and weight of each replica, in turn: two numbers each.
+        Loss and weight of each replica, in turn: two numbers each; of one phase after the other.
+    phases : mapping of str to PhaseReport
+        Of a step with phases, those that were done in it, by name; ``loss``, ``grad_norm`` and ``lr`` are those of the
+        first phase that is done in every step.
     """
 
     step: int
@@ -45,6 +56,7 @@ class StepReport(NamedTuple):
     metric: float | None = None
     metrics: Mapping[str, float] = MappingProxyType({})
     parts: tuple[float, ...] = ()
+    phases: Mapping[str, PhaseReport] = MappingProxyType({})
 
 
 class Incident(NamedTuple):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from phalanx.definition.data import Share
+from phalanx.plan.rounds import Rounds
 from phalanx.seams.events import Evaluated, Incident
 from phalanx.seams.sharing import Vector
 
@@ -17,13 +18,14 @@ Weights = Mapping[str, Any]  # values of parameters by name
 class Todo(NamedTuple):
     """A replica's part in a step: its number, the key of its random generators, its samples and what they weigh.
 
-    The weight counts where the loss tells none.
+    The weight counts where the loss tells none. The phase is that of the step, where it has several.
     """
 
     replica: int
     key: int
     share: Share
     weight: float
+    phase: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,9 @@ class Watch:
 
     ``told(kind, name, value)``: kind is "batch", "module" (its output; the name is its path), "output", "buffer" (as it
     was left), or, with ``operations``, "operation" and, within the backward pass, "backward" (its
-    name; the value is a pair of all inputs and all outputs). What is
-    told may be written to later. A framework tells what it can.
+    name; the value is all inputs, all outputs and, where user code is not being run, file and line of each frame in
+    which it was written, from the innermost outwards). What is told may be written to later. A framework tells what it
+    can.
     """
 
     told: Callable[[str, str, Any], None]
@@ -104,7 +107,7 @@ class RunState:
     Attributes
     ----------
     loss_history : list of float
-        One mean loss per finished step; its length is the number of finished steps.
+        One mean loss per update; its length is the number of updates, and of finished steps where those have no phases.
     samples : int
         Samples seen in all of them.
     span : (float, float) or None
@@ -123,6 +126,10 @@ class RunState:
         What callbacks of that earlier run left, by their names, until they are asked.
     states : callable
         What callbacks would leave now.
+    rounds : Rounds
+        Which update belongs to which step.
+    stream : callable
+        Where the stream is now, if the data is one, by its name among those states.
     """
 
     loss_history: list[float] = field(default_factory=list[float])
@@ -135,11 +142,23 @@ class RunState:
     priced: bool = False
     callbacks: dict[str, Any] = field(default_factory=dict[str, Any])
     states: Callable[[], dict[str, Any]] = dict[str, Any]
+    stream: Callable[[], dict[str, Any]] = dict[str, Any]
+    rounds: Rounds = field(default_factory=Rounds)
+
+    @property
+    def steps(self) -> int:
+        """How many steps are done."""
+        return self.rounds.at(len(self.loss_history)).step
+
+    @property
+    def between_phases(self) -> bool:
+        """Whether a step was begun and is not done."""
+        return not self.rounds.at(len(self.loss_history)).first
 
     def add(self, loss: float, samples: int) -> None:
-        """Count a finished step."""
+        """Count an update; samples of a step with phases count once."""
+        self.samples += 0 if self.between_phases else samples
         self.loss_history.append(loss)
-        self.samples += samples
 
     def time(self, started: float, ended: float) -> None:
         """Note when the latest step started and ended."""

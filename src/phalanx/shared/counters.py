@@ -31,7 +31,8 @@ PARTS: Final = ("compute", "wait", "fold", "update")
 PHASES: Final = len(Phase)
 PROGRESS: Final = 3  # the word that says how far a worker is: step and phase in one, so that none is read too late
 BEGAN: Final = len(PARTS)
-TIMES: Final = len(PARTS) + 2  # floats of a worker: seconds in each part, when it began what it does now, its vote
+VOTES: Final = 3  # what an audit compares: see plan.audit.What
+TIMES: Final = len(PARTS) + 1 + VOTES  # a worker's: seconds in each part, when it began what it does now, votes
 
 
 def word_count(workers: int) -> int:
@@ -65,7 +66,13 @@ def word(index: int, doc: str) -> Word:
 
 
 class WorkerCounters:
-    """What one worker tells. Written by that worker alone; what one that ended has written stays."""
+    """What one worker tells. Written by that worker alone; what one that ended has written stays.
+
+    Attributes
+    ----------
+    votes : memoryview of float
+        What it came to in an audited step, of each that is compared: at most 32 bits, which a float holds exactly.
+    """
 
     arrived = word(0, "How many barriers it has come to; the grant is in the upper bits.")
     finished = word(1, "The latest grant that it is done with: it is idle if that is the latest of all.")
@@ -78,6 +85,7 @@ class WorkerCounters:
     def __init__(self, words: Any, floats: memoryview[float]) -> None:
         self._words = words
         self._floats = floats
+        self.votes = floats[BEGAN + 1 : BEGAN + 1 + VOTES]
 
     def reach(self, step: int, phase: Phase) -> None:
         """It comes to a phase of a step, now."""
@@ -108,15 +116,6 @@ class WorkerCounters:
     def spent(self) -> Sequence[float]:
         """Seconds that its place has spent in each of ``PARTS`` so far."""
         return self._floats[:BEGAN].tolist()
-
-    @property
-    def vote(self) -> int:
-        """What it came to in an audited step; complete after the barrier that ends computing."""
-        return int(self._floats[BEGAN + 1])
-
-    @vote.setter
-    def vote(self, value: int) -> None:
-        self._floats[BEGAN + 1] = value  # at most 32 bits, which a float holds exactly
 
 
 class Counters:

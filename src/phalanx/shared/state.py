@@ -13,6 +13,7 @@ import numpy as np
 
 from phalanx.seams.sharing import GradientBuckets, Sharing
 from phalanx.shared.layout import Layout
+from phalanx.shared.parts import Parts
 
 WORD = 8  # bytes; places are multiples of 64, and what pads them is never written
 
@@ -36,6 +37,8 @@ class Shard:
         For each replica the memory that ``leave`` writes: its buffers, and which of them changed; empty without
         buffers.
     slots : GradientBuckets
+    parts : Parts
+        Single parameters with their optimizer state, for audits.
     """
 
     def __init__(self, sharing: Sharing, layout: Layout, arena: mmap.mmap, worker: int) -> None:
@@ -50,6 +53,7 @@ class Shard:
         self._absent: list[int] = []  # pieces of optimizer state that no update has made yet
         self._changed = memoryview(arena)[layout.changed :]
         self.slots: GradientBuckets = self._local.buckets
+        self.parts = Parts(self._local, sharing.arrays, layout, arena, worker)
         self.weights = [(layout.weights[number], layout.contents.storages[number]) for number in self._storages]
         self.buffer_payload = _buffer_payload(layout, memoryview(arena))
         self._left = [

@@ -48,7 +48,7 @@ class Sources:
         """See ``importlib.abc.MetaPathFinder``."""
         if name in self._given:
             return _spec(name, self._given[name])
-        if path is not None and all(map(_installed, path)):
+        if path is not None and all(map(is_installed, path)):
             return None
         source = next(filter(None, (_source(finder.find_spec(name, path)) for finder in finders())), None)
         if source is not None:
@@ -87,6 +87,11 @@ class Sources:
             self._unproven.discard(name)
         return {name: source for name, source in self._noted.items() if name in sys.modules}
 
+    def names(self) -> set[str]:
+        """The user's modules that are loaded now."""
+        self._look()
+        return self._noted.keys() & sys.modules.keys()
+
     def loaded(self, name: str) -> Source | None:
         """The source of one of the user's modules, if it is loaded here."""
         return self._noted.get(name) if name in sys.modules else None
@@ -124,7 +129,8 @@ def finders() -> Iterator[Any]:
             yield finder
 
 
-def _installed(path: str) -> bool:
+def is_installed(path: str) -> bool:
+    """Whether a file, or a folder of modules, is Python's, ours, or an installed package's."""
     if path.startswith((STANDARD, OURS)) or any(part in INSTALLED for part in path.split(os.sep)):
         return True
     folders = [entry for entry in sys.path if isinstance(entry, str) and entry]
@@ -142,7 +148,7 @@ def _has_packages(folder: str) -> bool:
 
 def _source(spec: ModuleSpec | None) -> Source | None:
     """What the file of a module of the user's says; None for all others."""
-    if spec is None or type(spec.loader) is not SourceFileLoader or _installed(spec.loader.path):
+    if spec is None or type(spec.loader) is not SourceFileLoader or is_installed(spec.loader.path):
         return None
     folders = spec.submodule_search_locations
     text = _read(spec.loader.path)

@@ -8,6 +8,21 @@ from phalanx.errors import UsageError
 
 CHAPTER = "fashion-mnist"  # d2l's; shown with one worker and with all
 NAMES = ("digits", "iris", CHAPTER)
+ABOUT = {
+    "digits": (
+        "digits: LeNet on the 1,797 handwritten digits that come with scikit-learn, 20 epochs, a few seconds. Takes "
+        "--workers, --devices, --plot, --json, --quiet."
+    ),
+    "iris": (
+        "iris: a small network on the 150 flowers that come with scikit-learn; a second. Takes --framework torch or "
+        "tinygrad, --workers, --devices, --plot, --json, --quiet."
+    ),
+    CHAPTER: (
+        "fashion-mnist: the LeNet of d2l's chapter on several GPUs, with one worker or device and then with all: the "
+        "digests have to be equal. Its four files are looked for in --data, and fetched if they are not there; "
+        "--digits takes scikit-learn's digits instead, without network. Takes all options."
+    ),
+}
 FRAMEWORKS = {"digits": ("torch",), "iris": ("torch", "tinygrad")}
 
 

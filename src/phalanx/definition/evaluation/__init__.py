@@ -58,6 +58,12 @@ class Evaluation:
         """What a metric of this evaluation is called in histories and reports."""
         return f"{self.name}/{metric}" if self.name else metric
 
+    def is_due(self, steps: int, epoch: int, *, epoch_ended: bool) -> bool:
+        """Whether it is due after so many steps, of which the last was of this epoch."""
+        if self.every_steps is not None:
+            return steps % self.every_steps == 0
+        return epoch_ended and (epoch + 1) % self.every_epochs == 0
+
     def period(self, steps_per_epoch: int) -> int:
         """Steps from one time to the next."""
         return self.every_epochs * steps_per_epoch if self.every_steps is None else self.every_steps

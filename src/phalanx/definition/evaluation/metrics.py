@@ -58,21 +58,29 @@ class Folded:
 
     def fold(self, readings: Sequence[Any]) -> Any:
         """The value of all states together."""
-        total = self._fresh()
-        merge = getattr(total, "merge_state", None)
-        if merge is None:
-            raise UsageError(
-                f"metric_fn has a {type(total).__name__}, whose states cannot be merged (it has no merge_state); "
-                "take a version of its library that has one, or compute it over all outputs: phalanx.whole(function)"
-            )
-        for reading in readings:
-            merge(reading)
+        total = copy.deepcopy(readings[0])  # not a fresh one: those warn that nothing was seen
+        for reading in readings[1:]:
+            _merge(total, reading)
         return _scalars(total.compute())
 
     def _fresh(self) -> Any:
         metric = copy.deepcopy(self._metric)
         metric.reset()
         return metric
+
+
+def _merge(total: Any, other: Any) -> None:
+    """Put a metric's state to another's; of collections, metric by metric."""
+    if hasattr(total, "merge_state"):
+        total.merge_state(other)
+    elif callable(getattr(total, "keys", None)):
+        for name in total.keys():  # noqa: SIM118  a collection is no dict: iterating gives modules
+            _merge(total[name], other[name])
+    else:
+        raise UsageError(
+            f"metric_fn has a {type(total).__name__}, whose states cannot be merged (it has no merge_state); "
+            "take a version of its library that has one, or compute it over all outputs: phalanx.whole(function)"
+        )
 
 
 class Whole:

@@ -75,4 +75,7 @@ def compare(definition: Definition, mine: Mapping[str, Any], theirs: Mapping[str
 
 
 def _graphs(definition: Definition, look: Look) -> dict[str, Graph]:
-    return {name: Graph(getattr(definition, name), look) for name in (*FUNCTIONS, "data")}
+    values = {name: getattr(definition, name) for name in (*FUNCTIONS, "data")}
+    if definition.phases is not None:
+        values["phases"] = [phase.look() for phase in definition.phases]
+    return {name: Graph(value, look) for name, value in values.items()}

@@ -11,6 +11,7 @@ from phalanx.definition.fields import Definition
 VALUES = ("replicas", "batch_size", "lr", "max_norm", "shuffle", "drop_last", "seed", "precision", "threads",
           "on_nonfinite")  # fmt: skip
 LATER = ("schedule_every", "schedule_on")  # written down only where they are given: earlier snapshots lack them
+NEVER_GIVEN = {"micro_batches": 1, "carry": None, "reset_carry": None}  # the same; what they are if nobody gives them
 FUNCTIONS = ("make_model", "loss_fn", "forward_fn", "target_fn", "optimizer", "scheduler", "collate_fn")
 MOST = 5  # differences of a field that are told
 
@@ -34,7 +35,8 @@ class Comparison:
 def values_of(definition: Definition) -> dict[str, str]:
     """Plain fields of a recipe, as text."""
     epochs = LATER if definition.schedule_every == "epoch" else ()
-    return {name: repr(getattr(definition, name)) for name in (*VALUES, *epochs)}
+    given = [name for name, default in NEVER_GIVEN.items() if getattr(definition, name) != default]
+    return {name: repr(getattr(definition, name)) for name in (*VALUES, *epochs, *given)}
 
 
 def compared(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Comparison:

@@ -16,6 +16,7 @@ from phalanx.definition.data import Columns
 from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.definition.fingerprint import hashed, shared
+from phalanx.definition.streams import Drawn
 from phalanx.engines.hosts.lanes import HostLaneLink
 from phalanx.engines.hosts.world import CLOSED, World
 from phalanx.engines.inline import Inline
@@ -24,6 +25,7 @@ from phalanx.engines.recovery.deadline import Deadline
 from phalanx.errors import SeveredError, UsageError
 from phalanx.frameworks.registry import open_framework, recorded_environment
 from phalanx.plan.placement import hosts
+from phalanx.plan.rounds import Rounds
 from phalanx.seams import Exported, Framework, RunState, Weights
 from phalanx.seams.events import Evaluated, StepReport
 from phalanx.seams.snapshots import Captured
@@ -46,7 +48,13 @@ class Distributed:
     """
 
     def __init__(
-        self, definition: Definition, framework: Framework, run_state: RunState, world: World, workers: int
+        self,
+        definition: Definition,
+        framework: Framework,
+        run_state: RunState,
+        world: World,
+        workers: int,
+        readers: int | None = 0,
     ) -> None:
         self.run_state = run_state
         self._definition = definition
@@ -59,9 +67,10 @@ class Distributed:
             self._here = Inline(definition, framework, run_state, HostLaneLink(framework, lanes, rendezvous))
         else:
             deadline = Deadline(world.seconds + PATIENCE)
-            self._here = Processes(definition, framework, placements[world.rank], run_state, deadline, rendezvous)
-        self.environment = self._here.environment
-        self.workers = workers * world.size
+            facts = definition, framework, placements[world.rank], run_state, deadline, rendezvous
+            self._here = Processes(*facts, readers=readers)
+        self.environment, self.reading = self._here.environment, self._here.reading
+        self.workers, self._last = workers * world.size, False
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -75,7 +84,9 @@ class Distributed:
         try:
             if batch is not None:
                 self._check_batch(step, batch)
-            return self._here.advance(batch, horizon)
+            report = self._here.advance(batch, horizon)
+            self._last = isinstance(batch, Drawn) and batch.last and batch.epoch + 1 == self._definition.epochs
+            return report
         except SeveredError as error:
             failure = self._world.lost(error, step)
             self._quit(str(failure))
@@ -124,7 +135,7 @@ class Distributed:
     @property
     def _finished(self) -> bool:
         """Whether all planned steps are done, so that nobody waits for this process any more."""
-        return self._definition.data is not None and self._steps == self._definition.plan.steps
+        return self._last or (self._definition.updates is not None and self._steps == self._definition.updates)
 
     def _quit(self, why: str) -> None:
         """Take the state after the last finished step home, as far as it is whole, and end the run here."""
@@ -133,7 +144,7 @@ class Distributed:
 
     def _check_batch(self, step: int, batch: Any) -> None:
         """Every process must bring the same batch, as each computes its replicas' shares of it."""
-        odd = self._world.odd_one(hashed(batch))
+        odd = self._world.odd_one(hashed(batch.hash if isinstance(batch, Drawn) else batch))
         if odd is not None:
             raise UsageError(
                 f"the batch of step {step} is another in process {odd} than in process 0; every process brings the "
@@ -150,6 +161,7 @@ def open_distributed(
     begin: Callable[[Framework], RunState],
     *,
     allow: bool = False,
+    readers: int | None = 0,
 ) -> Distributed:
     """Meet the others, see that all mean the same, take over rank 0's state, and start this host's workers.
 
@@ -172,8 +184,8 @@ def open_distributed(
         room = world.agree({"recipe": recipe, **_facts(definition, framework, workers)}, cores, doubts)
         count = max(1, min(room if workers is None else workers // world.size, definition.replicas // world.size))
         count = 1 if framework.lanes is not None else count
-        run_state = _same_start(world, framework, begin)
-        return Distributed(definition, framework, run_state, world, count)
+        run_state = _same_start(world, framework, begin, definition.rounds)
+        return Distributed(definition, framework, run_state, world, count, readers)
     except SeveredError as error:
         failure = world.lost(error, 0)
         world.close()
@@ -191,7 +203,8 @@ def _facts(definition: Definition, framework: Framework, workers: int | None) ->
     with framework.environment:
         own = framework.snapshots.capture(copy=False).facts.get("environment", {})
     return {
-        "steps": None if definition.data is None else definition.plan.steps,
+        "steps": definition.total,
+        "epochs": definition.epochs,
         "workers": workers,
         "devices": "worker processes" if framework.lanes is None else "of each process",
         "data": hashed(tuple(arrays)).hex() if whole else None,
@@ -199,7 +212,7 @@ def _facts(definition: Definition, framework: Framework, workers: int | None) ->
     }
 
 
-def _same_start(world: World, framework: Framework, begin: Callable[[Framework], RunState]) -> RunState:
+def _same_start(world: World, framework: Framework, begin: Callable[[Framework], RunState], rounds: Rounds) -> RunState:
     """Rank 0 may go on from a snapshot; all others take over what it has."""
     if world.rank == 0:
         run_state = begin(framework)
@@ -219,5 +232,6 @@ def _same_start(world: World, framework: Framework, begin: Callable[[Framework],
         framework.snapshots.adopt(captured)
     evaluated = [Evaluated(*item) for item in told["evaluated"]]
     run_state = RunState(told["losses"], told["samples"], resumed_from=told["resumed_from"], evaluated=evaluated)
+    run_state.rounds = rounds
     run_state.callbacks = found(told, captured.training)
     return run_state

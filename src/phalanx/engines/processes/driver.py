@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -14,17 +16,16 @@ from typing import Any, cast
 from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.engines.price import Price
-from phalanx.engines.processes.environment import described
-from phalanx.engines.processes.jury import Jury
+from phalanx.engines.processes.environment import pack_recipe
 from phalanx.engines.processes.messages import WHERE, WorkerMessage, first_error, reason
 from phalanx.engines.processes.pool import LONG, WorkerPool
-from phalanx.engines.processes.serialization import pack
+from phalanx.engines.reading.pool import read_ahead, reads
 from phalanx.engines.recovery.deadline import Deadline
 from phalanx.engines.recovery.failures import FailureLog
+from phalanx.engines.recovery.jury import Jury
 from phalanx.engines.recovery.state_record import StateRecord
 from phalanx.engines.recovery.supervisor import Supervisor
 from phalanx.errors import CorruptionError, LostError, PhalanxError, RunError
-from phalanx.frameworks.registry import reduced
 from phalanx.plan.audit import Audit
 from phalanx.plan.placement import Placement
 from phalanx.seams import Exported, Framework, RunState, Weights
@@ -37,7 +38,7 @@ from phalanx.shared.reports import RING
 from phalanx.shared.state import Mirror
 from phalanx.surroundings import interrupts
 
-MEMORIES = 5  # what workers inherit: environment_memory, parcel, arena, mailbox, orders
+MEMORIES = 6  # what workers inherit: environment_memory, parcel, arena, mailbox, orders, inputs
 
 
 class Processes:
@@ -58,45 +59,44 @@ class Processes:
         deadline: Deadline | None = None,
         rendezvous: Any = None,
         audit: Audit | None = None,
+        readers: int | None = 0,
     ) -> None:
         self.run_state = RunState() if run_state is None else run_state
-        self.workers = placement.workers
-        self._definition, self._framework = definition, framework
-        self._deadline = deadline or Deadline()
+        self.workers, self.reading = placement.workers, framework.environment
+        self._definition, self._framework, self._deadline = definition, framework, deadline or Deadline()
         self._rendezvous, self._audit, self._jury = rendezvous, audit, cast("Jury | None", None)
-        self._price = Price(definition, framework, self.run_state)
-        self.ended, self.closed, self.lost = "", False, False
-        plan = Plan(framework.sharing, placement)
+        self.ended, self.closed, self.lost, self._price = "", False, False, Price(definition, framework, self.run_state)
+        plan = Plan(framework.sharing, placement, audited=audit is not None)
         check_room(plan.layout.touched, placement.workers)
         memories = [Memory(0) for _ in range(MEMORIES)]
         with contextlib.ExitStack() as undo:
             for memory in memories:
                 undo.callback(memory.close)
-            self._begin(plan, placement, memories)
+            self._begin(plan, placement, memories, readers if reads(definition) else 0)
             undo.pop_all()
 
-    def _begin(self, plan: Plan, placement: Placement, memories: Sequence[Memory]) -> None:
-        environment_memory, parcel, arena, mailbox, orders = memories
+    def _begin(self, plan: Plan, placement: Placement, memories: Sequence[Memory], readers: int | None) -> None:
+        environment_memory, parcel, arena, mailbox, orders, _ = memories
         arena.grow(plan.size)
         mapped = arena.map()
         self.counters = plan.counters(mapped).written_by(PARENT)
         self._mirror = Mirror(self._framework.sharing, plan.layout, mapped)
-        pack({**described(self._framework.name), "threads": self._definition.threads}, environment_memory, reduced)
-        fields = {item.name: getattr(self._definition, item.name) for item in dataclasses.fields(Definition)}
-        facts: dict[str, Any] = {"audit": self._audit, "hosts": self._rendezvous}
+        facts: dict[str, Any] = {"audit": self._audit, "hosts": self._rendezvous, "ahead": readers != 0}
         facts |= {"placement": placement, "signature": plan.layout.signature(), "state": plan.layout.contents.state}
-        pack({**facts, "fields": fields}, parcel, reduced)
+        pack_recipe(self._definition, self._framework.name, environment_memory, parcel, facts)
         record = StateRecord(self._mirror, self.run_state, self.counters.reports)
         self._failures = FailureLog(self._definition, self._framework, placement, self.counters, self.run_state)
         self._pool = WorkerPool(memories, self.counters, self._deadline, self._failures.vacancies, record)
         if self._audit is not None:
-            self._jury = Jury(self._audit, self._definition, self._framework, self._failures, self._pool)
+            court = functools.partial(Processes, self._definition, self._framework)
+            self._jury = Jury(self._audit, self._definition, self._failures, self._pool, court)
         self.supervisor = Supervisor(placement, self._pool, record, mailbox, orders, self._failures)
         try:
             self.supervisor.begin()
         except BaseException:
             self._pool.end()
             raise
+        self._close_readers = weakref.finalize(self, read_ahead(memories, placement, readers))
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -124,7 +124,7 @@ class Processes:
             error = self._failure(t)
             if self._jury is None or not isinstance(error, CorruptionError):
                 raise error
-            self._jury.judge(error, self._ask("vote", {"replica": error.replica, "block": error.block}), self._fetch)
+            self._jury.judge(self, error, batch)
             return self.advance(batch, horizon)
         return report if batch is None else report._replace(epoch=None)
 
@@ -140,12 +140,12 @@ class Processes:
         """See ``seams.Engine.evaluate``: each worker measures a block of chunks."""
         self.check_able()
         facts = {"metric_fn": metrics, "data": data, "batch_size": batch_size, "weights": weights}
-        return [reading for readings in self._ask("evaluate", facts) for reading in readings]
+        return [reading for readings in self.ask("evaluate", facts) for reading in readings]
 
     def schedule(self, value: float, epoch: int) -> None:
         """See ``seams.Engine.schedule``: what was evaluated does not follow from losses, so a snapshot comes next."""
         self.check_able()
-        self._fetch(save=True, metric=(value, epoch))  # one task: who falls after it finds the options kept
+        self.fetch(save=True, metric=(value, epoch))  # one task: who falls after it finds the options kept
 
     def export(self, *, copy: bool, digest: bool = True) -> Exported:
         """See ``seams.Engine.export``; to be looked at, what lies in the arena."""
@@ -154,15 +154,15 @@ class Processes:
                 self._halt()
                 return self._mirror.look()
         if not self.closed:
-            self._fetch(save=True)
+            self.fetch(save=True)
         if self.lost:
             self.check_able()
         with self._framework.environment:
-            return self._framework.export(self._steps, copy=copy, digest=digest)
+            return self._framework.export(self.run_state.steps, copy=copy, digest=digest)
 
     def capture(self) -> Captured:
         """See ``seams.Engine.capture``: the workers copy what they own, and go on at once."""
-        self._fetch(save=True)
+        self.fetch(save=True)
         self.check_able()
         self.supervisor.hold(reading=True)
         with contextlib.ExitStack() as reading:
@@ -176,13 +176,14 @@ class Processes:
         if not self.closed:
             try:
                 with interrupts.shielded():
-                    self._fetch(save=False)
+                    self.fetch(save=False)
             except BaseException as error:
                 self.lost, self.ended = True, self.ended or f"its state could not be taken home: {error!r}"
                 if not isinstance(error, PhalanxError):
                     raise
             finally:
                 self.closed = True
+                self._close_readers()
                 self._pool.end()
 
     def hand_back(self) -> bool:
@@ -211,7 +212,7 @@ class Processes:
                 counters.horizon = min(horizon, t + RING)  # what was lost may have been done again meanwhile
             self.supervisor.wait(lambda: counters.done > t or idle(), min(horizon, t + RING // 2))
 
-    def _ask(self, task: str, facts: dict[str, Any]) -> list[Any]:
+    def ask(self, task: str, facts: dict[str, Any]) -> list[Any]:
         """Have every worker do its part of a task; their answers."""
         with self._watching():
             told = self._task(TASK, {**facts, "task": task})
@@ -251,7 +252,7 @@ class Processes:
         while self.counters.done > self._steps:
             self._absorb()
 
-    def _fetch(self, *, save: bool = True, metric: tuple[float, int] | None = None) -> None:
+    def fetch(self, *, save: bool = True, metric: tuple[float, int] | None = None) -> None:
         """Copy the state out of the arena, at a step boundary; ``save``: the workers will go on from there."""
         if self.lost:
             return
@@ -259,22 +260,21 @@ class Processes:
             self._halt()
         if save:
             self.supervisor.forget()
-        states = self._ask("state", {"save": save, "metric": metric})
+        states = self.ask("state", {"save": save, "metric": metric})
         if save:
             self.supervisor.keep(states[0]["options"])
         self._mirror.get(states, saved=save)
 
     def _absorb(self) -> StepReport:
         """The next report."""
-        t = self._steps
-        loss, norm, lr, samples, started, ended = self.counters.reports.read(t)
+        t, reports = self._steps, self.counters.reports
+        loss, norm, lr, samples, started, ended = reports.read(t)
         self.run_state.add(loss, int(samples))
         self.run_state.time(started, ended)
         self._price.look(ended - started)
         self._deadline.note(ended - started)
-        epoch = None if self._definition.data is None else self._definition.plan.epoch(t)
-        parts = self.counters.reports.parts(t)
-        return StepReport(t, epoch, loss, norm, lr, int(samples), ended - started, parts=parts)
+        parts = reports.parts(t)
+        return StepReport(t, self._definition.epoch_of(t), loss, norm, lr, int(samples), ended - started, parts=parts)
 
     @contextlib.contextmanager
     def _watching(self) -> Any:

@@ -7,16 +7,18 @@ of the process, and the source of modules as the caller imported it, follow.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import resource
 import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import PathFinder
 from typing import Any
 
+from phalanx.definition.fields import Definition
 from phalanx.engines.processes.serialization import pack, unpack
 from phalanx.errors import RunError
 from phalanx.frameworks.registry import adopt_numeric_environment, numeric_environment, reduced
@@ -24,6 +26,15 @@ from phalanx.shared.memory import Memory
 from phalanx.surroundings.sources import SOURCES, Source
 
 STACK_BYTES = 120 << 20  # what the kernel leaves free below the main thread's stack, less a reserve
+
+
+def pack_recipe(
+    definition: Definition, framework: str, environment: Memory, parcel: Memory, facts: Mapping[str, Any]
+) -> None:
+    """Write what surrounds this process, and a recipe with other facts, for processes that start from here."""
+    pack({**described(framework), "threads": definition.threads}, environment, reduced)
+    fields = {item.name: getattr(definition, item.name) for item in dataclasses.fields(Definition)}
+    pack({**facts, "fields": fields}, parcel, reduced)
 
 
 def described(framework: str) -> dict[str, Any]:
@@ -43,6 +54,7 @@ def _described(framework: str, folder: str | None) -> dict[str, Any]:
         "depth": sys.getrecursionlimit(),
         "stack": max(_stack_limit(), threading.stack_size()),
         "filters": [(*rest, (kind.__module__, kind.__name__)) for *rest, kind in map(_category_last, warnings.filters)],
+        "framework": framework,
         "numeric": numeric_environment(framework),
     }
 
@@ -164,6 +176,11 @@ def variables() -> dict[str, str]:
     """The environment of a zygote."""
     tunables = filter(None, [os.environ.get("GLIBC_TUNABLES"), TUNED])
     return {**os.environ, "GLIBC_TUNABLES": ":".join(tunables)}
+
+
+def importing() -> dict[str, Any]:
+    """Under what a zygote imports what this process did: its environment and path."""
+    return {"environment": dict(os.environ), "path": _path()}
 
 
 def _path() -> list[str]:

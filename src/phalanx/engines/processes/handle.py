@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import select
 import signal
 import socket
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from typing import Protocol
+from typing import Any, Protocol
 
 from phalanx.errors import StartError
 from phalanx.surroundings import forks
@@ -73,6 +74,16 @@ class WorkerHandle:
     def watched(self) -> list[int]:
         """What is readable when there is something to do for it."""
         return [fd for fd in (self.channel.fileno(), *self.pipes, self.pidfd) if fd is not None]
+
+    def heard(self) -> tuple[list[Any], bool]:
+        """The messages that have come, and whether there may be more."""
+        messages: list[bytes] = []
+        try:
+            while not messages or self.channel.poll():
+                messages.append(self.channel.recv_bytes())
+        except (EOFError, OSError):
+            return [pickle.loads(message) for message in filter(None, messages)], False  # noqa: S301  from a child
+        return [pickle.loads(message) for message in filter(None, messages)], True  # noqa: S301  of this process
 
     def wake(self) -> None:
         """Tell it that something has been granted."""

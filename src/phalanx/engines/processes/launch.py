@@ -1,199 +1,38 @@
-"""Starting worker processes: the caller's side of the zygote.
+"""Starting worker processes: which zygotes are kept warm between runs, and what they import for workers beforehand.
 
-The caller's process is never forked. Zygotes are kept warm between runs; ``close`` ends it.
+The caller's process is never forked. ``close`` ends what is kept.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import json
-import os
-import select
-import shutil
-import signal
-import socket
-import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
+from phalanx.definition.fields import Definition
 from phalanx.engines.processes import environment
 from phalanx.engines.processes.handle import WorkerHandle
-from phalanx.engines.processes.messages import ended
-from phalanx.engines.recovery.deadline import Stillness
-from phalanx.errors import StartError, UsageError
-from phalanx.plan.tally import Cause
-from phalanx.surroundings import forks, interrupts
+from phalanx.engines.processes.serialization import needed
+from phalanx.engines.processes.starter import Zygote
+from phalanx.errors import StartError
+from phalanx.frameworks.registry import reduced
+from phalanx.surroundings import forks
+from phalanx.surroundings.imports import installed
 
-MESSAGE_BYTES = 4096
-CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # programs that the caller starts do not inherit what was received
-FAREWELL_SECONDS, KILLED_SECONDS = 3.0, 5.0
-SLICE_SECONDS = 0.05  # between two looks at Ctrl-C
-STOPPED_SECONDS = 2.0  # that a zygote may be stopped; it is woken before
-SILENT_SECONDS, MOST_SECONDS = 60.0, 600.0  # that it may take: without processor time, and in all
 ATTEMPTS, OWN_ENDS = 20, 2  # zygotes to start a worker with, and how many of them may end by themselves
-
-
-class Zygote:
-    """The caller's side of a zygote: a request, an answer, one at a time.
-
-    Its start takes as long as importing the framework, but does not wait for that; the first worker does.
-
-    Parameters
-    ----------
-    jax : bool
-        Whether its workers will need jax. They share what they compile in a folder that is gone afterwards.
-    """
-
-    def __init__(self, *, jax: bool) -> None:
-        if not sys.executable:
-            raise UsageError(
-                "worker processes need the Python interpreter, and sys.executable is empty here; set it, or use "
-                "engine='inline' (same answer)"
-            )
-        self._socket, theirs = socket.socketpair()
-        self._lock = threading.Lock()
-        self.owner = os.getpid()
-        self._cache = tempfile.mkdtemp(prefix="phalanx-") if jax else None
-        self._process = subprocess.Popen(
-            environment.command(theirs.fileno(), self.owner, self._cache),
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            env=environment.variables(),
-        )
-        theirs.close()
-        self._awake = self._stopped = False
-        self._number = 0  # of the latest request
-        self._read, self._handles = b"", list[int]()  # answers, and descriptors that came with them
-        forks.own(self)
-
-    @property
-    def usable(self) -> bool:
-        """Whether it runs, and belongs to this process (not to the parent of a fork)."""
-        return self.owner == os.getpid() and self._process.poll() is None
-
-    @property
-    def awake(self) -> bool:
-        """Whether it has imported what it needs, so that workers start at once."""
-        return self._awake or _readable(self._socket, 0)
-
-    def spawn(self, number: int, fds: Sequence[int]) -> tuple[int, int | None]:
-        """See ``handle.Starter``."""
-        answer, handles = self._ask({"worker": number}, fds)
-        return answer["pid"], handles[0] if handles else None
-
-    def end(self, pid: int) -> int | None:
-        """See ``handle.Starter``."""
-        return self._ask({"end": pid})[0]["status"]
-
-    def close(self) -> None:
-        """End it, and with it every worker that is left; takes some seconds at most, whatever it does."""
-        if self.owner != os.getpid():
-            self.leave()
-            return
-        awake = self.awake
-        self._let_go()
-        try:
-            self._process.send_signal(signal.SIGCONT)  # a stopped one would not see the end of its socket
-            self._process.wait(FAREWELL_SECONDS if awake else 0)  # it ends its workers, and what they started
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            self._kill()
-            if self._cache is not None:
-                shutil.rmtree(self._cache, ignore_errors=True)
-
-    def leave(self) -> None:
-        """See ``forks.Owned``."""
-        self._let_go()
-        self._process.returncode = 0  # not a child of this process, so nobody may wait for it
-
-    def _let_go(self) -> None:
-        self._socket.close()
-        for handle in self._handles:  # of an answer that did not come as a whole
-            os.close(handle)
-        self._handles.clear()
-
-    def _kill(self) -> None:
-        self._process.kill()  # nothing, if it has ended
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(KILLED_SECONDS)
-
-    def _ask(self, request: dict[str, int], fds: Sequence[int] = ()) -> tuple[dict[str, Any], list[int]]:
-        """Send a request, and wait for its answer. Ctrl-C may come between: the answer is then dropped by the next."""
-        while not self._lock.acquire(timeout=SLICE_SECONDS):
-            interrupts.check()
-        try:
-            self._number += 1
-            line = json.dumps({**request, "number": self._number, "fds": len(fds)}) + "\n"
-            socket.send_fds(self._socket, [line.encode()], list(fds), socket.MSG_DONTWAIT)
-            while True:
-                answer, handles = self._receive()
-                self._awake = True
-                if answer["number"] == self._number:
-                    return answer, handles
-                for handle in handles:  # of a worker that nobody waits for any more
-                    with contextlib.suppress(ProcessLookupError):  # it has ended by itself
-                        signal.pidfd_send_signal(handle, signal.SIGKILL)
-                    os.close(handle)
-        except (OSError, ValueError) as error:
-            raise self._lost(error) from error
-        finally:
-            self._lock.release()
-
-    def _receive(self) -> tuple[dict[str, Any], list[int]]:
-        """The next answer. Each is a line; a descriptor comes with the bytes of its answer or of one before it."""
-        while b"\n" not in self._read:
-            self._await()
-            message, handles, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES, 1, CLOEXEC)
-            self._handles += handles
-            if not message:
-                raise ConnectionResetError("it closed its socket")
-            self._read += message
-        line, _, self._read = self._read.partition(b"\n")
-        answer = json.loads(line)
-        count = answer.get("handles", 0)
-        handles, self._handles = self._handles[:count], self._handles[count:]
-        return answer, handles
-
-    def _await(self) -> None:
-        """Wait until there is something to read, as long as it does anything at all."""
-        stillness = Stillness(self._process.pid)
-        while not _readable(self._socket, SLICE_SECONDS):
-            interrupts.check()
-            seconds = stillness.seconds()
-            if stillness.stopped and seconds > STOPPED_SECONDS / 2:
-                self._process.send_signal(signal.SIGCONT)
-            if seconds > (STOPPED_SECONDS if stillness.stopped else SILENT_SECONDS) or stillness.total > MOST_SECONDS:
-                self._stopped = stillness.stopped
-                raise TimeoutError(f"did nothing for {seconds:.0f} s and was killed")
-
-    def _lost(self, error: Exception) -> StartError:
-        """The error to raise when it is of no use any more; it has ended then."""
-        self._kill()
-        silent = isinstance(error, TimeoutError)
-        why, cause = ended(self._process.returncode)
-        outside = self._stopped if silent else cause is Cause.ANYBODY
-        why = str(error) if silent else f"{why} ({error})"
-        return StartError(
-            f"the process that starts workers {why}; what it wrote to stderr says why. Run again, or use "
-            "engine='inline'",
-            outside=outside,
-        )
-
-
-def _readable(end: socket.socket, seconds: float) -> bool:
-    poller = select.poll()
-    poller.register(end, select.POLLIN)
-    return bool(poller.poll(1000 * seconds))
+MOST_HARMS = 3  # imports that cost a zygote, until nothing is imported beforehand any more
 
 
 class Warm:
-    """What is kept for the next run: a zygote, and one more if jax was imported when there was one without."""
+    """What is kept for the next run: a zygote, and one more if jax was imported when there was one without.
+
+    Attributes
+    ----------
+    left_out : dict of str to str
+        The packages that zygotes do not import beforehand, and why.
+    """
 
     def __init__(self) -> None:
         self.leave()
@@ -201,8 +40,11 @@ class Warm:
 
     def leave(self) -> None:
         """See ``forks.Owned``."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._zygotes: dict[bool, Zygote] = {}
+        self._modules: dict[str, str] = {}  # what workers import, and from where
+        self.left_out: dict[str, str] = {}
+        self._harms = 0
 
     def zygote(self) -> Zygote:
         """The zygote, started if there is none."""
@@ -213,7 +55,36 @@ class Warm:
                 self._zygotes[jax] = Zygote(jax=jax)
                 atexit.unregister(self.close)
                 atexit.register(self.close)
+                self._tell(jax)
             return self._zygotes[jax]
+
+    def prepare(self, definition: Definition) -> None:
+        """Start the zygote if there is none, and have it import what the recipe's code comes from, beside the caller.
+
+        Raises
+        ------
+        OSError, UsageError
+            No process can be started here.
+        """
+        self.zygote()
+        code = [value for value in vars(definition).values() if callable(value)]
+        self.need(installed([*needed(code, reduced), type(definition.data).__module__]))
+
+    def need(self, modules: Mapping[str, str]) -> None:
+        """Have zygotes import these modules, which lie in these files, before their next workers."""
+        with self._lock:
+            if modules.items() - self._modules.items():
+                self._modules |= modules
+                for jax in self._zygotes:
+                    self._tell(jax)
+
+    def _tell(self, jax: bool) -> None:
+        """Tell a zygote what workers import; jax only where that was made ready for it."""
+        zygote = self._zygotes[jax]
+        if self._modules and self._harms < MOST_HARMS and zygote.usable and (jax or "jax" not in self._modules):
+            facts = {"modules": self._modules, "left_out": list(self.left_out)}
+            with contextlib.suppress(StartError):  # it has ended, which shows elsewhere
+                zygote.want({**environment.importing(), **facts})
 
     def handle(self, number: int, memories: Sequence[int]) -> WorkerHandle:
         """A new worker; its zygote is started again if it has ended, at whatever moment.
@@ -246,8 +117,13 @@ class Warm:
                 self._drop(jax)
 
     def _drop(self, jax: bool) -> None:
-        if jax in self._zygotes:
-            self._zygotes.pop(jax).close()
+        zygote = self._zygotes.pop(jax, None)
+        if zygote is None:
+            return
+        zygote.close()
+        if zygote.harm is not None:
+            self._harms += 1
+            self.left_out |= dict.fromkeys(zygote.harm.packages, zygote.harm.why)
 
 
 WARM = Warm()

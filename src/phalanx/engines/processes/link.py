@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +91,8 @@ class ArenaLink:
 
     Attributes
     ----------
+    blocks : sequence of range
+        The replicas of each worker.
     publications : Publications
     parts : list of Part
         Of all replicas in this step; a link that reaches other hosts puts theirs here.
@@ -108,6 +110,7 @@ class ArenaLink:
         barrier: Barrier,
     ) -> None:
         self._worker = barrier.worker
+        self.blocks = placement.blocks
         self.hosted = placement.blocks[self._worker]
         self._framework = framework
         self._shard = shard
@@ -172,8 +175,8 @@ class ArenaLink:
         self._barrier.wait(UPDATE)
         return all(worker.opinion for worker in self._counters.workers)
 
-    def commit(self, step: int, gradient: Vector | None) -> None:
-        """See ``seams.Link.commit``."""
+    def commit(self, step: int, gradient: Vector | None, audit: Callable[[], None] | None = None) -> None:
+        """See ``seams.Link.commit``; ``audit`` is called while what was updated can still be taken back."""
         self._barrier.at(Phase.UPDATING)
         if gradient is not None:
             buffers = None
@@ -182,6 +185,8 @@ class ArenaLink:
                 buffers = [(int(self.parts[replica].samples), self._shard.left(replica)) for replica in ran]
             self._framework.update(step, gradient, buffers)
             self._shard.settle()
+        if audit is not None:
+            audit()
         self._barrier.at(Phase.UPDATED)
         self._barrier.wait(UPDATE)
 

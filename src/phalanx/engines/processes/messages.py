@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import pickle
 import select
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Sequence
@@ -14,12 +16,17 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
-from phalanx.engines.processes.serialization import picklable
 from phalanx.errors import PhalanxError, RunError, UsageError, WorkerError
 from phalanx.plan.tally import Cause
+from phalanx.surroundings.imports import installed
 
 BROKEN_OFF = "stayed in user code after Ctrl-C and was ended"  # a death that the caller caused
 CORRUPT = "computed a wrong value, as an audit found, and was ended"
+NO_TERMINAL = (
+    "a debugger found no terminal in a worker process; train with engine='inline', which has the same bits and lets "
+    "breakpoint() stop in this process, or use phalanx replay RUN --step K --replica R --pdb"
+)
+SUSPECT = "was ended, as an audit found that its update of a parameter differs from another worker's"
 WHERE = {
     "torn": "the optimizer, so the weights are not those of any step",
     "repaired": "the optimizer; the state is the one before that step",
@@ -71,6 +78,35 @@ class WorkerMessage:
         return f"{type(self.content).__name__} ({self.content}) at step {self.step} in {WHERE[kind]}"
 
 
+class Carried:
+    """An exception that travels without its constructor, which may want other arguments than ``args``."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _uncarried, (type(self._error), self._error.args, dict(vars(self._error)))
+
+
+def picklable(error: BaseException) -> Any:
+    """What travels as ``error``; a stand-in of the same name and text if nothing else does."""
+    for candidate in (error, Carried(error)):
+        try:
+            pickle.loads(cloudpickle.dumps(candidate))  # noqa: S301  pickled in the same line
+            return candidate
+        except Exception:
+            continue
+    kind = type(error)
+    return type(kind.__name__, (RuntimeError,), {"__module__": kind.__module__})(str(error))
+
+
+def _uncarried(kind: type[BaseException], arguments: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
+    error = kind.__new__(kind, *arguments)
+    error.args = arguments
+    vars(error).update(state)
+    return error
+
+
 def as_told(error: BaseException) -> tuple[Any, Any, str]:
     """An error as it travels: itself, its cause, and where it was raised."""
     text = "".join(traceback.format_exception(error))
@@ -84,6 +120,8 @@ def first_error(told: Sequence[WorkerMessage]) -> BaseException:
     first = min(errors, key=lambda item: (_replica(item.content) is None, _replica(item.content) or 0, item.worker))
     error = first.content
     error.__cause__ = first.cause
+    if type(first.cause).__name__ == "BdbQuit":
+        error.args = (f"{error}{NO_TERMINAL}",)
     (first.cause or error).add_note(f"in worker {first.worker}:\n{first.text}")
     return error
 
@@ -127,6 +165,7 @@ class DriverChannel:
 
     def __init__(self, fd: int) -> None:
         self._connection = Connection(fd)
+        self._known = frozenset(sys.modules)
         self._sending = threading.RLock()  # user code may have threads that warn or import
         self._poller = select.poll()
         self._poller.register(fd, select.POLLIN)
@@ -136,6 +175,11 @@ class DriverChannel:
         message = cloudpickle.dumps((kind, *facts))
         with self._sending:
             self._connection.send_bytes(message)
+
+    def tell_imports(self) -> None:
+        """Tell which modules of packages were imported since this process began, for those that begin after it."""
+        if new := installed(sys.modules.keys() - self._known):
+            self.tell("modules", new)
 
     def wake(self) -> None:
         """Send an empty message."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 import select
 import time
 import weakref
@@ -17,7 +16,7 @@ from typing import Any
 from phalanx.engines.processes.environment import Imported
 from phalanx.engines.processes.handle import WorkerHandle
 from phalanx.engines.processes.launch import Warm
-from phalanx.engines.processes.messages import BROKEN_OFF, CORRUPT, End, WorkerMessage, ended
+from phalanx.engines.processes.messages import BROKEN_OFF, End, WorkerMessage, ended
 from phalanx.engines.processes.output import Output
 from phalanx.engines.recovery.deadline import Deadline, Watch
 from phalanx.engines.recovery.failures import Vacancies
@@ -79,6 +78,7 @@ class WorkerPool:
         self._handles: dict[int, WorkerHandle] = {}
         self._starting: set[int] = set()
         self._owner = os.getpid()
+        self._need: Callable[[Mapping[str, str]], None] = lambda modules: None
         self._lived = 0.0  # seconds, of those that have ended
         self._output = Output()
         self._poller = select.poll()
@@ -104,6 +104,7 @@ class WorkerPool:
 
     def start(self, numbers: Iterable[int], warm: Warm) -> None:
         """Start workers, in place of those that ended; returns when all are ready, or told why not, or ended."""
+        self._need = warm.need
         if not self._starting:
             self._imported.publish()
         for number in numbers:
@@ -222,16 +223,10 @@ class WorkerPool:
                 self._died(handle)
 
     def _read(self, handle: WorkerHandle) -> None:
-        messages: list[bytes] = []
-        ended = False
-        try:
-            while not messages or handle.channel.poll():
-                messages.append(handle.channel.recv_bytes())
-        except (EOFError, OSError):
-            ended = True
-        for message in filter(None, messages):
-            self._take(handle, *pickle.loads(message))  # noqa: S301  from a child of this process
-        if ended:
+        messages, goes_on = handle.heard()
+        for message in messages:
+            self._take(handle, *message)
+        if not goes_on:
             self._died(handle)
 
     def _take(self, handle: WorkerHandle, kind: str, *facts: Any) -> None:
@@ -248,6 +243,8 @@ class WorkerPool:
             self._output.warn(*facts)
         elif kind == "imported":
             self._imported.add(*facts)
+        elif kind == "modules":
+            self._need(*facts)
         else:
             self.told.append(WorkerMessage(handle.number, kind, *(facts[1:] if kind == "result" else facts)))
             if kind == "failed":
@@ -272,10 +269,10 @@ class WorkerPool:
         """See ``forks.Owned``."""
         self._abandoned.detach()
 
-    def dismiss(self, number: int) -> None:
-        """End a worker whose values were wrong; it counts as dead, and another takes its place."""
+    def dismiss(self, number: int, why: str) -> None:
+        """End a worker whose values were, or may have been, wrong; it counts as dead, and another takes its place."""
         if not self._handles[number].ended:
-            self._died(self._handles[number], (CORRUPT, Cause.CALLER))
+            self._died(self._handles[number], (why, Cause.CALLER))
 
     def check_owner(self) -> None:
         """Refuse, by a LostError, to touch the workers of the process that this one was forked from."""

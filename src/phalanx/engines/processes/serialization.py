@@ -6,8 +6,10 @@ travel beside the pickle (protocol 5, out of band), so that all workers map one 
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import ctypes
+import importlib
 import io
 import pickle
 import struct
@@ -43,6 +45,11 @@ class Packer(cloudpickle.Pickler):
         self._reducer = reducer
         self._by_value: dict[str, ModuleType | None] = {}
 
+    @property
+    def named(self) -> list[str]:
+        """Modules that whoever unpickles imports."""
+        return [name for name, module in self._by_value.items() if module is None]
+
     def dump(self, obj: Any) -> None:
         """Pickle ``obj``."""
         try:
@@ -58,6 +65,9 @@ class Packer(cloudpickle.Pickler):
             return np.memmap, (obj.filename, obj.dtype, "c", obj.offset, obj.shape, order)
         if type(obj) is np.ndarray and not (obj.flags.forc or obj.dtype.hasobject):
             return _strided, _memory_under(obj)
+        if isinstance(obj, ModuleType) and type(obj) is not ModuleType and _found_again(obj):
+            self._by_value.setdefault(obj.__name__)
+            return importlib.import_module, (obj.__name__,)
         if isinstance(obj, (type, FunctionType)):
             self._consider(obj.__module__)
         elif isinstance(obj, ModuleType):
@@ -87,19 +97,32 @@ def pack(thing: Any, memory: Memory, reducer: Reducer) -> int:
     UsageError
         Something in it cannot be pickled; names the path to it.
     """
+    pieces = pieces_of(thing, reducer)
+    _fit(memory, sum(map(len, pieces)))
+    offset = 0
+    with memory.map() as place:
+        for piece in pieces:
+            place[offset : offset + len(piece)] = piece
+            offset += len(piece)
+    return offset
+
+
+def pieces_of(thing: Any, reducer: Reducer) -> list[memoryview | bytes]:
+    """``thing`` as bytes, to be written one after another: sizes, the pickle, arrays at multiples of 64 bytes."""
     buffers: list[pickle.PickleBuffer] = []
     body = _pickled(thing, reducer, buffers)
-    pieces = [memoryview(body), *(buffer.raw() for buffer in buffers)]
-    offset = NUMBER.size * (1 + len(pieces))
-    header = [len(pieces), *(piece.nbytes for piece in pieces)]
-    _fit(memory, sum(_padded(piece.nbytes) for piece in pieces) + _padded(offset))
-    with memory.map() as place:
-        place[:offset] = b"".join(map(NUMBER.pack, header))
-        offset = _padded(offset)
-        for piece in pieces:
-            place[offset : offset + piece.nbytes] = piece
-            offset += _padded(piece.nbytes)
-    return offset
+    parts = [memoryview(body), *(buffer.raw() for buffer in buffers)]
+    header = b"".join(map(NUMBER.pack, [len(parts), *(part.nbytes for part in parts)]))
+    pieces = [memoryview(header), *parts]
+    return [part for piece in pieces for part in (piece, bytes(_padded(piece.nbytes) - piece.nbytes))]
+
+
+def needed(thing: Any, reducer: Reducer) -> list[str]:
+    """The modules that whoever unpacks ``thing`` imports; as many as can be told where it cannot be packed."""
+    packer = Packer(io.BytesIO(), reducer, [])
+    with contextlib.suppress(Exception):
+        packer.dump(thing)
+    return packer.named
 
 
 def _fit(memory: Memory, size: int) -> None:
@@ -113,7 +136,12 @@ def _fit(memory: Memory, size: int) -> None:
 
 def unpack(memory: Memory) -> Any:
     """What was packed. Arrays lie in the memory; what a worker writes to them stays its own."""
-    place = memoryview(memory.map(private=True))
+    return unpack_bytes(memory.map(private=True))
+
+
+def unpack_bytes(content: Any) -> Any:
+    """The same out of a buffer of its own, as ``pieces_of`` makes them. Arrays lie in it."""
+    place = memoryview(content)
     (count,) = NUMBER.unpack_from(place)
     sizes = [NUMBER.unpack_from(place, NUMBER.size * (1 + position))[0] for position in range(count)]
     offset = _padded(NUMBER.size * (1 + count))
@@ -122,35 +150,6 @@ def unpack(memory: Memory) -> Any:
         pieces.append(place[offset : offset + size])
         offset += _padded(size)
     return pickle.loads(pieces[0], buffers=pieces[1:])  # noqa: S301  packed by this process's parent
-
-
-class Carried:
-    """An exception that travels without its constructor, which may want other arguments than ``args``."""
-
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _uncarried, (type(self._error), self._error.args, dict(vars(self._error)))
-
-
-def picklable(error: BaseException) -> Any:
-    """What travels as ``error``; a stand-in of the same name and text if nothing else does."""
-    for candidate in (error, Carried(error)):
-        try:
-            pickle.loads(cloudpickle.dumps(candidate))  # noqa: S301  pickled in the same line
-            return candidate
-        except Exception:
-            continue
-    kind = type(error)
-    return type(kind.__name__, (RuntimeError,), {"__module__": kind.__module__})(str(error))
-
-
-def _uncarried(kind: type[BaseException], arguments: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
-    error = kind.__new__(kind, *arguments)
-    error.args = arguments
-    vars(error).update(state)
-    return error
 
 
 def _pickled(thing: Any, reducer: Reducer, buffers: list[pickle.PickleBuffer]) -> bytes:
@@ -165,6 +164,18 @@ def _pickled(thing: Any, reducer: Reducer, buffers: list[pickle.PickleBuffer]) -
             "in the worker, for instance at the first __getitem__ or forward, or use engine='inline' (same answer)"
         ) from error
     return file.getvalue()
+
+
+def remarked(error: Exception) -> Exception:
+    """In a worker, an error that may come from how classes travel, with a remark on that."""
+    made = sorted(kind.__name__ for kind in _DEFINED if type(kind) not in (type, abc.ABCMeta))
+    if made and isinstance(error, UsageError):
+        error.args = (
+            f"{error}. {', '.join(made)} {'was' if len(made) == 1 else 'were'} made again in a worker process, as "
+            "__main__ cannot be imported there; libraries that note their classes when these are defined, as equinox "
+            "does, do not know the copies: put them into a module of their own, or use engine='inline' (same answer)",
+        )
+    return error
 
 
 def _define(kind: type, state: Any) -> type:
@@ -186,6 +197,13 @@ def _importable(module: ModuleType) -> bool:
     parent = sys.modules.get(name.rpartition(".")[0])
     path = getattr(parent, "__path__", None)
     return any(finder.find_spec(name, path) is not None for finder in finders())
+
+
+def _found_again(module: ModuleType) -> bool:
+    """Whether importing its name gives a module of a library's own kind, as ``torch.classes`` is, also in a worker."""
+    name = module.__name__
+    above = sys.modules.get(name.partition(".")[0])
+    return sys.modules.get(name) is module and above is not None and _importable(above)
 
 
 def _native(module: ModuleType) -> bool:
@@ -256,7 +274,6 @@ def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _travels(thing: Any, reducer: Reducer) -> bool:
-
     try:
         Packer(io.BytesIO(), reducer, []).dump(thing)
     except Exception:

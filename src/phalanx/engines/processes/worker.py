@@ -21,14 +21,16 @@ from phalanx.definition.batches import BatchShares
 from phalanx.definition.data import Share
 from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
-from phalanx.engines.auditing import AuditedLink, WorkerBallot, revote
+from phalanx.engines.audited_pieces import audited_link, revote
+from phalanx.engines.auditing import AuditedLink
 from phalanx.engines.hosts.link import HostLink
 from phalanx.engines.processes.environment import adopt_environment
 from phalanx.engines.processes.link import ArenaLink
 from phalanx.engines.processes.messages import DriverChannel, as_told
-from phalanx.engines.processes.serialization import unpack
+from phalanx.engines.processes.serialization import remarked, unpack
+from phalanx.engines.reading.taking import Taking
 from phalanx.engines.recovery.deadline import SnapshotTimer
-from phalanx.errors import LostError, Trouble, UsageError
+from phalanx.errors import CorruptionError, LostError, Trouble, UsageError
 from phalanx.frameworks.jax.outside import threads
 from phalanx.frameworks.registry import open_framework
 from phalanx.plan import evaluation_key
@@ -39,6 +41,7 @@ from phalanx.shared.arena import Plan
 from phalanx.shared.barrier import Barrier
 from phalanx.shared.counters import BATCH, LEAVE, STEPS
 from phalanx.shared.heap import give_back
+from phalanx.shared.inputs import Inputs
 from phalanx.shared.memory import Memory
 from phalanx.shared.ordering import fence, order
 from phalanx.shared.state import Shard
@@ -50,16 +53,16 @@ IDLE_YIELDS = 500
 def live(channel: int, memories: Sequence[int], number: int) -> None:
     """Be worker ``number`` of a run until the caller closes the channel."""
     caller = DriverChannel(channel)
-    environment_memory, parcel, arena, mailbox, orders = (Memory(0, fd) for fd in memories)
+    environment_memory, parcel, arena, mailbox, orders, inputs = (Memory(0, fd) for fd in memories)
     try:
         place = unpack(environment_memory)
         adopt_environment(place, functools.partial(caller.tell, "imported"))
         with threads(place["threads"]):  # what is unpacked may hold jax arrays
-            worker = Worker(caller, unpack(parcel), arena, mailbox, number)
+            worker = Worker(caller, unpack(parcel), (arena, mailbox, inputs), number)
         orders = unpack(orders)
         worker.take(orders)
     except Exception as error:
-        caller.tell("failed", *as_told(error))
+        caller.tell("failed", *as_told(remarked(error)))
         return
     caller.tell("ready")
     with worker.environment:
@@ -70,26 +73,24 @@ class Worker:
     """The state of worker ``number``; ``setup`` is the caller's parcel."""
 
     def __init__(
-        self, caller: DriverChannel, setup: dict[str, Any], arena: Memory, mailbox: Memory, number: int
+        self, caller: DriverChannel, setup: dict[str, Any], memories: tuple[Memory, Memory, Memory], number: int
     ) -> None:
+        arena, mailbox, inputs = memories
         warnings.showwarning = self._pass_on
         signal.signal(signal.SIGINT, _left_to_the_caller)
-        self._caller = caller
-        self._mailbox = mailbox
-        self._number = number
-        self._placement = setup["placement"]
-        self._step = 0
-        self._timer = SnapshotTimer()
+        self._caller, self._mailbox, self._number = caller, mailbox, number
+        self._placement, self._step, self._timer = setup["placement"], 0, SnapshotTimer()
         self._definition = Definition(**setup["fields"])
         self._framework: Framework = open_framework(self._definition, ["cpu"])
         self.environment = self._framework.environment
         self._share(arena, setup)
-        self._dealer = BatchShares(self._definition, self._framework.opened)
+        ahead = Taking(Inputs(inputs, self._definition.replicas)).read if setup["ahead"] else None
+        self._dealer = BatchShares(self._definition, self._framework.opened, ahead)
         self._settled = False
         give_back()  # the model as it was made, before it moved into the arena
 
     def _share(self, memory: Memory, setup: dict[str, Any]) -> None:
-        plan = Plan(self._framework.sharing, self._placement, setup["state"])
+        plan = Plan(self._framework.sharing, self._placement, setup["state"], audited=setup["audit"] is not None)
         if plan.layout.signature() != setup["signature"]:
             raise UsageError(
                 "make_model returned another model in a worker process than in this one; it must return the same "
@@ -101,15 +102,15 @@ class Worker:
         self._own.replicas = 0  # those of the worker whose place this one takes were computed before
         self._barrier = Barrier(self._counters, self._number)
         self._shard = Shard(self._framework.sharing, plan.layout, arena, self._number)
+        self._room = None if setup["audit"] is None else plan.audit_room(arena)
         shard, placement, barrier, rendezvous = self._shard, self._placement, self._barrier, setup["hosts"]
         within = ArenaLink(self._framework, shard, plan, placement, arena, barrier)
         self._link: ArenaLink | HostLink | AuditedLink = within
         if rendezvous is not None:
             self._link = HostLink(rendezvous, within, shard, plan, placement, arena, barrier)
         elif setup["audit"] is not None:
-            facts = (setup["audit"], self._framework, self._definition, WorkerBallot(self._counters, self._number))
-            spare = functools.partial(shard.slots.set_destination, -1)
-            self._link = AuditedLink(within, *facts, self._number, placement.blocks, spare)
+            recipe = self._framework, self._definition
+            self._link = audited_link(within, setup["audit"], *recipe, shard, plan, arena, barrier)
 
     def take(self, orders: dict[str, Any]) -> None:
         """Be at the beginning of a step, with a state that lies in the arena, and options in ``orders``."""
@@ -166,7 +167,8 @@ class Worker:
             facts = unpack(self._mailbox)
             task = facts.pop("task")
             tasks = {"evaluate": self._evaluate, "state": self._describe, "take": self.take, "resume": self.resume}
-            tasks["vote"] = functools.partial(revote, self._framework, self._definition, self._dealer, self._step)
+            parts = self._framework, self._definition, self._dealer, self._link, self._shard, self._room
+            tasks["vote"] = functools.partial(revote, *parts, self._step)
             self._caller.tell("result", self._counters.grant, tasks[task](**facts))
 
     def _advance(self, shares: list[Share]) -> None:
@@ -176,7 +178,7 @@ class Worker:
         if self._counters.snapshot_due == t:
             self._timer.keep(self._save)
         if isinstance(self._link, AuditedLink):
-            self._link.aim(t, shares if self._counters.kind == STEPS else None)
+            self._link.aim(t, None if t < self._counters.done else shares)  # what was lost is done again as it was
         self._link.begin(even=len({len(share.samples) for share in shares}) == 1)
         proposal = propose(self._framework, self._link, self._definition, t, shares)
         if self._number == 0:
@@ -184,6 +186,8 @@ class Worker:
             self._announce(t, proposal, lr, samples, started)
         try:
             commit(self._framework, self._link, t, proposal)
+        except CorruptionError:
+            raise
         except BaseException as error:
             if not isinstance(error, Trouble):
                 self._caller.tell("torn", *as_told(error), t)
@@ -207,6 +211,7 @@ class Worker:
         if not self._settled:
             self._settled = True
             give_back()  # optimizer state as the first update made it
+            self._caller.tell_imports()
 
     def _tell_scheduled(self, step: int) -> None:
         """Tell what schedulers came to before ``step`` if nobody could find it out again, before weights change."""

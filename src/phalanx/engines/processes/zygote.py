@@ -1,10 +1,11 @@
 """The zygote: a fresh interpreter that has imported the framework and forks workers in milliseconds.
 
-It never runs user code, touches no GPU and holds no run's memory. It serves one parent over an inherited socket, one
-request at a time, and ends with it: at the end of the socket, or when the parent's pidfd says so. Its workers end with
-it (``PR_SET_PDEATHSIG``, bound to its only thread). Whatever user code started in a worker ends with the worker: it is
-in the worker's process group, or, if it left that, it comes to the zygote as an orphan (on Linux). A worker adopts its
-own orphans while it lives, so those of the zygote are what workers left that have ended.
+It never runs user code, touches no GPU and holds no run's memory. What else its workers will import it imports when it
+is told which modules those are, before it forks the first of them, or once it has none. It serves one parent over an
+inherited socket, one request at a time, and ends with it: at the end of the socket, or when the parent's pidfd says
+so. Its workers end with it (``PR_SET_PDEATHSIG``, bound to its only thread). Whatever user code started in a worker
+ends with the worker: it is in the worker's process group, or, if it left that, it comes to the zygote as an orphan (on
+Linux). A worker adopts its own orphans while it lives, so those of the zygote are what workers left that have ended.
 """
 
 from __future__ import annotations
@@ -22,16 +23,19 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 from phalanx.engines.processes import worker
+from phalanx.engines.reading import reader
 from phalanx.frameworks.registry import prepare_process
 from phalanx.shared.heap import keep_freed
+from phalanx.surroundings import imports
 
 PR_SET_PDEATHSIG, PR_SET_TIMERSLACK = 1, 29
 MESSAGE_BYTES = 4096
 RECEIVING = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-DESCRIPTORS = 8  # channel, output, errors, environment_memory, parcel, arena, mailbox, orders
+DESCRIPTORS = 9  # channel, output, errors, environment_memory, parcel, arena, mailbox, orders, inputs
 
 
 def main(fd: int, parent: int, cache: str | None) -> None:
@@ -45,10 +49,10 @@ def main(fd: int, parent: int, cache: str | None) -> None:
         gc.freeze()  # what is shared with workers stays shared, and their own objects are found quickly
         if sys.platform == "linux":
             # The signal is bound to a thread that may end, so from here on we watch; if we are stopped it wakes us.
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
+            _on_death_of_parent(signal.SIGCONT)
             adopt_orphans()
         with socket.socket(fileno=fd) as server:
-            Nursery(server, watched).serve()
+            Nursery(server, watched, parent).serve()
     if cache is not None:  # the parent may have had no time to
         shutil.rmtree(cache, ignore_errors=True)
     os._exit(0)
@@ -62,11 +66,14 @@ class Nursery:
     server : socket.socket
     watched : list of int
         Its descriptor, and what tells that the parent has ended.
+    parent : int
     """
 
-    def __init__(self, server: socket.socket, watched: list[int]) -> None:
+    def __init__(self, server: socket.socket, watched: list[int], parent: int) -> None:
         self._server = server
         self._watched = watched
+        self._parent = parent
+        self._wanted: dict[str, Any] | None = None  # what is to be imported
         self._alive: dict[int, int] = {}  # pid of each worker: its pidfd, or -1
         self._statuses: dict[int, int] = {}  # of workers that ended and were not asked for yet
         self._read, self._fds = b"", list[int]()  # of requests that have not come as a whole
@@ -76,7 +83,7 @@ class Nursery:
 
     def serve(self) -> None:
         """Answer requests until the parent ends; then end all workers."""
-        with contextlib.suppress(ConnectionResetError):  # it closed its end before it read an answer
+        with contextlib.suppress(ConnectionError):  # it closed its end before it read an answer
             self._answer_all()
         for pid in list(self._alive):
             self._end(pid)
@@ -98,6 +105,30 @@ class Nursery:
                 *lines, self._read = (self._read + message).split(b"\n")
                 for line in lines:  # several, if the parent did not wait for some of their answers
                     self._answer(json.loads(line))
+            if not self._statuses and not self._import():  # else the parent is about to ask for the end of some
+                break
+
+    def _import(self) -> bool:
+        """Import what is wanted, unless there are workers; False if this process may fork no more after it."""
+        if self._wanted is None or self._alive:
+            return True
+        wanted, self._wanted = self._wanted, None
+        _on_death_of_parent(signal.SIGKILL)  # nobody watches now, and nothing would be left
+        if os.getppid() != self._parent:
+            return False
+        os.environ.clear()
+        os.environ.update(wanted["environment"])
+        sys.path[:] = wanted["path"]
+        with _silent():  # what an import prints the caller has seen
+            harm = imports.take(wanted["modules"], wanted["left_out"])
+        gc.collect()
+        gc.freeze()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _on_death_of_parent(signal.SIGCONT)
+        if harm is not None:
+            end_orphans(())
+            self._say(0, left_out=harm.packages, why=harm.why)
+        return harm is None
 
     def _answer(self, request: dict[str, int]) -> None:
         if "end" in request:
@@ -106,6 +137,14 @@ class Nursery:
             return
         zygote, fds = os.getpid(), self._fds[: request["fds"]]
         self._fds = self._fds[request["fds"] :]
+        if "import" in request:
+            self._wanted = json.loads(os.pread(fds[0], request["import"], 0))
+            os.close(fds[0])
+        if not self._import():
+            raise ConnectionResetError  # ends it
+        if "import" in request:
+            self._say(request["number"])
+            return
         pid = os.fork()
         if pid == 0:
             inherited = [*self._watched, *self._fds, *(fd for fd in self._alive.values() if fd >= 0)]
@@ -121,7 +160,7 @@ class Nursery:
         self._alive[pid] = handles[0] if handles else -1
         self._say(request["number"], handles, pid=pid)
 
-    def _say(self, number: int, handles: Sequence[int] = (), **facts: int | None) -> None:
+    def _say(self, number: int, handles: Sequence[int] = (), **facts: Any) -> None:
         """Answer request ``number``; 0 says that there may be some."""
         line = json.dumps({"number": number, "handles": len(handles), **facts}) + "\n"
         socket.send_fds(self._server, [line.encode()], handles)
@@ -166,7 +205,10 @@ def _become_worker(zygote: int, number: int, fds: Sequence[int], inherited: Sequ
             os.close(fd)
         channel, output, errors, *memories = fds
         sys.stdout, sys.stderr = _text(output, 1), _text(errors, 2)
-        worker.live(channel, memories, number)
+        if number < 0:
+            reader.live(channel, memories, -1 - number)
+        else:
+            worker.live(channel, memories, number)
         code = 0
     finally:
         with contextlib.suppress(Exception):
@@ -184,10 +226,32 @@ def _text(fd: int, standard: int) -> io.TextIOWrapper:
     )
 
 
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """What is written to the standard streams' descriptors is dropped."""
+    sys.stdout.flush()
+    kept, nothing = [os.dup(1), os.dup(2)], os.open(os.devnull, os.O_WRONLY)
+    try:
+        for standard in (1, 2):
+            os.dup2(nothing, standard)
+        yield
+        sys.stdout.flush()
+    finally:
+        for standard, fd in zip((1, 2), kept, strict=True):
+            os.dup2(fd, standard)
+            os.close(fd)
+        os.close(nothing)
+
+
+def _on_death_of_parent(number: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
 def _die_with_parent(zygote: int) -> None:
     """The kernel ends this process with its parent, whatever it is doing then."""
+    _on_death_of_parent(signal.SIGKILL)
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1000)  # naps end on time
     if os.getppid() != zygote:  # it died before that
         os._exit(1)

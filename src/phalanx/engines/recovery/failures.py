@@ -215,7 +215,7 @@ class FailureLog:
     def _samples(self, step: int, replica: int) -> Sequence[int]:
         """Sample indices of a replica in a step; positions in the batch if the caller brought it."""
         if self.batch is None:
-            return self._definition.plan.shares(step)[replica].tolist()
+            return self._definition.plan.shares(self._definition.rounds.at(step).step)[replica].tolist()
         return BatchShares(self._definition, self._framework.opened).brought(self.batch)[replica].samples.tolist()
 
     def _death(self, worker: int, end: End, place: Progress) -> Death:

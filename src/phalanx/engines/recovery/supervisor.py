@@ -16,7 +16,7 @@ from phalanx.engines.processes.serialization import pack
 from phalanx.engines.recovery.failures import FailureLog
 from phalanx.engines.recovery.state_record import StateRecord
 from phalanx.errors import LostError
-from phalanx.frameworks.registry import reduced
+from phalanx.frameworks.registry import reduced, reduced_sample
 from phalanx.plan.lifecycle import Action, Decision, Repair, Seen, Situation, decide
 from phalanx.plan.placement import Placement
 from phalanx.shared.counters import BATCH, STEPS, TASK
@@ -70,7 +70,7 @@ class Supervisor:
         self.steady()
         done = self._counters.done
         if kind != STEPS:
-            size = pack(thing, self._mailbox, reduced)
+            size = pack(thing, self._mailbox, reduced_sample if kind == BATCH else reduced)
             if kind == BATCH and self._failures.portable:
                 taken = self._record.note_batch(done, self._mailbox.read(size), kept=self._counters.snapshot_step)
                 if taken > MOST_BATCHES:

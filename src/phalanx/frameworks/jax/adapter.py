@@ -17,7 +17,7 @@ from phalanx.definition.digest import digest_of
 from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
-from phalanx.frameworks.arithmetic import Gradient
+from phalanx.frameworks.arithmetic import Gradient, settled
 from phalanx.frameworks.jax import devices as place
 from phalanx.frameworks.jax import forward as batch
 from phalanx.frameworks.jax import outside
@@ -29,7 +29,8 @@ from phalanx.frameworks.jax.optimizer import Update
 from phalanx.frameworks.jax.owners import Owners
 from phalanx.frameworks.jax.sharing import Sharing
 from phalanx.frameworks.jax.snapshot import Snapshots, State, entries
-from phalanx.frameworks.jax.tree import named, placed, replaced
+from phalanx.frameworks.jax.tree import named, parted, placed, replaced
+from phalanx.plan.parts import Parts
 from phalanx.seams import Computed, Exported, Lanes, Measurement, Todo, Watch, Weights
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Reentrant
@@ -57,6 +58,7 @@ class Jax:
     """
 
     name = "jax"
+    compiles = True
     lanes: Lanes | None = None
 
     def __init__(self, definition: Definition, devices: Sequence[str], params: Any) -> None:
@@ -64,17 +66,24 @@ class Jax:
         self.environment = Reentrant(Environment(definition.generators))
         with self.environment:
             found = place.found(devices, definition.replicas)
+            self._forward = Forward(definition)
+            params, beside = parted(params, stateful=self._forward.stateful)
             params = placed(params, found[0] if found else None)
+            if len(found) > 1 and jax.tree.leaves(beside):
+                raise UsageError(
+                    f"devices is {list(devices)}, but a model with a state beside its parameters computes on one "
+                    "device in this version; name one"
+                )
             leaves = jax.tree.leaves(params)
             (self._device,) = leaves[0].devices()
             self.arithmetic = place.arithmetic_on(self._device)
             if self._device.platform == "cpu":
                 outside.check_threads(definition.threads)
             self._double = any(leaf.dtype == jnp.float64 for leaf in leaves)
-            self._forward = Forward(definition)
             self._updates = Update(definition)
-            self._state = State(params, jax.device_put(self._updates.begin(params), self._device))
+            self._state = State(params, jax.device_put(self._updates.begin(params), self._device), beside)
             self._deal(definition.replicas, found)
+        self._parts = definition.micro_batches
         self._owned = definition.generators
         self._collate = definition.collate_fn or batch.collate
 
@@ -108,7 +117,7 @@ class Jax:
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
         """See ``seams.Steppable.gradients``: while one is waited for, the other devices compute the next."""
         begun: deque[Callable[[], Computed]] = deque()
-        for replica, key, share, _ in todo:
+        for replica, key, share, *_ in todo:
             params = self._params_on(self._device if self._blocks is None else self._blocks.device_of(replica))
             if watch is not None:
                 self._tell(watch, params, key, share)
@@ -123,7 +132,11 @@ class Jax:
         return self.arithmetic.norm(gradient)
 
     def update(self, step: int, gradient: Gradient, buffers: Sequence[tuple[int, list[Any]]] | None) -> None:
-        """See ``seams.Steppable.update``; there are no buffers."""
+        """See ``seams.Steppable.update``; the state beside the parameters is settled as buffers are."""
+        starts = jax.tree.leaves(self._state.buffers)
+        for start, value in zip(starts, settled(buffers or [], starts), strict=True):
+            if value is not start:
+                start[...] = value
         if self._owners is None:
             self._updates.step(self._state, gradient)
         else:
@@ -140,7 +153,10 @@ class Jax:
         with interrupts.breakable():
             samples = jax.device_put(self._batch(key, share), self._device)
             params = replaced(self._params_on(self._device), weights or {})
-            output = (metrics.forward_fn or self._forward.output)(params, samples)
+            if metrics.forward_fn is None:
+                output = self._forward.output(params, samples, self._state.buffers)
+            else:
+                output = metrics.forward_fn(self._whole(params), samples)
             values = metrics.see(output, self._forward.target(samples) if metrics.targets else None, _home)
             return functools.partial(metrics.read, values, len(share.samples))
 
@@ -153,8 +169,12 @@ class Jax:
     def export(self, steps: int, *, copy: bool, digest: bool = True) -> Exported:
         """See ``seams.Framework.export``; containers are the caller's own, arrays cannot be written."""
         params = jax.tree.map(lambda leaf: leaf, self._params_on(self._device))
-        told = digest_of(entries(params, self._state.optimizer), steps) if digest else ""
-        return Exported(params, named(params), told)
+        told = digest_of(entries(params, self._state.optimizer, self._state.buffers), steps) if digest else ""
+        return Exported(self._whole(params), named(params), told)
+
+    def _whole(self, params: Any) -> Any:
+        """What ``make_model`` returns, with these parameters."""
+        return (params, jax.tree.map(jnp.array, self._state.buffers)) if self._forward.stateful else params
 
     def _params_on(self, device: Any) -> Any:
         """All parameters on a device: with several, a copy per step of what others own."""
@@ -170,22 +190,45 @@ class Jax:
     def _begun(self, params: Any, key: int, share: Share) -> Callable[[], Computed]:
         """Begin to compute a gradient where ``params`` are; what is returned waits for it, or raises."""
         try:
+            if self._parts > 1:
+                return self._begun_in_parts(params, key, share)
             batch = self._batch(key, share)
             if self._blocks is not None:  # the next is made while this one is in use, maybe in the same memory
                 batch = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, batch)
-            return self._forward.begun(params, batch, key)
+            return self._forward.begun(params, batch, key, state=self._state.buffers)
         except Exception as error:
             return functools.partial(_failed, error)
 
+    def _begun_in_parts(self, params: Any, key: int, share: Share) -> Callable[[], Computed]:
+        """Compute a replica whose share is cut: the means of its micro-batches, added in order."""
+        pieces = share.cut(self._parts)
+        parts = Parts([len(piece.samples) for piece in pieces])
+        total: Gradient = []
+        state = self._state.buffers
+        for number, piece in enumerate(pieces):
+            part = self._forward.begun(params, self._batch(None if number else key, piece), key, number, state=state)()
+            state = jax.tree.unflatten(jax.tree.structure(state), part.buffers)
+            weight = parts.add(number, part.loss, part.weight)
+            gradient = part.gradient if weight else None
+            if gradient is not None:
+                gradient = gradient if weight == 1 else self.arithmetic.scale(gradient, weight)
+                total = self.arithmetic.add(total, gradient) if total else gradient
+        if total and parts.weight != 1:
+            total = self.arithmetic.divide(total, parts.weight)
+        left = jax.tree.leaves(state)
+        computed = Computed(parts.loss, parts.returned, total or None, left)
+        return lambda: computed
+
     def _tell(self, watch: Watch, params: Any, key: int, share: Share) -> None:
-        """Batch and output, computed for this by themselves: within the compiled program nobody can look."""
+        """Batch, output and equations, computed for this by themselves: into a compiled program nobody can look."""
         samples = self._batch(key, share)
         watch.told("batch", "", samples)
-        watch.told("output", "", self._forward.output(params, jax.device_put(samples, self._device)))
+        self._forward.tell(watch, params, jax.device_put(samples, self._device), key, self._state.buffers)
 
-    def _batch(self, key: int, share: Share) -> Any:
+    def _batch(self, key: int | None, share: Share) -> Any:
         samples = share.read(share.samples)
-        generators.seed(key, self._owned)
+        if key is not None:
+            generators.seed(key, self._owned)
         whole = samples if share.collated else self._collate(samples)
         return batch.checked(whole, share.origin, double=self._double)
 
@@ -204,6 +247,16 @@ def _check(definition: Definition) -> None:
         raise UsageError(
             "make_model returned a tree of jax arrays, so there is no model to call; pass forward_fn=lambda params, "
             "x: ..., which returns the output"
+        )
+    if definition.phases is not None:
+        raise UsageError(
+            "phases is given, but make_model returned a tree of jax arrays, and phases are for torch in this version; "
+            "let one optimizer update all: optax.multi_transform, over the sum of losses with jax.lax.stop_gradient"
+        )
+    if definition.carry is not None:
+        raise UsageError(
+            f"carry is {definition.carry}, which names buffers of torch modules; leave it out, or write "
+            "the model in torch"
         )
     if definition.precision is not None:
         raise UsageError(

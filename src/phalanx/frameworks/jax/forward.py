@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -14,9 +15,10 @@ from jax import tree_util
 from phalanx.definition import checks, generators
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
-from phalanx.frameworks.jax.outside import takes_key
+from phalanx.frameworks.jax.outside import takes_key, takes_state
 from phalanx.frameworks.jax.tree import prng_key, words
-from phalanx.seams import Computed
+from phalanx.frameworks.jax.watching import tell_equations
+from phalanx.seams import Computed, Watch
 
 
 class Forward:
@@ -25,32 +27,55 @@ class Forward:
     Parameters
     ----------
     definition : Definition
+
+    Attributes
+    ----------
+    stateful : bool
+        Whether ``forward_fn`` takes a state, and returns the next one beside its output.
     """
 
     def __init__(self, definition: Definition) -> None:
         self._definition = definition
         self._keyed = takes_key(definition.forward_fn)
+        self.stateful = takes_state(definition.forward_fn)
         self._value_and_grad = jax.jit(jax.value_and_grad(self._loss, has_aux=True))
         self._evaluated = jax.jit(self._output)
 
-    def begun(self, params: Any, batch: Any, key: int) -> Callable[[], Computed]:
-        """Begin to compute loss and gradient, where ``params`` are; what is returned waits for them."""
-        return functools.partial(self._ended, *self._value_and_grad(params, batch, words(key) if self._keyed else None))
+    def begun(
+        self, params: Any, batch: Any, key: int, part: int | None = None, *, state: Any = ()
+    ) -> Callable[[], Computed]:
+        """Begin to compute loss and gradient, where ``params`` are; what is returned waits for them.
 
-    def _ended(self, found: tuple[Any, Any], gradient: Any) -> Computed:
-        loss, weight = found
+        ``state``: what the model keeps beside. ``part``: of which micro-batch; each has a key of its own, folded in.
+        """
+        data = words(key) if self._keyed else None
+        if data is not None and part is not None:
+            data = np.asarray(jax.random.key_data(jax.random.fold_in(prng_key(data), part)))
+        return functools.partial(self._ended, state, *self._value_and_grad(params, batch, data, state))
+
+    def _ended(self, state: Any, found: tuple[Any, Any], gradient: Any) -> Computed:
+        loss, (weight, after) = found
         name = "forward_fn" if self._definition.loss_fn is None else "loss_fn"
         told = None if weight is None else checks.weight(name, weight)
-        return Computed(float(loss), told, None if told == 0 else jax.tree.leaves(gradient), [])
+        return Computed(float(loss), told, None if told == 0 else jax.tree.leaves(gradient), left(state, after))
 
-    def output(self, params: Any, batch: Any) -> Any:
+    def output(self, params: Any, batch: Any, state: Any = ()) -> Any:
         """The output for ``batch`` in an evaluation: ``key`` is None."""
         try:
-            return self._evaluated(params, batch, None)
+            return self._evaluated(params, batch, None, state)[0]
         except Exception as error:
             if self._keyed:
                 error.add_note("in an evaluation forward_fn's key is None: leave out there what draws random numbers")
             raise
+
+    def tell(self, watch: Watch, params: Any, batch: Any, key: int, state: Any = ()) -> None:
+        """Tell ``watch`` the output, and where it asks for them the equations of it, and of all up to the gradient."""
+        data = words(key) if self._keyed else None
+        if watch.operations:
+            tell_equations(watch, self._output, (params, batch, data, state))
+        watch.told("output", "", self._evaluated(params, batch, data, state)[0])
+        if watch.operations:
+            tell_equations(watch, jax.value_and_grad(self._loss, has_aux=True), (params, batch, data, state))
 
     def target(self, batch: Any) -> Any:
         """The target for ``batch``."""
@@ -59,22 +84,50 @@ class Forward:
             return target_fn(batch)
         return batch[1] if _is_pair(batch) else batch
 
-    def _output(self, params: Any, batch: Any, data: Any) -> Any:
-        """Runs when it is compiled: what is drawn from global generators then is the same, whoever compiles."""
+    def _output(self, params: Any, batch: Any, data: Any, state: Any) -> tuple[Any, Any]:
+        """The output, and the state after it.
+
+        Runs when it is compiled: what is drawn from global generators then is the same, whoever compiles.
+        """
         generators.seed(self._definition.seed, self._definition.generators)
         forward_fn: Any = self._definition.forward_fn
         x = batch[0] if _is_pair(batch) and self._definition.loss_fn is not None else batch
-        if not self._keyed:
-            return forward_fn(params, x)
-        return forward_fn(params, x, key=None if data is None else prng_key(data))
+        named = {"key": None if data is None else prng_key(data)} if self._keyed else {}
+        if not self.stateful:
+            return forward_fn(params, x, **named), ()
+        second = list(inspect.signature(forward_fn).parameters)[1:2] == ["state"]
+        told = forward_fn(params, state, x, **named) if second else forward_fn(params, x, state=state, **named)
+        if not isinstance(told, tuple) or len(told) != 2:
+            raise UsageError(
+                f"forward_fn takes a state and returned a {type(told).__name__}; it must return (output, state)"
+            )
+        return told
 
-    def _loss(self, params: Any, batch: Any, data: Any) -> tuple[Any, Any]:
-        output = self._output(params, batch, data)
+    def _loss(self, params: Any, batch: Any, data: Any, state: Any) -> tuple[Any, tuple[Any, Any]]:
+        output, after = self._output(params, batch, data, state)
         loss_fn = self._definition.loss_fn
         value = output if loss_fn is None else loss_fn(output, self.target(batch))
         loss, weight = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
         _check_loss("forward_fn" if loss_fn is None else "loss_fn", loss)
-        return loss, weight
+        return loss, (weight, jax.lax.stop_gradient(after))
+
+
+def left(state: Any, after: Any) -> list[np.ndarray]:
+    """The leaves of a state after a forward pass, copied; those of before where bytes are equal.
+
+    Raises
+    ------
+    UsageError
+        The state has another form than before.
+    """
+    told = [[(str(leaf.dtype), tuple(leaf.shape)) for leaf in jax.tree.leaves(tree)] for tree in (state, after)]
+    if told[0] != told[1] or jax.tree.structure(state) != jax.tree.structure(after):
+        raise UsageError(
+            f"forward_fn returned a state of {told[1]} in {jax.tree.structure(after)}, and was given {told[0]} in "
+            f"{jax.tree.structure(state)}; a state keeps its form, shapes and dtypes"
+        )
+    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True)
+    return [begun if begun.tobytes() == (now := np.array(leaf)).tobytes() else now for begun, leaf in pairs]
 
 
 def _is_pair(batch: Any) -> bool:

@@ -30,6 +30,14 @@ def takes_key(function: Callable[..., Any] | None, *, required: bool = False) ->
     return parameter is not None and not (required and parameter.default is not inspect.Parameter.empty)
 
 
+def takes_state(function: Callable[..., Any] | None) -> bool:
+    """Whether ``function`` has a parameter named ``state``."""
+    try:
+        return "state" in inspect.signature(function).parameters  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # None, or written in C
+        return False
+
+
 def is_pytree(value: Any) -> bool:
     """Whether there is a jax array in ``value``, which may be a tree. False where jax was never imported."""
     jax = sys.modules.get("jax")

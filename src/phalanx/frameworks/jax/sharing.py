@@ -20,7 +20,7 @@ from phalanx.frameworks import arithmetic
 from phalanx.frameworks.arithmetic import Gradient, view
 from phalanx.frameworks.jax.optimizer import Update
 from phalanx.frameworks.jax.snapshot import State
-from phalanx.frameworks.jax.tree import is_key, like, named, plain
+from phalanx.frameworks.jax.tree import copied, is_key, named, plain
 from phalanx.plan.placement import Placement
 from phalanx.seams import Exported
 from phalanx.seams.sharing import Arrays, Order
@@ -75,8 +75,10 @@ class Sharing:
     def look(self, layout: Layout, arena: mmap.mmap) -> Exported:
         """See ``seams.sharing.Sharing.look``: copies."""
         pairs = zip(layout.weights, layout.contents.gradients, strict=True)
-        params = _copied(self.state.params, [view(arena, *pair) for pair in pairs])
-        return Exported(params, named(params), "")
+        params = copied(self.state.params, [view(arena, *pair) for pair in pairs])
+        beside = [view(arena, *pair).copy() for pair in zip(layout.starts, layout.contents.buffers, strict=True)]
+        state = jax.tree.unflatten(jax.tree.structure(self.state.buffers), beside)
+        return Exported((params, state) if beside else params, named(params), "")
 
     def _dealt(self, workers: int) -> tuple[Contents, list[int]]:
         """What the state consists of, and who owns each parameter: the first worker all, if updates cannot be dealt."""
@@ -99,7 +101,8 @@ class Sharing:
             StatePiece(SHARED if user < 0 else user, str(number), spec)
             for number, (user, spec) in enumerate(zip(users, state, strict=True))
         ]
-        return Contents(gradients, [], [spec.nbytes for spec in gradients], list(range(len(gradients))), pieces)
+        buffers = list(map(_spec, jax.tree.leaves(self.state.buffers)))
+        return Contents(gradients, buffers, [spec.nbytes for spec in gradients], list(range(len(gradients))), pieces)
 
 
 class WorkerState:
@@ -114,13 +117,18 @@ class WorkerState:
     worker : int
     """
 
+    rehearses = False
+
     def __init__(self, state: State, updates: Update, layout: Layout, arena: mmap.mmap, worker: int) -> None:
         self.buckets = GradientBuckets(layout, arena, worker)
-        self.starts: list[Any] = []  # there are no buffers
+        self.starts = [view(arena, *pair) for pair in zip(layout.starts, layout.contents.buffers, strict=True)]
+        state.buffers = jax.tree.unflatten(jax.tree.structure(state.buffers), self.starts)
         self.scheduled = None  # schedules are the optimizer's own
         pieces = layout.contents.state
         owned, mine = layout.owned(worker), layout.kept(worker)
-        weights = [view(arena, *pair) for pair in zip(layout.weights, layout.contents.gradients, strict=True)]
+        self._weights = weights = [
+            view(arena, *pair) for pair in zip(layout.weights, layout.contents.gradients, strict=True)
+        ]
         homes = [view(arena, layout.state[worker][piece], pieces[piece].spec) for piece in mine]
         leaves, structure = jax.tree.flatten(state.params)
         state.params = jax.tree.unflatten(
@@ -148,6 +156,16 @@ class WorkerState:
     def take(self, foreign: None, options: None) -> None:
         """Nothing is left to be taken."""
 
+    def weight(self, parameter: int) -> np.ndarray:
+        """See ``seams.sharing.WorkerState.weight``."""
+        return self._weights[parameter]
+
+    def rehearsed(
+        self, parameter: int, weight: Any, pieces: Mapping[int, Any], gradient: Any, norm: float
+    ) -> tuple[Any, dict[int, Any]]:
+        """Never asked for: an update of what another worker owns would be a program of its own, to be compiled."""
+        raise NotImplementedError
+
 
 class CallerState:
     """Implements ``seams.sharing.CallerState`` for jax.
@@ -159,7 +177,7 @@ class CallerState:
     """
 
     def __init__(self, state: State, layout: Layout) -> None:
-        self.starts: list[Any] = []  # there are no buffers
+        self.starts: list[Any] = jax.tree.leaves(state.buffers)
         self._state = state
         self._specs = layout.contents.gradients
 
@@ -181,17 +199,19 @@ class CallerState:
         """See ``seams.sharing.CallerState.take_weights``."""
         pairs = zip(contents, self._specs, strict=True)
         arrays = [content.view(np.dtype(spec.dtype)).reshape(spec.shape) for content, spec in pairs]
-        self._state.params = _copied(self._state.params, arrays)
+        self._state.params = copied(self._state.params, arrays)
 
     def take_buffers(self, buffers: Sequence[Any]) -> None:
-        """There are none."""
+        """See ``seams.sharing.CallerState.take_buffers``."""
+        for mine, shared in zip(self.starts, buffers, strict=True):
+            mine[...] = shared
 
     def take(self, foreign: None, options: None) -> None:
         """Nothing is left to be taken."""
 
     def adopt(self, pieces: Mapping[int, np.ndarray]) -> None:
         """Copy all of the optimizer's state."""
-        self._state.optimizer = _copied(self._state.optimizer, list(pieces.values()))
+        self._state.optimizer = copied(self._state.optimizer, list(pieces.values()))
 
 
 class GradientBuckets:
@@ -267,12 +287,6 @@ def alias(array: np.ndarray, like: Any = None) -> Any:
     if like is not None and is_key(like):
         return jax.random.wrap_key_data(found, impl=jax.random.key_impl(like))
     return found
-
-
-def _copied(tree: Any, arrays: Sequence[np.ndarray]) -> Any:
-    """``tree`` with copies of these in place of its leaves, on the device where those are."""
-    leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, [like(leaf, array.copy()) for leaf, array in zip(leaves, arrays, strict=True)])
 
 
 def _spec(leaf: jax.Array) -> Spec:

@@ -17,7 +17,7 @@ from phalanx.frameworks.jax.environment import recorded
 from phalanx.frameworks.jax.tree import is_key, named, plain, strong
 from phalanx.seams.snapshots import CODES, Captured, Tensor
 
-OPTIMIZER = "optimizer."
+OPTIMIZER, STATE = "optimizer.", "state."
 FRAMEWORK, ENVIRONMENT = "framework", "environment"
 
 
@@ -31,6 +31,7 @@ class Snapshots:
     def capture(self, *, copy: bool) -> Captured:
         """See ``seams.Snapshots.capture``."""
         weights = {name: _taken(name, leaf) for name, leaf in named(self.state.params).items()}
+        weights |= {STATE + name: _taken(name, leaf.copy()) for name, leaf in named(self.state.buffers).items()}
         training = {OPTIMIZER + name: _taken(name, leaf) for name, leaf in named(self.state.optimizer).items()}
         return Captured(weights, training, {FRAMEWORK: "jax", ENVIRONMENT: recorded(self.device)})
 
@@ -51,7 +52,15 @@ class Snapshots:
 
     def adopt_weights(self, weights: Mapping[str, Tensor]) -> None:
         """See ``seams.Snapshots.adopt_weights``."""
-        self.state.params = self._fitted(self.state.params, weights, "")
+        mine = {STATE + name: leaf for name, leaf in named(self.state.buffers).items()}
+        self.state.params = self._fitted(
+            self.state.params, {name: tensor for name, tensor in weights.items() if name not in mine}, ""
+        )
+        for name, leaf in mine.items():
+            spec = [_spelled(leaf), _spelled(weights[name]) if name in weights else "missing"]
+            if spec[0] != spec[1]:
+                raise SnapshotError(f"{name} is {spec[1]} in the snapshot, but {spec[0]} here")
+            leaf[...] = array_of(weights[name])
 
     def _fitted(self, tree: Any, stored: Mapping[str, Tensor], prefix: str) -> Any:
         """``tree`` with the stored arrays in place of its own."""
@@ -91,15 +100,19 @@ def _spelled(part: jax.Array | Tensor) -> str:
 
 @dataclass
 class State:
-    """What changes from step to step: two trees of arrays that are replaced, never written."""
+    """What changes from step to step: two trees of arrays that are replaced, never written.
+
+    ``buffers``: what the model keeps beside, if it does, a tree of numpy's arrays, which are written between steps.
+    """
 
     params: Any
     optimizer: Any
+    buffers: Any = ()
 
 
-def entries(params: Any, optimizer: Any) -> Iterator[Entry]:
-    """Parameters, then the optimizer's state, by name."""
-    for kind, tree in (("parameter", params), ("optimizer", optimizer)):
+def entries(params: Any, optimizer: Any, buffers: Any = ()) -> Iterator[Entry]:
+    """Parameters, the state beside them, then the optimizer's state, by name."""
+    for kind, tree in (("parameter", params), ("buffer", buffers), ("optimizer", optimizer)):
         for name, leaf in named(tree).items():
             numbers = plain(strong(leaf))
             content = numbers.reshape(-1).view(np.uint8)

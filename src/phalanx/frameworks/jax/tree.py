@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -53,6 +53,32 @@ def placed(params: Any, device: Any) -> Any:
     return jax.device_put(jax.tree.map(strong, params), next(iter(places)) if device is None else device)
 
 
+def parted(made: Any, *, stateful: bool) -> tuple[Any, Any]:
+    """Parameters and state of what ``make_model`` returned; the state in numpy arrays that may be written.
+
+    Raises
+    ------
+    UsageError
+        ``forward_fn`` takes a state, and this is no pair, or its state holds what cannot be settled.
+    """
+    if not stateful:
+        return made, ()
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise UsageError(
+            f"forward_fn takes a state, but make_model returned a {type(made).__name__}; return (params, state), or "
+            "call that parameter otherwise"
+        )
+    params, state = made
+    for name, leaf in named(state).items():
+        dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
+        if getattr(dtype, "kind", "V") not in "fiub":
+            raise UsageError(
+                f"make_model returned a state in which {name!r} is {dtype}; use float32, integers or booleans, and the "
+                "key of forward_fn for random numbers"
+            )
+    return params, jax.tree.map(lambda leaf: np.array(strong(leaf)), state)
+
+
 def strong(leaf: Any) -> Any:
     """A leaf as an array with a dtype of its own: what a Python number became would take that of others."""
     array = jnp.asarray(leaf)
@@ -69,6 +95,12 @@ def like(leaf: jax.Array, numbers: np.ndarray) -> jax.Array:
     (device,) = leaf.devices()
     array = jax.device_put(numbers, device)
     return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if is_key(leaf) else array
+
+
+def copied(tree: Any, arrays: Sequence[np.ndarray]) -> Any:
+    """``tree`` with copies of these in place of its leaves, on the device where those are."""
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, [like(leaf, array.copy()) for leaf, array in zip(leaves, arrays, strict=True)])
 
 
 def is_key(leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:

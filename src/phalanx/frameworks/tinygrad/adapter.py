@@ -19,7 +19,7 @@ from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks import arithmetic
-from phalanx.frameworks.arithmetic import Gradient
+from phalanx.frameworks.arithmetic import Gradient, settled
 from phalanx.frameworks.tinygrad import devices as place
 from phalanx.frameworks.tinygrad import forward as batch
 from phalanx.frameworks.tinygrad.devices import Blocks
@@ -27,7 +27,7 @@ from phalanx.frameworks.tinygrad.environment import Environment, recorded
 from phalanx.frameworks.tinygrad.forward import Batch, Forward, plain
 from phalanx.frameworks.tinygrad.lane import Lane
 from phalanx.frameworks.tinygrad.listing import available as available
-from phalanx.frameworks.tinygrad.model import opened, settled, write
+from phalanx.frameworks.tinygrad.model import opened, write
 from phalanx.frameworks.tinygrad.optimizer import Update
 from phalanx.frameworks.tinygrad.sharing import Sharing
 from phalanx.frameworks.tinygrad.snapshot import Snapshots, State, entries
@@ -54,9 +54,11 @@ class Tinygrad:
     """
 
     name = "tinygrad"
+    compiles = True
     arithmetic = arithmetic
 
     def __init__(self, definition: Definition, devices: Sequence[str], whole: Any) -> None:
+        _check(definition)
         self.environment = Reentrant(Environment(definition.threads, definition.generators))
         with self.environment:
             named = place.found(devices, definition.replicas)
@@ -97,7 +99,7 @@ class Tinygrad:
         Nobody can look into a captured program, so nothing is told.
         """
         begun: deque[Callable[[], Computed]] = deque()
-        for replica, key, share, _ in todo:
+        for replica, key, share, *_ in todo:
             lane = self._lanes[0 if self._blocks is None else self._blocks.number_of[replica]]
             begun.append(self._begun(lane, key, share))
             if len(begun) >= len(self._lanes):
@@ -180,6 +182,17 @@ class Tinygrad:
         generators.seed(key, self._owned)
         whole = samples if share.collated else self._collate(samples)
         return Batch(whole, share.origin, double=self._double)
+
+
+def _check(definition: Definition) -> None:
+    """Refuse what recipes of tinygrad do not have."""
+    several = definition.phases is not None, definition.carry is not None, definition.micro_batches > 1
+    for name, given in zip(("phases", "carry", "micro_batches"), several, strict=True):
+        if given:
+            raise UsageError(
+                f"{name} is given, which is not for recipes of tinygrad in this version; leave "
+                "it out, or write the model in torch or jax"
+            )
 
 
 def _home(leaf: Any) -> Any:

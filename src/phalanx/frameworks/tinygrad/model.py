@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,6 @@ from tinygrad.tensor import Tensor
 
 from phalanx.errors import UsageError
 from phalanx.frameworks.tinygrad import listing
-from phalanx.plan.fold import Fold
-from phalanx.plan.shares import share_weights
 
 NARROW = (dtypes.bfloat16, *dtypes.fp8s)  # what numpy has no dtype for
 
@@ -115,33 +112,6 @@ def write(tensor: Tensor, array: np.ndarray) -> None:
     content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     source = Buffer("PYTHON", tensor.numel(), tensor.dtype, opaque=memoryview(content))  # type: ignore[arg-type]
     tensor.uop.base.buffer.copy_from(source)  # type: ignore[union-attr]
-
-
-def settled(left: Sequence[tuple[int, list[np.ndarray]]], starts: list[np.ndarray]) -> list[np.ndarray]:
-    """The rule of every framework, for (samples, buffers) of each replica that ran, in order.
-
-    A buffer whose bytes are equal on all of them keeps those. Otherwise a floating one becomes the mean, weighted by
-    sample count and added in the fold's order; others become the first replica's.
-    """
-    if not left or not starts:
-        return starts
-    weights = share_weights([samples for samples, _ in left])
-    return [_one([buffers[number] for _, buffers in left], weights) for number in range(len(starts))]
-
-
-def _one(values: list[np.ndarray], weights: Sequence[float]) -> np.ndarray:
-    first = values[0]
-    if first.dtype.kind != "f" or all(first.tobytes() == other.tobytes() for other in values[1:]):
-        return first
-    fold: Fold[np.ndarray] = Fold(len(values), np.add)
-    total: Fold[float] = Fold(len(values), operator.add)
-    for position, (value, weight) in enumerate(zip(values, weights, strict=True)):
-        fold.push(position, value if weight == 1 else value * value.dtype.type(weight))
-        total.push(position, weight)
-    summed, weight = fold.total(), total.total()
-    assert summed is not None
-    assert weight is not None
-    return np.asarray(summed / summed.dtype.type(weight))
 
 
 def _check(name: str, tensor: Tensor) -> None:

@@ -15,10 +15,10 @@ from phalanx.frameworks.torch import arithmetic
 from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.environment import Environment, StaticShapes, check_sizes, compiled
 from phalanx.frameworks.torch.model import checked
-from phalanx.frameworks.torch.optimizer import Update
+from phalanx.frameworks.torch.phases import updates_of
+from phalanx.frameworks.torch.replica.ambiguous import AmbiguousMean
 from phalanx.frameworks.torch.replica.buffers import Buffers, Left
 from phalanx.frameworks.torch.replica.feed import Feed, opened
-from phalanx.frameworks.torch.replica.forward import AmbiguousMean
 from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.frameworks.torch.results import exported
 from phalanx.frameworks.torch.sharing.state import Sharing
@@ -56,11 +56,11 @@ class Torch:
     def _build(self, definition: Definition, model: torch.nn.Module) -> None:
         model.to("cpu")
         feed = Feed(definition, model, self._shapes)
-        self._lane = Lane(definition, model, feed, Buffers(model), AmbiguousMean(definition))
-        self._updates = Update(definition, self._lane.named, model)
+        self._lane = Lane(definition, model, feed, Buffers(model, carry=definition.carry), AmbiguousMean(definition))
+        self._updates = updates_of(definition, self._lane.named, model)
         found = compiled({"make_model": model, **definition.holders})
         check_sizes(found, definition)
-        self._shapes.known = bool(found)
+        self._shapes.known = self.compiles = bool(found)
         self._describable = False
 
     @property

@@ -7,23 +7,29 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from phalanx.shared.layout import Spec, row_major
 
 Gradient = list[torch.Tensor | None]
+FOREACH: Any = torch  # its names are private, its optimizers are made of them
 SLICE = 1 << 16  # elements: what is added stays in cache until it is divided
 
 
 def add(left: Gradient, right: Gradient) -> Gradient:
     """``left + right``, written into ``left``; absent + x = x. What is in ``left`` itself was added already."""
-    return [b if a is None else a if b is None or b is a else a.add_(b) for a, b in zip(left, right, strict=True)]
+    pairs = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None and b is not a]
+    if pairs:
+        into, sources = zip(*pairs, strict=True)
+        FOREACH._foreach_add_(into, sources)
+    return [b if a is None else a for a, b in zip(left, right, strict=True)]
 
 
 def scale(vector: Gradient, factor: float) -> Gradient:
     """``vector * factor``, in place."""
-    return [None if a is None else a.mul_(factor) for a in vector]
+    return [None if a is None else a.mul_(factor) for a in vector]  # over lists, a factor is rounded to their dtype
 
 
 def divide(vector: Gradient, divisor: float) -> Gradient:
@@ -84,6 +90,11 @@ def view(memory: mmap.mmap, offset: int, spec: Spec) -> torch.Tensor:
 def write(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy a tensor into another."""
     target.copy_(source)
+
+
+def cut(array: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """A stretch of a tensor's elements, in row order."""
+    return array.detach().reshape(-1)[start:end]
 
 
 def _add(

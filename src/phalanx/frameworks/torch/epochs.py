@@ -33,7 +33,9 @@ class Epochs:
         """What a recipe asks for; None where schedulers are stepped once a step."""
         if definition.schedule_every != "epoch":
             return None
-        return cls(definition.plan.steps_per_epoch, on_metric=definition.schedule_on is not None)
+        per_epoch = definition.per_epoch
+        assert per_epoch is not None, "the definition refuses epochs of unknown length here"
+        return cls(per_epoch, on_metric=definition.schedule_on is not None)
 
     def count(self, loss: float) -> float | None:
         """Count a step; the mean loss of the epoch if that was its last step, and no metric is waited for."""
@@ -62,10 +64,10 @@ def warn_of_units(definition: Definition, schedulers: Sequence[Any]) -> None:
     """A recipe that counts epochs, with a schedule that ends within the first, mostly meant epochs there too."""
     if definition.schedule_every is not None or definition.epochs is None:
         return
-    per_epoch = definition.plan.steps_per_epoch
+    per_epoch = definition.per_epoch
     for scheduler in schedulers:
-        told = _horizon(scheduler, per_epoch)
-        if told is not None and told[1] < per_epoch and definition.epochs > 1:
+        told = None if per_epoch is None else _horizon(scheduler, per_epoch)
+        if per_epoch and told is not None and told[1] < per_epoch and definition.epochs > 1:
             warnings.warn(
                 f"scheduler made a {type(scheduler).__name__} with {told[0]}={told[1]}, which counts steps here, and "
                 f"an epoch has {per_epoch}: the schedule is through before the first epoch is. If epochs are meant, "

@@ -33,10 +33,9 @@ def made(make_model: Any, seed: int) -> Any:
             if seeded or not _on_accelerator(model):
                 break  # else it was the first to use the devices: once more, now that their generators are there
     except Exception as error:
-        raise UsageError(
-            f"make_model raised {type(error).__name__}: {error}; it is called without arguments: wrap it in "
-            "functools.partial or a lambda if it needs some"
-        ) from error
+        called = "it is called without arguments: wrap it in functools.partial or a lambda if it needs some"
+        way = called if isinstance(error, TypeError) else "the traceback above says where"
+        raise UsageError(f"make_model raised {type(error).__name__}: {error}; {way}") from error
     _check_new(model)
     return model
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +16,11 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from phalanx.definition import generators
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
-from phalanx.frameworks.torch.arithmetic import Gradient
+from phalanx.frameworks.torch.arithmetic import FOREACH, Gradient
 from phalanx.frameworks.torch.schedules import EXAMPLE, Named, Schedules
 from phalanx.plan import update_key
 
 MODULE_HOOKS = tuple(name for name in vars(module) if name.startswith("_global_") and name.endswith("_hooks"))
-FOREACH: Any = torch
 OLD_STYLE = "optimizer=lambda named: MyOptimizer([parameter for _, parameter in named])"
 
 
@@ -32,21 +32,27 @@ class Update:
     definition : Definition
     named : sequence of (str, torch.nn.Parameter)
         All parameters, by their names in the model; on several devices, each on the one that updates it.
+    model : torch.nn.Module
+    chosen : sequence of (str, torch.nn.Parameter), optional
+        What the optimizer is made for, if not for all.
     """
 
-    def __init__(self, definition: Definition, named: Named, model: torch.nn.Module) -> None:
+    def __init__(
+        self, definition: Definition, named: Named, model: torch.nn.Module, chosen: Named | None = None
+    ) -> None:
         self.named = named
         self._parameters = [parameter for _, parameter in named]
         kinds = {(parameter.dtype, parameter.device.type) for parameter in self._parameters}
         self._uniform = len(kinds) == 1 and self._parameters[0].device.type == "cpu"
         self._norm: torch.Tensor | None = None
         self._max_norm = definition.max_norm
-        self.optimizers = build_optimizers(definition, named, model)
+        self.optimizers = build_optimizers(definition, named if chosen is None else chosen, model)
         self.foreign = any(map(_foreign, self.optimizers))
         self._idle = False
         self._stepped = False
         self._seed = definition.seed
         self._schedules = Schedules(definition, self.optimizers, named)
+        self.group_of = self._schedules.group_of
 
     @property
     def lr(self) -> float:
@@ -67,6 +73,11 @@ class Update:
             if self.whole
             else torch.linalg.vector_norm(self._parameters[0].detach().reshape(-1)[:0]).dtype
         )
+
+    @property
+    def clip(self) -> Callable[[Sequence[torch.Tensor], torch.Tensor | float], None]:
+        """Scales gradients of parameters by the norm that is given, if the recipe clips."""
+        return functools.partial(_clip, self._max_norm, self.norm_dtype)
 
     @property
     def touched(self) -> bool:
@@ -123,8 +134,8 @@ class Update:
         """Clip ``gradient`` by the norm computed last, and step the optimizers with it."""
         for parameter, grad in zip(self._parameters, gradient, strict=True):
             parameter.grad = grad
-        if math.isfinite(self._max_norm) and self._norm is not None:  # None: another worker has all gradients
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._max_norm, self._norm)
+        if self._norm is not None:  # None: another worker has all gradients
+            self.clip(self._parameters, self._norm)
         if self.foreign:
             generators.seed(update_key(self._seed, step))
         for optimizer in self.optimizers if not self._idle else ():
@@ -196,6 +207,27 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
     with torch.no_grad():
         plain(optimizer)
+
+
+def _clip(max_norm: float, dtype: Any, parameters: Sequence[torch.Tensor], norm: torch.Tensor | float) -> None:
+    if math.isfinite(max_norm):
+        norm = norm if isinstance(norm, torch.Tensor) else torch.tensor(norm, dtype=dtype)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+
+
+def step_alone(optimizer: torch.optim.Optimizer, options: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
+    """Step a throw-away optimizer of the same kind, whose one group has one parameter with the state ``kept``."""
+    kind = type(optimizer)
+    trial = object.__new__(kind)
+    own = {name: value for name, value in vars(optimizer).items() if name != "step"}  # a schedule wraps it
+    state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+    if kept:
+        state[options["params"][0]] = kept
+    vars(trial).update(own, param_groups=[options], state=state)
+    with torch.no_grad():
+        inspect.unwrap(kind.step)(trial)
+    kept.update(state[options["params"][0]])
+    return kept
 
 
 def build_optimizers(definition: Definition, named: Named, model: torch.nn.Module) -> list[torch.optim.Optimizer]:

@@ -24,6 +24,7 @@ BACKENDS = (
 PRECISIONS = [(backend, operation) for operation in ("all", "matmul", "conv", "rnn") for backend in ("cuda", "mkldnn")]
 PRECISIONS.insert(0, ("generic", "all"))
 LEGACY = {("cuda", "matmul"), ("mkldnn", "matmul"), ("cuda", "conv"), ("cuda", "rnn")}  # older flags say these, too
+SMALL_BYTES = 4096  # of memory beside a tensor that are carried along
 
 
 def numeric_environment() -> dict[str, Any]:
@@ -33,7 +34,7 @@ def numeric_environment() -> dict[str, Any]:
         "default_device": str(torch.get_default_device()),
         "matmul_precision": _unless_mixed(torch.get_float32_matmul_precision),
         "precisions": _precisions(),
-        "flush_denormal": _flushes_denormals(),
+        "flush_denormal": flushes_denormals(),
         "deterministic": (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -123,6 +124,16 @@ def reduced(thing: Any) -> Any:
     return NotImplemented
 
 
+def reduced_sample(thing: Any) -> Any:
+    """The same for what a step alone needs: a tensor that is a small part of its memory goes without the rest."""
+    if type(thing) is torch.Tensor and thing.device.type == "cpu" and thing.layout is torch.strided:
+        if thing.untyped_storage().nbytes() > 2 * thing.nbytes + SMALL_BYTES:
+            alone = thing.detach().clone(memory_format=torch.preserve_format)
+            return alone.requires_grad_(thing.requires_grad).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+    return reduced(thing)
+
+
 def without_compiler() -> None:
     """Spare a process that will never compile an optimizer the import of torch's compiler (0.7 s).
 
@@ -178,5 +189,6 @@ def _untyped(buffer: Any) -> torch.UntypedStorage:
     return torch.from_numpy(np.frombuffer(buffer, dtype=np.uint8)).untyped_storage()
 
 
-def _flushes_denormals() -> bool:
+def flushes_denormals() -> bool:
+    """Whether this thread takes denormal numbers for 0."""
     return not bool(torch.tensor([1e-310], dtype=torch.float64, device="cpu").mul(1.0).item())

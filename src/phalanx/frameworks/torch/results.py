@@ -8,12 +8,12 @@ import torch
 
 from phalanx.definition.digest import digest_of
 from phalanx.errors import UsageError
-from phalanx.frameworks.torch.optimizer import Update
+from phalanx.frameworks.torch.phases import Updates
 from phalanx.frameworks.torch.snapshot import entries
 from phalanx.seams import Exported
 
 
-def exported(model: torch.nn.Module, updates: Update, steps: int, *, copy: bool, digest: bool) -> Exported:
+def exported(model: torch.nn.Module, updates: Updates, steps: int, *, copy: bool, digest: bool) -> Exported:
     """The state as the caller gets it; ``copy`` makes it independent of the run."""
     told = digest_of(entries(model, updates.optimizers, updates.named), steps) if digest else ""
     return shown(copied(model) if copy else model, told)

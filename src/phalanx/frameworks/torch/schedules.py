@@ -51,10 +51,9 @@ class Schedules:
     def __init__(self, definition: Definition, optimizers: Sequence[torch.optim.Optimizer], named: Named) -> None:
         make, self._epochs = definition.scheduler, Epochs.of(definition)
         self.touched = False
-        self._optimizers = optimizers
-        self._named = named
+        self._optimizers, self._named = optimizers, named
         self._parameters = [parameter for _, parameter in named]
-        self._numbers = {id(parameter): number for number, (_, parameter) in enumerate(named)}
+        self._numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
         self._labels = {id(parameter): name for name, parameter in named}
         self._mine: set[int] | None = None
         self._withheld = Withheld()
@@ -73,6 +72,11 @@ class Schedules:
         """Leave the optimizers only the parameters with these ids, except while schedulers run."""
         self._mine = mine
         self._deal()
+
+    def group_of(self, optimizer: int, parameter: torch.Tensor) -> dict[str, Any] | None:
+        """The group of an optimizer that a parameter is in, whoever updates it."""
+        groups = zip(self._optimizers[optimizer].param_groups, self._groups[optimizer], strict=True)
+        return next((group for group, members in groups if id(parameter) in map(id, members)), None)
 
     def step(self, loss: float, *, expected: bool) -> None:
         """Count a step; step all if they are due. Not ``expected``: no update came before, which is right.
@@ -201,7 +205,7 @@ class Schedules:
         self.touched = True
         if self._stepping and self._before is None:
             with torch.no_grad():
-                self._before = [_described(parameter) for _, parameter in self._named]
+                self._before = [(one._version, one.data_ptr(), one.detach().clone()) for _, one in self._named]
 
     def _check(self, versions: list[int]) -> None:
         """Refuse schedulers that wrote weights, gave a parameter other memory, or replaced the optimizer's state."""
@@ -262,10 +266,6 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
     if type(value) is dict:
         return {key: function(item) for key, item in value.items()}
     return value
-
-
-def _described(parameter: torch.nn.Parameter) -> tuple[int, int, torch.Tensor]:
-    return parameter._version, parameter.data_ptr(), parameter.detach().clone()
 
 
 def _claim(name: str | None, optimizer: torch.optim.Optimizer, owners: dict[str, str]) -> None:

@@ -16,7 +16,7 @@ from phalanx.definition import checks
 from phalanx.definition.digest import Entry, digest_of
 from phalanx.definition.plain import decoded, encoded
 from phalanx.errors import SnapshotError, UsageError
-from phalanx.frameworks.torch.optimizer import Update
+from phalanx.frameworks.torch.phases import Updates
 from phalanx.frameworks.torch.replica.buffers import Buffers, bytes_of
 from phalanx.frameworks.torch.schedules import Named
 from phalanx.seams.snapshots import CODES, Captured, Tensor
@@ -31,7 +31,7 @@ class Snapshots:
     """
 
     model: torch.nn.Module
-    updates: Update
+    updates: Updates
     buffers: Buffers
     taken_over: Callable[[], None] = lambda: None
     reading: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
@@ -60,7 +60,7 @@ class Snapshots:
         self.taken_over()
 
 
-def captured(model: torch.nn.Module, updates: Update, *, copy: bool) -> Captured:
+def captured(model: torch.nn.Module, updates: Updates, *, copy: bool) -> Captured:
     """Everything that a run needs to go on: weights, buffers, optimizer state, options, schedules."""
     weights = {name: _taken(tensor, copy=copy) for name, tensor in _weights(model).items()}
     training: dict[str, Tensor] = {}
@@ -81,7 +81,7 @@ def captured(model: torch.nn.Module, updates: Update, *, copy: bool) -> Captured
     return Captured(weights, training, facts)
 
 
-def adopt(model: torch.nn.Module, updates: Update, state: Captured) -> None:
+def adopt(model: torch.nn.Module, updates: Updates, state: Captured) -> None:
     """Make a captured state that of ``model`` and its optimizers.
 
     Raises

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import time
 import traceback
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from phalanx import errors
@@ -71,7 +73,9 @@ def first_difference(one: Instant, other: Instant, last: int, *, operations: boo
             continue
         one.put(before[0], step)
         other.put(before[1], step)
-        return _within_replicas(one, other, operations) or _after_replicas(one, step, reports, after)
+        return (
+            _within_replicas(one, other, operations) or _folded(one, other) or _after_folds(one, step, reports, after)
+        )
     return None
 
 
@@ -135,7 +139,10 @@ def computed(instant: Instant, replica: int, *, operations: bool = False) -> lis
         if kind == "buffer":
             buffers[name] = taken(value)
         elif kind in ("operation", "backward"):
-            told.append(Told(phases[kind], name, flat(value[1], name), flat(value[0], name), _line()))
+            line = _line(value[2]) if len(value) > 2 else _line(_stack())
+            told.append(Told(phases[kind], name, flat(value[1], name), flat(value[0], name), line))
+            if kind == "backward":
+                phases["operation"] = phases["backward"]
         else:
             root = name or {"output": "output", "module": "model"}.get(kind, "batch")
             told.append(Told(phases[kind], name, flat(value, root), {}, ""))
@@ -154,10 +161,17 @@ def computed(instant: Instant, replica: int, *, operations: bool = False) -> lis
     return told + [Told("buffer", name, {name: value}, {}, "") for name, value in buffers.items()]
 
 
-def _after_replicas(
+def _folded(one: Instant, other: Instant) -> Found | None:
+    """The first parameter whose gradients, all of them the same, add up to something else."""
+    means = [{name: taken(value) for name, value in instant.mean().items()} for instant in (one, other)]
+    found = unequal(*means)
+    return None if found is None else Found(one.step, None, "fold", found)
+
+
+def _after_folds(
     one: Instant, step: int, reports: tuple[StepReport, StepReport], after: tuple[Captured, Captured]
 ) -> Found:
-    """All replicas do the same: what comes after them differs."""
+    """The mean gradients are the same: what comes after them differs."""
     numbers = [{"norm": taken(report.grad_norm)} for report in reports]
     norm = unequal(*numbers)
     if norm is not None:
@@ -171,10 +185,15 @@ def _after_replicas(
     return Found(step, None, phase, what)
 
 
-def _line() -> str:
-    """The line of user code that is being run; in a backward pass there is none."""
-    for frame in reversed(traceback.extract_stack()):
-        file = os.path.realpath(frame.filename)
+def _stack() -> list[tuple[str, int]]:
+    """File and line of what is being run, from the innermost frame outwards."""
+    return [(frame.filename, frame.lineno or 0) for frame in reversed(traceback.extract_stack())]
+
+
+def _line(frames: Sequence[tuple[str, int]]) -> str:
+    """The innermost line of user code; in a backward pass there may be none."""
+    for name, number in frames:
+        file = os.path.realpath(name)
         if os.path.exists(file) and "site-packages" not in file and not file.startswith(ELSEWHERE):
-            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+            return f"{name}:{number}: {linecache.getline(name, number).strip()}"
     return ""

@@ -9,14 +9,13 @@ are compared from time to time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
+from phalanx.frameworks.torch.arithmetic import FOREACH
 from phalanx.frameworks.torch.devices.exchange import is_dense
 from phalanx.frameworks.torch.replica.buffers import Compared, bytes_of, mean_of, same_bytes
 
-FOREACH: Any = torch
 SMALL_BYTES = 1 << 18
 FIRST, EVERY = 8, 256  # looks at a large buffer: so many at first, and again from so many to so many
 Mark = tuple[int | None, int | None, int]  # versions of a buffer and of its start, and which start

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 
 from phalanx.frameworks.torch import arithmetic
-from phalanx.frameworks.torch.arithmetic import Gradient
+from phalanx.frameworks.torch.arithmetic import FOREACH, Gradient
 from phalanx.frameworks.torch.devices.accelerators import watched
 from phalanx.frameworks.torch.replica.buffers import Left, bytes_of
 from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.plan.placement import Placement
 from phalanx.seams import Todo
 
-FOREACH: Any = torch
 SMALL_BYTES = 1 << 18  # of a tensor that is not worth a copy of its own
 
 

@@ -37,9 +37,9 @@ class DeviceFeed:
         self._older: list[torch.Tensor] = []
         self._pins = self._accelerated and can_pin()
 
-    def batch(self, key: int, share: Share) -> Any:
+    def batch(self, key: int | None, share: Share) -> Any:
         """See ``Feed.batch``; on the device."""
-        if (key, share.origin) not in self._ready:
+        if key is None or (key, share.origin) not in self._ready:
             return self._copied(self._host.batch(key, share))
         self._host.settle()
         self._host.seed(key)

@@ -28,10 +28,11 @@ from phalanx.frameworks.torch.devices.exchange import DeviceArithmetic, Exchange
 from phalanx.frameworks.torch.devices.feed import DeviceFeed
 from phalanx.frameworks.torch.environment import Environment, StaticShapes, check_sizes, compiled
 from phalanx.frameworks.torch.model import checked
-from phalanx.frameworks.torch.optimizer import Update
+from phalanx.frameworks.torch.phases import updates_of
+from phalanx.frameworks.torch.replica.ambiguous import AmbiguousMean
 from phalanx.frameworks.torch.replica.buffers import Buffers, Left
 from phalanx.frameworks.torch.replica.feed import Feed, opened
-from phalanx.frameworks.torch.replica.forward import AmbiguousMean, Unread
+from phalanx.frameworks.torch.replica.forward import Unread
 from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.frameworks.torch.results import exported
 from phalanx.frameworks.torch.snapshot import Snapshots, entries
@@ -94,16 +95,17 @@ class TorchLanes:
     def _build(self, definition: Definition, models: Sequence[torch.nn.Module], placement: Placement) -> None:
         found = compiled({"make_model": models[0], **definition.holders})
         check_sizes(found, definition)
-        self._shapes.known = bool(found)
+        self._shapes.known = self.compiles = bool(found)
         ambiguous = AmbiguousMean(definition)
         self._lanes: list[Lane] = []
         self._feeds: list[DeviceFeed] = []
         for own, device in zip(models, self.devices, strict=True):
             put(own, device)
             host = Feed(definition, own, self._shapes)
-            ahead = definition.collate_fn is None
+            ahead = definition.collate_fn is None and definition.micro_batches == 1
+            buffers = Buffers(own, Versions(), definition.carry)
             self._feeds.append(DeviceFeed(host, device, ahead=ahead))
-            self._lanes.append(Lane(definition, own, self._feeds[-1], Buffers(own, Versions()), ambiguous, later=True))
+            self._lanes.append(Lane(definition, own, self._feeds[-1], buffers, ambiguous, later=True))
         self._first = self._lanes[0]
         self._lane_of = {replica: number for number, block in enumerate(placement.blocks) for replica in block}
         sizes = [parameter.nbytes for parameter in self._first.parameters]
@@ -120,7 +122,7 @@ class TorchLanes:
         """Give each parameter an owner, and make one optimizer over the owners' parameters."""
         named = [self._lanes[owner].named[index] for index, owner in enumerate(owners)]
         hooks = hooked(named)
-        self._updates = Update(definition, named, self._first.model)
+        self._updates = updates_of(definition, named, self._first.model)
         if len(self._lanes) > 1 and hooked(named) != hooks:
             raise UsageError(
                 "optimizer registers hooks on parameters, but each of several devices has parameters of its own; "

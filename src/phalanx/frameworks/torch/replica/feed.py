@@ -32,11 +32,15 @@ class Feed:
         self._owned = definition.generators
         self._models = generators.find({"model": model})
 
-    def batch(self, key: int, share: Share) -> Any:
-        """A share's samples, with all generators seeded for what follows."""
+    def batch(self, key: int | None, share: Share) -> Any:
+        """A share's samples, with all generators seeded for what follows; None: they go on from where they are."""
         self.settle()
-        samples = share.read(share.samples)
-        self.seed(key)
+        if key is not None:
+            samples = share.read(share.samples)
+            self.seed(key)
+        else:
+            with generators.kept(self._owned):  # reading seeds them, here or where it was read ahead
+                samples = share.read(share.samples)
         return samples if share.collated else self.collate(samples)
 
     def seed(self, key: int) -> None:

@@ -7,7 +7,6 @@ than samples and do not say so. Knows nothing of gradients, replicas or steps.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -18,9 +17,10 @@ from phalanx.definition import checks
 from phalanx.definition.data import leaves, map_tree
 from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
+from phalanx.definition.phases import Phase
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.environment import autocast
-from phalanx.frameworks.torch.replica.tokens import IGNORED, TokenMean
+from phalanx.frameworks.torch.replica.tokens import TokenMean
 from phalanx.seams import Watch
 
 
@@ -36,17 +36,27 @@ class Forward:
         Where batches are moved to.
     later : bool, default False
         Whether a weight that lies on the device is not read yet.
+    phase : Phase, optional
+        Of the step, whose loss it is; None: the recipe's.
     """
 
     def __init__(
-        self, definition: Definition, model: torch.nn.Module, device: torch.device, *, later: bool = False
+        self,
+        definition: Definition,
+        model: torch.nn.Module,
+        device: torch.device,
+        *,
+        later: bool = False,
+        phase: Phase | None = None,
     ) -> None:
+        self._loss_fn: Callable[..., Any] | None = definition.loss_fn if phase is None else phase.loss_fn
+        self._takes_model = phase is not None and phase.takes_model
+        check_stateless(self._loss_fn)
         self._definition = definition
         self._model = model
         self._device = device
         self._later = later
-        own = definition.loss_fn is None and definition.forward_fn is None and definition.replicas > 1
-        self._tokens = TokenMean() if own else None
+        self._tokens = TokenMean() if self._loss_fn is None and definition.replicas > 1 else None
         self._double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
 
     def output(self, batch: Any, origin: str, forward_fn: Callable[..., Any] | None = None) -> Any:
@@ -84,17 +94,20 @@ class Forward:
         loss, weight = _split(value)
         if weight is None and self._tokens is not None:
             weight = self._tokens.weight(value, loss, batch)
-        name = "loss_fn" if self._definition.loss_fn else "forward_fn" if self._definition.forward_fn else "the model"
+        name = "loss_fn" if self._loss_fn else "forward_fn" if self._definition.forward_fn else "the model"
         self._check_loss(name, loss, batch, origin)
         if self._later and isinstance(weight, torch.Tensor) and weight.device.type != "cpu":
             return loss, Unread(name, weight)
         return loss, None if weight is None else checks.weight(name, weight)
 
     def _loss(self, batch: Any, origin: str, watch: Watch | None) -> Any:
+        if self._takes_model:
+            assert self._loss_fn is not None
+            return self._loss_fn(self._model, self.to_device(batch))
         output = self.output(batch, origin)
         if watch is not None:
             watch.told("output", "", output)
-        loss_fn = self._definition.loss_fn
+        loss_fn = self._loss_fn
         return output if loss_fn is None else loss_fn(output, self.target(batch))
 
     def evaluated(self, metrics: Metrics, batch: Any, origin: str) -> list[Any]:
@@ -226,67 +239,3 @@ def check_stateless(loss_fn: Any) -> None:
             f"loss_fn is a {type(loss_fn).__name__} with parameters, which would not be trained; make it a part of the "
             "model, let forward return the loss, and pass loss_fn=None"
         )
-
-
-LOOKS = 64
-WRAPPED = "Wrap it: phalanx.weighted(loss_fn, count)"
-RETURNED = (
-    "Return the weight, too: forward_fn=lambda model, batch: (model(**batch).loss, (batch['labels'] != -100).sum()), "
-    "or what else it is the mean of"
-)
-
-
-class AmbiguousMean:
-    """Warns once if the loss looks like a mean over something else than samples, and returned no weight."""
-
-    def __init__(self, definition: Definition) -> None:
-        check_stateless(definition.loss_fn)
-        self._loss_fn = definition.loss_fn
-        self._looks = LOOKS if definition.replicas > 1 else 0
-
-    def warn(self, weight: float | None, batch: Any) -> None:
-        """Look at the first replica-steps of a run; a first share may be one without padding.
-
-        A device is waited for in the very first only.
-        """
-        if not self._looks:
-            return
-        waits = self._looks == LOOKS
-        self._looks = 0 if weight is not None else self._looks - 1
-        reason = None if weight is not None else _class_weights(self._loss_fn) or self._ignored_targets(batch, waits)
-        if reason is not None:
-            self._looks = 0
-            who, way = ("loss_fn", WRAPPED) if self._loss_fn is not None else ("the model's own loss", RETURNED)
-            warnings.warn(
-                f"{who} {reason}, so its mean is not over samples, and it returns no weight: the replicas' mean "
-                f"differs from the whole batch's. {way}",
-                UserWarning,
-                stacklevel=2,
-            )
-
-    def _ignored_targets(self, batch: Any, waits: bool) -> str | None:
-        ignored = _option(self._loss_fn, "ignore_index", IGNORED)
-        for leaf in _tensors(batch):
-            if not waits and leaf.device.type != "cpu":
-                continue
-            if not leaf.is_floating_point() and not leaf.is_complex() and bool((leaf == ignored).any()):
-                return f"seems to ignore targets of {ignored}, which the data has"
-        return None
-
-
-def _class_weights(loss_fn: Any) -> str | None:
-    return "has class weights" if _option(loss_fn, "weight", None) is not None else None
-
-
-def _option(loss_fn: Any, name: str, default: Any) -> Any:
-    """An option of a loss module, or of a partial over a loss function; only torch's own losses are understood."""
-    if isinstance(loss_fn, (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)):
-        return getattr(loss_fn, name)
-    if isinstance(loss_fn, functools.partial):
-        return loss_fn.keywords.get(name, default)
-    return default
-
-
-def _tensors(batch: Any) -> list[torch.Tensor]:
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else [batch]
-    return [value for value in values if isinstance(value, torch.Tensor)]

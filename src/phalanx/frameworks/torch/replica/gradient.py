@@ -36,13 +36,17 @@ class Collector:
         self._onto: Gradient | None = None
         self._collecting = False
         self._spent: Gradient | None = None
+        self._partial = False  # a part of a replica is computed: its gradients are no whole ones
         self._told: Callable[[int, torch.Tensor], None] | None = None
         self._seen: dict[int, tuple[torch.Tensor, int]] = {}
 
-    def backward(self, loss: torch.Tensor, onto: Gradient | None = None) -> Gradient:
+    def backward(
+        self, loss: torch.Tensor, onto: Gradient | None = None, chosen: Sequence[torch.Tensor] | None = None
+    ) -> Gradient:
         """The gradient of all parameters, None where there is none; ``.grad`` is None afterwards.
 
         ``onto``: another gradient, which autograd adds this one to in place, as soon as each part is there.
+        ``chosen``: parameters; others get none.
 
         Raises
         ------
@@ -54,7 +58,7 @@ class Collector:
         self._onto = onto
         try:
             versions = [] if onto is None else self._put(onto)
-            torch.autograd.backward((loss,))
+            torch.autograd.backward((loss,), inputs=chosen)
             self._tell_changed()
         finally:
             self._collecting = False
@@ -63,14 +67,46 @@ class Collector:
         taken = take(self._named)
         if onto is not None:
             _check_once(onto, versions, taken)
+        self._spent = self._placed(taken, onto)
+        return self._spent
+
+    def add(self, loss: torch.Tensor, chosen: Sequence[torch.Tensor] | None = None, *, first: bool) -> None:
+        """Add the gradient of a part of a replica to what is in ``.grad``; ``first``: nothing is there yet.
+
+        torch adds to each parameter's gradient in place, and would add twice where two of them share memory.
+        """
+        if first:
+            self.forget()
+        self._collecting = self._partial = True
+        try:
+            torch.autograd.backward((loss,), inputs=chosen)
+        finally:
+            self._collecting = self._partial = False
+        if first:
+            for (_, parameter), grad in zip(self._named, separate([p.grad for _, p in self._named]), strict=True):
+                parameter.grad = grad
+
+    def total(self, divisor: float) -> Gradient:
+        """What was added up, over ``divisor``; ``.grad`` is None afterwards."""
+        taken = separate(take(self._named))
+        for grad in taken if divisor != 1 else ():
+            if grad is not None:
+                grad.div_(divisor)
+        self._spent = self._placed(taken, None)
+        for index, grad in enumerate(self._spent):
+            if self._told is not None and grad is not None:
+                self._told(index, grad)
+        return self._spent
+
+    def _placed(self, taken: Gradient, onto: Gradient | None) -> Gradient:
+        """Gradients that were computed, where they are wanted; those in ``onto`` are there already."""
         if self._homes is not None:
             lefts = onto or [None] * len(taken)
             placed = zip(taken, self._homes, lefts, strict=True)
             taken = [grad if grad is left else _placed_in_arena(grad, home) for grad, home, left in placed]
         if self._written and (onto is None or any(map(operator.is_not, taken, onto))):
             taken = separate(taken)
-        self._spent = taken
-        return self._spent
+        return taken
 
     @property
     def joins(self) -> bool:
@@ -117,7 +153,7 @@ class Collector:
             return
         if home is not None and grad is not home:
             parameter.grad = grad = home.copy_(grad)
-        if self._told is not None:
+        if self._told is not None and not self._partial:
             self._seen[index] = grad, grad._version
             self._told(index, grad)
 
@@ -164,6 +200,9 @@ def separate(gradient: Gradient) -> Gradient:
 
     Autograd may give several parameters views of one tensor, as the gradient of ``a.view(n) + b.view(n)`` (torch 2.13).
     """
+    there = [grad.untyped_storage().data_ptr() for grad in gradient if grad is not None]
+    if len(set(there)) == len(there):
+        return gradient
     storages: set[int] = set()
     for position, grad in enumerate(gradient):
         if grad is not None:

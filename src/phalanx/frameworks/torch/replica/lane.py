@@ -18,10 +18,15 @@ from phalanx.errors import InPartsError, UsageError
 from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.environment import explain
 from phalanx.frameworks.torch.model import check_mode
+from phalanx.frameworks.torch.phases import covered
+from phalanx.frameworks.torch.replica.ambiguous import AmbiguousMean
 from phalanx.frameworks.torch.replica.buffers import Buffers
-from phalanx.frameworks.torch.replica.forward import AmbiguousMean, Forward
+from phalanx.frameworks.torch.replica.carried import Carried
+from phalanx.frameworks.torch.replica.denormals import Denormals
+from phalanx.frameworks.torch.replica.forward import Forward
 from phalanx.frameworks.torch.replica.gradient import Collector, drop
 from phalanx.frameworks.torch.replica.watching import watching
+from phalanx.plan.parts import Parts
 from phalanx.seams import Computed, Measurement, Todo, Watch, Weights
 from phalanx.surroundings import interrupts
 
@@ -29,8 +34,8 @@ from phalanx.surroundings import interrupts
 class Batches(Protocol):
     """Reads batches to where the model is."""
 
-    def batch(self, key: int, share: Share) -> Any:
-        """A share's samples, with all generators seeded for what follows."""
+    def batch(self, key: int | None, share: Share) -> Any:
+        """A share's samples, with all generators seeded for what follows; None: they go on from where they are."""
         ...
 
 
@@ -78,10 +83,17 @@ class Lane:
         self.buffers = buffers
         self._shared = definition.replicas > 1
         self.collector = Collector(self.named, written=later or self._shared or math.isfinite(definition.max_norm))
-        self._forward = Forward(definition, model, self.parameters[0].device, later=later)
+        self._parts = definition.micro_batches
+        phases = definition.phases or (None,)
+        unread = later and self._parts == 1
+        device = self.parameters[0].device
+        self._forwards = [Forward(definition, model, device, later=unread, phase=phase) for phase in phases]
+        self._chosen = [None if phase is None else covered(phase, self.named) for phase in phases]
+        self._carried = Carried(model, definition.carry) if definition.carry else None
         self._ambiguous = ambiguous
         self._later = later
-        self._joins = True
+        self._joins = self._parts == 1
+        self._denormals = Denormals()
 
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
         """Compute replicas; runs user code.
@@ -93,8 +105,11 @@ class Lane:
         if watch is not None:
             yield from (self.watched(one, watch) for one in todo)
             return
+        if self._denormals.due and todo and self.collector.joins:
+            self._denormals.look(functools.partial(self.gradient, todo[0]))
         left: tuple[Todo, Gradient] | None = None  # the replica before
         for one in todo:
+            began = time.thread_time()  # of a processor: a busy machine is no reason to look
             onto = left[1] if left and one.replica % 2 and left[0].replica == one.replica - 1 else None
             try:
                 computed = self.gradient(one, onto)
@@ -109,40 +124,88 @@ class Lane:
             left = None
             if computed.gradient is not None and _weight(one, computed.weight) == 1:
                 left = one, computed.gradient
+            if not self._later:
+                self._denormals.hear(time.thread_time() - began)
             yield computed
 
     def gradient(self, todo: Todo, onto: Gradient | None = None, watch: Watch | None = None) -> Computed:
         """Compute one replica, and add its gradient to ``onto`` if that is the same; runs user code."""
-        share = todo.share
         began = time.perf_counter()
         self.buffers.begin()
-        batch = self.feed.batch(todo.key, share)
+        versions = self._versions() if self._shared else []
+        if self._parts == 1:
+            batch = self._batch(todo.key, todo.share, watch)
+            fed = time.perf_counter()
+            loss, weight = self._loss(batch, todo, todo.share, watch)
+            if onto is not None and not (self._joins and _weight(todo, weight) == 1 and self.collector.joins):
+                onto = None
+            computed = time.perf_counter()
+            taken = None if weight == 0 else self.collector.backward(loss, onto, self._trained(todo.phase))
+            read = self._read(loss)
+            seconds = (fed - began, computed - fed, time.perf_counter() - computed)
+        else:
+            read, weight, taken = self._in_parts(todo, watch)
+            seconds = None
+        if self._shared:
+            self._check_unwritten(versions, "in forward, loss_fn or a hook")
+        left = self.buffers.left()
+        if watch is not None:
+            for name, value in zip(self.buffers.paths, left, strict=True):
+                watch.told("buffer", name, value)
+        return Computed(read, weight, taken, left, seconds)
+
+    def _in_parts(self, todo: Todo, watch: Watch | None) -> tuple[Any, float | None, Gradient | None]:
+        """Loss, returned weight and gradient of a replica whose share is cut: the means of its micro-batches, in order.
+
+        Each part's graph is gone before the next one is computed.
+        """
+        pieces = todo.share.cut(self._parts)
+        parts = Parts([len(piece.samples) for piece in pieces])
+        for number, piece in enumerate(pieces):
+            batch = self._batch(None if number else todo.key, piece, watch)
+            loss, returned = self._loss(batch, todo, piece, watch)
+            before = parts.weight
+            weight = parts.add(number, self._read(loss), returned)
+            if weight:
+                chosen = self._trained(todo.phase)
+                self.collector.add(loss if weight == 1 else loss * weight, chosen, first=not before)
+            del loss  # with its graph
+        return parts.loss, parts.returned, self.collector.total(parts.weight) if parts.weight else None
+
+    def _batch(self, key: int | None, share: Share, watch: Watch | None) -> Any:
+        batch = self.feed.batch(key, share)
         if watch is not None:
             watch.told("batch", "", batch)
-        fed = time.perf_counter()
-        versions = self._versions() if self._shared else []
+        return batch
+
+    def _trained(self, phase: int) -> list[torch.Tensor] | None:
+        """What gets a gradient in this phase of a step; None: whatever does."""
+        chosen = self._chosen[phase]
+        return None if chosen is None else [parameter for _, parameter in chosen if parameter.requires_grad]
+
+    def _loss(self, batch: Any, todo: Todo, share: Share, watch: Watch | None) -> tuple[torch.Tensor, Any]:
+        """The loss of a batch, and the weight that came with it; errors that say where they come from."""
+        if self._carried is not None:
+            self._carried.put(share)
         try:
-            loss, weight = self._forward.loss(batch, share.origin, watch)
+            loss, weight = self._forwards[todo.phase].loss(batch, share.origin, watch)
         except ValueError as error:
             _explain(error, len(share.samples))
             raise
         except Exception as error:
             explain(error)
             raise
+        if self._carried is not None:
+            self._carried.take(share)
         self._ambiguous.warn(weight, batch)
-        if onto is not None and not (self._joins and _weight(todo, weight) == 1 and self.collector.joins):
-            onto = None
-        computed = time.perf_counter()
-        taken = None if weight == 0 else self.collector.backward(loss, onto)
-        if self._shared:
-            self._check_unwritten(versions, "in forward, loss_fn or a hook")
-        read = loss.detach().reshape(()) if self._later else loss.item()
-        left = self.buffers.left()
-        if watch is not None:
-            for name, value in zip(self.buffers.paths, left, strict=True):
-                watch.told("buffer", name, value)
-        seconds = (fed - began, computed - fed, time.perf_counter() - computed)
-        return Computed(read, weight, taken, left, seconds)
+        return loss, weight
+
+    def _read(self, loss: torch.Tensor) -> Any:
+        """A loss as a number, or, where the device is not waited for yet, as one to come: of parts in float64."""
+        if not self._later:
+            return loss.item()
+        read = loss.detach().reshape(())
+        return read if self._parts == 1 else read.double()
 
     def watched(self, todo: Todo, watch: Watch) -> Computed:
         """Compute one replica by itself, and tell what comes on the way."""
@@ -161,7 +224,7 @@ class Lane:
             self.buffers.begin()
             try:
                 with interrupts.breakable():
-                    values = self._forward.evaluated(metrics, self.feed.batch(key, share), share.origin)
+                    values = self._forwards[0].evaluated(metrics, self.feed.batch(key, share), share.origin)
             finally:
                 self.buffers.restore()
         self._check_unwritten(versions, "in an evaluation")
@@ -172,12 +235,13 @@ class Lane:
 
     def _check_unwritten(self, versions: list[int], where: str) -> None:
         """Parameters written by user code would leak from replica to replica; a lone replica may do so in a step."""
-        for (name, parameter), version in zip(self.named, versions, strict=True):
-            if parameter._version != version:
-                raise UsageError(
-                    f"parameter {name!r} was written in place {where}, so what follows would start from other weights; "
-                    "use a buffer for what forward updates, or replicas=1"
-                )
+        now = self._versions()
+        if now != versions:
+            name = next(name for (name, _), *both in zip(self.named, versions, now, strict=True) if both[0] != both[1])
+            raise UsageError(
+                f"parameter {name!r} was written in place {where}, so what follows would start from other weights; "
+                "use a buffer for what forward updates, or replicas=1"
+            )
 
 
 @contextlib.contextmanager

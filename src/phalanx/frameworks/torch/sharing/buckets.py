@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from phalanx.frameworks.torch.arithmetic import Gradient, add_up, blank, view
-from phalanx.frameworks.torch.optimizer import Update
+from phalanx.frameworks.torch.phases import Updates
 from phalanx.frameworks.torch.replica.gradient import Collector
 from phalanx.seams.sharing import Order
 from phalanx.shared.buckets import BucketViews
@@ -22,13 +22,13 @@ class GradientBuckets:
     Parameters
     ----------
     collector : Collector
-    updates : Update
+    updates : Updates
     layout : Layout
     arena : mmap.mmap
     worker : int
     """
 
-    def __init__(self, collector: Collector, updates: Update, layout: Layout, arena: mmap.mmap, worker: int) -> None:
+    def __init__(self, collector: Collector, updates: Updates, layout: Layout, arena: mmap.mmap, worker: int) -> None:
         self._collector = collector
         self._updates = updates
         self._worker = worker

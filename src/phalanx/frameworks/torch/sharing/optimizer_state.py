@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +18,8 @@ import torch
 from phalanx.definition.data import map_tree
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.arithmetic import spec_of
-from phalanx.frameworks.torch.optimizer import Update
+from phalanx.frameworks.torch.optimizer import step_alone
+from phalanx.frameworks.torch.phases import Updates
 from phalanx.shared.layout import Spec, StatePiece
 
 Holder = tuple[torch.optim.Optimizer, torch.Tensor]
@@ -34,13 +33,13 @@ class OptimizerState:
 
     Parameters
     ----------
-    updates : Update
+    updates : Updates
     parameters : sequence of torch.Tensor
     pieces : sequence of StatePiece
         None for optimizers from elsewhere, which may look their state up where they like.
     """
 
-    def __init__(self, updates: Update, parameters: Sequence[torch.Tensor], pieces: Sequence[StatePiece]) -> None:
+    def __init__(self, updates: Updates, parameters: Sequence[torch.Tensor], pieces: Sequence[StatePiece]) -> None:
         self._foreign = updates.foreign
         self._optimizers = updates.optimizers
         self._parameters = parameters
@@ -84,6 +83,30 @@ class OptimizerState:
             (optimizer, parameter), key = self._places[piece]
             optimizer.state[parameter][key] = home
 
+    def stepped(
+        self,
+        group_of: Callable[[int, torch.Tensor], dict[str, Any] | None],
+        parameter: int,
+        copy: torch.Tensor,
+        pieces: Mapping[int, torch.Tensor],
+    ) -> dict[int, torch.Tensor]:
+        """Step a copy of a parameter that has a gradient; what copies of its ``pieces`` are then."""
+        kept: list[dict[str, torch.Tensor]] = [{} for _ in self._optimizers]
+        named = [
+            (piece, *described.name.split(".", 1))
+            for piece, described in enumerate(self._pieces)
+            if described.parameter == parameter
+        ]
+        for piece, number, key in named:
+            if piece in pieces:
+                kept[int(number)][key] = pieces[piece].clone()
+        for number, optimizer in enumerate(self._optimizers):
+            group = group_of(number, self._parameters[parameter])
+            if group is not None:
+                step_alone(optimizer, {**group, "params": [copy]}, kept[number])
+        found = {piece: kept[int(number)].get(key) for piece, number, key in named}
+        return {piece: value for piece, value in found.items() if value is not None}
+
     def foreign(self, indices: Iterable[int]) -> list[Any] | None:
         """The state of optimizers from elsewhere, by value: per optimizer, by parameter, and what it keeps beside."""
         if not self._foreign:
@@ -122,7 +145,7 @@ class OptimizerState:
                     raise _unforeseen(f"{key!r}")
 
 
-def find_pieces(updates: Update, parameters: Sequence[torch.Tensor]) -> list[StatePiece]:
+def find_pieces(updates: Updates, parameters: Sequence[torch.Tensor]) -> list[StatePiece]:
     """All that the optimizers may keep of each parameter: what they keep now, and what updates will add to it.
 
     A scheduler may move a parameter to another group of its optimizer, or into one if it is in none.
@@ -172,15 +195,7 @@ def _made(
         options["momentum"] = LATER_MOMENTUM  # its state is made when that is first not 0; a scheduler may set it
     if device == "meta" and group.get("fused") and torch.get_default_dtype() == torch.float32:
         options["fused"] = False  # fused kernels need memory; the state is the same where step counts are float32
-    kind = type(optimizer)
-    trial = object.__new__(kind)
-    own = {
-        name: value for name, value in vars(optimizer).items() if name != "step"
-    }  # a schedule wraps it, for counting
-    vars(trial).update(own, param_groups=[options], state=defaultdict(dict))
-    with torch.no_grad():
-        inspect.unwrap(kind.step)(trial)
-    return trial.state[copy]
+    return step_alone(optimizer, options, {})
 
 
 def _spec(leaf: torch.Tensor) -> Spec:

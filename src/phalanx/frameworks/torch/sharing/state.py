@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -22,6 +22,7 @@ from phalanx.errors import UsageError
 from phalanx.frameworks.torch import arithmetic
 from phalanx.frameworks.torch.arithmetic import spec_of, view
 from phalanx.frameworks.torch.optimizer import Update, check_no_global_hooks
+from phalanx.frameworks.torch.phases import Updates
 from phalanx.frameworks.torch.replica.buffers import Buffers, Left
 from phalanx.frameworks.torch.replica.gradient import Collector
 from phalanx.frameworks.torch.results import copied, shown
@@ -42,7 +43,7 @@ class Sharing:
 
     model: torch.nn.Module
     buffers: Buffers
-    updates: Update
+    updates: Updates
     collector: Collector
     environment: AbstractContextManager[None]
     arrays: ClassVar[Arrays] = arithmetic
@@ -127,6 +128,7 @@ class WorkerState:
         self._buffers = sharing.buffers
         self._updates = sharing.updates
         self._owned = layout.owned(worker)
+        self._parameters = sharing.parameters
         rebind(sharing.parameters, layout, arena)
         buffers = zip(layout.starts, layout.contents.buffers, strict=True)
         self._buffers.rehome([view(arena, *placed) for placed in buffers])
@@ -158,6 +160,30 @@ class WorkerState:
         self._state.take_foreign(foreign, self._owned)
         self._updates.take_options(options)
         self._buffers.expect()  # somebody else may have written them
+
+    @property
+    def rehearses(self) -> bool:
+        """See ``seams.sharing.WorkerState.rehearses``: not where an optimizer has to see all parameters at once."""
+        return not self._updates.whole
+
+    def weight(self, parameter: int) -> torch.Tensor:
+        """See ``seams.sharing.WorkerState.weight``."""
+        return self._parameters[parameter].detach()
+
+    def rehearsed(
+        self,
+        parameter: int,
+        weight: torch.Tensor,
+        pieces: Mapping[int, torch.Tensor],
+        gradient: torch.Tensor | None,
+        norm: float,
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """See ``seams.sharing.WorkerState.rehearsed``."""
+        assert isinstance(self._updates, Update), "steps with phases are not audited"
+        copy = weight.clone()
+        copy.grad = None if gradient is None else gradient.clone()
+        self._updates.clip([copy], norm)
+        return copy, self._state.stepped(self._updates.group_of, parameter, copy, pieces)
 
 
 class CallerState:

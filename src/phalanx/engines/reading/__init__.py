@@ -1,0 +1,1 @@
+"""Reading ahead: processes that read the shares of the next steps while others compute."""

@@ -1,0 +1,80 @@
+"""A reader's life: read the shares that are its own, step after step, as far ahead as there is room."""
+
+from __future__ import annotations
+
+import functools
+import signal
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from phalanx.definition.batches import BatchShares
+from phalanx.definition.fields import Definition
+from phalanx.engines.processes.environment import adopt_environment
+from phalanx.engines.processes.messages import DriverChannel, as_told
+from phalanx.engines.processes.serialization import pieces_of, unpack
+from phalanx.frameworks.registry import reading_surroundings, reduced_sample, threads
+from phalanx.shared.inputs import Inputs
+from phalanx.shared.inputs.ring import Ring
+from phalanx.shared.memory import Memory
+
+NAP_MILLISECONDS = 1
+
+
+def live(channel: int, memories: Sequence[int], number: int) -> None:
+    """Be reader ``number`` of a run until the caller closes the channel."""
+    caller = DriverChannel(channel)
+    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is the caller's
+    environment_memory, parcel, memory = (Memory(0, fd) for fd in memories)
+    try:
+        place = unpack(environment_memory)
+        adopt_environment(place, functools.partial(caller.tell, "imported"))
+        warnings.simplefilter("ignore")  # who computes what could not be read here warns
+        with threads(place["threads"]):
+            setup = unpack(parcel)
+            definition = Definition(**setup["fields"])
+        placement = setup.get("placement")
+        blocks = [range(definition.replicas)] if placement is None else placement.blocks
+        hosted = sorted(replica for block in blocks for replica in block)
+        ring = Ring(Inputs(memory, definition.replicas), number, hosted)
+        shares = BatchShares(definition, lambda source: source)
+    except Exception as error:
+        caller.tell("failed", *as_told(error))
+        return
+    caller.tell("ready")
+    with reading_surroundings(place["framework"], definition):
+        _serve(caller, definition, shares, ring)
+
+
+def _serve(caller: DriverChannel, definition: Definition, shares: BatchShares, ring: Ring) -> None:
+    step = ring.begun()
+    while step < definition.plan.steps:
+        if not ring.may_claim(step):
+            caller.sleep(NAP_MILLISECONDS)  # ends this process if the caller is gone
+            continue
+        dealt = shares.planned(step)
+        for replica in ring.mine(step):
+            if ring.begun() > step:  # they read the rest of it by themselves meanwhile: the next one helps them more
+                break
+            share = dealt[replica]
+            if len(share.samples) and ring.claim(step, replica):
+                _read(caller, ring, step, replica, functools.partial(share.read, share.samples))
+        caller.sleep(0)
+        step = max(step + 1, ring.begun())
+    while True:  # until the caller closes the channel
+        caller.sleep(1000)
+
+
+def _read(caller: DriverChannel, ring: Ring, step: int, replica: int, read: Callable[[], Any]) -> None:
+    try:
+        pieces = pieces_of(read(), reduced_sample)
+    except Exception:  # it will be raised where the share is computed
+        ring.give_up(step, replica)
+        return
+    size = sum(map(len, pieces))
+    while (start := ring.place(size)) is None:
+        if ring.hopeless(step, replica, size):
+            ring.give_up(step, replica)
+            return
+        caller.sleep(NAP_MILLISECONDS)
+    ring.put(step, replica, start, pieces)

@@ -1,0 +1,77 @@
+"""Replicas that have become slow because numbers are denormal: noticed while they are computed, and said once.
+
+Intel processors take up to a hundred times as long for numbers below 1e-38 (float32), which gradients reach where a
+loss goes to 0. AMD's hardly do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+
+import torch
+
+from phalanx.frameworks.torch.process import flushes_denormals
+
+USUAL = 8  # replicas whose median is taken for the usual time
+SLOW = 3.0  # times that, as many replicas in a row
+LOOKS = 2  # at most in a run: what is slow for another reason stays so
+
+
+class Denormals:
+    """Hears what replicas take of a processor, and computes a slow one with denormals flushed, which may be fast.
+
+    Attributes
+    ----------
+    due : bool
+        Whether it is time to look.
+    """
+
+    def __init__(self) -> None:
+        self.due = False
+        self._looks = LOOKS
+        self._first: list[float] = []
+        self._slow = 0
+
+    def hear(self, seconds: float) -> None:
+        """Hear how long a replica took, of a processor's time."""
+        if len(self._first) < USUAL:
+            self._first.append(seconds)
+            if len(self._first) == USUAL:
+                self._usual = statistics.median(self._first)
+        elif self._looks:
+            self._slow = self._slow + 1 if seconds > SLOW * self._usual else 0
+            self.due = self._slow >= USUAL
+
+    def look(self, compute: Callable[[], object]) -> None:
+        """Compute a replica that counts for nothing, as it is and with denormals flushed, and say what that tells."""
+        self._looks -= 1
+        self._slow, self.due = 0, False
+        if flushes_denormals() or not torch.set_flush_denormal(True):
+            return
+        with contextlib.suppress(Exception):  # user code that fails will do so in the step, which says where
+            try:
+                fast = _seconds(compute)
+            finally:
+                torch.set_flush_denormal(False)
+            if _seconds(compute) > SLOW / 2 * fast:
+                self._looks = 0
+                warnings.warn(
+                    "steps have become slow because gradients or activations have denormal numbers (below 1e-38 in "
+                    "float32), for which this processor takes many times as long; torch.set_flush_denormal(True) "
+                    "before the run takes them for 0 (it is part of what the bits depend on)",
+                    UserWarning,
+                    stacklevel=2,
+                )
+
+
+def _seconds(compute: Callable[[], object]) -> float:
+    times: list[float] = []
+    for _ in range(2):
+        began = time.process_time()
+        compute()
+        times.append(time.process_time() - began)
+    return min(times)

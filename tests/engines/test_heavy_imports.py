@@ -1,0 +1,171 @@
+"""Packages that recipes need are imported once, by the process that starts workers, if it may fork after that."""
+
+import ast
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from phalanx.surroundings import imports
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what an import leaves behind is told by Linux only")
+NOTED = "import os\nwith open(os.environ['NOTES'], 'a') as notes:\n    print({name!r}, os.getpid(), file=notes)\n"
+JOB = """
+import os, torch, phalanx
+from torch.nn.functional import mse_loss
+{imports}
+x = torch.randn(24, 3, generator=torch.Generator().manual_seed(0))
+recipe = phalanx.Recipe(lambda: {model}, (x, x), {loss}, replicas=2, batch_size=12, steps=3)
+alone = recipe.train(engine="inline").digest
+def train():
+    assert recipe.train(workers=2, engine="processes").digest == alone
+def notes():
+    lines = [line.split() for line in open(os.environ["NOTES"])]
+    return [name for name, pid in lines if int(pid) != os.getpid()]
+"""
+
+
+class Packages:
+    """Makes packages that note each import in a file, installed where nobody else looks; runs programs with them."""
+
+    def __init__(self, folder):
+        self.folder, self.site = folder, folder / "site-packages"
+        self.site.mkdir()
+
+    def add(self, name, text="", **modules):
+        package = self.site / name
+        package.mkdir()
+        for module, content in {"__init__": text, **modules}.items():
+            full = name if module == "__init__" else f"{name}.{module}"
+            (package / f"{module}.py").write_text(NOTED.format(name=full) + textwrap.dedent(content))
+
+    def run(self, program, *, imports="", model="torch.nn.Linear(3, 3)", loss="mse_loss"):
+        path = os.pathsep.join([str(self.site), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONPATH": path, "NOTES": str(self.folder / "notes"), "OMP_NUM_THREADS": "1"}
+        job = JOB.format(imports=imports, model=model, loss=loss) + textwrap.dedent(program)
+        (self.folder / "job.py").write_text(job)
+        done = subprocess.run(
+            [sys.executable, str(self.folder / "job.py")],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+        return done.stdout.splitlines()
+
+
+@pytest.fixture
+def packages(tmp_path):
+    """See ``Packages``."""
+    return Packages(tmp_path)
+
+
+MODEL = "import torch\nprint('made of heavy things')\nclass Net(torch.nn.Linear):\n    pass\n"
+
+
+@pytest.mark.long
+def test_a_package_is_imported_once_for_all_workers_and_runs(packages):
+    """What the recipe's code names one process imports for all workers, also for those that take others' places."""
+    packages.add("heavy", "from heavy import layers\n", layers=MODEL)
+    shown = packages.run(
+        """
+        import signal
+        with recipe.start(workers=2, engine="processes") as run:
+            for report in run:
+                if report.step == 0:
+                    os.kill(run.worker_pids[0], signal.SIGKILL)
+        train()
+        print(notes())
+        """,
+        imports="from heavy.layers import Net",
+        model="Net(3, 3)",
+    )
+    assert shown == ["made of heavy things", "['heavy', 'heavy.layers']"]
+
+
+@pytest.mark.long
+def test_what_is_imported_while_training_is_learned(packages):
+    """A module that a function imports comes with the first run's workers, and with none of the second's."""
+    packages.add("heavy", lazy="scale = 2.0\n")
+    shown = packages.run(
+        """
+        train()
+        print(sorted(notes()))
+        train()
+        print(sorted(notes()))
+        train()
+        print(sorted(notes()))
+        """,
+        loss="lambda output, target: mse_loss(output, target) * __import__('heavy.lazy').lazy.scale",
+    )
+    first, second, third = map(ast.literal_eval, shown)
+    assert first[:2] == ["heavy", "heavy"]
+    assert (len(second), third) == (6, second), "two workers, and the process that starts them"
+
+
+HARMFUL = {
+    "starts a thread": "import threading, time\nthreading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()",
+    "opens /dev/zero": "device = open('/dev/zero')",
+    "opens socket:": "import socket\nkept = socket.socket()",
+    "starts a process": "import atexit, subprocess\nnull = {'stdout': -3, 'stderr': -3}\n"
+    "sleeps = subprocess.Popen(['sleep', '1000'], **null)\natexit.register(sleeps.kill)",
+    "cannot be imported there": "import sys\nassert sys.argv != ['-c']",  # as in the process that starts workers
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("why", HARMFUL)
+def test_what_cannot_be_forked_after_is_left_to_the_workers(packages, why):
+    """A package that starts a thread, say, is imported by each worker, as ever, others once; and it is said why."""
+    packages.add("light", "def scaled(output, target):\n    return ((output - target) ** 2).mean()\n")
+    packages.add("harm", HARMFUL[why] + "\ndef scaled(output, target):\n    return ((output - target) ** 2).mean()\n")
+    shown = packages.run(
+        """
+        from phalanx.engines.processes.launch import WARM
+        train()
+        train()
+        print(sorted(notes()))
+        print(WARM.left_out)
+        """,
+        imports="import light, harm\ndef loss(output, target):\n"
+        "    return light.scaled(output, target) + harm.scaled(output, target)",
+        loss="loss",
+    )
+    assert ast.literal_eval(shown[0]) == ["harm"] * 5 + ["light"] * 2
+    assert list(ast.literal_eval(shown[1])) == ["harm"]
+    assert why in ast.literal_eval(shown[1])["harm"]
+
+
+@pytest.mark.long
+def test_a_program_that_ends_does_not_wait_for_an_import(packages):
+    """What is imported once there are no workers may take as long as it likes: the program ends, and so does that."""
+    packages.add("heavy", lazy="""
+        import pathlib, sys, time
+        if sys.argv == ["-c"]:  # as in the process that starts workers
+            pathlib.Path(os.environ["NOTES"] + ".draft").write_text(str(os.getpid()))
+            os.rename(os.environ["NOTES"] + ".draft", os.environ["NOTES"] + ".waits")
+            time.sleep(1e6)
+        """)  # fmt: skip
+    packages.run(
+        """
+        import time
+        train()
+        while not os.path.exists(os.environ["NOTES"] + ".waits"):
+            time.sleep(0.01)
+        """,
+        loss="lambda output, target: mse_loss(output, target) * bool(__import__('heavy.lazy'))",
+    )
+    pid = int((packages.folder / "notes.waits").read_text())
+    assert not pathlib.Path(f"/proc/{pid}").exists()
+
+
+def test_modules_of_installed_packages_go_with_their_files():
+    """The standard library and packages, in the order of their imports, but not the user's own modules."""
+    found = imports.installed(["torch", "json", __name__, "sys", "no_such_module"])
+    assert list(found) == ["json", "torch"] or list(found) == ["torch", "json"]
+    assert found["torch"] == sys.modules["torch"].__file__

@@ -1,0 +1,289 @@
+"""Readers: the same bits for any number of them, whatever becomes of them, and nothing left behind."""
+
+import contextlib
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+import phalanx
+from phalanx.engines import selection
+from phalanx.engines.reading.pool import ReaderPool, ahead_here, worth
+from phalanx.shared import inputs as module
+from phalanx.shared.inputs import AHEAD, Inputs
+from phalanx.shared.inputs.ring import Ring
+from phalanx.shared.memory import Memory
+from tests.hosts.worlds import world
+from tests.inputs.streaming import BATCH, InOrder, model, recipe, sample
+from tests.state.runs import assert_same
+
+LOSS = torch.nn.functional.cross_entropy
+
+
+class Slow(InOrder):
+    """The same samples, each a moment later."""
+
+    def __getitem__(self, number):
+        time.sleep(0.002)
+        return sample(number)
+
+
+class Killing(InOrder):
+    """The process that first reads sample 5 as a reader ends there."""
+
+    def __init__(self, folder, how):
+        self.folder, self.how, self.home = str(folder), how, os.getpid()
+
+    def __getitem__(self, number):
+        marked = os.path.join(self.folder, "marked")
+        if number == 5 and is_reader():
+            with contextlib.suppress(FileExistsError):
+                os.close(os.open(marked, os.O_CREAT | os.O_EXCL))
+                os.kill(os.getpid(), self.how)
+        return sample(number)
+
+
+def is_reader():
+    """Whether this is a reader's process, by what is on its stack."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(os.path.join("reading", "reader.py")):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def over(data, **changes):
+    """A recipe over a dataset, with a last short batch."""
+    given = {"batch_size": BATCH, "replicas": 3, "epochs": 6}
+    return phalanx.Recipe(model, data, LOSS, **(given | changes))
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What no reader comes to."""
+    return over(InOrder()).train(engine="inline", readers=0)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+@pytest.mark.parametrize("readers", [1, 2, 4, "auto"])
+def test_any_number_of_readers(workers, readers, expected):
+    """Digest, losses and samples are the same for any number of readers, inline (0) and with any number of workers."""
+    options = {"engine": "processes", "workers": workers} if workers else {"engine": "inline"}
+    assert_same(over(Slow()).train(readers=readers, **options), expected)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"micro_batches": 2, "batch_size": 12}, {"batch_size": None}, {"batch_size": 2}, {"drop_last": True}],
+    ids=str,
+)
+def test_any_shares(changes):
+    """Shares that are cut in parts, single samples, shares that are empty, and dropped ends are the same, too."""
+    results = [over(Slow(), **changes).train(engine="inline", readers=readers) for readers in (0, 2)]
+    assert_same(*results)
+
+
+def test_readers_read(monkeypatch):
+    """What readers have read is taken, and not read again by those who compute."""
+    opened, made = [], over(Slow(), epochs=20)
+
+    def kept(*arguments):
+        opened.append(ahead_here(*arguments))
+        return opened[-1]
+
+    def wait(report):
+        """Wait until the next share but one is there."""
+        inputs, end = opened[0]._inputs, time.monotonic() + 60  # planted
+        tags = [inputs.entry(report.step + 2, replica) + module.TAG for replica in range(made.replicas)]
+        while report.step < 40 and not any(inputs.words[tag] for tag in tags) and time.monotonic() < end:
+            time.sleep(0.001)
+
+    monkeypatch.setattr(selection, "ahead_here", kept)
+    made.train(engine="inline", readers=2, callbacks=[wait])
+    assert 0 < opened[0]._inputs.spent[2] < made.plan.steps * made.replicas - 30  # planted
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_reader_that_ends_or_hangs(how, expected, tmp_path, monkeypatch):
+    """Whoever waits for what a reader had begun reads it, in the same bits; another takes the reader's place."""
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.5)
+    result = over(Killing(tmp_path, how)).train(engine="inline", readers=2)
+    assert_same(result, expected)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:nothing was read ahead in the end")  # where they are killed faster than replaced
+def test_readers_and_workers_that_are_killed():
+    """Readers and workers that are killed all the time leave no trace in the answer."""
+    made = over(Slow(), epochs=40)
+    calm = made.train(engine="inline", readers=0)
+    with made.start(engine="processes", workers=2, readers=3) as run:
+        for report in run:
+            if report.step % 9 == 4:
+                ends = [child for child in psutil.Process().children(recursive=True) if forked(child)]
+                with contextlib.suppress(psutil.Error):
+                    ends[report.step % len(ends)].kill()
+        assert_same(run.result(), calm)
+
+
+def forked(process):
+    """Whether it is a worker or a reader: a child of the process that forks them."""
+    with contextlib.suppress(psutil.Error):
+        return process.ppid() != os.getpid()
+    return False
+
+
+def test_resumes_with_readers(expected, tmp_path):
+    """A run that is interrupted at any step ends in the same bits with other readers."""
+    for step in (1, 4, 7, 12, 20):
+        over(InOrder(), epochs=None, steps=step).train(engine="inline", run_dir=tmp_path / str(step), readers=2)
+        assert_same(over(InOrder()).train(engine="inline", run_dir=tmp_path / str(step), readers=3), expected)
+
+
+@pytest.mark.long
+def test_hosts_with_readers(expected):
+    """Each of two hosts has readers for its own replicas."""
+    code = "from tests.inputs.test_readers import *\ntried(lambda: over(Slow()).train(workers=2, readers=2).digest)"
+    assert world(code) == [[expected.digest]] * 2
+
+
+class Raising(InOrder):
+    """Sample 13 cannot be read."""
+
+    def __getitem__(self, number):
+        if number == 13:
+            raise OSError("gone")
+        return sample(number)
+
+
+def test_errors_are_those_without_readers():
+    """What a sample raises is raised in its step, with its replica and samples, as without readers."""
+    told = []
+    for readers in (0, 2):
+        with pytest.raises(phalanx.WorkerError) as caught:
+            over(Raising()).train(engine="inline", readers=readers)
+        assert isinstance(caught.value.__cause__, OSError)
+        told.append((str(caught.value), caught.value.step, caught.value.replica, caught.value.samples))
+    assert told[0] == told[1]
+
+
+def test_what_needs_no_readers():
+    """Arrays, lists and streams have none, whatever is asked for; a number that is none is refused."""
+    x = torch.randn(20, 5)
+    for data in ((x, torch.zeros(20, dtype=torch.int64)), [sample(number) for number in range(20)]):
+        results = [over(data, epochs=1).train(engine="inline", readers=readers) for readers in (0, 2)]
+        assert_same(*results)
+    assert_same(recipe().train(readers=3), recipe().train(readers=0))
+    for readers in (-1, 65, "many", 1.5):
+        with pytest.raises(phalanx.UsageError, match="readers is"):
+            over(InOrder()).train(readers=readers)
+
+
+def test_nothing_is_left():
+    """When a run ends, so do its readers, and no descriptor and thread stays."""
+    for _ in range(2):  # what is kept warm
+        over(InOrder()).train(engine="processes", workers=2, readers=1)
+    before = state()
+    over(InOrder()).train(engine="inline", readers=3)
+    over(InOrder()).train(engine="processes", workers=2, readers=3)
+    with contextlib.suppress(phalanx.WorkerError):
+        over(Raising()).train(engine="inline", readers=3)
+    assert state() == before
+    assert not [thread for thread in threading.enumerate() if thread.name == "phalanx-readers"]
+
+
+def state():
+    """How many descriptors and child processes there are, without what errors of runs that are over still hold."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), len(psutil.Process().children(recursive=True))
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Memory of a run with 4 replicas and one reader."""
+    monkeypatch.setattr(module, "RINGS_BYTES", 1 << 20)
+    made = Memory(0)
+    seen = Inputs(made, 4)
+    seen.readers = 1
+    yield seen
+    made.close()
+
+
+def test_what_was_put_is_taken(memory):
+    """A share that is ready is taken as it was put; one that nobody began, or was left, is not."""
+    ring = Ring(memory, 0, range(4))
+    assert ring.claim(1, 2)
+    ring.put(1, 2, ring.place(3), [b"ab", b"c"])
+    assert memory.take(1, 2) == bytearray(b"abc")
+    assert memory.take(0, 2) is None
+    assert ring.claim(3, 1)
+    ring.give_up(3, 1)
+    assert memory.take(3, 1) is None
+    assert not ring.claim(3, 1)
+
+
+def test_a_ring_is_never_overwritten_while_it_is_needed(memory):
+    """In a million bytes' worth of turns, what is taken is what was put, and a reader waits where there is no room."""
+    ring, size = Ring(memory, 0, range(4)), module.RINGS_BYTES // 5
+    generator = np.random.default_rng(0)
+    put, waited, step = 0, 0, 0
+    for step in range(40):
+        for replica in range(4):
+            start = ring.place(size)
+            if start is None:
+                waited += 1
+                continue
+            assert ring.claim(step, replica)
+            ring.put(step, replica, start, [bytes([step]) * 10, bytes(int(generator.integers(size - 10)))])
+            put += 1
+        for replica in range(4):
+            found = memory.take(step, replica)
+            assert found is None or found[:10] == bytes([step]) * 10
+    assert put > 40
+    assert waited
+
+
+def test_the_next_reader_begins_anew(memory):
+    """A reader that takes another's place forgets what that had claimed, so that nobody waits for it."""
+    first = Ring(memory, 0, range(4))
+    assert first.claim(AHEAD, 3)
+    Ring(memory, 0, range(4))
+    assert memory.take(AHEAD, 3) is None
+
+
+@pytest.mark.parametrize(
+    ("wall", "processor", "readers"), [(0.1, 0.0, 0), (0.5, 0.1, 2), (0.9, 0.0, 16), (0.9, 0.9, 4), (0.5, 0.5, 2)]
+)
+def test_how_many_pay(wall, processor, readers):
+    """As many as keep up with those who compute: 16 at most if reading waits, as many as cores are left if it works."""
+    assert worth(2.0, 2 * wall, 2 * processor, workers=2, cores=6) == readers
+    assert not processor > wall / 2 or worth(2.0, 2 * wall, 2 * processor, workers=2, cores=2) == 0
+
+
+def test_auto_starts_readers():
+    """Where reading waits, "auto" has readers after a second; where it does not, none."""
+    memories = [Memory(0) for _ in range(3)]
+    seen = Inputs(memories[2], 4)
+    pool = ReaderPool(memories[2], *memories[:2], 4, 2, None)
+    try:
+        for _ in range(16):
+            seen.note_spent(0, 10**9, 0)
+        end = time.monotonic() + 60
+        while not seen.readers and time.monotonic() < end:
+            time.sleep(0.01)
+        assert seen.readers > 0
+    finally:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # there is no recipe in the parcel
+            pool.close()
+        for each in memories:
+            each.close()
