@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from phalanx.checkpoint.resume import ANYWAY, ResumeState
 from phalanx.definition.fields import Definition
-from phalanx.definition.streams.supply import supplied
 from phalanx.engines import close as close
 from phalanx.errors import UsageError
 from phalanx.plan.audit import audited
@@ -119,8 +118,8 @@ class Recipe(Definition):
             W, at most ``replicas``. "auto": the run starts in this process, and hands over to one worker per core once
             they are up, if that is faster.
         readers : int or "auto"
-            Processes that read a dataset's samples ahead (``docs/inputs.md``). "auto": as many as pay in the first
-            seconds with workers. 0: none; nor are there any for arrays and lists, and for streams.
+            Processes that read ahead (``docs/inputs.md``). "auto": for a dataset as many as pay in the first seconds
+            with workers. 0: none; nor are there any for arrays and lists. A stream has one where a number is given.
         engine : "auto", "inline", "processes" or "distributed"
             Where workers live: "inline" is this process, "distributed" all processes of a torch.distributed world
             (``docs/hosts.md``). "auto": distributed in such a world, else processes if ``workers`` is more than 1.
@@ -234,6 +233,7 @@ class Recipe(Definition):
         called = time.perf_counter()
         settled = settle(options, self.replicas)
         check_evaluated(self, settled)
+        from phalanx.engines.reading.streams import dealer
         from phalanx.engines.selection import distributes, open_engine  # the first run imports what starts processes
 
         if distributes(settled.engine) and rank() > 0:  # the first process reports and saves, and sends its state
@@ -248,11 +248,13 @@ class Recipe(Definition):
                 readers=settled.readers, audit=audited(settled.audit, self.seed, stop=settled.on_corruption == "stop"),
             )  # fmt: skip
             undo.callback(engine.close)
-            turn, stop = Turns(), settled.on_snapshot_error == "stop"
+            turn, stop, anyway = Turns(), settled.on_snapshot_error == "stop", settled.resume == ANYWAY
             keeping = past.observers(settled.snapshot_every, stop=stop, chain=settled.chain)
             observers = [*watching(settled.progress, settled.callbacks, self.total, turn), *keeping]
-            shown, anyway = reading_again(settled.progress), settled.resume == ANYWAY
-            supply = supplied(self, engine.run_state, engine.reading, shown, anyway=anyway)
+            supply = dealer(
+                self, engine, past.framework, settled.readers, reading_again(settled.progress), anyway=anyway
+            )
+            undo.callback(supply.close if supply else bool)
             loop = Loop(self, engine, settled.evaluation, observers, supply)
             run = Run(self, engine, loop, keeping[-1] if keeping else None, turn, called, self._predicted)
             for observer in observers:

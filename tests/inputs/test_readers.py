@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import random
 import signal
 import sys
 import threading
@@ -15,14 +16,17 @@ import pytest
 import torch
 
 import phalanx
+from phalanx.definition.batches import Collated
+from phalanx.definition.data import Share
 from phalanx.engines import selection
 from phalanx.engines.reading.pool import ReaderPool, ahead_here, worth
+from phalanx.engines.reading.reader import Collate
 from phalanx.shared import inputs as module
 from phalanx.shared.inputs import AHEAD, Inputs
 from phalanx.shared.inputs.ring import Ring
 from phalanx.shared.memory import Memory
 from tests.hosts.worlds import world
-from tests.inputs.streaming import BATCH, InOrder, model, recipe, sample
+from tests.inputs.streaming import BATCH, InOrder, model, sample
 from tests.state.runs import assert_same
 
 LOSS = torch.nn.functional.cross_entropy
@@ -90,6 +94,49 @@ def test_any_shares(changes):
     """Shares that are cut in parts, single samples, shares that are empty, and dropped ends are the same, too."""
     results = [over(Slow(), **changes).train(engine="inline", readers=readers) for readers in (0, 2)]
     assert_same(*results)
+
+
+def noisy(samples):
+    """A batch whose inputs every global generator moves, and the generators' draws go on in dropout."""
+    x, y = torch.utils.data.default_collate(samples)
+    samples.clear()  # it may do that, too
+    return x + torch.rand(()) + random.random() + np.random.rand(), y
+
+
+def test_collating_that_draws(expected):
+    """A collate_fn that draws random numbers, or changes the list that it is given, gets the replica's."""
+    results = [over(Slow(), collate_fn=noisy).train(engine="inline", readers=readers) for readers in (0, 1, 3)]
+    for result in results[1:]:
+        assert_same(result, results[0])
+    assert results[0].digest != expected.digest
+
+
+def test_readers_collate_where_nothing_is_drawn():
+    """What is taken is a batch already; from the first batch for which something was drawn on, samples."""
+    generator = np.random.default_rng(0)
+    share = Share(np.arange(4), lambda indices: [sample(int(index)) for index in indices], False, "data")
+
+    def owning(samples):
+        generator.random()
+        return torch.utils.data.default_collate(samples)
+
+    batch = Collate(torch.utils.data.default_collate, {}).read(share)
+    assert isinstance(batch, Collated)
+    assert batch.batch[0].shape == (4, 5)
+    for collate in (noisy, owning):
+        reading = Collate(collate, {"data.generator": generator})
+        for _ in range(2):
+            assert len(reading.read(share)) == 4
+    assert len(Collate(None, {}).read(share)) == 4
+
+
+def test_what_is_taken_lies_as_arrays_do(memory):
+    """Memory that is taken begins where frameworks let theirs begin, as sums may depend on that."""
+    ring = Ring(memory, 0, range(4))
+    for step in range(8):
+        assert ring.claim(step, 0)
+        ring.put(step, 0, ring.place(100), [bytes(100)])
+        assert np.frombuffer(memory.take(step, 0), np.uint8).ctypes.data % 64 == 0
 
 
 def test_readers_read(monkeypatch):
@@ -177,12 +224,11 @@ def test_errors_are_those_without_readers():
 
 
 def test_what_needs_no_readers():
-    """Arrays, lists and streams have none, whatever is asked for; a number that is none is refused."""
+    """Arrays and lists have none, whatever is asked for; a number that is none is refused."""
     x = torch.randn(20, 5)
     for data in ((x, torch.zeros(20, dtype=torch.int64)), [sample(number) for number in range(20)]):
         results = [over(data, epochs=1).train(engine="inline", readers=readers) for readers in (0, 2)]
         assert_same(*results)
-    assert_same(recipe().train(readers=3), recipe().train(readers=0))
     for readers in (-1, 65, "many", 1.5):
         with pytest.raises(phalanx.UsageError, match="readers is"):
             over(InOrder()).train(readers=readers)

@@ -58,6 +58,7 @@ class ResumeState:
         self._recipe = fingerprint(definition) if run_dir is not None else {}
         self._differs: list[str] = []
         self._directory: RunDirectory | None = None
+        self.framework = ""  # that of the run, once that has begun
         self._earlier: Snapshot | None = None
         self._weights: Snapshot | None = None
         try:
@@ -72,7 +73,7 @@ class ResumeState:
 
     def begin(self, framework: Framework) -> RunState:
         """Give ``framework`` the state that was found; returns what had been done."""
-        earlier = self._earlier
+        earlier, self.framework = self._earlier, framework.name
         if self._weights is not None:
             with framework.environment:
                 framework.snapshots.adopt_weights(self._weights.weights)

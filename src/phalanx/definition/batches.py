@@ -29,6 +29,20 @@ WHOLE_BYTES = 1 << 18  # of a column that is compared whole
 ROWS = 32  # of others
 
 
+@dataclass(frozen=True, slots=True)
+class Collated:
+    """A share whose samples were collated where they were read; no random numbers were drawn for that."""
+
+    batch: Any
+
+
+def as_batch(samples: Any, share: Share, collate: Callable[[Any], Any]) -> Any:
+    """What ``share.read`` gave as a batch."""
+    if isinstance(samples, Collated):
+        return samples.batch
+    return samples if share.collated else collate(samples)
+
+
 class BatchShares:
     """Shares of planned steps, brought batches and evaluation data, all read in the same way.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pickle
 import random
 import sys
 import zlib
@@ -58,6 +59,13 @@ def find(roots: Mapping[str, Any]) -> Owned:
         kinds += (torch.Generator,)
     strangers = set(map(id, known))
     return {path: value for path, value in reachable(roots) if isinstance(value, kinds) and id(value) not in strangers}
+
+
+def places(owned: Mapping[str, Any]) -> list[bytes]:
+    """Where the host's global generators and the owned ones are; the same again if nothing was drawn in between."""
+    torch: Any = sys.modules.get("torch")
+    known = [random.seed.__self__, np.random.mtrand._rand]  # type: ignore[attr-defined]
+    return list(map(_place, [*known, *([] if torch is None else [torch.default_generator]), *owned.values()]))
 
 
 class kept(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a function
@@ -135,6 +143,18 @@ class seeded(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a 
 def _stream(path: str) -> int:
     """What keeps the keys of one generator apart from those of others."""
     return splitmix64(zlib.crc32(path.encode()))
+
+
+def _place(generator: Any) -> bytes:
+    """What it will draw next, as bytes; nothing of one that the system feeds."""
+    if isinstance(generator, np.random.Generator):
+        generator = generator.bit_generator
+    if isinstance(generator, random.Random):
+        state: Any = () if isinstance(generator, random.SystemRandom) else generator.getstate()
+    else:
+        bits = isinstance(generator, np.random.BitGenerator)
+        state = generator.state if bits else generator.get_state()  # type: ignore[attr-defined]
+    return pickle.dumps(state.numpy() if hasattr(state, "numpy") else state)
 
 
 def _seed(generator: Any, key: int) -> None:

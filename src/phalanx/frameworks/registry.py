@@ -5,7 +5,6 @@ What ``make_model`` returns decides: a ``torch.nn.Module``, a tree of jax arrays
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -233,24 +232,6 @@ def reduced(thing: Any) -> Any:
     from phalanx.frameworks.torch import process
 
     return process.reduced(thing)
-
-
-def reduced_sample(thing: Any) -> Any:
-    """The same for the samples of a step."""
-    from phalanx.frameworks.torch import process
-
-    return process.reduced_sample(thing)
-
-
-def reading_surroundings(framework: str, definition: Definition) -> contextlib.AbstractContextManager[Any]:
-    """What samples are read in, where no model is: generators and threads are the run's."""
-    if framework == "jax":
-        from phalanx.frameworks.jax import environment
-
-        return environment.Environment(definition.generators)
-    from phalanx.frameworks.torch.environment import Environment
-
-    return Environment(definition.threads, definition.generators)
 
 
 def _made(definition: Definition) -> Any:

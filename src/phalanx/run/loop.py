@@ -10,9 +10,8 @@ from phalanx.definition.batches import Unchanged
 from phalanx.definition.evaluation import Evaluation
 from phalanx.definition.evaluation.metrics import Metrics, Predictions
 from phalanx.definition.fields import Definition
-from phalanx.definition.streams.supply import Supply
 from phalanx.errors import PhalanxError, UsageError, WorkerError
-from phalanx.seams import Engine, Weights
+from phalanx.seams import Dealer, Engine, Weights
 from phalanx.seams.events import Evaluated, PhaseReport, StepReport
 from phalanx.seams.observer import Observer
 
@@ -28,7 +27,7 @@ class Loop:
         Each is due as often as it says, and after the last step.
     observers : sequence of Observer
         They have begun, in this order.
-    supply : Supply, optional
+    supply : Dealer, optional
         Where samples come from, if the data is a stream.
     """
 
@@ -38,7 +37,7 @@ class Loop:
         engine: Engine,
         evaluations: Sequence[Evaluation],
         observers: Sequence[Observer],
-        supply: Supply | None = None,
+        supply: Dealer | None = None,
     ) -> None:
         self._supply = supply
         self._definition = definition

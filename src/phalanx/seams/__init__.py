@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from phalanx.definition.data import Share, Source
 from phalanx.definition.evaluation.metrics import Metrics
+from phalanx.definition.streams import Drawn
 from phalanx.plan.placement import Placement
 from phalanx.seams.events import StepReport
 from phalanx.seams.records import Computed as Computed
@@ -215,6 +216,30 @@ class Lanes(Protocol):
 
     def expect(self, following: Callable[[], Sequence[Todo]]) -> None:
         """What will be computed in the next step may be read while this one is waited for."""
+        ...
+
+
+class Dealer(Protocol):
+    """Deals a stream out in batches, step after step, and says where that is."""
+
+    def draw(self, step: int) -> Drawn:
+        """The samples of a step; the same ones until it is done, and steps beyond it are asked for."""
+        ...
+
+    def postpone(self, step: int) -> None:
+        """The caller brings a batch for this step, so that what was drawn for it is of the one after."""
+        ...
+
+    def epochs(self, steps: int) -> int:
+        """How many epochs are over after so many steps."""
+        ...
+
+    def state(self, steps: int) -> dict[str, Any]:
+        """Where the stream is after so many steps, in plain values."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the iterable."""
         ...
 
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import functools
 import signal
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from phalanx.definition.batches import BatchShares
+from phalanx.definition import generators
+from phalanx.definition.batches import BatchShares, Collated
+from phalanx.definition.data import Share
 from phalanx.definition.fields import Definition
 from phalanx.engines.processes.environment import adopt_environment
 from phalanx.engines.processes.messages import DriverChannel, as_told
 from phalanx.engines.processes.serialization import pieces_of, unpack
-from phalanx.frameworks.registry import reading_surroundings, reduced_sample, threads
+from phalanx.engines.reading.stream_reader import read_stream
+from phalanx.frameworks.reading import collating, reading_surroundings, reduced_sample
+from phalanx.frameworks.registry import threads
 from phalanx.shared.inputs import Inputs
 from phalanx.shared.inputs.ring import Ring
 from phalanx.shared.memory import Memory
@@ -22,31 +26,66 @@ NAP_MILLISECONDS = 1
 
 
 def live(channel: int, memories: Sequence[int], number: int) -> None:
-    """Be reader ``number`` of a run until the caller closes the channel."""
+    """Be reader ``number`` of a run, of its stream if it has one, until the caller closes the channel."""
     caller = DriverChannel(channel)
     signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is the caller's
-    environment_memory, parcel, memory = (Memory(0, fd) for fd in memories)
+    environment_memory, parcel, *others = (Memory(0, fd) for fd in memories)
     try:
         place = unpack(environment_memory)
         adopt_environment(place, functools.partial(caller.tell, "imported"))
-        warnings.simplefilter("ignore")  # who computes what could not be read here warns
+        if others:
+            warnings.simplefilter("ignore")  # who computes what could not be read here warns
         with threads(place["threads"]):
             setup = unpack(parcel)
             definition = Definition(**setup["fields"])
+        if not others:
+            read_stream(caller, definition, place["framework"], setup["stream"], setup["step"])
+            return
         placement = setup.get("placement")
         blocks = [range(definition.replicas)] if placement is None else placement.blocks
         hosted = sorted(replica for block in blocks for replica in block)
-        ring = Ring(Inputs(memory, definition.replicas), number, hosted)
+        ring = Ring(Inputs(others[0], definition.replicas), number, hosted)
         shares = BatchShares(definition, lambda source: source)
     except Exception as error:
         caller.tell("failed", *as_told(error))
         return
     caller.tell("ready")
     with reading_surroundings(place["framework"], definition):
-        _serve(caller, definition, shares, ring)
+        collate = Collate(collating(place["framework"], definition), definition.generators)
+        _serve(caller, definition, shares, ring, collate)
 
 
-def _serve(caller: DriverChannel, definition: Definition, shares: BatchShares, ring: Ring) -> None:
+class Collate:
+    """Reads shares and makes batches of them, until random numbers are drawn for that.
+
+    Those are the first ones of a replica, and drawn where it is computed, which goes on with the next.
+
+    Parameters
+    ----------
+    collate : callable or None
+        None: samples stay samples.
+    owned : mapping
+        The user's generators.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any] | None, owned: Mapping[str, Any]) -> None:
+        self._collate = collate
+        self._owned = owned
+
+    def read(self, share: Share) -> Any:
+        """A share's samples, or the batch that they are."""
+        samples = share.read(share.samples)
+        if self._collate is None:
+            return samples
+        before = generators.places(self._owned)
+        batch = self._collate(samples)
+        if generators.places(self._owned) == before:
+            return Collated(batch)
+        self._collate = None
+        return share.read(share.samples)  # collating may have changed them
+
+
+def _serve(caller: DriverChannel, definition: Definition, shares: BatchShares, ring: Ring, collate: Collate) -> None:
     step = ring.begun()
     while step < definition.plan.steps:
         if not ring.may_claim(step):
@@ -58,7 +97,7 @@ def _serve(caller: DriverChannel, definition: Definition, shares: BatchShares, r
                 break
             share = dealt[replica]
             if len(share.samples) and ring.claim(step, replica):
-                _read(caller, ring, step, replica, functools.partial(share.read, share.samples))
+                _read(caller, ring, step, replica, functools.partial(collate.read, share))
         caller.sleep(0)
         step = max(step + 1, ring.begun())
     while True:  # until the caller closes the channel

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from phalanx.definition.batches import Collated
 from phalanx.engines.processes.serialization import unpack_bytes
 from phalanx.plan import Indices
 from phalanx.shared.inputs import Inputs
@@ -36,6 +37,8 @@ class Taking:
             found = unpack_bytes(content)
             if len(samples) == len(share):
                 return found
+            if isinstance(found, Collated):
+                return self._timed(replica, read, samples)
             known = self._last = step, replica, dict(zip(map(int, share), found, strict=True))
         return [known[2].pop(int(index)) for index in samples]
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx.definition import generators
+from phalanx.definition.batches import as_batch
 from phalanx.definition.data import Columns, Samples, Share, Source
 from phalanx.definition.digest import digest_of
 from phalanx.definition.evaluation.metrics import Metrics
@@ -229,7 +230,7 @@ class Jax:
         samples = share.read(share.samples)
         if key is not None:
             generators.seed(key, self._owned)
-        whole = samples if share.collated else self._collate(samples)
+        whole = as_batch(samples, share, self._collate)
         return batch.checked(whole, share.origin, double=self._double)
 
 

@@ -13,6 +13,7 @@ from tinygrad.nn.state import get_state_dict
 from tinygrad.tensor import Tensor
 
 from phalanx.definition import generators
+from phalanx.definition.batches import as_batch
 from phalanx.definition.data import Columns, Samples, Share, Source
 from phalanx.definition.digest import digest_of
 from phalanx.definition.evaluation.metrics import Metrics
@@ -180,7 +181,7 @@ class Tinygrad:
     def _batch(self, key: int, share: Share) -> Batch:
         samples = share.read(share.samples)
         generators.seed(key, self._owned)
-        whole = samples if share.collated else self._collate(samples)
+        whole = as_batch(samples, share, self._collate)
         return Batch(whole, share.origin, double=self._double)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import time
 
-from phalanx.shared.memory import ALIGNMENT, Memory
+from phalanx.shared.memory import ALIGNMENT, Memory, aligned
 from phalanx.shared.ordering import fence, order
 
 MOST = 64  # readers
@@ -110,7 +110,7 @@ class Inputs:
         self.words[word + PROCESSOR] += processor
         self.words[word + SHARES] += 1
 
-    def take(self, step: int, replica: int) -> bytearray | None:
+    def take(self, step: int, replica: int) -> memoryview | None:
         """The bytes of a share, for who computes it; None if that has to read it by itself."""
         words, entry = self.words, self.entry(step, replica)
         words[self._at + replica] = step + 1  # what lies before this step may be overwritten
@@ -132,7 +132,7 @@ class Inputs:
         offset, size = words[entry + OFFSET], words[entry + BYTES]
         if size < 0 or not self.begin <= offset <= offset + size <= len(self.bytes):
             return None
-        found = bytearray(self.bytes[offset : offset + size])
+        found = aligned(self.bytes[offset : offset + size])
         order()
         return found if words[entry + TAG] == ready(step) else None  # not overwritten meanwhile
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from phalanx.definition.batches import as_batch
 from phalanx.definition.data import Share, map_tree
 from phalanx.frameworks.torch.replica.feed import Feed
 from phalanx.seams import Todo
@@ -54,7 +55,7 @@ class DeviceFeed:
         if self._may_read_ahead and address not in self._ready:
             with contextlib.suppress(Exception), interrupts.breakable():
                 samples = todo.share.read(todo.share.samples)
-                self._ready[address] = self._copied(samples if todo.share.collated else self._host.collate(samples))
+                self._ready[address] = self._copied(as_batch(samples, todo.share, self._host.collate))
 
     def begin(self, todo: Sequence[Todo]) -> None:
         """Another step: the host has waited for all that was begun before the last one.

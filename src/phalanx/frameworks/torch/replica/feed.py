@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import default_collate
 
 from phalanx.definition import generators
+from phalanx.definition.batches import as_batch
 from phalanx.definition.data import Columns, Samples, Share, Source
 from phalanx.definition.fields import Definition
 from phalanx.frameworks.torch.environment import StaticShapes
@@ -41,7 +42,7 @@ class Feed:
         else:
             with generators.kept(self._owned):  # reading seeds them, here or where it was read ahead
                 samples = share.read(share.samples)
-        return samples if share.collated else self.collate(samples)
+        return as_batch(samples, share, self.collate)
 
     def seed(self, key: int) -> None:
         """Seed every generator that user code may draw from."""

@@ -1,0 +1,166 @@
+"""A stream that a process of its own reads ahead: the same bits, places and errors, whatever becomes of that."""
+
+import os
+import signal
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+
+import phalanx
+from tests.inputs.streaming import COUNT, Knows, Walker, endless, generate, recipe, sample, shuffled
+from tests.inputs.test_readers import state
+from tests.state.runs import assert_same
+
+KINDS = {
+    "generator": {"make_iterable": generate},
+    "shuffled, with a buffer": {"make_iterable": shuffled, "buffer": 5},
+    "one that knows its place": {"make_iterable": Knows, "buffer": 6},
+    "an iterator that knows its place": {"make_iterable": Walker, "drop_last": True},
+    "endless": {"make_iterable": endless, "size": 21},
+    "by steps": {"make_iterable": generate, "steps": 9},
+}
+PLACES = [{"engine": "inline"}, {"engine": "processes", "workers": 2}]
+
+
+def reader_of(run):
+    """The process that reads."""
+    return run._loop._supply._reader  # planted
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_bits(kind, place):
+    """With readers=1 a run ends in the bits of a run that reads for itself; more readers are one, too."""
+    expected = recipe(**KINDS[kind]).train(engine="inline")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing fell back
+        for readers in (1, 3):
+            assert_same(recipe(**KINDS[kind]).train(readers=readers, **place), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_place_after_each_step(kind):
+    """What a snapshot would hold of the stream is the same after each step, and so are epochs."""
+    made = recipe(**KINDS[kind])
+    with made.start(engine="inline") as alone, made.start(engine="inline", readers=1) as ahead:
+        for one, other in zip(alone, ahead, strict=True):
+            assert (one.epoch, one.samples, one.loss) == (other.epoch, other.samples, other.loss)
+            places = [run._engine.run_state.stream() for run in (alone, ahead)]  # planted
+            for place in places:
+                mark = place["data.stream"].pop("mark", [0, "", None])
+                assert mark[0] <= place["data.stream"]["read"]
+            assert places[0] == places[1]
+
+
+def test_resumes(tmp_path):
+    """A run that was interrupted after any of 20 steps goes on to the same bits, whoever read before and reads now."""
+    kind = {"make_iterable": Knows, "buffer": 6}
+    expected = recipe(**kind, steps=21).train(engine="inline")
+    for step in range(1, 21):
+        folder, first = tmp_path / str(step), step % 2
+        recipe(**kind, steps=step).train(engine="inline", run_dir=folder, readers=first)
+        assert_same(recipe(**kind, steps=21).train(engine="inline", run_dir=folder, readers=1), expected)
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("make_iterable", [generate, Knows, shuffled], ids=lambda made: made.__name__)
+@pytest.mark.parametrize("when", [0, 3, 10])
+def test_a_reader_that_is_killed(make_iterable, when):
+    """From where it was killed on, the caller's process reads, says so, and ends in the same bits."""
+    made = recipe(make_iterable, buffer=4, epochs=60)  # more than a socket holds
+    expected = made.train(engine="inline")
+    with made.start(engine="inline", readers=1) as run:
+        for _ in range(when):
+            next(run)
+        os.kill(reader_of(run).pid, signal.SIGKILL)
+        with pytest.warns(UserWarning, match="read in this process from here on"):
+            for _ in run:
+                pass
+        assert_same(run.result(), expected)
+
+
+def test_brought_batches_between():
+    """Batches that the caller brings put off what was read ahead; none of it is lost."""
+    batch = tuple(torch.stack(column) for column in zip(*map(sample, range(8)), strict=True))
+    results = []
+    for readers in (0, 1):
+        with recipe(steps=12).start(engine="inline", readers=readers) as run:
+            for step in range(12):
+                _ = run.step(batch) if step % 3 == 1 else next(run)
+            results.append(run.result())
+    assert_same(*results)
+
+
+def raising():
+    """Sample 13 cannot be read."""
+    for number in range(COUNT):
+        if number == 13:
+            warnings.warn("soon", UserWarning, stacklevel=1)
+            raise OSError("gone")
+        yield sample(number)
+
+
+def test_errors_and_warnings_are_those_without_readers():
+    """What a stream raises is raised in its step, from its own exception, and what it warns of is warned of."""
+    told = []
+    for readers in (0, 1):
+        with pytest.warns(UserWarning, match="soon"), pytest.raises(phalanx.WorkerError) as caught:
+            recipe(raising).train(engine="inline", readers=readers)
+        assert isinstance(caught.value.__cause__, OSError)
+        told.append((str(caught.value), caught.value.step, caught.value.samples, caught.value.result.digest))
+    assert told[0] == told[1]
+
+
+def test_a_stream_that_cannot_be_sent():
+    """It is refused before the first step, with the way out."""
+    lock = threading.Lock()
+
+    def locked():
+        with lock:
+            yield from generate()
+
+    with pytest.raises(phalanx.UsageError, match="without readers=, a stream is read in this process"):
+        recipe(locked).train(engine="inline", readers=1)
+
+
+def slow():
+    """Samples that each take a moment."""
+    for number in range(COUNT):
+        time.sleep(0.004)
+        yield sample(number)
+
+
+def test_it_reads_while_steps_are_computed():
+    """While the caller's process does something else, the next step's samples are read: they are there when it asks."""
+    with recipe(slow).start(engine="inline", readers=1) as run:
+        for _ in range(6):
+            next(run)
+            assert reader_of(run)._handle.channel.poll(60)  # planted
+
+
+def closing(path):
+    """Notes that it was closed."""
+    try:
+        yield from endless()
+    finally:
+        with open(path, "w") as file:
+            file.write("closed")
+
+
+def test_nothing_is_left(tmp_path):
+    """When a run ends, in whatever way, its reader has ended, with the iterable closed; no descriptor stays."""
+    path = tmp_path / "closed"
+    recipe().train(engine="inline", readers=1)
+    before = state()
+    recipe().train(engine="inline", readers=1)
+    with recipe(lambda: closing(path), size=100).start(engine="inline", readers=1) as run:
+        next(run)
+    assert path.read_text() == "closed"
+    with pytest.warns(UserWarning, match="soon"), pytest.raises(phalanx.WorkerError):
+        recipe(raising).train(engine="inline", readers=1)
+    run = recipe().start(engine="inline", readers=1)
+    del run
+    assert state() == before
