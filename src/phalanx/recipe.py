@@ -233,8 +233,7 @@ class Recipe(Definition):
         called = time.perf_counter()
         settled = settle(options, self.replicas)
         check_evaluated(self, settled)
-        from phalanx.engines.reading.streams import dealer
-        from phalanx.engines.selection import distributes, open_engine  # the first run imports what starts processes
+        from phalanx.engines.selection import dealer, distributes, open_engine  # it loads what starts processes
 
         if distributes(settled.engine) and rank() > 0:  # the first process reports and saves, and sends its state
             everywhere = tuple(item for item in settled.callbacks if getattr(item, "everywhere", False))
@@ -251,9 +250,7 @@ class Recipe(Definition):
             turn, stop, anyway = Turns(), settled.on_snapshot_error == "stop", settled.resume == ANYWAY
             keeping = past.observers(settled.snapshot_every, stop=stop, chain=settled.chain)
             observers = [*watching(settled.progress, settled.callbacks, self.total, turn), *keeping]
-            supply = dealer(
-                self, engine, past.framework, settled.readers, reading_again(settled.progress), anyway=anyway
-            )
+            supply = dealer(self, engine, past, settled.readers, reading_again(settled.progress), anyway=anyway)
             undo.callback(supply.close if supply else bool)
             loop = Loop(self, engine, settled.evaluation, observers, supply)
             run = Run(self, engine, loop, keeping[-1] if keeping else None, turn, called, self._predicted)

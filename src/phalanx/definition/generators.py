@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import pickle
 import random
 import sys
 import zlib
@@ -61,7 +60,7 @@ def find(roots: Mapping[str, Any]) -> Owned:
     return {path: value for path, value in reachable(roots) if isinstance(value, kinds) and id(value) not in strangers}
 
 
-def places(owned: Mapping[str, Any]) -> list[bytes]:
+def places(owned: Mapping[str, Any]) -> list[Any]:
     """Where the host's global generators and the owned ones are; the same again if nothing was drawn in between."""
     torch: Any = sys.modules.get("torch")
     known = [random.seed.__self__, np.random.mtrand._rand]  # type: ignore[attr-defined]
@@ -145,16 +144,17 @@ def _stream(path: str) -> int:
     return splitmix64(zlib.crc32(path.encode()))
 
 
-def _place(generator: Any) -> bytes:
-    """What it will draw next, as bytes; nothing of one that the system feeds."""
+def _place(generator: Any) -> Any:
+    """What it will draw next, as something that can be compared; None of one that the system feeds."""
+    if isinstance(generator, random.Random):
+        return None if isinstance(generator, random.SystemRandom) else generator.getstate()
     if isinstance(generator, np.random.Generator):
         generator = generator.bit_generator
-    if isinstance(generator, random.Random):
-        state: Any = () if isinstance(generator, random.SystemRandom) else generator.getstate()
-    else:
-        bits = isinstance(generator, np.random.BitGenerator)
-        state = generator.state if bits else generator.get_state()  # type: ignore[attr-defined]
-    return pickle.dumps(state.numpy() if hasattr(state, "numpy") else state)
+    if isinstance(generator, np.random.BitGenerator):
+        return repr(generator.state)
+    state = generator.get_state()
+    parts = state if isinstance(state, tuple) else (state.numpy(),)
+    return [part.tobytes() if isinstance(part, np.ndarray) else part for part in parts]
 
 
 def _seed(generator: Any, key: int) -> None:

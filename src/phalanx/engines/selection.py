@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import select
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,8 +12,9 @@ from phalanx.definition.fields import Definition
 from phalanx.engines.auto import Auto
 from phalanx.engines.inline import Inline
 from phalanx.engines.processes.driver import Processes
-from phalanx.engines.processes.launch import WARM
+from phalanx.engines.processes.launch import CAPABLE, WARM
 from phalanx.engines.reading.pool import ahead_here
+from phalanx.engines.reading.streams import dealer as dealer
 from phalanx.engines.recovery.deadline import Deadline
 from phalanx.errors import UsageError
 from phalanx.frameworks.registry import as_factory, open_framework
@@ -22,8 +22,6 @@ from phalanx.plan.audit import Audit
 from phalanx.plan.placement import place
 from phalanx.seams import Engine, Framework, RunState
 from phalanx.surroundings.presence import processors, several, usable_cores
-
-CAPABLE = hasattr(select, "poll")
 
 
 def open_engine(

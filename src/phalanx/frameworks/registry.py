@@ -5,6 +5,7 @@ What ``make_model`` returns decides: a ``torch.nn.Module``, a tree of jax arrays
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -42,7 +43,7 @@ def open_framework(
         with interrupts.breakable(at_once=True):
             model = _made(definition)
         if outside_tinygrad.is_model(model):
-            _check_alone(part)
+            outside_tinygrad.check_alone(part)
             return opened_tinygrad().Tinygrad(definition, devices, model)
         if not outside.is_pytree(model):
             found = names.found(devices, definition.replicas // part[1], home_of(model))
@@ -234,6 +235,30 @@ def reduced(thing: Any) -> Any:
     return process.reduced(thing)
 
 
+def reduced_sample(thing: Any) -> Any:
+    """The same for the samples of a step."""
+    from phalanx.frameworks.torch import process
+
+    return process.reduced_sample(thing)
+
+
+def reading(
+    framework: str, definition: Definition
+) -> tuple[contextlib.AbstractContextManager[Any], Callable[[Any], Any] | None]:
+    """Where no model is: what samples are read in, and what makes a batch of them; None where samples stay samples."""
+    if framework == "jax":
+        from phalanx.frameworks.jax import environment, forward
+
+        surroundings, collate = environment.Environment(definition.generators), forward.collate
+    else:
+        from phalanx.frameworks.torch.environment import Environment
+        from phalanx.frameworks.torch.replica.feed import default_collate
+
+        surroundings, collate = Environment(definition.threads, definition.generators), default_collate
+    samples = definition.batch_size is None or definition.micro_batches > 1 or framework == "tinygrad"
+    return surroundings, None if samples else definition.collate_fn or collate
+
+
 def _made(definition: Definition) -> Any:
     """What ``make_model`` returns right after seeding; only a jax one has a ``key`` to ask for."""
     from phalanx.frameworks.torch.model import made
@@ -268,12 +293,3 @@ def opened_tinygrad() -> Any:
     except ImportError as error:
         raise UsageError(f"this needs tinygrad ({error}); install it: pip install 'phalanx[tinygrad]'") from error
     return adapter
-
-
-def _check_alone(part: tuple[int, int]) -> None:
-    """Refuse to be one of several processes."""
-    if part[1] > 1:
-        raise UsageError(
-            f"this is one of {part[1]} processes, but a recipe with tinygrad computes in one; use one process, with "
-            "several devices"
-        )

@@ -85,6 +85,11 @@ class WorkerHandle:
             return [pickle.loads(message) for message in filter(None, messages)], False  # noqa: S301  from a child
         return [pickle.loads(message) for message in filter(None, messages)], True  # noqa: S301  of this process
 
+    def message(self) -> tuple[Any, ...]:
+        """The next message, which is waited for; EOFError or OSError if none will come."""
+        found: tuple[Any, ...] = pickle.loads(self.channel.recv_bytes())  # noqa: S301  from a child of this process
+        return found
+
     def wake(self) -> None:
         """Tell it that something has been granted."""
         with contextlib.suppress(OSError):  # it has ended, which shows elsewhere

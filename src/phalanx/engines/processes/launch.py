@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import select
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from phalanx.frameworks.registry import reduced
 from phalanx.surroundings import forks
 from phalanx.surroundings.imports import installed
 
+CAPABLE = hasattr(select, "poll")  # of having other processes work for a run
 ATTEMPTS, OWN_ENDS = 20, 2  # zygotes to start a worker with, and how many of them may end by themselves
 MOST_HARMS = 3  # imports that cost a zygote, until nothing is imported beforehand any more
 

@@ -16,8 +16,7 @@ from phalanx.engines.processes.environment import adopt_environment
 from phalanx.engines.processes.messages import DriverChannel, as_told
 from phalanx.engines.processes.serialization import pieces_of, unpack
 from phalanx.engines.reading.stream_reader import read_stream
-from phalanx.frameworks.reading import collating, reading_surroundings, reduced_sample
-from phalanx.frameworks.registry import threads
+from phalanx.frameworks.registry import reading, reduced_sample, threads
 from phalanx.shared.inputs import Inputs
 from phalanx.shared.inputs.ring import Ring
 from phalanx.shared.memory import Memory
@@ -50,9 +49,9 @@ def live(channel: int, memories: Sequence[int], number: int) -> None:
         caller.tell("failed", *as_told(error))
         return
     caller.tell("ready")
-    with reading_surroundings(place["framework"], definition):
-        collate = Collate(collating(place["framework"], definition), definition.generators)
-        _serve(caller, definition, shares, ring, collate)
+    surroundings, collate = reading(place["framework"], definition)
+    with surroundings:
+        _serve(caller, definition, shares, ring, Collate(collate, definition.generators))
 
 
 class Collate:

@@ -12,7 +12,7 @@ from phalanx.definition.fields import Definition
 from phalanx.definition.streams.supply import Supply
 from phalanx.engines.processes.messages import DriverChannel, as_told
 from phalanx.engines.processes.serialization import pieces_of
-from phalanx.frameworks.reading import reading_surroundings, reduced_sample
+from phalanx.frameworks.registry import reading, reduced_sample
 
 
 def read_stream(
@@ -20,10 +20,17 @@ def read_stream(
 ) -> None:
     """Read from a state on, until the run has enough or something fails; then wait for the end of the channel."""
 
-    def warn(message: Warning | str, category: type[Warning], filename: str, line: int, *_: Any) -> None:
+    def warn(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        line: int,
+        file: Any = None,
+        text: str | None = None,
+    ) -> None:
         caller.tell("warning", str(message), category, filename, line)
 
-    with reading_surroundings(framework, definition):
+    with reading(framework, definition)[0]:
         supply = Supply(definition, contextlib.nullcontext())
         try:
             with warnings.catch_warnings():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import select
 import socket
 import warnings
@@ -16,16 +15,16 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from phalanx.checkpoint.resume import ResumeState
 from phalanx.definition.fields import Definition
 from phalanx.definition.streams import Drawn
 from phalanx.definition.streams.again import Shown
 from phalanx.definition.streams.supply import STATE, Supply, supplied
 from phalanx.engines.processes.environment import pack_recipe
 from phalanx.engines.processes.handle import WorkerHandle
-from phalanx.engines.processes.launch import WARM
+from phalanx.engines.processes.launch import CAPABLE, WARM
 from phalanx.engines.processes.output import Output
 from phalanx.engines.processes.serialization import unpack_bytes
-from phalanx.engines.selection import CAPABLE
 from phalanx.errors import UsageError, WorkerError
 from phalanx.seams import Dealer, Engine
 from phalanx.shared.memory import Memory, aligned
@@ -35,7 +34,7 @@ FAREWELL_MILLISECONDS = 1000  # in which a stream may close what it holds
 
 
 def dealer(
-    definition: Definition, engine: Engine, framework: str, readers: int | None, shown: Shown, *, anyway: bool
+    definition: Definition, engine: Engine, past: ResumeState, readers: int | None, shown: Shown, *, anyway: bool
 ) -> Dealer | None:
     """Where a run's samples come from, if its data is a stream; see ``supplied``.
 
@@ -53,7 +52,7 @@ def dealer(
         return other
 
     step = run_state.steps
-    ahead = Ahead(supply, again, StreamReader(definition, framework, supply.state(step), step), step)
+    ahead = Ahead(supply, again, StreamReader(definition, past.framework, supply.state(step), step), step)
     run_state.stream = lambda: {STATE: ahead.state(run_state.steps)}
     return ahead
 
@@ -210,7 +209,7 @@ class StreamReader:
                     return None
                 continue
             try:
-                kind, *facts = pickle.loads(handle.channel.recv_bytes())  # noqa: S301  from a child of this process
+                kind, *facts = handle.message()
             except (EOFError, OSError):
                 return None
             if kind == "drawn":

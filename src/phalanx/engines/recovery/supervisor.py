@@ -16,8 +16,7 @@ from phalanx.engines.processes.serialization import pack
 from phalanx.engines.recovery.failures import FailureLog
 from phalanx.engines.recovery.state_record import StateRecord
 from phalanx.errors import LostError
-from phalanx.frameworks.reading import reduced_sample
-from phalanx.frameworks.registry import reduced
+from phalanx.frameworks.registry import reduced, reduced_sample
 from phalanx.plan.lifecycle import Action, Decision, Repair, Seen, Situation, decide
 from phalanx.plan.placement import Placement
 from phalanx.shared.counters import BATCH, STEPS, TASK

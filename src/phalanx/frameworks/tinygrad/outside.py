@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from phalanx.definition.generators import TINYGRAD
+from phalanx.errors import UsageError
 
 RANDOM = TINYGRAD
 
@@ -60,3 +61,12 @@ def _inside(item: Any) -> list[Any]:
     if isinstance(item, (list, tuple)):
         return list(item)
     return list(getattr(item, "__dict__", {}).values()) if not isinstance(item, type) else []
+
+
+def check_alone(part: tuple[int, int]) -> None:
+    """Refuse to be one of several processes."""
+    if part[1] > 1:
+        raise UsageError(
+            f"this is one of {part[1]} processes, but a recipe with tinygrad computes in one; use one process, with "
+            "several devices"
+        )

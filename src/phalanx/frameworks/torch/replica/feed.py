@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import default_collate as default_collate
 
 from phalanx.definition import generators
 from phalanx.definition.batches import as_batch
