@@ -116,7 +116,8 @@ class BatchShares:
         one = self._definition.batch_size is None
         bounds = share_bounds(len(numbers), self._definition.replicas)
         reader = (lambda indices: read(indices)[0]) if one else read
-        return [Share(numbers[start:end], reader, one, "data") for start, end in bounds]
+        fresh = self._definition.reset_carry == "epoch" and batch.first
+        return [Share(numbers[start:end], reader, one, "data", start, fresh) for start, end in bounds]
 
     def chunks(self, data: Any, batch_size: int) -> Chunks:
         """Evaluation data in order, each sample once; one by one if the recipe hands over samples as they are."""

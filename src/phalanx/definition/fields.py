@@ -223,10 +223,10 @@ class Definition:
             raise UsageError(
                 "carry is given and batch_size is None, so that a batch has no dimension; give a batch_size"
             )
-        if self.reset_carry is not None and (self.data is None or self.stream is not None):
-            told = "None, so there are no epochs" if self.data is None else "a Stream, whose epochs end where it ends"
+        if self.reset_carry is not None and self.data is None:
             raise UsageError(
-                f"reset_carry is 'epoch', but data is {told}; leave it out, or tell forward in the data where to begin"
+                "reset_carry is 'epoch', but data is None, so there are no epochs; leave it out, or tell forward in "
+                "the data where to begin"
             )
 
     def _check_schedule(self) -> None:

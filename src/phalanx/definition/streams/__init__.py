@@ -70,12 +70,13 @@ class Drawn:
     samples : list
     hash : str
         SHA-256 over all of them, in hexadecimal.
-    last : bool
-        Whether the epoch ends with them.
+    first, last : bool
+        Whether the epoch begins with them, and whether it ends.
     """
 
     epoch: int
     numbers: tuple[int, ...]
     samples: list[Any]
     hash: str
+    first: bool
     last: bool

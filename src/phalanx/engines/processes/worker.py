@@ -41,7 +41,6 @@ from phalanx.shared.arena import Plan
 from phalanx.shared.barrier import Barrier
 from phalanx.shared.counters import BATCH, LEAVE, STEPS
 from phalanx.shared.heap import give_back
-from phalanx.shared.inputs import Inputs
 from phalanx.shared.memory import Memory
 from phalanx.shared.ordering import fence, order
 from phalanx.shared.state import Shard
@@ -84,7 +83,7 @@ class Worker:
         self._framework: Framework = open_framework(self._definition, ["cpu"])
         self.environment = self._framework.environment
         self._share(arena, setup)
-        ahead = Taking(Inputs(inputs, self._definition.replicas)).read if setup["ahead"] else None
+        ahead = Taking(inputs, self._definition).read if setup["ahead"] else None
         self._dealer = BatchShares(self._definition, self._framework.opened, ahead)
         self._settled = False
         give_back()  # the model as it was made, before it moved into the arena

@@ -83,7 +83,7 @@ def ahead_here(definition: Definition, framework: Framework, count: int | None) 
             for memory in memories:
                 memory.close()
 
-    return Taking(Inputs(inputs, definition.replicas), close)
+    return Taking(inputs, definition, close)
 
 
 def read_ahead(memories: Sequence[Memory], placement: Placement, count: int | None) -> Callable[[], None]:

@@ -90,7 +90,7 @@ def _serve(caller: DriverChannel, definition: Definition, shares: BatchShares, r
         if not ring.may_claim(step):
             caller.sleep(NAP_MILLISECONDS)  # ends this process if the caller is gone
             continue
-        dealt = shares.planned(step)
+        dealt = shares.planned(definition.rounds.updates(step))
         for replica in ring.mine(step):
             if ring.begun() > step:  # they read the rest of it by themselves meanwhile: the next one helps them more
                 break

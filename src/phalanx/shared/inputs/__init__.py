@@ -82,8 +82,9 @@ class Inputs:
         return found
 
     def owner(self, step: int, replica: int) -> int:
-        """The reader of a share."""
-        return (step * self._replicas + replica) % self.readers
+        """The reader of a share; -1 if readers have been given up."""
+        readers = self.readers
+        return (step * self._replicas + replica) % readers if readers else -1
 
     def entry(self, step: int, replica: int) -> int:
         """The first word of what is known of a share."""
@@ -138,6 +139,8 @@ class Inputs:
 
     def _worth_waiting(self, reader: int, began: float) -> bool:
         """Whether a reader that has begun lives, and is not late beyond all measure."""
+        if reader < 0:
+            return False
         if time.monotonic() - began > PATIENCE_SECONDS:
             self.words[GIVEN_UP] = 1 + reader
             return False

@@ -1,0 +1,44 @@
+"""jax over streams, and with readers: the bits that the same rows have as columns."""
+
+import numpy as np
+import pytest
+
+import phalanx
+from tests.jax.families import FEATURES, cross_entropy, mlp, mlp_forward
+
+PLACES = [
+    {"engine": "inline"},
+    {"engine": "inline", "readers": 2},
+    pytest.param({"engine": "processes", "workers": 2}, marks=pytest.mark.long),
+    pytest.param({"engine": "processes", "workers": 2, "readers": 2}, marks=pytest.mark.long),
+]
+
+
+class Rows:
+    """The rows of columns, as numpy has them."""
+
+    def __len__(self):
+        return len(FEATURES[0])
+
+    def __getitem__(self, number):
+        return tuple(np.asarray(column[number]) for column in FEATURES)
+
+
+def rows():
+    """The same, in order."""
+    data = Rows()
+    return (data[number] for number in range(len(data)))
+
+
+def recipe(data):
+    return phalanx.Recipe(mlp, data, cross_entropy, mlp_forward, replicas=3, batch_size=9, epochs=2, shuffle=False)
+
+
+@pytest.mark.parametrize("data", [Rows(), phalanx.Stream(rows)], ids=["dataset", "stream"])
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_streams_and_readers(data, place):
+    """A run over a dataset or a stream ends in the bits of the columns, whoever reads."""
+    expected = recipe(FEATURES).train(engine="inline", workers=1)
+    result = recipe(data).train(**place)
+    assert (result.digest, result.loss_history) == (expected.digest, expected.loss_history)
+    assert recipe(phalanx.Stream(lambda: list(rows())[::-1])).train(engine="inline").digest != expected.digest
