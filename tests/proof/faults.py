@@ -37,7 +37,8 @@ def _idle(this):
 
 
 def _flip_gradient(lane, arguments, computed):
-    flip(computed.gradient[arguments[0].replica % len(computed.gradient)])
+    there = [entry for entry in computed.gradient if entry is not None]
+    flip(there[arguments[0].replica % len(there)])
 
 
 def _flip_sums(buckets, arguments, total):

@@ -42,10 +42,6 @@ def open_engine(
     ``readers``: how many; None: as many as pay.
     ``begin(framework)`` may give the framework the state of an earlier run, and tells what that had done.
     """
-    if audit is not None and definition.phases is not None:
-        raise UsageError(
-            "audit compares steps of one update in this version, and the recipe has phases; leave one of them out"
-        )
     if distributes(engine):
         if audit is not None:
             raise UsageError("audit compares workers of one process or host in this version; leave it out over several")

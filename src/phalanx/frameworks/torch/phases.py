@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +65,21 @@ class Phased:
     def touched(self) -> bool:
         """See ``Update.touched``: of any phase."""
         return any(phase.touched for phase in self._phases)
+
+    @property
+    def clip(self) -> Callable[[Sequence[torch.Tensor], torch.Tensor | float], None]:
+        """See ``Update.clip``: of the next phase."""
+        return self._next.clip
+
+    def group_of(self, optimizer: int, parameter: torch.Tensor) -> dict[str, Any] | None:
+        """See ``Schedules.group_of``; none of optimizers of other phases than the next."""
+        first = 0
+        for phase in self._phases:
+            own = range(first, first + len(phase.optimizers))
+            if optimizer in own:
+                return phase.group_of(optimizer - first, parameter) if phase is self._next else None
+            first = own.stop
+        return None
 
     def options(self) -> list[Any]:
         """See ``Update.options``; how many updates there were comes first."""
