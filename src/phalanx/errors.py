@@ -40,11 +40,14 @@ class PhalanxError(Exception):
         Of the run in which a step failed, for ``phalanx.replay(error)``.
     batch : Any
         That the caller brought for that step.
+    phase : str
+        Which of the recipe's phases it was, if it has some.
     """
 
     result: Any = None
     recipe: Any = None
     batch: Any = None
+    phase: str = ""
 
 
 class UsageError(PhalanxError, ValueError):

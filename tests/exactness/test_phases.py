@@ -346,11 +346,3 @@ def test_a_phase_checks_what_it_is_given(arguments):
     """Arguments are checked where they are written."""
     with pytest.raises(phalanx.UsageError, match=next(iter(arguments))):
         phalanx.Phase(**{"loss_fn": generator_loss} | arguments)
-
-
-def test_proofs_say_that_they_cannot():
-    """Replaying one gradient of a step refuses steps with several; so do audits."""
-    with pytest.raises(phalanx.UsageError, match="audit"):
-        recipe().train(audit=0.5, workers=1)
-    with pytest.raises(phalanx.UsageError, match="phases is given"):
-        phalanx.replay(recipe(), step=0, replica=0)

@@ -3,10 +3,11 @@
 import dataclasses
 
 import pytest
+import torch
 
 import phalanx
-from tests.exactness.test_phases import KINDS, recipe
-from tests.proof.faults import in_workers
+from tests.exactness.test_phases import KINDS, actor_loss, critic_loss, recipe, walks
+from tests.proof.faults import Fault, in_workers
 
 SEEN = {"gradient": "replica", "batch": "replica", "fold": "was folded", "update": "was updated",
         "state": "was updated"}  # fmt: skip
@@ -47,3 +48,95 @@ def test_a_single_bit_is_found(tmp_path, kind, workers):
     silent = changed(job, make_model=make_model).train(**options)
     assert silent.digest != right.digest
     assert not silent.incidents
+
+
+def failing_loss(output, target):
+    """The actor's loss, but for one sample."""
+    if (target[:, 1] == TARGET).any():
+        raise ArithmeticError("no such action")
+    return actor_loss(output, target)
+
+
+TARGET = walks()[1][17, 1]
+GIVEN = {"engine": "inline", "snapshot_every": 4, "chain": "every"}
+
+
+def failing():
+    """Actor and critic, whose actor fails when sample 17 comes."""
+    job = recipe("actor_critic")
+    critic, actor = job.phases
+    return changed(job, phases=[critic, dataclasses.replace(actor, loss_fn=failing_loss)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_is_verified(tmp_path, kind):
+    """A run with phases is computed again, from its beginning and from snapshots, and has the same links."""
+    job = recipe(kind, steps=10)
+    job.train(run_dir=tmp_path, **GIVEN)
+    for options in ({}, {"steps": (5, 9)}, {"workers": 2}):
+        found = phalanx.verify(job, tmp_path, **options)
+        assert found.status == 0, found
+    with Fault("gradient", str(tmp_path / "pid"), 20).planted():
+        job.train(run_dir=tmp_path / "wrong", **GIVEN)
+    found = phalanx.verify(job, tmp_path / "wrong")
+    assert found.status == 1, found
+
+
+@pytest.mark.parametrize("phase", [None, "critic", "actor"])
+def test_a_phase_is_replayed(tmp_path, phase):
+    """Gradients of any phase, from a snapshot or from the beginning, are those that its update took: the mean of all.
+
+    What a phase does not train has none.
+    """
+    job = recipe("actor_critic", replicas=1, steps=10)
+    job.train(run_dir=tmp_path, **GIVEN)
+    found = phalanx.replay(job, tmp_path, step=6, replica=0, phase=phase)
+    again = phalanx.replay(job, step=6, replica=0, phase=phase)
+    assert {name.partition(".")[0] for name in found.gradients} == {"body", phase or "critic"}
+    assert all(torch.equal(found.gradients[name], value) for name, value in again.gradients.items())
+    with job.start(engine="inline") as run:
+        report = next(report for report in run if report.step == 6)
+    assert found.loss == again.loss == report.phases[phase or "critic"].loss
+    with pytest.raises(phalanx.UsageError, match=r"phase is 'none'.*has the phases"):
+        phalanx.replay(job, step=6, replica=0, phase="none")
+
+
+@pytest.mark.parametrize("place", [{"engine": "inline"}, {"engine": "processes", "workers": 2}], ids=str)
+def test_a_failure_is_raised_again(tmp_path, place):
+    """In the phase in which it was raised, from the run's directory and from the error."""
+    job = failing()
+    with pytest.raises(phalanx.WorkerError, match="phase 'actor'") as caught:
+        job.train(run_dir=tmp_path, **place)
+    assert caught.value.phase == "actor"
+    for given in ((job, tmp_path), (caught.value,)):
+        with pytest.raises(phalanx.WorkerError) as again:
+            phalanx.replay(*given)
+        assert (again.value.step, again.value.replica) == (caught.value.step, caught.value.replica)
+        assert isinstance(again.value.__cause__, ArithmeticError)
+
+
+@pytest.mark.parametrize("phase", ["critic", "actor"])
+def test_two_runs_that_differ_in_a_phase(tmp_path, phase):
+    """``diff`` names the step, the phase, the replica and what differs first in it; two runs alike are the same."""
+    job = recipe("actor_critic", steps=10)
+    number = ["critic", "actor"].index(phase)
+    phases = list(job.phases)
+    phases[number] = dataclasses.replace(phases[number], loss_fn=OTHER[phase])
+    jobs = job, changed(job, phases=phases), recipe("actor_critic", steps=10)
+    for name, one in zip("abc", jobs, strict=True):
+        one.train(run_dir=tmp_path / name, **GIVEN)
+    found = phalanx.diff(tmp_path / "a", tmp_path / "b", recipes=jobs[:2])
+    assert (found.step, found.part, found.phase) == (0, phase, "loss"), found
+    assert f"in step 0, phase {phase!r}" in str(found)
+    assert phalanx.diff(tmp_path / "a", tmp_path / "c", recipes=jobs[::2]) is None
+
+
+def other_critic(output, target):
+    return critic_loss(output, target) * 1.5
+
+
+def other_actor(output, target):
+    return actor_loss(output, target) * 1.5
+
+
+OTHER = {"critic": other_critic, "actor": other_actor}

@@ -139,6 +139,7 @@ class EventLog(Observer):
     def failed(self, error: PhalanxError) -> None:
         """Note what ended the run, so that it can be raised again from the same samples."""
         where = {name: getattr(error, name, None) for name in ("step", "replica")}
+        where |= {"phase": error.phase} if error.phase else {}
         samples = list(getattr(error, "samples", ()))
         if error.batch is not None:
             with contextlib.suppress(OSError):

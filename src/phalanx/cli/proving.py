@@ -70,6 +70,7 @@ def replay_step(
     run: RunArgument,
     step: Annotated[int, typer.Option("--step", help="Which step, from 0.")] = -1,
     replica: Annotated[int, typer.Option("--replica", help="Which replica, from 0.")] = 0,
+    phase: Annotated[str, typer.Option("--phase", help="Which phase, by its name, if steps have some.")] = "",
     failure: Annotated[bool, typer.Option("--failure", help="The step and replica at which the run failed.")] = False,
     pdb: Annotated[bool, typer.Option("--pdb", help="Stop at the first line of forward or loss.")] = False,
     out: Annotated[str, typer.Option("--out", metavar="DIR", help="Write batch, output, gradients, buffers.")] = "",
@@ -81,7 +82,7 @@ def replay_step(
         raise UsageError(f"the recipe of {run} is not known; say where it is: --recipe FILE[:NAME]")
     if step < 0 and not failure:
         raise UsageError("--step is missing; give --step K --replica R, or --failure")
-    where: dict[str, Any] = {} if failure else {"step": step, "replica": replica}
+    where: dict[str, Any] = {} if failure else {"step": step, "replica": replica, "phase": phase or None}
     try:
         found = replay(known, run, **where, debug=pdb)
     except bdb.BdbQuit as error:

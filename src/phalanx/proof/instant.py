@@ -23,6 +23,7 @@ from phalanx.definition.fields import Definition
 from phalanx.definition.streams.supply import supplied
 from phalanx.engines.links import LocalLink
 from phalanx.errors import SnapshotError, UsageError
+from phalanx.run.loop import merged
 from phalanx.seams import Computed, Framework, RunState, Watch
 from phalanx.seams.events import StepReport
 from phalanx.seams.snapshots import Captured
@@ -46,7 +47,7 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
     batch : Any
         That the caller brought for this step; None for planned ones.
     losses : sequence of float
-        Of the steps that were done before, where the model is made as they left it.
+        Of the updates that were done before, where the model is made as they left it.
     apart : bool
         Compute in a process of its own, even if it is one.
     """
@@ -66,11 +67,6 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
             raise UsageError(
                 "the recipe has data=None: the caller brought its batches, and they are gone, so that no step of it "
                 "can be computed again; give the recipe data"
-            )
-        if definition.phases is not None:
-            raise UsageError(
-                "phases is given, and what is computed again is one replica of one step, which has one gradient in "
-                "this version; phalanx.testing.assert_same_run and chains of runs know of phases"
             )
         from phalanx.engines.selection import open_engine  # loads what starts processes
 
@@ -94,8 +90,18 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
 
     @property
     def step(self) -> int:
-        """The step that is next."""
+        """The step that is next, or of whose phases some are done."""
+        return self._engine.run_state.steps
+
+    @property
+    def update(self) -> int:
+        """The update that is next: the step, where steps have no phases."""
         return len(self._engine.run_state.loss_history)
+
+    @property
+    def phase(self) -> str:
+        """The name of the phase that is next; "" where there are none."""
+        return self.definition.rounds.at(self.update).name
 
     @property
     def model(self) -> Any:
@@ -113,12 +119,36 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         return list(self._engine.export(copy=False).params)
 
     def advance(self, horizon: int = 0) -> StepReport:
-        """Do a step; processes of their own may run ahead of it, up to ``horizon`` finished steps."""
+        """Do what is left of a step; processes of their own may run ahead of it, up to ``horizon`` finished steps."""
+        ahead = self.definition.rounds.updates(max(horizon, self.step + 1))
+        reports = [self.advance_update(ahead)]
+        while self._engine.run_state.between_phases:
+            reports.append(self.advance_update(ahead))
+        return merged(reports, self.definition)
+
+    def advance_update(self, ahead: int = 0) -> StepReport:
+        """Do one update, that of the phase that is next; ``ahead``: how many may be done before anybody asks."""
         batch = None if self._supply is None else self._supply.draw(self.step)
-        report = self._engine.advance(batch, max(horizon, self.step + 1))
+        report = self._engine.advance(batch, max(ahead, self.update + 1))
         if batch is not None:
             self.brought, report = brought_as(batch), report._replace(epoch=batch.epoch)
         return report
+
+    def go_to_phase(self, name: str) -> None:
+        """Do the phases of this step before that which is called so.
+
+        Raises
+        ------
+        UsageError
+            The step has no such phase.
+        """
+        rounds, step = self.definition.rounds, self.step
+        due = [rounds.at(update).name for update in range(rounds.updates(step), rounds.updates(step + 1))]
+        if name not in due:
+            known = f"has the phases {due}" if self.definition.phases else "has no phases"
+            raise UsageError(f"phase is {name!r}, but step {step} {known}; name one of those, or leave it out")
+        while self.phase != name:
+            self.advance_update()
 
     def go_to(self, step: int, *, progress: bool | str = "auto") -> None:
         """Do all steps before ``step``; shows a bar where that takes a while."""
@@ -131,7 +161,7 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
             return self._dealer.brought(self._batch)
         if self._supply is not None:
             return self._dealer.brought(self._supply.draw(self.step))
-        return self._dealer.planned(self.step)
+        return self._dealer.planned(self.update)
 
     def replica(self, replica: int, watch: Watch | None = None) -> Computed:
         """Compute a replica of this step; the state stays as it is.
@@ -148,8 +178,8 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
             raise UsageError(f"replica is {replica}, which has no samples in step {self.step}; name another")
         with self._framework.environment:
             try:
-                computing = self._framework.gradients(todo(self.definition, self.step, [replica], shares), watch)
-                computed = compute(computing, self.definition.rounds.at(self.step), replica, shares[replica])
+                computing = self._framework.gradients(todo(self.definition, self.update, [replica], shares), watch)
+                computed = compute(computing, self.definition.rounds.at(self.update), replica, shares[replica])
                 (computed.loss,) = self._framework.arithmetic.read([computed.loss])
                 return computed
             finally:
@@ -159,7 +189,7 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         """The mean gradient of this step by names of parameters; the state stays as it is."""
         link = LocalLink(self._framework, range(self.definition.replicas))
         with self._framework.environment:
-            proposal = propose(self._framework, link, self.definition, self.step, self.shares())
+            proposal = propose(self._framework, link, self.definition, self.update, self.shares())
             try:
                 return self.named(proposal.gradient)
             finally:
@@ -174,23 +204,34 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         """The state now; it stays as it is while steps are done."""
         return self._engine.capture()
 
-    def put(self, state: Captured, step: int) -> None:
-        """Take back a state that was captured before ``step``; only where steps are computed in this process."""
+    def put(self, state: Captured, update: int) -> None:
+        """Take back a state that was captured before ``update``; only where steps are computed in this process."""
         with self._framework.environment:
             self._framework.snapshots.adopt(state)
         history = self._engine.run_state.loss_history
-        del history[step:]
+        del history[update:]
 
     def _beginning(self, begin: Snapshot | None) -> Callable[[Framework], RunState]:
         def adopted(framework: Framework) -> RunState:
             self._opened.append(framework)
+            rounds = self.definition.rounds
             if begin is None:
-                return RunState(list(self._losses))
+                return RunState(list(self._losses), rounds=rounds)
             with framework.environment:
                 framework.snapshots.adopt(Captured(dict(begin.weights), dict(begin.training), begin.facts))
-            return RunState(losses_in(begin), begin.samples, callbacks=found(begin.facts, begin.training))
+            losses, states = losses_in(begin, rounds.updates(begin.step)), found(begin.facts, begin.training)
+            return RunState(losses, begin.samples, callbacks=states, rounds=rounds)
 
         return adopted
+
+
+def of_updates(result: Any, definition: Definition) -> list[float]:
+    """The loss of every update that led to a result."""
+    history = {name: iter(values) for name, values in result.phase_history.items()}
+    if not history:
+        return list(result.loss_history)
+    updates = range(sum(map(len, result.phase_history.values())))
+    return [next(history[definition.rounds.at(update).name]) for update in updates]
 
 
 def shown(steps: range, what: str, *, progress: bool | str = "auto") -> Iterable[int]:

@@ -23,7 +23,7 @@ from phalanx.definition.data import map_tree
 from phalanx.definition.fields import Definition
 from phalanx.errors import PhalanxError, RunError, UsageError
 from phalanx.frameworks.registry import as_factory
-from phalanx.proof.instant import Instant, at
+from phalanx.proof.instant import Instant, at, of_updates
 from phalanx.seams import Watch
 
 MOST_LOG = 1 << 32
@@ -68,6 +68,7 @@ def replay(
     *,
     step: int | None = None,
     replica: int | None = None,
+    phase: str | None = None,
     debug: bool = False,
     devices: Sequence[str] = (),
     progress: bool | str = "auto",
@@ -85,6 +86,8 @@ def replay(
         From 0; by default, with ``run_dir``, that at which the run failed last.
     replica : int, optional
         From 0; by default that which failed.
+    phase : str, optional
+        Which of the recipe's phases, by its name; by default that which failed, else the first of the step.
     debug : bool
         Stop under ``pdb`` at the first line of forward or loss, and where user code raises.
     devices : sequence of str
@@ -99,7 +102,7 @@ def replay(
     Raises
     ------
     UsageError
-        There is no such step or replica, or the recipe has no data.
+        There is no such step, replica or phase, or the recipe has no data.
     WorkerError
         User code raised, as it did in the run; ``__cause__`` is its own exception.
     bdb.BdbQuit
@@ -114,6 +117,7 @@ def replay(
     if folder is not None and (step is None or recipe.data is None):
         failed = failure_of(folder)
         batch = failed.batch(folder) if step in (None, failed.step) else None
+        phase = failed.phase or None if phase is None and step in (None, failed.step) else phase
         step, replica = failed.step if step is None else step, failed.replica if replica is None else replica
     if step is None or replica is None:
         missing = "step" if step is None else "replica"
@@ -122,6 +126,8 @@ def replay(
         checks.integer("step", step, least=0, most=None if recipe.total is None else max(0, recipe.total - 1))
     checks.integer("replica", replica, least=0, most=recipe.replicas - 1)
     with at(recipe, folder, step, devices=devices, batch=batch, progress=progress) as instant:
+        if phase is not None:
+            instant.go_to_phase(phase)
         return replayed(instant, replica, debug=debug)
 
 
@@ -140,7 +146,8 @@ def _of_error(error: RunError, replica: int | None, devices: Sequence[str], *, d
     checks.integer("replica", replica, least=0, most=recipe.replicas - 1)
     before = {item.name: getattr(recipe, item.name) for item in dataclasses.fields(Definition)}
     definition = Definition(**{**before, "make_model": as_factory(error.result.model)})
-    with Instant(definition, devices=devices, batch=error.batch, losses=error.result.loss_history) as instant:
+    losses = of_updates(error.result, definition)
+    with Instant(definition, devices=devices, batch=error.batch, losses=losses) as instant:
         return replayed(instant, replica, debug=debug)
 
 
@@ -166,11 +173,12 @@ def replayed(instant: Instant, replica: int, *, debug: bool = False) -> Replayed
 
 
 class Failed(NamedTuple):
-    """Where a run failed: the step, the replica, and what the caller's batch was like, if one was brought."""
+    """Where a run failed: step, replica, what the caller's batch was like, if one was brought, and the phase."""
 
     step: int
     replica: int
     structure: Any
+    phase: str
 
     def batch(self, folder: pathlib.Path) -> Any:
         """The caller's batch; None where the step was a planned one.
@@ -199,7 +207,7 @@ def failure_of(folder: pathlib.Path) -> Failed:
         if b'"error"' in line:
             told = json.loads(line)
             if told.get("event") == "error" and told.get("step") is not None and told.get("replica") is not None:
-                return Failed(told["step"], told["replica"], told.get("batch"))
+                return Failed(told["step"], told["replica"], told.get("batch"), str(told.get("phase", "")))
     raise UsageError(f"no step of the run in {str(folder)!r} failed; name one with --step and --replica")
 
 

@@ -79,6 +79,7 @@ class Loop:
             report = self._advanced(batch, self.steps + 1 if watched or batch is not None else self._horizon())
         except PhalanxError as error:
             error.recipe, error.batch = self._definition, batch
+            error.phase = self._definition.rounds.at(len(self._engine.run_state.loss_history)).name
             self._tell_incidents()
             for observer in self._observers:
                 observer.failed(error)

@@ -52,6 +52,8 @@ class Difference:
         The line of user code; where operations were asked for.
     note : str
         What else there is to say.
+    part : str
+        Which of the recipe's phases (``phalanx.Phase``), where steps were computed again and have some.
     """
 
     fields: dict[str, str] = field(default_factory=dict[str, str])
@@ -63,12 +65,14 @@ class Difference:
     ulp: int | None = None
     line: str = ""
     note: str = ""
+    part: str = ""
     losses: tuple[Sequence[float], Sequence[float]] = field(default=((), ()), repr=False)
 
     def __str__(self) -> str:
         told: list[str] = []
         if self.phase is not None:
-            where = "" if self.step is None else f" in step {self.step}"
+            part = f", phase {self.part!r}" if self.part else ""
+            where = "" if self.step is None else f" in step {self.step}{part}"
             whose = f" of replica {self.replica}" if self.replica is not None and self.phase in OF_REPLICAS else ""
             what = f", {self._what()}" if self.name not in (None, self.phase) else ""
             told.append(f"A and B differ first{where}: {WHOLE.get(self.phase, self.phase)}{whose}{what}{self._much()}")
@@ -159,7 +163,7 @@ def _compared(one: Side, other: Side, operations: bool) -> Difference | None:
     if parted is not None and parted.step <= found.step:
         note = "; ".join(filter(None, [_linked(parted), note]))
     where = (found.step, replica, found.phase, found.what.name, found.what.elements, found.what.ulp, found.line)
-    return Difference(fields, *where, note, _losses(one, other))
+    return Difference(fields, *where, note, found.part, _losses(one, other))
 
 
 def different_fields(one: Side, other: Side) -> dict[str, str]:

@@ -34,6 +34,8 @@ class Found(NamedTuple):
     what : Unequal
     line : str
         Of user code, and which operation; empty where nobody asked.
+    part : str
+        Which of the recipe's phases the update belongs to, if it has some.
     """
 
     step: int
@@ -41,6 +43,7 @@ class Found(NamedTuple):
     phase: str
     what: Unequal
     line: str = ""
+    part: str = ""
 
 
 class Told(NamedTuple):
@@ -63,19 +66,19 @@ def first_difference(one: Instant, other: Instant, last: int, *, operations: boo
     start = unequal(*map(_tensors, before))
     if start is not None:
         return Found(one.step, None, "state", start)
-    for step in shown(range(one.step, last + 1), "phalanx: computing both again"):
+    updates = range(one.update, one.definition.rounds.updates(last + 1))
+    for update in shown(updates, "phalanx: computing both again"):
         if time.monotonic() > end:
             break
-        reports = one.advance(), other.advance()
+        reports = one.advance_update(), other.advance_update()
         after = _states(one, other)
         if _same(*reports) and unequal(*map(_tensors, after)) is None:
             before = after
             continue
-        one.put(before[0], step)
-        other.put(before[1], step)
-        return (
-            _within_replicas(one, other, operations) or _folded(one, other) or _after_folds(one, step, reports, after)
-        )
+        one.put(before[0], update)
+        other.put(before[1], update)
+        found = _within_replicas(one, other, operations) or _folded(one, other) or _after_folds(one, reports, after)
+        return found._replace(part=one.phase)
     return None
 
 
@@ -168,21 +171,19 @@ def _folded(one: Instant, other: Instant) -> Found | None:
     return None if found is None else Found(one.step, None, "fold", found)
 
 
-def _after_folds(
-    one: Instant, step: int, reports: tuple[StepReport, StepReport], after: tuple[Captured, Captured]
-) -> Found:
+def _after_folds(one: Instant, reports: tuple[StepReport, StepReport], after: tuple[Captured, Captured]) -> Found:
     """The mean gradients are the same: what comes after them differs."""
     numbers = [{"norm": taken(report.grad_norm)} for report in reports]
     norm = unequal(*numbers)
     if norm is not None:
-        return Found(step, None, "norm", norm)
+        return Found(one.step, None, "norm", norm)
     what = unequal(*map(_tensors, after))
     if what is None:
         rates = [{"lr": taken(report.lr)} for report in reports]
-        return Found(step, None, "update", unequal(*rates) or Unequal("lr", None, None))
+        return Found(one.step, None, "update", unequal(*rates) or Unequal("lr", None, None))
     trained = what.name in one.parameters or what.name.startswith("optimizer")
     phase = "update" if trained else "buffer"
-    return Found(step, None, phase, what)
+    return Found(one.step, None, phase, what)
 
 
 def _stack() -> list[tuple[str, int]]:
