@@ -118,42 +118,41 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         """Names of all parameters, in the order of a gradient's entries."""
         return list(self._engine.export(copy=False).params)
 
-    def advance(self, horizon: int = 0) -> StepReport:
-        """Do what is left of a step; processes of their own may run ahead of it, up to ``horizon`` finished steps."""
-        ahead = self.definition.rounds.updates(max(horizon, self.step + 1))
-        reports = [self.advance_update(ahead)]
-        while self._engine.run_state.between_phases:
-            reports.append(self.advance_update(ahead))
-        return merged(reports, self.definition)
+    def advance(self, horizon: int = 0, *, whole: bool = True) -> StepReport:
+        """Do what is left of a step; processes of their own may run ahead of it, up to ``horizon`` finished steps.
 
-    def advance_update(self, ahead: int = 0) -> StepReport:
-        """Do one update, that of the phase that is next; ``ahead``: how many may be done before anybody asks."""
+        Not ``whole``: only the phase that is next.
+        """
+        ahead = self.definition.rounds.updates(max(horizon, self.step + 1)) if whole else self.update + 1
+        reports = [self._updated(ahead)]
+        while whole and self._engine.run_state.between_phases:
+            reports.append(self._updated(ahead))
+        return merged(reports, self.definition) if whole else reports[0]
+
+    def _updated(self, ahead: int) -> StepReport:
         batch = None if self._supply is None else self._supply.draw(self.step)
-        report = self._engine.advance(batch, max(ahead, self.update + 1))
+        report = self._engine.advance(batch, ahead)
         if batch is not None:
             self.brought, report = brought_as(batch), report._replace(epoch=batch.epoch)
         return report
 
-    def go_to_phase(self, name: str) -> None:
-        """Do the phases of this step before that which is called so.
+    def go_to(self, step: int, phase: str | None = None, *, progress: bool | str = "auto") -> None:
+        """Do all steps before ``step``, and its phases before ``phase``; shows a bar where that takes a while.
 
         Raises
         ------
         UsageError
             The step has no such phase.
         """
-        rounds, step = self.definition.rounds, self.step
+        rounds = self.definition.rounds
         due = [rounds.at(update).name for update in range(rounds.updates(step), rounds.updates(step + 1))]
-        if name not in due:
+        if phase is not None and phase not in due:
             known = f"has the phases {due}" if self.definition.phases else "has no phases"
-            raise UsageError(f"phase is {name!r}, but step {step} {known}; name one of those, or leave it out")
-        while self.phase != name:
-            self.advance_update()
-
-    def go_to(self, step: int, *, progress: bool | str = "auto") -> None:
-        """Do all steps before ``step``; shows a bar where that takes a while."""
+            raise UsageError(f"phase is {phase!r}, but step {step} {known}; name one of those, or leave it out")
         for _ in shown(range(self.step, step), f"phalanx: computing up to step {step}", progress=progress):
             self.advance(step)
+        while phase is not None and self.phase != phase:
+            self.advance(whole=False)
 
     def shares(self) -> list[Share]:
         """What each replica of this step is dealt."""
@@ -250,9 +249,10 @@ def at(
     *,
     devices: Sequence[str] = (),
     batch: Any = None,
+    phase: str | None = None,
     progress: bool | str = "auto",
 ) -> Instant:
-    """The state before ``step``, from the nearest snapshot in ``folder`` that is not later, or from the beginning.
+    """The state before ``step``, or a phase of it, from the nearest earlier snapshot in ``folder``, or the beginning.
 
     ``batch``: that the caller brought for it; then there has to be a snapshot of that very step.
     """
@@ -261,7 +261,7 @@ def at(
         raise SnapshotError(f"there is no snapshot of step {step}, and batches of the steps before it are gone")
     instant = Instant(definition, begin, devices=devices, batch=batch)
     try:
-        instant.go_to(step, progress=progress)
+        instant.go_to(step, phase, progress=progress)
     except BaseException:
         instant.__exit__()
         raise

@@ -125,9 +125,7 @@ def replay(
     if recipe.data is not None:
         checks.integer("step", step, least=0, most=None if recipe.total is None else max(0, recipe.total - 1))
     checks.integer("replica", replica, least=0, most=recipe.replicas - 1)
-    with at(recipe, folder, step, devices=devices, batch=batch, progress=progress) as instant:
-        if phase is not None:
-            instant.go_to_phase(phase)
+    with at(recipe, folder, step, devices=devices, batch=batch, phase=phase, progress=progress) as instant:
         return replayed(instant, replica, debug=debug)
 
 

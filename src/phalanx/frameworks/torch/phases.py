@@ -71,8 +71,12 @@ class Phased:
         """See ``Update.clip``: of the next phase."""
         return self._next.clip
 
-    def group_of(self, optimizer: int, parameter: torch.Tensor) -> dict[str, Any] | None:
-        """See ``Schedules.group_of``; none of optimizers of other phases than the next."""
+    @property
+    def group_of(self) -> Callable[[int, torch.Tensor], dict[str, Any] | None]:
+        """See ``Schedules.group_of``; there is none of optimizers of other phases than the next."""
+        return self._group_of
+
+    def _group_of(self, optimizer: int, parameter: torch.Tensor) -> dict[str, Any] | None:
         first = 0
         for phase in self._phases:
             own = range(first, first + len(phase.optimizers))

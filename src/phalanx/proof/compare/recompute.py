@@ -70,7 +70,7 @@ def first_difference(one: Instant, other: Instant, last: int, *, operations: boo
     for update in shown(updates, "phalanx: computing both again"):
         if time.monotonic() > end:
             break
-        reports = one.advance_update(), other.advance_update()
+        reports = one.advance(whole=False), other.advance(whole=False)
         after = _states(one, other)
         if _same(*reports) and unequal(*map(_tensors, after)) is None:
             before = after
