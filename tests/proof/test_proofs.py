@@ -14,6 +14,7 @@ from phalanx.checkpoint.chain import CHAIN
 from phalanx.proof.certify import certify, check_certificate, data_root
 from phalanx.proof.compare.values import taken, unequal
 from phalanx.proof.instant import Instant
+from phalanx.proof.stable import traced
 from tests.proof.faults import Fault
 from tests.proof.jobs import SGD, Net, X, Y, mlp, ran, recipe
 
@@ -226,3 +227,26 @@ def test_equal_runs(tmp_path):
     phalanx.testing.assert_equal_runs(one, ran(tmp_path / "b", mlp()))
     with pytest.raises(AssertionError, match="seed is 0 in A, and 4 in B"):
         phalanx.testing.assert_equal_runs(one, ran(tmp_path / "c", mlp(seed=4)))
+
+
+class Noisy(torch.nn.Module):
+    """Draws into memory that nobody has written: dropout does, and so does this."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.drop, self.last = torch.nn.Linear(5, 64), torch.nn.Dropout(0.2), torch.nn.Linear(64, 3)
+
+    def forward(self, x):
+        h = self.drop(self.first(x))
+        noise = torch.empty(h.shape)
+        return self.last(h * noise.detach().bernoulli_(0.8) * torch.empty_like(noise).normal_())
+
+
+def test_memory_that_nobody_wrote_is_no_input():
+    """What is drawn into new memory does not depend on what was there, and is told of as any other operation is."""
+    scrap = [torch.full((64, size), 3.0) for size in (3, 5, 64)]  # memory that is used again holds something
+    one = [item[:3] for item in traced(recipe(make_model=Noisy, replicas=2))]
+    del scrap
+    torch.full((20, 64), 7.0)
+    assert one == [item[:3] for item in traced(recipe(make_model=Noisy, replicas=2))]
+    assert sum("bernoulli_" in item[1] for item in one) == 4  # both are told of, in each replica

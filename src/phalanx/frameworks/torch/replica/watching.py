@@ -36,19 +36,33 @@ def _module_done(watch: Watch, path: str, module: torch.nn.Module, _: Any, outpu
 
 
 class Operations(TorchDispatchMode):
-    """Tells of every operation that torch dispatches: its inputs, as they were before it, and its outputs."""
+    """Tells of every operation that torch dispatches: its inputs, as they were before it, and its outputs.
+
+    Memory that nobody has written yet holds anything, and is no input: ``empty``, which a random fill follows.
+    """
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
         self._watch = watch
+        self._blank: dict[int, torch.Tensor] = {}  # by address; kept, so that no other comes to be there
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call it, and tell."""
         given = [leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, torch.Tensor)]
-        before = tuple(tensor.detach().clone() for tensor in given)
+        before = tuple(tensor.detach().clone() for tensor in given if _address(tensor) not in self._blank)
         output = func(*args, **(kwargs or {}))
-        if "empty" in str(func):  # whatever was in that memory
+        made = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
+        if "empty" in str(func):
+            self._blank |= {_address(leaf): leaf for leaf in made}
+        elif func._schema.is_mutable:
+            for tensor in given:
+                self._blank.pop(_address(tensor), None)
+        if any(_address(leaf) in self._blank for leaf in made):  # a view of it, too
             return output
         kind = "operation" if torch._C._current_autograd_node() is None else "backward"
         self._watch.told(kind, str(func), (before, output))
         return output
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
