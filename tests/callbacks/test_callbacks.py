@@ -339,3 +339,13 @@ def test_the_data_of_the_job_is_what_it_says():
     """Negative twin of all of the above: with another seed, nothing is the same."""
     assert recipe(epochs=1).train().digest != recipe(epochs=1, seed=1).train().digest
     assert len(X) == 150
+
+
+MADE = [callbacks.EarlyStopping("accuracy"), callbacks.SaveBest("loss")]
+
+
+@pytest.mark.parametrize("made", MADE, ids=lambda made: type(made).__name__)
+def test_who_waits_for_a_metric_that_nobody_evaluates(made):
+    """Early stopping and best weights without an evaluation are refused before the first step."""
+    with pytest.raises(phalanx.UsageError, match=f"{type(made).__name__}.*but nothing is evaluated"):
+        recipe().train(engine="inline", callbacks=[made])

@@ -182,6 +182,8 @@ def test_batches_that_the_caller_brings():
         ({"carry": {"hidden": -1}}, "carry"),
         ({"batch_size": 2 * ROWS}, "has 8 rows"),
         ({"carry": None, "reset_carry": "epoch"}, "nothing is carried"),
+        ({"shuffle": True}, "go on with any other"),
+        ({"batch_size": ROWS // 2}, "would never be used"),
     ],
 )
 def test_refused(changes, message):

@@ -33,12 +33,15 @@ class EarlyStopping:
         The best value so far.
     stopped_at : int or None
         After how many steps the run was ended.
+    waits_for : str
+        The metric's name: a run that evaluates nothing is refused.
     """
 
     everywhere = True
 
     def __init__(self, metric: str, patience: int = 3, min_delta: float = 0.0, mode: str = "auto") -> None:
         self._better = Better(metric, mode, min_delta)
+        self.waits_for = metric
         self._patience = checks.integer("patience", patience, least=1)
         self.best_value: float | None = None
         self.stopped_at: int | None = None

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.checkpoint import files, lock, snapshot, tensors
+from phalanx.checkpoint.chain import CHAIN
 from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.errors import PhalanxError, SnapshotError, UsageError
 from phalanx.seams import Engine, RunState
@@ -21,6 +22,8 @@ from phalanx.seams.events import Incident, StepReport
 from phalanx.seams.observer import Observer
 
 SNAPSHOTS, LOG, LOCK, BATCH = "snapshots", "events.jsonl", "lock", "failure.safetensors"
+DONE = re.compile(rb'"event": "step"|"step": [1-9]')
+MOST_UNUSED = 1 << 20  # bytes of the log of a run that did no step
 NAME = re.compile(r"step-(\d{12})")
 
 
@@ -66,6 +69,19 @@ class RunDirectory:
     def held(self) -> bool:
         """Whether this process works in it: not any more once it was closed, and not in a forked child."""
         return self._held.mine
+
+    @property
+    def unused(self) -> bool:
+        """Whether no step was done in it: no snapshot, link or line of the log is of one."""
+        if any(not path.name.endswith("0" * 12) for path in snapshot_folders(self.root)):
+            return False
+        try:
+            logged = DONE.search(files.read(self.root / LOG, MOST_UNUSED))
+            return not logged and files.read(self.root / CHAIN, MOST_UNUSED).count(b"\n") <= 1  # its first line
+        except FileNotFoundError:  # chain="off"
+            return True
+        except (OSError, ValueError):  # larger than of a run that did nothing
+            return False
 
     def newest(self) -> Snapshot | None:
         """The newest snapshot that is whole; None if there is none at all. See ``newest_of``."""

@@ -115,7 +115,8 @@ class ResumeState:
                 f"run_dir is {str(run_dir)!r}, which has a run of {earlier.step} steps, and resume is False; "
                 "choose another directory, or go on from there with resume=True"
             )
-        self._compare(earlier)
+        if not self._compare(earlier):
+            return None
         steps = self._definition.total
         if steps is not None and steps < earlier.step:
             raise UsageError(
@@ -130,13 +131,17 @@ class ResumeState:
                           stacklevel=2)  # fmt: skip
         return earlier
 
-    def _compare(self, earlier: Snapshot) -> None:
-        """Refuse another recipe, or note how it differs; warn of what may differ."""
+    def _compare(self, earlier: Snapshot) -> bool:
+        """Refuse another recipe, or note how it differs; warn of what may differ. False: it had done nothing."""
         try:
             comparison = compare(self._definition, self._recipe, earlier.recipe)
         except ValueError as error:
             raise SnapshotError(f"the snapshot of step {earlier.step} cannot be used: {error}") from error
         differences = "; ".join(comparison.differs)
+        if differences and self._resume != ANYWAY and self._directory is not None and self._directory.unused:
+            warnings.warn(f"run_dir has a run of another recipe that did no step, so this one begins anew there: "
+                          f"{differences}", stacklevel=2)  # fmt: skip
+            return False
         if differences and self._resume != ANYWAY:
             raise UsageError(
                 f"run_dir has snapshots of another recipe: {differences}. Use that recipe, choose another run_dir, or "
@@ -148,6 +153,7 @@ class ResumeState:
         if comparison.doubts:
             doubts = "; ".join(comparison.doubts)
             warnings.warn(f"the recipe may not be that of the snapshot: {doubts}", stacklevel=2)
+        return True
 
 
 @dataclass(frozen=True)

@@ -223,6 +223,13 @@ class Definition:
             raise UsageError(
                 "carry is given and batch_size is None, so that a batch has no dimension; give a batch_size"
             )
+        buffer = self.stream.shuffle_buffer if self.stream is not None else 0
+        if buffer or (self.shuffle and self.source is not None):
+            told = f"the stream has shuffle_buffer={buffer}" if buffer else "shuffle is True"
+            raise UsageError(
+                f"carry is given and {told}, so that what is carried for a sample would go on with any other; deal "
+                f"them in order: {'leave it out' if buffer else 'shuffle=False'}"
+            )
         if self.reset_carry is not None and self.data is None:
             raise UsageError(
                 "reset_carry is 'epoch', but data is None, so there are no epochs; leave it out, or tell forward in "

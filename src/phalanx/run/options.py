@@ -167,6 +167,13 @@ def check_evaluated(definition: Definition, settled: Settled) -> None:
     """Refuse evaluations that no epoch ends for, and a schedule that waits for one that nobody asked for."""
     if settled.evaluation and definition.data is None:
         raise UsageError("evaluation is given, but data is None, so there are no epochs; call run.evaluate() yourself")
+    waiting = [item for item in settled.callbacks if getattr(item, "waits_for", None)]
+    if waiting and not settled.evaluation:
+        name, metric = type(waiting[0]).__name__, waiting[0].waits_for
+        raise UsageError(
+            f"callbacks has {name}({metric!r}), but nothing is evaluated, so that it would never be told a value; pass "
+            f"evaluation=phalanx.Evaluation({{{metric!r}: ...}}, data)"
+        )
     if definition.schedule_on is not None and not settled.evaluation:
         raise UsageError(
             f"schedule_on is {definition.schedule_on!r}, but nothing is evaluated; pass evaluation=Evaluation(...)"

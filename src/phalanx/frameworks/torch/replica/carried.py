@@ -23,13 +23,15 @@ class Carried:
         As it was made: where ``Share.fresh`` says so, rows are what they are now.
     carry : mapping of str to int
         Names of buffers, and the dimension of each that runs over the batch.
+    batch : int or None
+        How many samples a batch has; None: those that the caller brings have any number.
     """
 
-    def __init__(self, model: torch.nn.Module, carry: Mapping[str, int]) -> None:
+    def __init__(self, model: torch.nn.Module, carry: Mapping[str, int], batch: int | None) -> None:
         buffers = dict(model.named_buffers())
         self._places: list[tuple[str, torch.nn.Module, str, int]] = []
         for path, dim in carry.items():
-            _check(path, dim, buffers)
+            _check(path, dim, buffers, batch)
             above, _, name = path.rpartition(".")
             self._places.append((path, model.get_submodule(above), name, dim))
         self._made = [buffers[path].detach().clone() for path in carry]
@@ -74,7 +76,7 @@ def joined(values: Sequence[torch.Tensor], samples: Sequence[int], dim: int) -> 
     return whole
 
 
-def _check(path: str, dim: int, buffers: Mapping[str, torch.Tensor]) -> None:
+def _check(path: str, dim: int, buffers: Mapping[str, torch.Tensor], batch: int | None) -> None:
     if path not in buffers:
         there = ", ".join(buffers) or "none"
         raise UsageError(
@@ -85,4 +87,10 @@ def _check(path: str, dim: int, buffers: Mapping[str, torch.Tensor]) -> None:
         raise UsageError(
             f"carry says that dimension {dim} of {path!r} runs over the batch, but its shape is "
             f"{tuple(buffers[path].shape)}; name one of its dimensions"
+        )
+    rows = buffers[path].shape[dim]
+    if batch is not None and rows > batch:
+        raise UsageError(
+            f"carry names {path!r}, which has {rows} rows along dimension {dim}, but a batch has {batch} samples, and "
+            "the others would never be used; make the buffer as long as the batch"
         )

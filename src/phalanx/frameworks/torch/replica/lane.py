@@ -89,7 +89,7 @@ class Lane:
         device = self.parameters[0].device
         self._forwards = [Forward(definition, model, device, later=unread, phase=phase) for phase in phases]
         self._chosen = [None if phase is None else covered(phase, self.named) for phase in phases]
-        self._carried = Carried(model, definition.carry) if definition.carry else None
+        self._carried = _carried(definition, model)
         self._ambiguous = ambiguous
         self._later = later
         self._joins = self._parts == 1
@@ -258,6 +258,12 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+def _carried(definition: Definition, model: torch.nn.Module) -> Carried | None:
+    if not definition.carry:
+        return None
+    return Carried(model, definition.carry, None if definition.data is None else definition.global_batch)
 
 
 def _weight(todo: Todo, returned: float | None) -> float:
