@@ -1,11 +1,13 @@
 """Proofs of steps with phases: audits of each of their updates."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
 
 import phalanx
+from phalanx.proof.compare.links import parted
 from tests.exactness.test_phases import KINDS, actor_loss, critic_loss, recipe, walks
 from tests.proof.faults import Fault, in_workers
 
@@ -129,6 +131,9 @@ def test_two_runs_that_differ_in_a_phase(tmp_path, phase):
     assert (found.step, found.part, found.phase) == (0, phase, "loss"), found
     assert f"in step 0, phase {phase!r}" in str(found)
     assert phalanx.diff(tmp_path / "a", tmp_path / "c", recipes=jobs[::2]) is None
+    links = [json.loads((tmp_path / name / "chain.jsonl").read_text().splitlines()[1]) for name in "ab"]
+    told = parted(0, *links)
+    assert (told.part, told.replica) == (phase, 0)  # what the files say by themselves
 
 
 def other_critic(output, target):

@@ -262,7 +262,7 @@ def _as_recorded(one: Side, other: Side, parted: Parting | None, state: int | No
     what = Unequal(parted.field, None, None)
     if state is not None and state == parted.step + 1 and parted.phase in ("gradient", "update"):
         what = _measured(one, other, state, _differing(one, other, state)[0])
-    return Found(parted.step, parted.replica, parted.phase, what)
+    return Found(parted.step, parted.replica, parted.phase, what, part=parted.part)
 
 
 def _differing(one: Side, other: Side, state: int) -> list[str]:

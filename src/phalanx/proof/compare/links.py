@@ -24,6 +24,8 @@ class Parting(NamedTuple):
     replica : int or None
         The first whose loss or weight differs.
     values : (Any, Any)
+    part : str
+        In which of the recipe's phases that replica's does, if it has some.
     """
 
     step: int
@@ -31,6 +33,7 @@ class Parting(NamedTuple):
     field: str
     replica: int | None
     values: tuple[Any, Any]
+    part: str = ""
 
 
 def parting(one: Links, other: Links) -> Parting | None:
@@ -76,7 +79,11 @@ def parted(step: int, one: Mapping[str, Any], other: Mapping[str, Any]) -> Parti
     for field in ("losses", "weights"):
         if replica is None and field in differing:
             replica = _first(one[field], other[field])
-    return Parting(step, PHASES.get(name, name), name, replica, (one[name], other[name]))
+    part, names = "", list(one.get("phases", ()))
+    if names and replica is not None:
+        count = max(1, len(one["losses"]) // len(names))  # replicas: each has a loss in every phase
+        part, replica = names[min(replica // count, len(names) - 1)], replica % count
+    return Parting(step, PHASES.get(name, name), name, replica, (one[name], other[name]), part)
 
 
 def _first(one: Any, other: Any) -> int:
