@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from phalanx.engines.links import LocalLink
 from phalanx.frameworks.torch.adapter import Torch
 from phalanx.frameworks.torch.optimizer import Update
 from phalanx.frameworks.torch.replica.feed import Feed
@@ -81,6 +82,7 @@ def _die(update, arguments, _):
 KINDS = {
     "gradient": (Lane, "gradient", _flip_gradient, False),  # while a replica is computed
     "fold": (GradientBuckets, "fold", _flip_sums, False),  # while owners add
+    "sum": (LocalLink, "mean", _flip_sums, False),  # the same, in a process that is alone
     "update": (Update, "apply", _flip_weights, False),  # while owners write weights
     "state": (Update, "apply", _flip_state, False),  # while owners write optimizer state
     "batch": (Feed, "batch", _flip_batch, False),  # as one process reads it
