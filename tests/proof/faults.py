@@ -14,6 +14,7 @@ from phalanx.frameworks.torch.optimizer import Update
 from phalanx.frameworks.torch.replica.feed import Feed
 from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.frameworks.torch.sharing.buckets import GradientBuckets
+from phalanx.frameworks.torch.sharing.state import WorkerState
 from phalanx.shared.state import Shard
 
 PLANTED = contextlib.ExitStack()  # for as long as this process lives
@@ -57,6 +58,10 @@ def _flip_state(update, arguments, _):
         flip(next(value for value in optimizer.state[parameter].values() if value.dim()))
 
 
+def _flip_rehearsed(state, arguments, result):
+    flip(result[0])
+
+
 def _flip_batch(feed, arguments, batch):
     flip(batch[0])
 
@@ -85,6 +90,7 @@ KINDS = {
     "sum": (LocalLink, "mean", _flip_sums, False),  # the same, in a process that is alone
     "update": (Update, "apply", _flip_weights, False),  # while owners write weights
     "state": (Update, "apply", _flip_state, False),  # while owners write optimizer state
+    "rehearsal": (WorkerState, "rehearsed", _flip_rehearsed, False),  # while another worker's update is audited
     "batch": (Feed, "batch", _flip_batch, False),  # as one process reads it
     "weight in memory": (Torch, "gradients", _flip_parameter, True),  # before a step, where all processes read it
     "state in memory": (Torch, "gradients", _flip_moment, True),

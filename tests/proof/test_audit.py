@@ -214,44 +214,6 @@ def test_a_single_bit_is_found_before_the_step_is_committed(tmp_path, kind, work
         assert result.digest == right.digest
 
 
-@pytest.mark.parametrize("call", [6, 7])
-@pytest.mark.parametrize("kind", ["sum", "update", "state"])
-def test_a_single_bit_is_found_in_the_calling_process(tmp_path, kind, call):
-    """A fold or an update that is wrong once, the first or the second time: it is done again, and no bit is lost."""
-    options = {"optimizer": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), "replicas": 3, "steps": 8}
-    right = done(recipe(make_model=Plain, **options), engine="inline")
-    with Fault(kind, str(tmp_path / "pid"), call).planted():
-        result = done(recipe(make_model=Plain, **options), engine="inline", audit=1.0)
-    (found,) = result.incidents
-    what = "a slice of parameter 0 was folded" if kind == "sum" else "parameter 0 was updated"
-    assert (found.kind, found.worker) == ("corruption", 0)
-    assert what in found.why
-    assert result.digest == right.digest
-
-
-def test_an_update_that_was_wrong_may_stop_the_run(tmp_path):
-    """In the calling process the state is the one before the update: the error has it, and a run goes on from it."""
-    right = recipe(make_model=Plain, steps=3).train(engine="inline", progress=False)
-    options = {"engine": "inline", "progress": False, "audit": 1.0, "on_corruption": "stop"}
-    with (
-        Fault("update", str(tmp_path / "pid"), 6).planted(),
-        pytest.raises(phalanx.CorruptionError, match="the update of parameter 0 of step 3") as caught,
-    ):
-        recipe(make_model=Plain, steps=8).train(run_dir=tmp_path / "run", **options)
-    assert (caught.value.result.steps, caught.value.result.digest) == (3, right.digest)
-    whole = recipe(make_model=Plain, steps=8).train(run_dir=tmp_path / "run", engine="inline", progress=False)
-    assert whole.digest == recipe(make_model=Plain, steps=8).train(engine="inline", progress=False).digest
-
-
-def test_what_is_wrong_twice_in_the_same_way_is_not_found_by_the_process_itself(tmp_path):
-    """Every update of the calling process has the same bit wrong: both times alike, so no audit tells."""
-    right = recipe(make_model=Plain, steps=4).train(engine="inline", progress=False)
-    with Fault("update", str(tmp_path / "pid"), 2, 1 << 30).planted():
-        result = recipe(make_model=Plain, steps=4).train(engine="inline", progress=False, audit=1.0)
-    assert result.digest != right.digest
-    assert not result.incidents
-
-
 def test_a_single_bit_is_not_found_without_an_audit(tmp_path):
     """The same fault in an update of a run that audits nothing: another digest, and no incident."""
     right = recipe(make_model=Plain, steps=8).train(engine="inline", progress=False)
