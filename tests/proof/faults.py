@@ -48,6 +48,28 @@ def _flip_sums(buckets, arguments, total):
             flip(entry)
 
 
+class InTurn:
+    """Adds gradients one after the other, where a fold adds pairs."""
+
+    def __init__(self, add):
+        self._add = add
+        self._vectors = []
+
+    def push(self, replica, vector):
+        """Keep a gradient; one that was added to its left neighbour's already is that one."""
+        if not any(vector[0] is known[0] for known in self._vectors):
+            self._vectors.append(vector)
+
+    def total(self):
+        """Their sum."""
+        return functools.reduce(self._add, self._vectors)
+
+
+def add_in_turn(link, arguments=(), _=None):
+    """Have a link add in another order, in this step."""
+    link._fold = InTurn(link._framework.arithmetic.add)  # planted
+
+
 def _flip_weights(update, arguments, _):
     for _, parameter in _owned(update):
         flip(parameter)
@@ -88,6 +110,7 @@ KINDS = {
     "gradient": (Lane, "gradient", _flip_gradient, False),  # while a replica is computed
     "fold": (GradientBuckets, "fold", _flip_sums, False),  # while owners add
     "sum": (LocalLink, "mean", _flip_sums, False),  # the same, in a process that is alone
+    "order": (LocalLink, "begin", add_in_turn, False),  # no bit is flipped, but all is added from left to right
     "update": (Update, "apply", _flip_weights, False),  # while owners write weights
     "state": (Update, "apply", _flip_state, False),  # while owners write optimizer state
     "rehearsal": (WorkerState, "rehearsed", _flip_rehearsed, False),  # while another worker's update is audited

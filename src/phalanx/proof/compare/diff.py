@@ -23,6 +23,10 @@ WHOLE = {"samples": "samples", "batch": "batch", "forward": "forward pass", "los
          "fold": "fold", "norm": "norm of the gradient", "update": "update", "buffer": "buffers", "state": "state",
          "end": "number of steps", "tensors": "tensors"}  # fmt: skip
 
+UNTOLD = {  # where nothing but links and states is left of a step
+    "gradient": ": in a replica's gradient or in the fold of all, which links do not tell apart",
+    "update": ": in the update, or in a gradient or fold whose norm is the same",
+}
 OF_REPLICAS = ("samples", "batch", "forward", "loss", "gradient", "buffer")
 
 
@@ -153,6 +157,7 @@ def _compared(one: Side, other: Side, operations: bool) -> Difference | None:
         note = f"{missing}, so nothing was computed again"
     if found is None:
         found = _as_recorded(one, other, parted, state, last_same)
+        note += UNTOLD.get(found.phase, "")
     replica = found.replica
     if replica is None and parted is not None and parted.step == found.step:
         replica = parted.replica
