@@ -259,13 +259,14 @@ def test_additions_in_another_order(tmp_path, monkeypatch):
 def test_a_recorded_fold_that_was_wrong(tmp_path, kind, call):
     """Recipes are the same, and links tell no fold from gradients of a step that is past: both are named."""
     options = {"replicas": 8, "batch_size": 16, "drop_last": True, "steps": 6}
-    right = ran(tmp_path / "a", recipe(**options), chain="every")
+    one = recipe(**options)
+    right = ran(tmp_path / "a", one, chain="every")
     with Fault(kind, str(tmp_path / "pid"), call).planted():
-        wrong = ran(tmp_path / "b", recipe(**options), chain="every")
+        wrong = ran(tmp_path / "b", one, chain="every")
     found = phalanx.diff(right, wrong)
     assert found.step == 3
     assert found.phase == ("gradient" if kind == "gradient" else "update")  # in another order the norm is rounded alike
-    assert "one of the two runs did something else: in " in found.note
+    assert "one of the two runs did something else; links do not tell " in found.note
     assert all(word in found.note for word in ("gradient", "fold"))
 
 

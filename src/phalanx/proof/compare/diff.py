@@ -23,10 +23,8 @@ WHOLE = {"samples": "samples", "batch": "batch", "forward": "forward pass", "los
          "fold": "fold", "norm": "norm of the gradient", "update": "update", "buffer": "buffers", "state": "state",
          "end": "number of steps", "tensors": "tensors"}  # fmt: skip
 
-UNTOLD = {  # where nothing but links and states is left of a step
-    "gradient": ": in a replica's gradient or in the fold of all, which links do not tell apart",
-    "update": ": in the update, or in a gradient or fold whose norm is the same",
-}
+UNTOLD = {"gradient": "links do not tell a replica's gradient from the fold of all",
+          "update": "links do not tell an update from a gradient or a fold of the same norm"}  # fmt: skip
 OF_REPLICAS = ("samples", "batch", "forward", "loss", "gradient", "buffer")
 
 
@@ -148,7 +146,7 @@ def _compared(one: Side, other: Side, operations: bool) -> Difference | None:
     last_same, state = _states(one, other)
     if parted is None and state is None:
         return _ends(one, other, fields, last_same)
-    found, note = None, ""
+    found, note, untold = None, "", ""
     last = min(([parted.step] if parted is not None else []) + ([state - 1] if state is not None else []))
     missing = _missing(one, other)
     if not missing and last >= 0:
@@ -157,12 +155,12 @@ def _compared(one: Side, other: Side, operations: bool) -> Difference | None:
         note = f"{missing}, so nothing was computed again"
     if found is None:
         found = _as_recorded(one, other, parted, state, last_same)
-        note += UNTOLD.get(found.phase, "")
+        untold = UNTOLD.get(found.phase, "") if found.what.name != "lr" else ""
     replica = found.replica
     if replica is None and parted is not None and parted.step == found.step:
         replica = parted.replica
-    if parted is not None and parted.step <= found.step:
-        note = "; ".join(filter(None, [_linked(parted), note]))
+    linked = _linked(parted) if parted is not None and parted.step <= found.step else ""
+    note = "; ".join(filter(None, [linked, note, untold]))
     where = (found.step, replica, found.phase, found.what.name, found.what.elements, found.what.ulp, found.line)
     return Difference(fields, *where, note, _losses(one, other))
 
