@@ -13,6 +13,7 @@ import phalanx
 from phalanx.checkpoint.chain import CHAIN, records_of
 from phalanx.cli.app import app
 from phalanx.cli.files import load_recipe
+from phalanx.proof.certify import certify
 from phalanx.proof.replay import failure_of
 from tests.proof.jobs import ran, recipe
 
@@ -76,6 +77,16 @@ def test_a_chain_that_was_cut_is_not_verified(run):
     shutil.rmtree(folder / "snapshots")
     records_of(folder / CHAIN).write_text(records_of(folder / CHAIN).read_text().splitlines()[0] + "\n")
     assert "has no steps yet" in phalanx.verify(job, folder, progress=False).text
+
+
+def test_a_run_without_a_snapshot_after_a_step_is_not_certified(run):
+    """Only the snapshot from before the first step is there, as while a run is at work: a certificate of nothing."""
+    folder, job = run
+    with (
+        job.start(run_dir=folder / "new", engine="inline", progress=False),
+        pytest.raises(phalanx.UsageError, match="is of step 0, so that there is nothing to certify"),
+    ):
+        certify(job, folder / "new")
 
 
 def test_no_steps_are_not_the_same(run):
