@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
+from phalanx.engines.links import LocalLink
 from phalanx.frameworks.torch.adapter import Torch
 from phalanx.frameworks.torch.optimizer import Update
 from phalanx.frameworks.torch.replica.feed import Feed
 from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.frameworks.torch.sharing.buckets import GradientBuckets
+from phalanx.frameworks.torch.sharing.state import WorkerState
 from phalanx.shared.state import Shard
 
 PLANTED = contextlib.ExitStack()  # for as long as this process lives
@@ -47,6 +49,28 @@ def _flip_sums(buckets, arguments, total):
             flip(entry)
 
 
+class InTurn:
+    """Adds gradients one after the other, where a fold adds pairs."""
+
+    def __init__(self, add):
+        self._add = add
+        self._vectors = []
+
+    def push(self, replica, vector):
+        """Keep a gradient; one that was added to its left neighbour's already is that one."""
+        if not any(vector[0] is known[0] for known in self._vectors):
+            self._vectors.append(vector)
+
+    def total(self):
+        """Their sum."""
+        return functools.reduce(self._add, self._vectors)
+
+
+def add_in_turn(link, arguments=(), _=None):
+    """Have a link add in another order, in this step."""
+    link._fold = InTurn(link._framework.arithmetic.add)  # planted
+
+
 def _flip_weights(update, arguments, _):
     for _, parameter in _owned(update):
         flip(parameter)
@@ -55,6 +79,10 @@ def _flip_weights(update, arguments, _):
 def _flip_state(update, arguments, _):
     for optimizer, parameter in _owned(update):
         flip(next(value for value in optimizer.state[parameter].values() if value.dim()))
+
+
+def _flip_rehearsed(state, arguments, result):
+    flip(result[0])
 
 
 def _flip_batch(feed, arguments, batch):
@@ -82,8 +110,11 @@ def _die(update, arguments, _):
 KINDS = {
     "gradient": (Lane, "gradient", _flip_gradient, False),  # while a replica is computed
     "fold": (GradientBuckets, "fold", _flip_sums, False),  # while owners add
+    "sum": (LocalLink, "mean", _flip_sums, False),  # the same, in a process that is alone
+    "order": (LocalLink, "begin", add_in_turn, False),  # no bit is flipped, but all is added from left to right
     "update": (Update, "apply", _flip_weights, False),  # while owners write weights
     "state": (Update, "apply", _flip_state, False),  # while owners write optimizer state
+    "rehearsal": (WorkerState, "rehearsed", _flip_rehearsed, False),  # while another worker's update is audited
     "batch": (Feed, "batch", _flip_batch, False),  # as one process reads it
     "weight in memory": (Torch, "gradients", _flip_parameter, True),  # before a step, where all processes read it
     "state in memory": (Torch, "gradients", _flip_moment, True),

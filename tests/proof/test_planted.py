@@ -18,7 +18,7 @@ from phalanx.engines.links import LocalLink
 from phalanx.plan.audit import Audit
 from phalanx.proof.stable import stable
 from tests.families import FAMILIES
-from tests.proof.faults import BIT, Fault, flip
+from tests.proof.faults import BIT, Fault, add_in_turn, flip
 from tests.proof.jobs import REPLICAS, SGD, STEPS, Net, X, Y, dealt, mlp, ran, recipe
 
 
@@ -237,6 +237,37 @@ def test_a_bit_in_the_fold(tmp_path, monkeypatch):
     assert (found.step, found.replica, found.phase, found.name) == (0, None, "fold", "norm.weight")
     assert (found.elements, found.ulp) == (1, 1 << BIT)
     assert "in step 0: fold, norm.weight: 1 element" in str(found)
+
+
+def test_additions_in_another_order(tmp_path, monkeypatch):
+    """From left to right and not in pairs, on one side: the fold of the first step in which that changes a bit."""
+    real = LocalLink.begin
+
+    def begin(link):
+        real(link)
+        if type(link._framework.snapshots.model) is Other:  # planted
+            add_in_turn(link)
+
+    monkeypatch.setattr(LocalLink, "begin", begin)
+    options = {"replicas": 8, "batch_size": 16, "drop_last": True, "steps": 5}
+    found = apart(tmp_path, recipe(**options), recipe(**options, make_model=Other))
+    assert (found.step, found.replica, found.phase) == (0, None, "fold")
+    assert 1 <= found.ulp < 1000
+
+
+@pytest.mark.parametrize(("kind", "call"), [("order", 4), ("gradient", 3 * 8 + 2)])
+def test_a_recorded_fold_that_was_wrong(tmp_path, kind, call):
+    """Recipes are the same, and links tell no fold from gradients of a step that is past: both are named."""
+    options = {"replicas": 8, "batch_size": 16, "drop_last": True, "steps": 6}
+    one = recipe(**options)
+    right = ran(tmp_path / "a", one, chain="every")
+    with Fault(kind, str(tmp_path / "pid"), call).planted():
+        wrong = ran(tmp_path / "b", one, chain="every")
+    found = phalanx.diff(right, wrong)
+    assert found.step == 3
+    assert found.phase == ("gradient" if kind == "gradient" else "update")  # in another order the norm is rounded alike
+    assert "one of the two runs did something else; links do not tell " in found.note
+    assert all(word in found.note for word in ("gradient", "fold"))
 
 
 def in_gradient(tmp_path):

@@ -27,6 +27,7 @@ BEGINNING = "0" * 64
 MOST_HEADER, MOST_STEPS, MOST_WIDTH = 4096, 1 << 60, 1 << 26
 LINE, REPLICA = 320, 54  # bytes that a line takes at most, and each replica's loss and weight in it
 MOST_RECORDS = 1 << 30
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)  # what odd JSON raises
 
 
 def link_after(previous: str, body: str) -> str:
@@ -193,7 +194,7 @@ class Links:
                 raise ValueError(f"it begins at step {self.first}, with lines of {self.width} bytes")
             self._base = len(header[0]) + 1
             self._count = max(0, (os.fstat(self._descriptor).st_size - self._base) // self.width)
-        except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        except (OSError, *MALFORMED) as error:
             self.close()
             raise SnapshotError(f"{path} is no chain of links: {error}") from error
 
@@ -213,7 +214,10 @@ class Links:
             found = json.loads(self.line(step))
             if found["step"] != step or len(bytes.fromhex(found["link"])) != hashlib.sha256().digest_size:
                 raise ValueError("it is another step's")
-        except (ValueError, KeyError, TypeError) as error:
+            float(found.get("loss", 0))
+            if not all(isinstance(found.get(name, []), list) for name in ("losses", "weights")):
+                raise ValueError("losses and weights are no lists")
+        except MALFORMED as error:
             raise SnapshotError(f"{self.path} is damaged at step {step}: {error}") from error
         return found
 
@@ -257,7 +261,7 @@ def records(path: pathlib.Path, kind: str) -> Iterator[dict[str, Any]]:
     except (OSError, ValueError):
         return
     for line in text.splitlines():
-        with contextlib.suppress(ValueError, AttributeError):
+        with contextlib.suppress(*MALFORMED):
             found = json.loads(line)
-            if found.get("kind") == kind:
+            if found["kind"] == kind and isinstance(found["step"], int):
                 yield found

@@ -19,8 +19,8 @@ def load_recipe(file: str) -> tuple[Recipe, Any, Any]:
     UsageError
         There is no such file, or it defines no recipe of that name. What the file itself raises comes through.
     """
-    path, _, name = file.partition(":")
-    name = name or "recipe"
+    path, colon, name = file.rpartition(":")
+    path, name = (path, name or "recipe") if colon and (not name or name.isidentifier()) else (file, "recipe")
     source = pathlib.Path(path).resolve()
     spec = importlib.util.spec_from_file_location(f"phalanx_file_{source.stem}", source)
     if not source.is_file():

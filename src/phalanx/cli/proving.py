@@ -19,6 +19,7 @@ import typer
 from phalanx.checkpoint.files import make_folder, write
 from phalanx.checkpoint.tensors import write as write_tensors
 from phalanx.cli.files import load_recipe
+from phalanx.cli.printed import check_picture
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.proof import certify as certificates
 from phalanx.proof.compare.diff import Difference
@@ -54,13 +55,14 @@ def diff(
 
     Exit status 0 if they are the same, 1 if they differ, 2 if that could not be told.
     """
+    check_picture(plot)
     with _untold():
         recipes = _recipe_of(a, told=not json_), _recipe_of(b, told=not json_)
         found = compare(a, b, recipes=recipes, operations=ops)
         if plot and found is not None:
-            target = pathlib.Path(plot)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            found.plot().figure.savefig(target)
+            with _writing("--plot", plot) as target:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                found.plot().figure.savefig(target)
     typer.echo(json.dumps(_as_facts(found)) if json_ else str(found or "the same"))
     if found is not None:
         raise typer.Exit(1)
@@ -90,7 +92,8 @@ def replay_step(
     facts = {"step": found.step, "replica": found.replica, "samples": list(found.samples), "loss": found.loss}
     typer.echo("\n".join(f"{name:8}  {value}" for name, value in facts.items()))
     if out:
-        _write(found, pathlib.Path(out), facts)
+        with _writing("--out", out) as target:
+            _write(found, target, facts)
         typer.echo(f"values    {out}")
 
 
@@ -129,7 +132,8 @@ def certify_run(
     if known is None:
         raise UsageError(f"the recipe of {run} is not known; say where it is: --recipe FILE[:NAME]")
     facts = certificates.certify(known, pathlib.Path(run))
-    pathlib.Path(out).write_text(json.dumps(facts, indent=1) + "\n")
+    with _writing("--out", out) as target:
+        target.write_text(json.dumps(facts, indent=1) + "\n")
     typer.echo(f"chain   {facts['chain']}\ndigest  {facts['digest']}\n{out}")
 
 
@@ -141,6 +145,14 @@ def _untold() -> Iterator[None]:
     except PhalanxError as error:
         typer.echo(f"phalanx: {error}", err=True)
         raise typer.Exit(UNKNOWN) from error
+
+
+@contextlib.contextmanager
+def _writing(option: str, path: str) -> Iterator[pathlib.Path]:
+    try:
+        yield pathlib.Path(path)
+    except OSError as error:
+        raise UsageError(f"{option} is {path!r}, which cannot be written: {error.strerror}; give another") from error
 
 
 def _end(found: Verified, *, json_: bool) -> None:

@@ -20,11 +20,12 @@ from phalanx.definition.fields import Definition
 from phalanx.engines.auditing import AuditedLink, spelled
 from phalanx.engines.ballots import OwnBallot
 from phalanx.engines.links import LaneLink, LocalLink, ProcessLink
+from phalanx.engines.own_pieces import OwnPieces
 from phalanx.engines.price import Price
 from phalanx.engines.verdict import MOST, Open, decided, endless
 from phalanx.errors import CorruptionError, PhalanxError, RunError, WorkerError
 from phalanx.plan import evaluation_key
-from phalanx.plan.audit import Audit
+from phalanx.plan.audit import Audit, What
 from phalanx.seams import Exported, Framework, Measurement, RunState, Todo, Weights
 from phalanx.seams.events import Incident, StepReport
 from phalanx.seams.snapshots import Captured
@@ -79,10 +80,7 @@ class Inline:
         self._open_court = open_court
         self._audited: AuditedLink | None = None
         if audit is not None:
-            self._audited = AuditedLink(
-                self._link, audit, framework, definition, OwnBallot(), worker=0, blocks=[range(definition.replicas)]
-            )
-            self._link = self._audited
+            self._link = self._audited = _audited(self._link, audit, framework, definition)
         self._ahead = ahead
         self._dealer = BatchShares(definition, framework.opened, None if ahead is None else ahead.read)
         self._torn = False
@@ -108,9 +106,8 @@ class Inline:
                 shares = self._dealer.planned(t) if batch is None else self._dealer.brought(batch)
                 if self._lanes is not None and batch is None:
                     self._lanes.expect(functools.partial(self._following, t + 1, horizon))
-                proposal = self._proposed(t, shares, batch)
                 samples = sum([len(share.samples) for share in shares])
-                self._commit(t, proposal, samples)
+                proposal = self._done(t, shares, batch, samples)
             except BaseException:
                 self._end_if_broken_off(breaks, f"at {moment}")
                 raise
@@ -173,19 +170,22 @@ class Inline:
             self._ahead.close()
         self._memory()  # once
 
-    def _proposed(self, t: int, shares: Sequence[Share], batch: Any) -> Proposal:
-        """The first half of the step; again where an audit found that this process computed a wrong value."""
-        if self._audited is not None:
-            self._audited.aim(t, shares)
+    def _done(self, t: int, shares: Sequence[Share], batch: Any, samples: int) -> Proposal:
+        """Do the step; again where an audit found that this process computed a wrong value."""
         found = 0
         while True:
+            if self._audited is not None:
+                self._audited.aim(t, shares)
             self._link.begin()
             try:
-                return propose(self._framework, self._link, self._definition, t, shares)
+                proposal = propose(self._framework, self._link, self._definition, t, shares)
+                self._commit(t, proposal, samples)
+                return proposal
             except CorruptionError as error:
                 found += 1
-                found_wrong = decided(error, {}, self._open_court, self._definition, self.run_state, batch)
-                error.worker = found_wrong[0] if found_wrong else None
+                court = self._open_court if error.what != What.UPDATE else None  # whose value it was shows next time
+                found_wrong = decided(error, {}, court, self._definition, self.run_state, batch)
+                error.worker = found_wrong[0] if found_wrong else 0 if court is None else None
                 worker = -1 if error.worker is None else error.worker
                 self.run_state.incidents.append(Incident(time.perf_counter(), "corruption", worker, t, spelled(error)))
                 if self._audited is None or self._audited.stops:
@@ -220,6 +220,9 @@ class Inline:
             self._torn = False
             during = "the scheduler; the step itself was done"
             self._framework.schedule(proposal.loss)
+        except CorruptionError:  # the state is the one before the update
+            self._torn = False
+            raise
         except BaseException as error:
             moment = self._definition.rounds.at(t)
             self.ended = f"{type(error).__name__} ({error}) at {moment} in {during}"
@@ -231,3 +234,11 @@ class Inline:
         """Refuse to go on where the run cannot."""
         if self.ended:
             raise RunError(f"this run cannot go on: {self.ended}; start another")
+
+
+def _audited(link: Any, audit: Audit, framework: Framework, definition: Definition) -> AuditedLink:
+    """A link whose steps are audited by the process itself; of several devices, replicas only."""
+    ballot = OwnBallot()
+    pieces = OwnPieces(audit, framework, ballot) if isinstance(link, LocalLink) else None
+    blocks = [range(definition.replicas)]
+    return AuditedLink(link, audit, framework, definition, ballot, worker=0, blocks=blocks, pieces=pieces)

@@ -36,6 +36,11 @@ def certify(recipe: Definition, run_dir: pathlib.Path, *, progress: bool | str =
         No snapshot there can be used.
     """
     newest = read_any(run_dir)
+    if not newest.step:
+        raise UsageError(
+            f"the newest snapshot in {str(run_dir)!r} is of step 0, so that there is nothing to certify; wait for a "
+            "later one, or end the run"
+        )
     differs = compare(recipe, fingerprint(recipe), newest.recipe).differs
     if differs:
         raise UsageError(f"the run in {str(run_dir)!r} had another recipe: {differs[0]}; give that one")
@@ -44,7 +49,7 @@ def certify(recipe: Definition, run_dir: pathlib.Path, *, progress: bool | str =
     with Links(run_dir / CHAIN) as links:
         if len(links) < newest.step:
             raise UsageError(f"the chain in {str(run_dir)!r} has {len(links)} steps, and the run {newest.step}")
-        root = links[newest.step - 1]["link"] if newest.step else None
+        root = links[newest.step - 1]["link"]
     with Instant(recipe, newest) as instant:
         digest = instant.digest
     found = {

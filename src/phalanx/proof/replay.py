@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bdb
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -11,6 +12,7 @@ import pathlib
 import pdb
 import sys
 import types
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -23,6 +25,8 @@ from phalanx.definition.data import map_tree
 from phalanx.definition.fields import Definition
 from phalanx.errors import PhalanxError, RunError, UsageError
 from phalanx.frameworks.registry import as_factory
+from phalanx.proof.compare.fields import another
+from phalanx.proof.compare.sides import side
 from phalanx.proof.instant import Instant, at, of_updates
 from phalanx.seams import Watch
 
@@ -119,6 +123,7 @@ def replay(
         batch = failed.batch(folder) if step in (None, failed.step) else None
         phase = failed.phase or None if phase is None and step in (None, failed.step) else phase
         step, replica = failed.step if step is None else step, failed.replica if replica is None else replica
+    _warn_of_another(recipe, folder)
     if step is None or replica is None:
         missing = "step" if step is None else "replica"
         raise UsageError(f"{missing} is not given; name step and replica, or give the run_dir of a run that failed")
@@ -127,6 +132,16 @@ def replay(
     checks.integer("replica", replica, least=0, most=recipe.replicas - 1)
     with at(recipe, folder, step, devices=devices, batch=batch, phase=phase, progress=progress) as instant:
         return replayed(instant, replica, debug=debug)
+
+
+def _warn_of_another(recipe: Definition, folder: pathlib.Path | None) -> None:
+    if folder is None:
+        return
+    with contextlib.suppress(PhalanxError), contextlib.closing(side(folder)) as run:
+        why = another(recipe, run.run.get("recipe"))
+        if why:
+            text = f"the run in {str(folder)!r} had another recipe ({why}): this one is computed, from the run's state"
+            warnings.warn(text, stacklevel=3)
 
 
 def _of_error(error: RunError, replica: int | None, devices: Sequence[str], *, debug: bool) -> Replayed:
@@ -202,8 +217,8 @@ def failure_of(folder: pathlib.Path) -> Failed:
     except (OSError, ValueError) as error:
         raise UsageError(f"{str(folder)!r} has no log of events: {error}; give the directory of a run") from error
     for line in reversed(lines):
-        if b'"error"' in line:
-            told = json.loads(line)
+        with contextlib.suppress(ValueError, AttributeError, RecursionError):  # a line may be torn
+            told = json.loads(line) if b'"error"' in line else {}
             if told.get("event") == "error" and told.get("step") is not None and told.get("replica") is not None:
                 return Failed(told["step"], told["replica"], told.get("batch"), str(told.get("phase", "")))
     raise UsageError(f"no step of the run in {str(folder)!r} failed; name one with --step and --replica")

@@ -18,12 +18,12 @@ from phalanx.checkpoint.chained import fields_of, leaves_of
 from phalanx.definition import checks
 from phalanx.definition.fields import Definition
 from phalanx.definition.fingerprint import compare, fingerprint
-from phalanx.errors import UsageError
+from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.registry import recorded_environment
 from phalanx.plan.keys import splitmix64
 from phalanx.proof.compare.links import parted
 from phalanx.proof.compare.sides import Side, side
-from phalanx.proof.instant import Instant, nearest, steps_in
+from phalanx.proof.instant import Instant, nearest, snapshot_at, steps_in
 from phalanx.surroundings.presence import usable_cores
 
 SAME, DIFFERENT, UNKNOWN = 0, 1, 2  # exit statuses
@@ -90,12 +90,39 @@ def verify(
     try:
         if with_chain.links is None:
             raise UsageError(f"run_dir is {str(path)!r}, which has no chain; give the directory of a run")
-        reason = _unlike(recipe, with_chain)
+        reason = _unlike(recipe, with_chain) or _cut(with_chain, whole=steps is None)
         if reason:
             return Verified(UNKNOWN, 0, reason)
-        return _verified(recipe, with_chain, _stretches(with_chain, path, steps, sample), workers, progress)
+        stretches = _stretches(with_chain, path, steps, sample)
+        found = _verified(recipe, with_chain, stretches, workers, progress)
+        damaged = _damaged(path, stretches) if found.status == SAME else ""
+        return Verified(UNKNOWN, found.steps, f"{found.text}, but {damaged}") if damaged else found
     finally:
         with_chain.close()
+
+
+def _cut(run: Side, *, whole: bool) -> str:
+    """Why the chain cannot be that of the whole run."""
+    assert run.links is not None, "who asks has looked"
+    newest, count = max(run.states, default=0), len(run.links)
+    if whole and newest > count:
+        return (
+            f"it cannot be told: {run.links.path} has {count} steps, and the newest snapshot is of step {newest}, so "
+            "the chain was cut" + (f"; --steps {run.links.first}:{count} checks what is left of it" if count else "")
+        )
+    return "" if count > run.links.first else f"it cannot be told: {run.links.path} has no steps yet"
+
+
+def _damaged(path: pathlib.Path, stretches: Sequence[tuple[int, int]]) -> str:
+    """Which snapshot of these steps cannot be used, if one cannot; one that went away meanwhile is none."""
+    for step in steps_in(path):
+        if any(first <= step <= end for first, end in stretches):
+            try:
+                snapshot_at(path, step)
+            except SnapshotError as error:
+                if step in steps_in(path):
+                    return f"{error}; remove that folder, which a run that goes on does not use either"
+    return ""
 
 
 def _unlike(recipe: Definition, run: Side) -> str:
@@ -118,7 +145,7 @@ def _stretches(
     links = run.links
     assert links is not None, "who asks has looked"
     first, last = steps or (links.first, len(links))
-    if not links.first <= first <= last <= len(links):
+    if not links.first <= first < last <= len(links):
         raise UsageError(f"steps is {first}:{last}, and the chain has {links.first}:{len(links)}; give some of those")
     cuts = sorted({first, last, *(step for step in steps_in(path) if first < step < last)})
     found = list(itertools.pairwise(cuts))

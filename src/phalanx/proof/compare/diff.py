@@ -6,15 +6,14 @@ the steps since the last state that was the same are computed again on both side
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.definition.fields import Definition
-from phalanx.definition.fingerprint.compare import compared
-from phalanx.errors import PhalanxError
-from phalanx.proof.compare.links import Parting, parting
+from phalanx.errors import PhalanxError, UsageError
+from phalanx.proof.compare.fields import another, different_fields
+from phalanx.proof.compare.links import Parting, in_common, parting
 from phalanx.proof.compare.recompute import Found, first_difference
 from phalanx.proof.compare.sides import Side, side
 from phalanx.proof.compare.values import Unequal, unequal
@@ -24,6 +23,8 @@ WHOLE = {"samples": "samples", "batch": "batch", "forward": "forward pass", "los
          "fold": "fold", "norm": "norm of the gradient", "update": "update", "buffer": "buffers", "state": "state",
          "end": "number of steps", "tensors": "tensors"}  # fmt: skip
 
+UNTOLD = {"gradient": "links do not tell a replica's gradient from the fold of all",
+          "update": "links do not tell an update from a gradient or a fold of the same norm"}  # fmt: skip
 OF_REPLICAS = ("samples", "batch", "forward", "loss", "gradient", "buffer")
 
 
@@ -126,7 +127,7 @@ def diff(
     Raises
     ------
     UsageError
-        One of them is nothing that can be compared.
+        One of them is nothing that can be compared, or they have nothing in common.
     SnapshotError
         One of them is damaged.
     """
@@ -148,65 +149,66 @@ def _compared(one: Side, other: Side, operations: bool) -> Difference | None:
     parted = parting(one.links, other.links) if one.links and other.links else None
     last_same, state = _states(one, other)
     if parted is None and state is None:
-        return _ends(one, other, fields)
-    found, note = None, ""
+        return _ends(one, other, fields, last_same)
+    found, note, untold = None, "", ""
     last = min(([parted.step] if parted is not None else []) + ([state - 1] if state is not None else []))
-    if one.recipe is not None and other.recipe is not None and last >= 0:
+    missing = _missing(one, other)
+    if not missing and last >= 0:
         found, note = _again(one, other, last_same, last, operations)
     elif state != 0:
-        note = "no recipe is at hand, so nothing was computed again"
+        note = f"{missing}, so nothing was computed again"
     if found is None:
         found = _as_recorded(one, other, parted, state, last_same)
+        untold = UNTOLD.get(found.phase, "") if found.what.name != "lr" else ""
     replica = found.replica
     if replica is None and parted is not None and parted.step == found.step:
         replica = parted.replica
-    if parted is not None and parted.step <= found.step:
-        note = "; ".join(filter(None, [_linked(parted), note]))
+    linked = _linked(parted) if parted is not None and parted.step <= found.step else ""
+    note = "; ".join(filter(None, [linked, note, untold]))
     where = (found.step, replica, found.phase, found.what.name, found.what.elements, found.what.ulp, found.line)
     return Difference(fields, *where, note, found.part, _losses(one, other))
 
 
-def different_fields(one: Side, other: Side) -> dict[str, str]:
-    """What of recipe, environment and data differs, by name."""
-    found: dict[str, str] = {}
-    mine, theirs = (side.run.get("recipe") or {} for side in (one, other))
-    if mine and theirs:
-        try:
-            told = compared(mine, theirs).differs
-        except (KeyError, TypeError, AttributeError):
-            told = []
-        for text in told:
-            found.setdefault(re.split(r"[: ]", text, maxsplit=1)[0], _sided(text))
-        for name in sorted({**mine.get("packages", {}), **theirs.get("packages", {})}):
-            versions = [facts.get("packages", {}).get(name) for facts in (mine, theirs)]
-            if None not in versions and versions[0] != versions[1]:
-                found.setdefault(name, f"{name} is {versions[0]} in A, and {versions[1]} in B")
-        if mine.get("python") != theirs.get("python"):
-            found["python"] = f"python is {mine.get('python')} in A, and {theirs.get('python')} in B"
-    left, right = (side.run.get("environment") or {} for side in (one, other))
-    for name in {**left, **right} if left and right else ():
-        if left.get(name) != right.get(name):
-            found.setdefault(name, f"{name} is {left.get(name)} in A, and {right.get(name)} in B")
-    return found
-
-
-def _sided(text: str) -> str:
-    text = text.replace(" here, and ", " in A, and ").replace(" here than there", " in A than in B")
-    return re.sub(r" there$", " in B", text)
-
-
 def _loosely(one: Side, other: Side, fields: dict[str, str]) -> Difference | None:
     """Tensors of no known step, with those of the newest state of the other side."""
-    sides = [side.loose or side.tensors(max(side.states, default=0)) for side in (one, other)]
-    what = unequal(*sides, common=not (one.loose and other.loose))
+    sides = [side.loose or side.newest() for side in (one, other)]
+    both = bool(one.loose and other.loose)
+    if not both and not set(sides[0]) & set(sides[1]):
+        raise UsageError(f"{one.name} and {other.name} have no tensor in common; give a run that has a snapshot")
+    what = unequal(*sides, common=not both)
     if what is None:
         return None
     return Difference(fields, None, None, "tensors", *what)
 
 
-def _ends(one: Side, other: Side, fields: dict[str, str]) -> Difference | None:
-    """All that both have is the same: one may have more of it."""
-    counts = [len(side.links) if side.links is not None else max(side.states, default=0) for side in (one, other)]
+def _missing(one: Side, other: Side) -> str:
+    """Why steps cannot be computed again, if they cannot."""
+    for run, name in ((one, "A"), (other, "B")):
+        if run.recipe is None:
+            return "no recipe is at hand"
+        why = another(run.recipe, run.run.get("recipe"))
+        if why:
+            return f"the recipe at hand is not the one that {name} had ({why})"
+    return ""
+
+
+def _ends(one: Side, other: Side, fields: dict[str, str], same: int) -> Difference | None:
+    """All that both have is the same: one may have more of it.
+
+    Raises
+    ------
+    UsageError
+        What they have is not of the same steps.
+    """
+    counts = [max([len(side.links or ()), *side.states]) for side in (one, other)]
+    common = max([same] + ([in_common(one.links, other.links)] if one.links and other.links else []))
+    states = set(one.states) & set(other.states)
+    if common < min(counts) or not (common or states):
+        raise UsageError(
+            f"it cannot be told: A has {counts[0]} steps and B has {counts[1]}, and what both say is the same up to "
+            f"step {common}, from where on they have no links or states of the same steps; give runs with chains, or "
+            "snapshots of one step"
+        )
     if counts[0] != counts[1]:
         note = f"A has {counts[0]} steps, and B has {counts[1]}; those that both have are the same"
         return Difference(fields, min(counts), None, "end", note=note, losses=_losses(one, other))

@@ -68,6 +68,15 @@ def parting(one: Links, other: Links) -> Parting | None:
     return parted(low, *told) or Parting(low, "samples", "link", None, links)
 
 
+def in_common(one: Links, other: Links) -> int:
+    """The step up to which two chains that do not part say the same of anything; 0 if they say nothing in common."""
+    first, end = max(one.first, other.first), min(len(one), len(other))
+    if first >= end:
+        return 0
+    last = one[end - 1], other[end - 1]
+    return end if last[0]["link"] == last[1]["link"] or set(last[0]) & set(last[1]) - set(OWN) else 0
+
+
 def parted(step: int, one: Mapping[str, Any], other: Mapping[str, Any]) -> Parting | None:
     """How two links of a step differ in what both say, in the order in which a step comes to it."""
     common = [name for name in [*PHASES, *one] if name in one and name in other and name not in OWN]

@@ -63,6 +63,10 @@ class Side:
             return {}
         return tensors_of(found.weights, found.training)
 
+    def newest(self) -> dict[str, Tensor]:
+        """The tensors of the newest state that there is a good snapshot of."""
+        return next(filter(None, map(self.tensors, sorted(self.states, reverse=True))), {})
+
     def close(self) -> None:
         """Read no more."""
         if self.links is not None:
@@ -105,25 +109,25 @@ def side(target: Any, recipe: Definition | None = None) -> Side:
 
 def _folder(path: pathlib.Path, recipe: Definition | None) -> Side:
     found = Side(str(path), path, recipe=recipe or recall(path))
+    steps = list(steps_in(path)) if (path / MANIFEST).exists() or (path / SNAPSHOTS).is_dir() else None
     chain = path / CHAIN
     if chain.exists():
         _chain(found, chain)
-    elif not (path / MANIFEST).exists() and not (path / SNAPSHOTS).is_dir():
+    elif steps is None:
         raise UsageError(f"{str(path)!r} has neither a chain nor snapshots; give the directory of a run, or a snapshot")
-    for step in steps_in(path):
+    for step in steps or ():  # listed before the chain was opened, which is never older than a snapshot
         facts = _facts(path if (path / MANIFEST).exists() else path / SNAPSHOTS / f"step-{step:012d}")
-        hashes = facts.get("hashes", {})
-        parts = [part for part in hashes.values() if isinstance(part, dict)]
+        parts = [part for part in _objects(facts, "hashes").values() if isinstance(part, dict)]
         if parts:
             found.states[step] = tensors_of(parts[0], parts[1] if len(parts) > 1 else {})
         for name in ("recipe", "environment"):
-            found.run.setdefault(name, facts.get(name))
+            found.run.setdefault(name, _objects(facts, name))
     return found
 
 
 def _facts(folder: pathlib.Path) -> dict[str, Any]:
     """What a snapshot says of itself; its tensors are checked when they are read."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         facts = json.loads(files.read(folder / FACTS, MOST_JSON))
         return facts if isinstance(facts, dict) else {}
     return {}
@@ -132,17 +136,22 @@ def _facts(folder: pathlib.Path) -> dict[str, Any]:
 def _chain(found: Side, path: pathlib.Path) -> Side:
     found.links = Links(path)
     for told in records(path, "run"):
-        found.run = told
+        found.run = told | {name: _objects(told, name) for name in ("recipe", "environment")}
     for told in records(path, "state"):
-        with contextlib.suppress(PhalanxError, KeyError, TypeError):
+        with contextlib.suppress(PhalanxError, KeyError):
             if _bound(found.links, told):
-                found.states[int(told["step"])] = told["leaves"]
+                found.states[told["step"]] = _objects(told, "leaves")
     return found
+
+
+def _objects(facts: dict[str, Any], name: str) -> dict[str, Any]:
+    value = facts.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def _bound(links: Links, told: dict[str, Any]) -> bool:
     """Whether a record belongs to the chain as it is now; steps may have been done again since, and differently."""
-    step = int(told["step"])
+    step = told["step"]
     if step <= links.first or step > len(links):
         return step == links.first
     return links[step - 1]["link"] == told["link"]
