@@ -116,7 +116,8 @@ class ResumeState:
                 "choose another directory, or go on from there with resume=True"
             )
         self._compare(earlier)
-        steps = self._definition.total
+        by_epochs = self._definition.stream is not None and self._definition.epochs is not None
+        steps = None if by_epochs else self._definition.total  # batches may have been brought between
         if steps is not None and steps < earlier.step:
             raise UsageError(
                 f"run_dir is {str(run_dir)!r}, which has a run of {earlier.step} steps, and the recipe has "
