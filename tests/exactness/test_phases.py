@@ -249,6 +249,54 @@ def test_devices(kind):
     assert (several.digest, several.phase_history) == trained(four)
 
 
+class Tied(nn.Module):
+    """An encoder and a decoder with one weight and biases of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.decoder.weight = self.encoder.weight
+
+    def forward(self, x):
+        return self.decoder(torch.tanh(self.encoder(x)))
+
+
+def encoded_loss(model, batch):
+    return model.encoder(batch[0]).square().mean()
+
+
+def decoded_loss(model, batch):
+    return F.mse_loss(model(batch[0]), batch[0])
+
+
+@pytest.mark.parametrize("second", ["decoder", ["decoder.weight", "decoder.bias"]])
+def test_tied_parameters(second):
+    """A parameter with two names is updated by the phases that name either, as in the loop by hand."""
+    x = normal(24, 4)
+    phases = [
+        phalanx.Phase(encoded_loss, parameters="encoder", optimizer=ADAM),
+        phalanx.Phase(decoded_loss, parameters=second, optimizer=RMS, name="decoder"),
+    ]
+    one = phalanx.Recipe(Tied, (x,), batch_size=8, steps=STEPS, replicas=1, phases=phases)
+    torch.manual_seed(0)
+    model = Tied()
+    first, other = ADAM(model.encoder.parameters()), RMS(model.decoder.parameters())
+    for step in range(STEPS):
+        batch = (x[one.plan.indices(step)],)
+        for loss_fn, optimizer in ((encoded_loss, first), (decoded_loss, other)):
+            model.zero_grad()
+            loss_fn(model, batch).backward()
+            optimizer.step()
+    result = one.train(engine="inline")
+    assert all(torch.equal(result.params[name], parameter) for name, parameter in model.named_parameters())
+    several = phalanx.Recipe(Tied, (x,), batch_size=8, steps=STEPS, replicas=3, phases=phases)
+    assert trained(several, 2) == trained(several)
+    assert several.train(devices=["cpu", "cpu"]).digest == trained(several)[0]
+    alone = [phases[0], phalanx.Phase(decoded_loss, parameters="decoder.bias", optimizer=RMS, name="decoder")]
+    untied = phalanx.Recipe(Tied, (x,), batch_size=8, steps=STEPS, replicas=3, phases=alone)
+    assert trained(untied)[0] != trained(several)[0]
+
+
 def test_reports():
     """There is one report a step, with what each of its phases was; the main phase's loss is the step's."""
     with recipe("seldom").start(workers=1, engine="inline") as run:

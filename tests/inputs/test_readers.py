@@ -67,8 +67,8 @@ def is_reader():
 
 def over(data, **changes):
     """A recipe over a dataset, with a last short batch."""
-    given = {"batch_size": BATCH, "replicas": 3, "epochs": 6}
-    return phalanx.Recipe(model, data, LOSS, **(given | changes))
+    given = {"batch_size": BATCH, "replicas": 3, "epochs": 6, "loss_fn": LOSS}
+    return phalanx.Recipe(model, data, **(given | changes))
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +111,30 @@ def test_collating_that_draws(expected):
     assert results[0].digest != expected.digest
 
 
+def from_the_seed(samples):
+    """A batch that a generator moves which is seeded as torch's is; that draws nothing."""
+    x, y = torch.utils.data.default_collate(samples)
+    return x + torch.randn(5, generator=torch.Generator().manual_seed(torch.initial_seed())), y
+
+
+def put_back(samples):
+    """A batch that torch's generator moves, which is put back."""
+    x, y = torch.utils.data.default_collate(samples)
+    with torch.random.fork_rng(devices=[]):
+        return x + torch.randn(5), y
+
+
+@pytest.mark.parametrize("collate_fn", [from_the_seed, put_back])
+@pytest.mark.parametrize("phases", [None, [phalanx.Phase(LOSS, name="one"), phalanx.Phase(LOSS, name="other")]])
+def test_collating_that_leaves_no_trace(collate_fn, phases, expected):
+    """A collate_fn that looks at a seed, or draws and puts the generator back, has the replica's, in each phase."""
+    made = over(Slow(), collate_fn=collate_fn, phases=phases, loss_fn=None if phases else LOSS)
+    results = [made.train(engine="inline", readers=readers) for readers in (0, 1, 3)]
+    for result in results[1:]:
+        assert_same(result, results[0])
+    assert results[0].digest != expected.digest
+
+
 def test_readers_collate_where_nothing_is_drawn():
     """What is taken is a batch already; from the first batch for which something was drawn on, samples."""
     generator = np.random.default_rng(0)
@@ -120,14 +144,14 @@ def test_readers_collate_where_nothing_is_drawn():
         generator.random()
         return torch.utils.data.default_collate(samples)
 
-    batch = Collate(torch.utils.data.default_collate, {}).read(share)
+    batch = Collate(torch.utils.data.default_collate, {}).read(share, 0)
     assert isinstance(batch, Collated)
     assert batch.batch[0].shape == (4, 5)
     for collate in (noisy, owning):
         reading = Collate(collate, {"data.generator": generator})
         for _ in range(2):
-            assert len(reading.read(share)) == 4
-    assert len(Collate(None, {}).read(share)) == 4
+            assert len(reading.read(share, 0)) == 4
+    assert len(Collate(None, {}).read(share, 0)) == 4
 
 
 def test_what_is_taken_lies_as_arrays_do(memory):

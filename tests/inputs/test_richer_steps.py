@@ -1,13 +1,19 @@
 """Steps with phases, carried state and micro-batches over streams, and with readers: the bits that columns have."""
 
+import collections
+import copy
 import dataclasses
+import functools
 import os
 import signal
 
+import numpy as np
 import pytest
 import torch
 
 import phalanx
+from phalanx.definition.copies import own
+from phalanx.definition.data import alike
 from tests.exactness import test_carried as carried
 from tests.exactness import test_phases as phases
 from tests.state.runs import assert_same
@@ -39,10 +45,10 @@ class Rows(torch.utils.data.Dataset):
         return tuple(column[number] for column in self.columns)
 
 
-def over(recipe, data):
+def over(recipe, data, **changes):
     """The same recipe over other data."""
     fields = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe) if field.init}
-    return phalanx.Recipe(**fields | {"data": data})
+    return phalanx.Recipe(**fields | {"data": data} | changes)
 
 
 def streamed(recipe):
@@ -82,3 +88,117 @@ def test_resumes_and_kills(kind, tmp_path):
                 if report.step + 1 == step:
                     break
         assert_same(made.train(engine="inline", run_dir=folder, readers=(step + 1) % 2), expected)
+
+
+def test_a_carry_is_reset_once():
+    """In the first step of an epoch the first phase begins anew, and the others with what the one before has left."""
+    optimizer = functools.partial(torch.optim.SGD, lr=0.5)
+    both = [phalanx.Phase(carried.loss_fn, name=name, optimizer=optimizer) for name in ("one", "other")]
+    changes = {"phases": both, "loss_fn": None, "optimizer": None, "epochs": 1}
+    plain, reset = (over(carried.recipe(reset_carry=when), carried.text(), **changes) for when in (None, "epoch"))
+    expected = plain.train(engine="inline").digest
+    assert reset.train(engine="inline").digest == expected
+    for place in PLACES:
+        assert streamed(reset).train(**place).digest == expected
+    twice = {"epochs": 2}
+    assert over(plain, plain.data, **twice).train().digest != over(reset, reset.data, **twice).train().digest
+
+
+def moved(samples):
+    """A batch of dicts that are changed in place, as are the arrays in them."""
+    for sample in samples:
+        sample["x"].add_(1)
+        sample["noise"] *= 2
+        sample["x"] = sample["x"] + torch.from_numpy(sample.pop("noise"))
+    batch = torch.utils.data.default_collate(samples)
+    return batch["x"], batch["y"]
+
+
+class Writing(torch.nn.Linear):
+    """Changes what it is given in place."""
+
+    def forward(self, x):
+        return super().forward(x.mul_(1.5))
+
+
+HELD = [{"x": torch.randn(5), "y": torch.tensor(number % 3), "noise": torch.randn(5).numpy()} for number in range(20)]
+
+
+class Held(torch.utils.data.Dataset):
+    """Keeps its samples, as a dataset in memory does."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, number):
+        return self.samples[number]
+
+
+SOURCES = {
+    "stream": lambda samples: phalanx.Stream(lambda: samples),
+    "list": lambda samples: samples,
+    "dataset": Held,
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("alone", [False, True], ids=["collate_fn", "batch_size=None"])
+def test_samples_that_are_changed(source, alone):
+    """What collate_fn or the model writes into samples is gone when they are read again: in a phase, by anybody."""
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    phases = [phalanx.Phase(torch.nn.functional.cross_entropy, name=name, optimizer=optimizer) for name in "ab"]
+    changes = {"batch_size": 4, "collate_fn": moved}
+    held = copy.deepcopy(HELD)
+    if alone:
+        held, changes = [(sample["x"], sample["y"]) for sample in held], {"batch_size": None}
+    before = copy.deepcopy(held)
+    made = phalanx.Recipe(
+        lambda: Writing(5, 3), SOURCES[source](held), phases=phases, shuffle=False, replicas=2, epochs=2, **changes
+    )
+    expected = made.train(engine="inline")
+    assert all(map(alike, held, before))
+    for place in PLACES:
+        assert_same(made.train(**place), expected)
+    once = phalanx.Recipe(
+        lambda: Writing(5, 3), SOURCES[source](held), phases=phases[:1], shuffle=False, replicas=2, epochs=2, **changes
+    )
+    assert once.train(engine="inline").digest != expected.digest
+
+
+class Marked(torch.Tensor):
+    """A tensor of a class of its own."""
+
+
+def test_copies_are_as_what_they_are_copies_of():
+    """Dtypes, strides, classes and bytes are the same, in memory of their own."""
+    wide, grid = torch.randn(6, 4), np.arange(24, dtype=np.int16).reshape(6, 4)
+    point = collections.namedtuple("Point", "x y")
+    tensors = [
+        wide[:, 1], wide.t(), wide[2, 3], wide[:0], wide.bfloat16(), wide[:1].expand(3, 4), wide > 0, wide.to_sparse(),
+    ]  # fmt: skip
+    arrays = [grid[:, 1], grid[::-1, ::2], grid.T, grid[:0], np.broadcast_to(grid[0], (3, 4))]
+    for given in [*tensors, *arrays]:
+        copied = own(given)
+        assert (type(copied), copied.dtype, copied.shape) == (type(given), given.dtype, given.shape)
+    for tensor in tensors[:3]:
+        assert own(tensor).stride() == tensor.stride()
+        assert own(tensor).data_ptr() != tensor.data_ptr()
+        assert torch.equal(own(tensor), tensor)
+    for array in arrays:
+        assert own(array).strides == array.strides or not array.size
+        assert np.array_equal(own(array), array)
+        assert not np.shares_memory(own(array), array)
+    tree = collections.OrderedDict(a=[1, "two", {"b": (grid, point(grid, None))}])
+    copied = own(tree)
+    assert type(copied) is collections.OrderedDict
+    assert alike(copied, tree)
+    assert copied["a"][2]["b"][1].x is not grid
+    assert copied["a"] is not tree["a"]
+    marked = torch.randn(2).as_subclass(Marked)
+    assert type(own(marked)) is Marked
+    marked.mark = 1
+    for stranger in (torch.randn(2, requires_grad=True), object(), marked, "text", None):
+        assert own(stranger) is stranger

@@ -3,6 +3,7 @@
 import contextlib
 
 import pytest
+import torch
 
 import phalanx
 from tests.inputs.streaming import BATCH, COUNT, Forgets, Knows, Walker, generate, recipe, sample, shuffled, yielded
@@ -106,6 +107,24 @@ def test_a_stream_that_is_another(content, tmp_path):
         run(4)
     with pytest.warns(UserWarning, match="are not those.*going on all the same"):
         assert run(4, resume="anyway").steps == 4
+
+
+def test_batches_that_are_brought_between(tmp_path):
+    """A run with batches of the caller's has more steps than its epochs, and goes on from each, those, too."""
+    made = recipe(size=16, epochs=2)
+    batch = tuple(torch.stack(column) for column in zip(*map(sample, range(8)), strict=True))
+
+    def driven(upto, **options):
+        with made.start(engine="inline", **options) as run:
+            while run.steps < upto:
+                _ = run.step(batch) if run.steps in (1, 2) else next(run)
+            return run.result()
+
+    expected = driven(6)
+    assert made.plan.steps == 4
+    for step in range(1, 7):
+        driven(step, run_dir=tmp_path / str(step), readers=step % 2)
+        assert_same(driven(6, run_dir=tmp_path / str(step)), expected)
 
 
 def test_a_snapshot_without_a_place(tmp_path):

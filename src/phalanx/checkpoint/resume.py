@@ -117,7 +117,8 @@ class ResumeState:
             )
         if not self._compare(earlier):
             return None
-        steps = self._definition.total
+        by_epochs = self._definition.stream is not None and self._definition.epochs is not None
+        steps = None if by_epochs else self._definition.total  # batches may have been brought between
         if steps is not None and steps < earlier.step:
             raise UsageError(
                 f"run_dir is {str(run_dir)!r}, which has a run of {earlier.step} steps, and the recipe has "

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.definition import generators
+from phalanx.definition.copies import own
 from phalanx.definition.data import Columns, Samples, SeedSample, Share, Source, alike, content, open_batch, open_data
 from phalanx.definition.fields import Definition
 from phalanx.definition.streams import Drawn
@@ -85,6 +86,11 @@ class BatchShares:
             share.first = before.first + len(before.samples)
         return shares
 
+    @property
+    def _changeable(self) -> bool:
+        """Whether samples come to user code themselves, which may change them."""
+        return self._definition.collate_fn is not None or self._definition.batch_size is None
+
     def _taken(self, step: int, replica: int, share: Indices, read: Callable[[Indices], Any]) -> Any:
         """A way to read a share that may have been read ahead."""
         return functools.partial(self._ahead, step, replica, share, read)  # type: ignore[arg-type]
@@ -110,8 +116,10 @@ class BatchShares:
         numbers = np.array(batch.numbers, dtype=np.int64)
         held = dict(zip(batch.numbers, batch.samples, strict=True))
 
+        given = own if self._changeable else _as_it_is
+
         def read(indices: Indices) -> list[Any]:
-            return [held[int(index)] for index in indices]
+            return [given(held[int(index)]) for index in indices]
 
         one = self._definition.batch_size is None
         bounds = share_bounds(len(numbers), self._definition.replicas)
@@ -142,13 +150,19 @@ class BatchShares:
         if not one and isinstance(source, Columns) and self._definition.collate_fn is None:
             return source.batch, True
 
+        given = own if self._changeable and isinstance(source, Samples) else _as_it_is
+
         def read(indices: Indices) -> list[Any]:
-            return [source.sample(int(index), seed) for index in indices]
+            return [given(source.sample(int(index), seed)) for index in indices]
 
         checked = read
         if first is not None and isinstance(source, Samples) and source.random:
             checked = functools.partial(first.read, read)
         return (lambda indices: checked(indices[:1])[0]) if one else checked, one
+
+
+def _as_it_is(sample: Any) -> Any:
+    return sample
 
 
 def _restoring(read: Callable[[Indices], Any], owned: generators.Owned, indices: Indices) -> Any:

@@ -256,6 +256,7 @@ def reading(
 
         surroundings, collate = Environment(definition.threads, definition.generators), default_collate
     samples = definition.batch_size is None or definition.micro_batches > 1 or framework == "tinygrad"
+    samples |= definition.phases is not None and definition.collate_fn is not None  # each phase has keys of its own
     return surroundings, None if samples else definition.collate_fn or collate
 
 

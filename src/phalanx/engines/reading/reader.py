@@ -17,6 +17,7 @@ from phalanx.engines.processes.messages import DriverChannel, as_told
 from phalanx.engines.processes.serialization import pieces_of, unpack
 from phalanx.engines.reading.stream_reader import read_stream
 from phalanx.frameworks.registry import reading, reduced_sample, threads
+from phalanx.plan import replica_key
 from phalanx.shared.inputs import Inputs
 from phalanx.shared.inputs.ring import Ring
 from phalanx.shared.memory import Memory
@@ -71,11 +72,12 @@ class Collate:
         self._collate = collate
         self._owned = owned
 
-    def read(self, share: Share) -> Any:
-        """A share's samples, or the batch that they are."""
+    def read(self, share: Share, key: int) -> Any:
+        """A share's samples, or the batch that they are; ``key``: of the replica, under which they are collated."""
         samples = share.read(share.samples)
         if self._collate is None:
             return samples
+        generators.seed(key, self._owned)  # it may look at a seed, or draw and put back
         before = generators.places(self._owned)
         batch = self._collate(samples)
         if generators.places(self._owned) == before:
@@ -91,12 +93,14 @@ def _serve(caller: DriverChannel, definition: Definition, shares: BatchShares, r
             caller.sleep(NAP_MILLISECONDS)  # ends this process if the caller is gone
             continue
         dealt = shares.planned(definition.rounds.updates(step))
+        seed, count = definition.seed, definition.replicas
         for replica in ring.mine(step):
             if ring.begun() > step:  # they read the rest of it by themselves meanwhile: the next one helps them more
                 break
             share = dealt[replica]
             if len(share.samples) and ring.claim(step, replica):
-                _read(caller, ring, step, replica, functools.partial(collate.read, share))
+                key = replica_key(seed, step, replica, count)
+                _read(caller, ring, step, replica, functools.partial(collate.read, share, key))
         caller.sleep(0)
         step = max(step + 1, ring.begun())
     while True:  # until the caller closes the channel

@@ -31,7 +31,8 @@ class Phased:
         self.named = named
         self._rounds = definition.rounds
         self._phases = [
-            Update(_alone(definition, phase), named, model, covered(phase, named)) for phase in definition.phases or ()
+            Update(_alone(definition, phase), named, model, covered(phase, named, model))
+            for phase in definition.phases or ()
         ]
         self.optimizers = [optimizer for phase in self._phases for optimizer in phase.optimizers]
         self._done = 0
@@ -130,22 +131,28 @@ def updates_of(definition: Definition, named: Named, model: torch.nn.Module) -> 
     return Phased(definition, named, model) if definition.phases else Update(definition, named, model)
 
 
-def covered(phase: Phase, named: Named) -> Named:
-    """The parameters that a phase updates.
+def covered(phase: Phase, named: Named, model: torch.nn.Module) -> Named:
+    """The parameters that a phase updates; one that is tied has several names, of which any will do.
 
     Raises
     ------
     UsageError
         A name is of none, or none of them is trained.
     """
+    first: dict[int, str] = {}  # the name under which ``named`` has a parameter
+    names = {
+        path: first.setdefault(id(parameter), path)
+        for path, parameter in model.named_parameters(remove_duplicate=False)
+    }
     for name in phase.chosen or ():
-        if not any(path == name or path.startswith(f"{name}.") for path, _ in named):
-            there = ", ".join(dict.fromkeys(path.partition(".")[0] for path, _ in named))
+        if not any(path == name or path.startswith(f"{name}.") for path in names):
+            there = ", ".join(dict.fromkeys(path.partition(".")[0] for path in names))
             raise UsageError(
                 f"parameters of a phase names {name!r}, of which the model has nothing (at its top are: {there}); give "
                 "the name of a module or parameter, as model.named_parameters() has it"
             )
-    mine = [(path, parameter) for path, parameter in named if phase.covers(path)]
+    chosen = {name for path, name in names.items() if phase.covers(path)}
+    mine = [(path, parameter) for path, parameter in named if path in chosen]
     if not any(parameter.requires_grad for _, parameter in mine):
         raise UsageError(f"parameters of a phase is {phase.parameters!r}, of which none is trained; name others")
     return mine

@@ -88,7 +88,7 @@ class Lane:
         unread = later and self._parts == 1
         device = self.parameters[0].device
         self._forwards = [Forward(definition, model, device, later=unread, phase=phase) for phase in phases]
-        self._chosen = [None if phase is None else covered(phase, self.named) for phase in phases]
+        self._chosen = [None if phase is None else covered(phase, self.named, model) for phase in phases]
         self._carried = _carried(definition, model)
         self._ambiguous = ambiguous
         self._later = later
