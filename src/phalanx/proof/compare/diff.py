@@ -54,7 +54,7 @@ class Difference:
     note : str
         What else there is to say.
     part : str
-        Which of the recipe's phases (``phalanx.Phase``), where steps were computed again and have some.
+        Which of the recipe's phases (``phalanx.Phase``), if it has some.
     """
 
     fields: dict[str, str] = field(default_factory=dict[str, str])
@@ -152,18 +152,16 @@ def _compared(one: Side, other: Side, operations: bool) -> Difference | None:
         return _ends(one, other, fields, last_same)
     found, note, untold = None, "", ""
     last = min(([parted.step] if parted is not None else []) + ([state - 1] if state is not None else []))
-    missing = _missing(one, other)
-    if not missing and last >= 0:
+    if not (missing := _missing(one, other)) and last >= 0:
         found, note = _again(one, other, last_same, last, operations)
     elif state != 0:
         note = f"{missing}, so nothing was computed again"
     if found is None:
         found = _as_recorded(one, other, parted, state, last_same)
         untold = UNTOLD.get(found.phase, "") if found.what.name != "lr" else ""
-    replica = found.replica
-    if replica is None and parted is not None and parted.step == found.step:
-        replica = parted.replica
-    linked = _linked(parted) if parted is not None and parted.step <= found.step else ""
+    same = parted and found.replica is None and parted.step == found.step
+    replica = parted.replica if parted and same else found.replica
+    linked = _linked(parted) if parted and parted.step <= found.step else ""
     note = "; ".join(filter(None, [linked, note, untold]))
     where = (found.step, replica, found.phase, found.what.name, found.what.elements, found.what.ulp, found.line)
     return Difference(fields, *where, note, found.part, _losses(one, other))
