@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import phalanx
+from phalanx.proof.phases import phases
 from phalanx.proof.tune import Choice, Tuned, advised, candidates
 from tests.families import FAMILIES
 from tests.shell.test_command_line import phalanx_command
@@ -39,6 +40,26 @@ def test_the_table(tmp_path):
     assert all(list(part) == ["input", "forward", "backward", "fold", "update"] for part in parts)
     assert all(0 < spent < 1 for part in parts for spent in part.values())
     assert (tmp_path / "out/tune.png").stat().st_size > 1000
+
+
+def test_where_the_time_goes_over_a_stream():
+    """The parts of a step are told for a stream, too, which is read as input, more than once, and closed."""
+    read = []
+
+    def generate():
+        try:
+            for number in range(24):
+                read.append(number)
+                yield torch.full((2,), number / 24), torch.tensor(number % 3)
+        finally:
+            read.append("closed")
+
+    loss_fn = torch.nn.functional.cross_entropy
+    made = phalanx.Recipe(lambda: torch.nn.Linear(2, 3), phalanx.Stream(generate), loss_fn, batch_size=8, steps=3)
+    found = phases(made, 0.2, 5)
+    assert all(spent > 0 for spent in found.values())
+    assert read[-1] == "closed"
+    assert read.count(0) > 1
 
 
 def test_ways_that_are_tried():

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from phalanx.definition.batches import BatchShares
 from phalanx.definition.fields import Definition
+from phalanx.definition.streams.supply import supplied
 from phalanx.engines.links import LocalLink
 from phalanx.frameworks.registry import open_framework
-from phalanx.seams import Computed, Framework, Todo
+from phalanx.seams import Computed, Framework, RunState, Todo
 from phalanx.step import commit, propose
 
 PHASES = ("input", "forward", "backward", "fold", "update")
@@ -24,13 +26,18 @@ def phases(definition: Definition, seconds: float, warm: int) -> dict[str, float
     watched: Any = _Watched(open_framework(definition, ()))
     shares = BatchShares(definition, watched.opened)
     link = LocalLink(watched, range(definition.replicas))
+    supply = supplied(definition, RunState(), contextlib.nullcontext(), lambda numbers, _: numbers)
     spent = [0.0] * len(PHASES)
     began, step = time.perf_counter(), 0
-    with watched.environment:
+    with contextlib.closing(supply) if supply else contextlib.nullcontext(), watched.environment:
         while step <= warm or time.perf_counter() - began < seconds:
             if step == warm:
                 spent, began = [0.0] * len(PHASES), time.perf_counter()
-            dealt = shares.planned(step)
+            drawing = time.perf_counter()
+            if supply is None:
+                dealt = shares.planned(step)
+            else:
+                dealt = shares.brought(supply.draw(definition.rounds.at(step).step))
             link.begin()
             watched.seconds.clear()
             started = time.perf_counter()
@@ -40,7 +47,8 @@ def phases(definition: Definition, seconds: float, warm: int) -> dict[str, float
             if None in watched.seconds:
                 return None
             computed = [sum(column) for column in zip(*watched.seconds, strict=True)]
-            parts = (*computed, proposed - started - sum(computed), time.perf_counter() - proposed)
+            parts = [*computed, proposed - started - sum(computed), time.perf_counter() - proposed]
+            parts[0] += started - drawing if supply else 0.0  # a stream is read before its samples are dealt
             spent = [before + part for before, part in zip(spent, parts, strict=True)]
             step += 1
     return {name: total / (step - warm) for name, total in zip(PHASES, spent, strict=True)}
