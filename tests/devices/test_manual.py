@@ -234,6 +234,7 @@ def states(fake):
 
 def test_generators_are_left_as_found(fake):
     """Nothing here draws or seeds: generators move only where a model draws on its own device."""
+    torch.manual_seed(0)  # as ``ready`` does, on every device
     before, mine = states(fake), torch.get_rng_state()
     replicas, optimizers = ready(places(2))
     torch.set_rng_state(mine)
