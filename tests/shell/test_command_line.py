@@ -80,6 +80,23 @@ def test_a_run_in_a_directory_says_where_it_went_on(here, recipe_file):
     assert kinds == ["start", "step", "step", "end", "resume", "end", "resume", "step", "step", "step", "end"]
 
 
+def test_resume_readers_and_audit_are_those_of_train(here, recipe_file):
+    """--resume no refuses a run that is there, anyway goes on with another recipe; readers and audits keep the digest."""
+    folder, command = recipe_file.parent, ("train", "job.py:other", "--quiet", "--run-dir")
+    plain = here(*command, "run", cwd=folder).stdout.splitlines()[-1]
+    watched = ("--workers", "2", "--readers", "0", "--audit", "1", "--resume", "yes")
+    assert here(*command, "another", *watched, cwd=folder).stdout.splitlines()[-1] == plain
+    refused = here(*command, "run", "--resume", "no", cwd=folder)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "resume is False" in refused.stderr
+    recipe_file.write_text(recipe_file.read_text().replace("replicas=2, steps=2", "replicas=2, steps=3, lr=0.5"))
+    refused = here(*command, "run", cwd=folder)
+    assert (refused.returncode, "another recipe" in refused.stderr) == (2, True)
+    with pytest.warns(UserWarning, match="another recipe"):
+        further = json.loads(here(*command, "run", "--resume", "anyway", "--json", cwd=folder).stdout)
+    assert (further["resumed_from_step"], further["steps"]) == (2, 3)
+
+
 @pytest.mark.parametrize("name", ["ring", "ordered", "naive"])
 def test_explain_shows_an_algorithm(here, tmp_path, name):
     """Every round in words, how much travels, and a picture; an unknown name is refused."""
@@ -109,6 +126,11 @@ def test_train_draws_one_bar_and_a_picture(recipe_file):
         (["train", "job.py:nothing"], ["nothing", "Recipe"]),
         (["train", "job.py", "--workers", "99"], ["workers", "99"]),
         (["train", "job.py", "--workers", "some"], ["workers", "some"]),
+        (["train", "job.py", "--readers", "some"], ["readers", "some", "auto"]),
+        (["train", "job.py", "--audit", "2"], ["audit", "2", "from 0 to 1"]),
+        (["train", "job.py", "--audit", "often"], ["audit", "often", "from 0 to 1"]),
+        (["train", "job.py", "--resume", "maybe"], ["--resume", "maybe", "yes", "no", "anyway"]),
+        (["train", "job.py", "--resume", "no"], ["resume", "no run_dir"]),
         (["train", "job.py", "--plot", "loss.foo"], ["--plot", "loss.foo", ".png"]),
         (["demo", "mnist"], ["mnist", "digits", "iris"]),
     ],
