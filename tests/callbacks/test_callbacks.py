@@ -304,6 +304,31 @@ def test_a_run_can_be_stopped(workers):
     assert (result.steps, result.digest) == (3, recipe(epochs=None, steps=3).train().digest)
 
 
+def test_a_result_says_that_its_run_was_stopped(tmp_path):
+    """Where and by whom, again when it is asked for again; a run that went to its end was not, whoever stopped it."""
+    stopping = {"evaluation": evaluation(), "run_dir": tmp_path}
+    first = recipe().train(callbacks=[callbacks.EarlyStopping("accuracy", patience=2)], **stopping)
+    said = f"at step {first.steps} of {EPOCHS * 5} by EarlyStopping('accuracy', patience=2)"
+    again = recipe().train(callbacks=[callbacks.EarlyStopping("accuracy", patience=2)], **stopping)
+    assert first.steps < EPOCHS * 5
+    assert (first.stopped_early, again.stopped_early, again.resumed_from) == (said, said, first.steps)
+    with pytest.warns(UserWarning, match=r"patience=2\), and stays so.*patience=9, min_delta=0.1"):
+        other = recipe().train(callbacks=[callbacks.EarlyStopping("accuracy", 9, 0.1)], **stopping)
+    assert (other.digest, other.stopped_early) == (first.digest, said)
+    whole = recipe().train(**stopping)
+    assert (whole.steps, whole.stopped_early) == (EPOCHS * 5, None)
+    with recipe().start() as run:
+        next(run)
+        run.stop()
+        assert (run.stopped, run.result().stopped_early) == (True, f"at step 1 of {EPOCHS * 5} by run.stop()")
+        run.step()
+        assert list(run) == []
+    with recipe(epochs=None, steps=1).start() as run:
+        next(run)
+        run.stop()
+        assert run.result().stopped_early is None
+
+
 WRONG = [
     (lambda: callbacks.EarlyStopping("happiness"), "metric is 'happiness'.*mode='max' or 'min'"),
     (lambda: callbacks.EarlyStopping("loss", patience=0), "patience is 0"),

@@ -81,7 +81,7 @@ def test_a_run_in_a_directory_says_where_it_went_on(here, recipe_file):
 
 
 def test_resume_readers_and_audit_are_those_of_train(here, recipe_file):
-    """--resume no refuses a run that is there, anyway goes on with another recipe; readers and audits keep the digest."""
+    """--resume no refuses a run that is there, anyway goes on with another recipe; audits keep the digest."""
     folder, command = recipe_file.parent, ("train", "job.py:other", "--quiet", "--run-dir")
     plain = here(*command, "run", cwd=folder).stdout.splitlines()[-1]
     watched = ("--workers", "2", "--readers", "0", "--audit", "1", "--resume", "yes")
@@ -95,6 +95,19 @@ def test_resume_readers_and_audit_are_those_of_train(here, recipe_file):
     with pytest.warns(UserWarning, match="another recipe"):
         further = json.loads(here(*command, "run", "--resume", "anyway", "--json", cwd=folder).stdout)
     assert (further["resumed_from_step"], further["steps"]) == (2, 3)
+
+
+def test_a_run_that_was_stopped_early_is_told_of(here, recipe_file):
+    """The summary names step and callback, and when nothing is done the second time, why: not that all is done."""
+    stop = "callbacks = [phalanx.callbacks.EarlyStopping('error', patience=1, min_delta=100)]\n"
+    recipe_file.write_text(RECIPE.replace("import torch, phalanx", "import torch, phalanx, phalanx.callbacks") + stop)
+    command = ("train", "job.py", "--quiet", "--run-dir", "run")
+    first, again = here(*command, cwd=recipe_file.parent), here(*command, cwd=recipe_file.parent)
+    said = "phalanx: stopped early at step 4 of 6 by EarlyStopping('error', patience=1, min_delta=100)"
+    assert first.stdout.splitlines()[0] == said
+    assert again.stdout.splitlines()[0] == f"{said}; that was before, and nothing was done now"
+    assert "all steps" not in again.stdout
+    assert json.loads(here(*command, "--json", cwd=recipe_file.parent).stdout)["stopped_early"] in said
 
 
 @pytest.mark.parametrize("name", ["ring", "ordered", "naive"])
