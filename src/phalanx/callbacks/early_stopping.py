@@ -8,8 +8,10 @@ from typing import Any
 
 from phalanx.callbacks.better import Better
 from phalanx.definition import checks
+from phalanx.definition.elsewhere import answering
 
 
+@answering(monitor="it is called metric: the name of a metric of evaluation=", min_change="it is called min_delta")
 class EarlyStopping:
     """Ends the run once so many evaluations in a row have not improved on the best.
 
