@@ -66,7 +66,7 @@ class EarlyStopping:
             warnings.warn(
                 f"the run was stopped after {self.stopped_at} steps by {self._stopped_by}, and stays so, though it is "
                 f"{self._spelled} now; choose another run_dir, or leave the callback out to go on",
-                stacklevel=2,
+                stacklevel=checks.callers_level(),
             )
         run.stop(self._stopped_by)
 

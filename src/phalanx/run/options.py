@@ -1,4 +1,4 @@
-"""The options of a run: where and how it executes. Each changes the speed, never the answer; checked once."""
+"""The options of a run: where and how it executes. Each changes the speed, not the answer; checked once."""
 
 from __future__ import annotations
 
@@ -152,7 +152,9 @@ def _check_engine(settled: Settled, replicas: int) -> None:
     """Refuse workers and devices that do not go with each other or with the engine."""
     workers, engine = settled.workers, settled.engine
     if workers is not None and workers > replicas:
-        raise UsageError(f"workers is {workers}, but there are {replicas} replicas to compute; use workers <= replicas")
+        raise UsageError(
+            f"workers is {workers}, but {checks.counted(replicas, 'replica')} to compute; use workers <= replicas"
+        )
     several = workers is not None and workers > 1
     world = engine == "distributed" or (engine == "auto" and presence.several())
     spawns = engine == "processes" or several or (world and workers is not None)

@@ -102,8 +102,9 @@ def listed_evaluations(evaluation: Any) -> tuple[Evaluation, ...]:
     for item in items:
         if not isinstance(item, Evaluation):
             raise UsageError(
-                f"evaluation is a {type(item).__name__}; it must be a phalanx.Evaluation(metric_fn, data), a list or "
-                "dict of them, or None"
+                f"evaluation has a {type(item).__name__}; it must be a phalanx.Evaluation(metric_fn, data), a list or "
+                "dict of them, or None: say what is measured, and on what, as in "
+                "evaluation=phalanx.Evaluation(metric_fn, (x, y)) with metric_fn(output, target)"
             )
     if len({item.name for item in items}) < len(items):
         raise UsageError("evaluation has several of one name; give them names: {'test': ..., 'train': ...}")
