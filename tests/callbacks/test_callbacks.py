@@ -354,6 +354,24 @@ def test_wrong_callbacks_are_refused(call, words):
         call()
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_log_has_the_loss_of_each_phase(tmp_path, workers):
+    """A phase has columns of its own by its name, empty in the steps in which it is not done."""
+    phases = [
+        phalanx.Phase(torch.nn.functional.cross_entropy, parameters="0", name="critic"),
+        phalanx.Phase(torch.nn.functional.cross_entropy, parameters="4", name="actor", every=2),
+    ]
+    said = {"replicas": 2, "batch_size": 30, "steps": 4, "phases": phases}
+    made = phalanx.Recipe(make_model, (X, X[:, 0].gt(0).long()), **said)
+    result = made.train(callbacks=[callbacks.Log("csv")], run_dir=tmp_path, workers=workers)
+    with (tmp_path / "log.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["loss/critic"]) for row in rows] == result.phase_history["critic"] == result.loss_history
+    assert [float(row["loss/actor"]) for row in rows[::2]] == result.phase_history["actor"]
+    assert [row["loss/actor"] for row in rows[1::2]] == ["", ""]
+    assert {"grad_norm/actor", "lr/critic"} <= set(rows[0])
+
+
 def test_a_library_that_is_missing_is_named(tmp_path):
     """Log says what to install."""
     with pytest.raises(phalanx.UsageError, match="pip install mlflow"):
