@@ -9,21 +9,20 @@ import time
 from typing import TYPE_CHECKING, Any, Unpack
 
 from phalanx.checkpoint.resume import ANYWAY, ResumeState
+from phalanx.definition import checks
 from phalanx.definition.fields import Definition
 from phalanx.engines import close as close
 from phalanx.errors import UsageError
 from phalanx.plan.audit import audited
 from phalanx.run.loop import Loop
 from phalanx.run.observers import reading_again, watching
-from phalanx.run.options import DEFAULTS, Options, check_evaluated, settle, unknown
+from phalanx.run.options import DEFAULTS, FIELDS, Options, check_evaluated, settle, unknown
 from phalanx.run.result import Result
 from phalanx.run.run import Run
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.interrupts import on_sigterm
 from phalanx.surroundings.presence import rank
 from phalanx.surroundings.turns import Turns
-
-RECIPE_FIELDS = frozenset(field.name for field in dataclasses.fields(Definition))
 
 
 class Recipe(Definition):
@@ -104,13 +103,15 @@ class Recipe(Definition):
 
         @functools.wraps(Definition.__init__)
         def __init__(self, *arguments: object, **fields: object) -> None:
-            for name in fields:
-                if name not in RECIPE_FIELDS:
-                    raise UsageError(unknown(name, RECIPE_FIELDS, DEFAULTS))
+            if wrong := [name for name in fields if name not in FIELDS]:
+                raise UsageError(unknown(wrong[0], FIELDS, DEFAULTS))
             super().__init__(*arguments, **fields)
+            checks.shares(self.global_batch, self.replicas, self.micro_batches)
 
     def train(self, **options: Unpack[Options]) -> Result:
-        """Run the recipe to its end. Every option changes the speed, never the answer.
+        """Run the recipe to its end. Options change the speed, never the answer, but for those that say so.
+
+        Those are ``callbacks`` that stop the run, as EarlyStopping does, ``warm_start`` and ``resume="anyway"``.
 
         Parameters
         ----------
@@ -293,7 +294,6 @@ def train(make_model: Any, data: Any, loss_fn: Any = None, **arguments: Any) -> 
     """
     options = {name: value for name, value in arguments.items() if name in DEFAULTS}
     fields = {name: value for name, value in arguments.items() if name not in options}
-    for name in fields:
-        if name not in RECIPE_FIELDS:
-            raise UsageError(unknown(name, RECIPE_FIELDS | set(DEFAULTS)))
+    if wrong := [name for name in fields if name not in FIELDS]:
+        raise UsageError(unknown(wrong[0], FIELDS | set(DEFAULTS)))
     return Recipe(make_model, data, loss_fn, **fields).train(**options)  # type: ignore[arg-type]

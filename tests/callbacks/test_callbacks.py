@@ -304,6 +304,31 @@ def test_a_run_can_be_stopped(workers):
     assert (result.steps, result.digest) == (3, recipe(epochs=None, steps=3).train().digest)
 
 
+def test_a_result_says_that_its_run_was_stopped(tmp_path):
+    """Where and by whom, again when it is asked for again; a run that went to its end was not, whoever stopped it."""
+    stopping = {"evaluation": evaluation(), "run_dir": tmp_path}
+    first = recipe().train(callbacks=[callbacks.EarlyStopping("accuracy", patience=2)], **stopping)
+    said = f"at step {first.steps} of {EPOCHS * 5} by EarlyStopping('accuracy', patience=2)"
+    again = recipe().train(callbacks=[callbacks.EarlyStopping("accuracy", patience=2)], **stopping)
+    assert first.steps < EPOCHS * 5
+    assert (first.stopped_early, again.stopped_early, again.resumed_from) == (said, said, first.steps)
+    with pytest.warns(UserWarning, match=r"patience=2\), and stays so.*patience=9, min_delta=0.1"):
+        other = recipe().train(callbacks=[callbacks.EarlyStopping("accuracy", 9, 0.1)], **stopping)
+    assert (other.digest, other.stopped_early) == (first.digest, said)
+    whole = recipe().train(**stopping)
+    assert (whole.steps, whole.stopped_early) == (EPOCHS * 5, None)
+    with recipe().start() as run:
+        next(run)
+        run.stop()
+        assert (run.stopped, run.result().stopped_early) == (True, f"at step 1 of {EPOCHS * 5} by run.stop()")
+        run.step()
+        assert list(run) == []
+    with recipe(epochs=None, steps=1).start() as run:
+        next(run)
+        run.stop()
+        assert run.result().stopped_early is None
+
+
 WRONG = [
     (lambda: callbacks.EarlyStopping("happiness"), "metric is 'happiness'.*mode='max' or 'min'"),
     (lambda: callbacks.EarlyStopping("loss", patience=0), "patience is 0"),
@@ -327,6 +352,24 @@ def test_wrong_callbacks_are_refused(call, words):
     """The argument, its value, and the way out are named."""
     with pytest.raises(phalanx.UsageError, match=words):
         call()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_log_has_the_loss_of_each_phase(tmp_path, workers):
+    """A phase has columns of its own by its name, empty in the steps in which it is not done."""
+    phases = [
+        phalanx.Phase(torch.nn.functional.cross_entropy, parameters="0", name="critic"),
+        phalanx.Phase(torch.nn.functional.cross_entropy, parameters="4", name="actor", every=2),
+    ]
+    said = {"replicas": 2, "batch_size": 30, "steps": 4, "phases": phases}
+    made = phalanx.Recipe(make_model, (X, X[:, 0].gt(0).long()), **said)
+    result = made.train(callbacks=[callbacks.Log("csv")], run_dir=tmp_path, workers=workers)
+    with (tmp_path / "log.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["loss/critic"]) for row in rows] == result.phase_history["critic"] == result.loss_history
+    assert [float(row["loss/actor"]) for row in rows[::2]] == result.phase_history["actor"]
+    assert [row["loss/actor"] for row in rows[1::2]] == ["", ""]
+    assert {"grad_norm/actor", "lr/critic"} <= set(rows[0])
 
 
 def test_a_library_that_is_missing_is_named(tmp_path):

@@ -1,10 +1,14 @@
 """Arguments by the names that other libraries have for them, and where they belong."""
 
+import dataclasses
+import inspect
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 import phalanx
+from phalanx import callbacks
 
 X = torch.zeros(8, 4)
 CASES = [
@@ -18,6 +22,36 @@ CASES = [
     ({"accumulate_grad_batches": 4}, {}, "replicas are that"),
     ({"sead": 4}, {}, "did you mean 'seed'"),
     ({}, {"logger": True}, "logs are callbacks"),
+    ({"device": "cuda"}, {}, r"devices, an option of train\(\): devices=\['cuda'\]"),
+    ({}, {"device": "cuda"}, r"devices=\['cuda'\]"),
+    ({}, {"accelerator": "gpu"}, "it is called devices"),
+    ({"val_dataloaders": []}, {}, r"evaluation=phalanx.Evaluation\(metric, data\)"),
+    ({"validation_data": []}, {}, r"evaluation=phalanx.Evaluation\(metric, data\)"),
+    ({}, {"val_data": []}, r"evaluation=phalanx.Evaluation\(metric, data\)"),
+    ({}, {"eval_dataset": []}, r"evaluation=phalanx.Evaluation\(metric, data\)"),
+    ({"train_dataset": []}, {}, "it is called data"),
+    ({"compute_metrics": min}, {}, r"evaluation=phalanx.Evaluation\(metrics, data\)"),
+    ({}, {"ckpt_path": "a"}, "it is called run_dir"),
+    ({}, {"resume_from_checkpoint": "a"}, "it is called run_dir"),
+    ({"amp": True}, {}, "precision='bfloat16'"),
+    ({"grad_clip": 1.0}, {}, "it is called max_norm"),
+    ({"gradient_accumulation": 4}, {}, "replicas are that.*docs/guide.md"),
+    ({}, {"log_dir": "a"}, "logs are callbacks"),
+    ({}, {"patience": 3}, "EarlyStopping"),
+    ({}, {"nproc_per_node": 3}, "workers="),
+    ({"batch_sampler": None}, {}, "run.step"),
+]
+CLASSES = [
+    (
+        lambda: callbacks.EarlyStopping(monitor="loss"),
+        "monitor is not an argument of EarlyStopping; it is called metric",
+    ),
+    (lambda: callbacks.EarlyStopping("loss", patients=3), "did you mean 'patience'"),
+    (lambda: callbacks.SaveBest("loss", save_top_k=3), "save_top_k is not an argument of SaveBest; it is called keep"),
+    (lambda: phalanx.Evaluation(F.mse_loss, (X, X), every=2), "every is not an argument.*every_epochs or every_steps"),
+    (lambda: phalanx.Stream(list, shuffle=True), "shuffle is not an argument of Stream; it is called shuffle_buffer"),
+    (lambda: phalanx.Phase(F.mse_loss, params="a"), "params is not an argument of Phase; it is called parameters"),
+    (lambda: phalanx.Phase(F.mse_loss, color="a"), "color is not an argument of Phase; there are every, loss_fn"),
 ]
 
 
@@ -28,6 +62,37 @@ def test_a_name_from_elsewhere_is_answered(fields, options, words):
         phalanx.Recipe(lambda: torch.nn.Linear(4, 4), (X, X), torch.nn.functional.mse_loss, steps=1, **fields).train(
             **options
         )
+
+
+@pytest.mark.parametrize(("call", "words"), CLASSES, ids=[words[:20] for _, words in CLASSES])
+def test_an_argument_of_a_class_is_answered_too(call, words):
+    """What callbacks, evaluations, streams and phases are called with elsewhere is no bare TypeError."""
+    with pytest.raises(phalanx.UsageError, match=words):
+        call()
+
+
+def test_a_verb_from_elsewhere_is_answered():
+    """recipe.fit and ModelCheckpoint are missing attributes that say what there is; any other says what Python says."""
+    recipe = phalanx.Recipe(torch.nn.Linear(4, 4), (X, X), F.mse_loss, steps=1)
+    with pytest.raises(AttributeError, match=r"a recipe has no fit; it is called train: recipe.train\(\)"):
+        _ = recipe.fit
+    with pytest.raises(AttributeError, match="'Recipe' object has no attribute 'color'"):
+        _ = recipe.color
+    with pytest.raises(AttributeError, match="'ModelCheckpoint'; the best weights are kept by SaveBest"):
+        _ = callbacks.ModelCheckpoint
+    with pytest.raises(AttributeError, match=r"has no attribute 'color'$"):
+        _ = callbacks.color
+    assert not hasattr(recipe, "fit")
+    assert not hasattr(callbacks, "Callback")
+
+
+def test_a_class_that_answers_is_the_class_that_it_was():
+    """Arguments in their order, replacing a field, and what signatures show are as without it."""
+    evaluation = phalanx.Evaluation(F.mse_loss, (X, X), 8)
+    assert dataclasses.replace(evaluation, name="test").batch_size == 8
+    assert list(inspect.signature(phalanx.Phase).parameters)[:2] == ["loss_fn", "parameters"]
+    with pytest.raises(TypeError, match="missing 1 required"):
+        phalanx.Stream()
 
 
 def test_a_sample_that_cannot_be_read_is_named():

@@ -395,3 +395,30 @@ def test_keras_counts_its_layers_from_the_beginning(tmp_path):
     environment = {**os.environ, "KERAS_BACKEND": "torch", "KERAS_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", KERAS], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout == "True\n", done.stderr
+
+
+def test_shares_that_nothing_goes_into_are_warned_of():
+    """Replicas without samples, and more parts than a share has samples, are told of once, at the caller's line."""
+    wrong = [
+        ({"batch_size": 3, "replicas": 4}, "batch_size is 3 and replicas is 4, so 1 of them never get a sample"),
+        (
+            {"batch_size": 8, "replicas": 2, "micro_batches": 5},
+            "micro_batches is 5, but a share has at most 4 of the 8",
+        ),
+    ]
+    for changes, words in wrong:
+        with pytest.warns(UserWarning, match=words) as caught:
+            made = recipe(Net, **changes)
+        assert [item.filename for item in caught] == [__file__]
+        assert made.train().digest == made.train(workers=2).digest
+    recipe(Net, batch_size=4, replicas=4)
+    recipe(Net, batch_size=8, replicas=2, micro_batches=4)
+
+
+def test_a_warning_of_a_mean_shows_the_callers_line():
+    """It is shown with the line that trains, not with one of phalanx's own, if it comes from a worker, too."""
+    masked = torch.tensor([-100, 1, 0, 1])
+    for options in ({"engine": "inline"}, {"workers": 2}):
+        with pytest.warns(UserWarning, match="targets of -100") as caught:
+            recipe(Net, data=(X[:4], masked), replicas=2, steps=1).train(**options)
+        assert [item.filename for item in caught] == [__file__]

@@ -80,6 +80,36 @@ def test_a_run_in_a_directory_says_where_it_went_on(here, recipe_file):
     assert kinds == ["start", "step", "step", "end", "resume", "end", "resume", "step", "step", "step", "end"]
 
 
+def test_resume_readers_and_audit_are_those_of_train(here, recipe_file):
+    """--resume no refuses a run that is there, anyway goes on with another recipe; audits keep the digest."""
+    folder, command = recipe_file.parent, ("train", "job.py:other", "--quiet", "--run-dir")
+    plain = here(*command, "run", cwd=folder).stdout.splitlines()[-1]
+    watched = ("--workers", "2", "--readers", "0", "--audit", "1", "--resume", "yes")
+    assert here(*command, "another", *watched, cwd=folder).stdout.splitlines()[-1] == plain
+    refused = here(*command, "run", "--resume", "no", cwd=folder)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "resume is False" in refused.stderr
+    recipe_file.write_text(recipe_file.read_text().replace("replicas=2, steps=2", "replicas=2, steps=3, lr=0.5"))
+    refused = here(*command, "run", cwd=folder)
+    assert (refused.returncode, "another recipe" in refused.stderr) == (2, True)
+    with pytest.warns(UserWarning, match="another recipe"):
+        further = json.loads(here(*command, "run", "--resume", "anyway", "--json", cwd=folder).stdout)
+    assert (further["resumed_from_step"], further["steps"]) == (2, 3)
+
+
+def test_a_run_that_was_stopped_early_is_told_of(here, recipe_file):
+    """The summary names step and callback, and when nothing is done the second time, why: not that all is done."""
+    stop = "callbacks = [phalanx.callbacks.EarlyStopping('error', patience=1, min_delta=100)]\n"
+    recipe_file.write_text(RECIPE.replace("import torch, phalanx", "import torch, phalanx, phalanx.callbacks") + stop)
+    command = ("train", "job.py", "--quiet", "--run-dir", "run")
+    first, again = here(*command, cwd=recipe_file.parent), here(*command, cwd=recipe_file.parent)
+    said = "phalanx: stopped early at step 4 of 6 by EarlyStopping('error', patience=1, min_delta=100)"
+    assert first.stdout.splitlines()[0] == said
+    assert again.stdout.splitlines()[0] == f"{said}; that was before, and nothing was done now"
+    assert "all steps" not in again.stdout
+    assert json.loads(here(*command, "--json", cwd=recipe_file.parent).stdout)["stopped_early"] in said
+
+
 @pytest.mark.parametrize("name", ["ring", "ordered", "naive"])
 def test_explain_shows_an_algorithm(here, tmp_path, name):
     """Every round in words, how much travels, and a picture; an unknown name is refused."""
@@ -109,6 +139,11 @@ def test_train_draws_one_bar_and_a_picture(recipe_file):
         (["train", "job.py:nothing"], ["nothing", "Recipe"]),
         (["train", "job.py", "--workers", "99"], ["workers", "99"]),
         (["train", "job.py", "--workers", "some"], ["workers", "some"]),
+        (["train", "job.py", "--readers", "some"], ["readers", "some", "auto"]),
+        (["train", "job.py", "--audit", "2"], ["audit", "2", "from 0 to 1"]),
+        (["train", "job.py", "--audit", "often"], ["audit", "often", "from 0 to 1"]),
+        (["train", "job.py", "--resume", "maybe"], ["--resume", "maybe", "yes", "no", "anyway"]),
+        (["train", "job.py", "--resume", "no"], ["resume", "no run_dir"]),
         (["train", "job.py", "--plot", "loss.foo"], ["--plot", "loss.foo", ".png"]),
         (["demo", "mnist"], ["mnist", "digits", "iris"]),
     ],

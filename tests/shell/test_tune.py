@@ -79,6 +79,7 @@ def test_the_largest_that_costs_nothing_is_advised():
     rows += [row(4, 1, 95, price=1.05), row(4, 2, 195), row(8, 1, 50, price=2.0), row(8, 2, 110)]
     found = advised(64, rows)
     assert (found.replicas, found.workers, found.threads) == (4, 2, 1)
+    assert found.advice.startswith("take replicas=4 with workers=")
     assert "1.30 times the plain loop on its best number of threads" in found.advice
     assert "replicas=8 would make shares of 8, for which a step takes 2.00 times" in found.advice
 
@@ -88,7 +89,9 @@ def test_the_plain_loop_may_be_best():
     rows = [row(1, 1, 100, price=1.0), row(1, 1, 150, threads=2), row(2, 1, 60, price=1.67), row(2, 2, 110)]
     found = advised(64, rows)
     assert (found.replicas, found.workers, found.threads) == (1, 1, 2)
-    assert found.advice.startswith("replicas=1 with threads=2, the plain loop, trains 150 samples/s here; replicas=2")
+    assert found.advice.startswith(
+        "take replicas=1 with threads=2: the plain loop trains 150 samples/s here; replicas=2"
+    )
 
 
 @pytest.mark.long

@@ -15,11 +15,20 @@ Over several hosts, callbacks are called in the first process; one with ``everyw
 must be that calls ``run.stop()``.
 """
 
+from typing import TYPE_CHECKING
+
 from phalanx.callbacks.early_stopping import EarlyStopping as EarlyStopping
 from phalanx.callbacks.ema import EMA as EMA
 from phalanx.callbacks.log import Log as Log
 from phalanx.callbacks.profile import Profile as Profile
 from phalanx.callbacks.save_best import Best as Best
 from phalanx.callbacks.save_best import SaveBest as SaveBest
+from phalanx.definition import elsewhere
 
 __all__ = ["EMA", "Best", "EarlyStopping", "Log", "Profile", "SaveBest"]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        told = f"; {elsewhere.CALLBACKS[name]}" if name in elsewhere.CALLBACKS else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{told}")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from phalanx.callbacks.better import Better
 from phalanx.definition import checks
+from phalanx.definition.elsewhere import answering
 
 
+@answering(monitor="it is called metric: the name of a metric of evaluation=", min_change="it is called min_delta")
 class EarlyStopping:
     """Ends the run once so many evaluations in a row have not improved on the best.
 
@@ -43,6 +46,11 @@ class EarlyStopping:
         self._better = Better(metric, mode, min_delta)
         self.waits_for = metric
         self._patience = checks.integer("patience", patience, least=1)
+        said = {"patience": self._patience, "min_delta": min_delta, "mode": mode}
+        usual = {"min_delta": 0.0, "mode": "auto"}
+        shown = [f"{name}={value!r}" for name, value in said.items() if usual.get(name) != value]
+        self._spelled = f"{type(self).__name__}({', '.join([repr(metric), *shown])})"
+        self._stopped_by = self._spelled
         self.best_value: float | None = None
         self.stopped_at: int | None = None
         self._waited = 0
@@ -55,8 +63,15 @@ class EarlyStopping:
         if not self._resumed:
             self.best_value, self.stopped_at, self._waited = None, None, 0
         self._resumed = False
-        if self.stopped_at is not None:
-            run.stop()
+        if self.stopped_at is None:
+            return
+        if self._stopped_by != self._spelled:
+            warnings.warn(
+                f"the run was stopped after {self.stopped_at} steps by {self._stopped_by}, and stays so, though it is "
+                f"{self._spelled} now; choose another run_dir, or leave the callback out to go on",
+                stacklevel=checks.callers_level(),
+            )
+        run.stop(self._stopped_by)
 
     def evaluated(self, values: Mapping[str, float]) -> None:
         """Compare with the best."""
@@ -68,14 +83,16 @@ class EarlyStopping:
             return
         self._waited += 1
         if self._waited >= self._patience:
-            self.stopped_at = self._run.steps
-            self._run.stop()
+            self.stopped_at, self._stopped_by = self._run.steps, self._spelled
+            self._run.stop(self._spelled)
 
     def state(self) -> dict[str, Any]:
         """What was counted."""
-        return {"best": self.best_value, "waited": self._waited, "stopped_at": self.stopped_at}
+        counted = {"best": self.best_value, "waited": self._waited, "stopped_at": self.stopped_at}
+        return counted if self.stopped_at is None else {**counted, "stopped_by": self._stopped_by}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Count on from there."""
         self.best_value, self._waited, self.stopped_at = state["best"], state["waited"], state["stopped_at"]
+        self._stopped_by = state.get("stopped_by", self._spelled)
         self._resumed = True

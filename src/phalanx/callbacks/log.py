@@ -198,7 +198,7 @@ class MLflow:
 
 
 class Log:
-    """Writes loss, gradient norm, learning rate and all evaluations of each step.
+    """Writes loss, gradient norm, learning rate and all evaluations of each step; those of phases as "loss/critic".
 
     What it writes has no clock in it: a run that was killed and resumed leaves the same log as one that was not.
 
@@ -241,9 +241,11 @@ class Log:
         self._flush()
         epoch = {} if report.epoch is None else {"epoch": report.epoch}
         values = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": report.lr, "samples": report.samples}
+        for name, phase in report.phases.items():
+            values |= {f"{what}/{name}": value for what, value in phase._asdict().items()}
         self._row = {
             **epoch,
-            **{k: v for k, v in values.items() if not math.isnan(v) or k != "lr"},
+            **{k: v for k, v in values.items() if not math.isnan(v) or k.partition("/")[0] != "lr"},
         }
         self._step = report.step
 

@@ -11,6 +11,7 @@ from typing import Any
 from phalanx.callbacks.better import Better
 from phalanx.checkpoint.export import copied_weights, read_weights, write_weights
 from phalanx.definition import checks
+from phalanx.definition.elsewhere import answering
 
 FOLDER = "best"
 NAME = re.compile(r"step-(\d{12})\.safetensors")
@@ -46,6 +47,12 @@ class Best:
         return read_weights(self.path)
 
 
+@answering(
+    monitor="it is called metric: the name of a metric of evaluation=",
+    save_top_k="it is called keep",
+    dirpath="they are kept in best/ of train(run_dir=...)",
+    filename="they are kept as best/step-....safetensors of train(run_dir=...)",
+)
 class SaveBest:
     """Keeps the best weights by a metric: as files in the run's directory, or in memory where there is none.
 

@@ -18,9 +18,11 @@ import typer
 from typer.core import TyperCommand
 
 from phalanx import __version__
+from phalanx.checkpoint.resume import ANYWAY
 from phalanx.cli import measuring, pages, proving, tables
 from phalanx.cli.files import load_recipe
 from phalanx.cli.printed import check_picture, pace, picture, report, trial_line
+from phalanx.definition import checks
 from phalanx.definition.evaluation import Evaluation
 from phalanx.errors import PhalanxError, Preempted, UsageError
 from phalanx.proof.chaos import campaign
@@ -49,6 +51,10 @@ RunDir = Annotated[str, typer.Option("--run-dir", metavar="DIR", help="Keep snap
 SnapshotEvery = Annotated[str, typer.Option("--snapshot-every", help="Steps from one snapshot to the next, or auto.")]
 Devices = Annotated[str, typer.Option("--devices", help="As in cuda, or cuda:0,cuda:1. Never changes the answer.")]
 Workers = Annotated[str, typer.Option("--workers", help="How many workers, or auto. Never changes the answer.")]
+Readers = Annotated[str, typer.Option("--readers", help="How many processes that read data ahead, or auto.")]
+Resume = Annotated[str, typer.Option("--resume", help="Go on from --run-dir: yes, no, or anyway (another recipe).")]
+Audit = Annotated[str, typer.Option("--audit", metavar="SHARE", help="Do this share of steps twice, as in 0.01.")]
+RESUME = {"yes": True, "no": False, ANYWAY: ANYWAY}
 
 
 @app.callback(invoke_without_command=True)
@@ -65,6 +71,9 @@ def train(
     devices: Devices = "auto",
     run_dir: RunDir = "",
     snapshot_every: SnapshotEvery = "auto",
+    resume: Resume = "yes",
+    readers: Readers = "auto",
+    audit: Audit = "0",
     plot: Plot = "",
     save: Annotated[str, typer.Option("--save", metavar="FILE", help="Write the weights, as model.safetensors.")] = "",
     json_: Json = False,
@@ -78,9 +87,13 @@ def train(
     check_picture(plot)
     if save and pathlib.Path(save).suffix != ".safetensors":
         raise UsageError(f"--save is {save!r}; end it in .safetensors")
+    checks.choice("--resume", resume, tuple(RESUME))
     recipe, evaluation, callbacks = load_recipe(file)
-    saving = {"run_dir": run_dir or None, "snapshot_every": _count(snapshot_every), "callbacks": callbacks}
-    result = _trained(recipe, evaluation, workers, quiet=quiet, devices=_listed(devices), **saving)
+    saving = {"run_dir": run_dir or None, "snapshot_every": _count(snapshot_every), "resume": RESUME[resume]}
+    result = _trained(
+        recipe, evaluation, workers, quiet=quiet, devices=_listed(devices), callbacks=callbacks,
+        readers=_count(readers), audit=_share(audit), **saving,
+    )  # fmt: skip
     if rank() > 0:  # one of several processes: the first reports
         return
     if save:
@@ -262,6 +275,13 @@ def main() -> None:
 
 def _count(text: str) -> int | str:
     return int(text) if text.lstrip("-").isdigit() else text
+
+
+def _share(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _listed(devices: str) -> str | list[str]:

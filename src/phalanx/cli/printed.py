@@ -55,6 +55,7 @@ def report(name: str, result: Result, drawn: pathlib.Path | None, *, json_: bool
         "seconds per epoch": per_epoch,
         "steps": result.steps,
         "resumed from step": result.resumed_from,
+        "stopped early": result.stopped_early,
         "samples": result.samples,
         "replicas": result.replicas,
         "workers": result.workers,
@@ -65,8 +66,12 @@ def report(name: str, result: Result, drawn: pathlib.Path | None, *, json_: bool
     if json_:
         typer.echo(json.dumps({key.replace(" ", "_"): value for key, value in facts.items()}))
         return
+    stopped = facts.pop("stopped early")
     shown = {f"test {name}": value for name, value in facts.pop("metrics").items()} | facts
-    if result.resumed_from == result.steps:
+    if stopped is not None:
+        before = "; that was before, and nothing was done now" if result.resumed_from == result.steps else ""
+        typer.echo(f"phalanx: stopped early {stopped}{before}")
+    elif result.resumed_from == result.steps:
         typer.echo("phalanx: all steps were done before; nothing was left to do")
     lines = {key: value for key, value in shown.items() if value is not None and key not in ("name", "digest", "chain")}
     width = max(map(len, lines))

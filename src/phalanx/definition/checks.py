@@ -6,6 +6,8 @@ import math
 import operator
 import os
 import pathlib
+import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,8 +62,11 @@ def choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
 
 
 def function(name: str, value: Any, example: str) -> None:
-    """``value`` is None or can be called, and is not a class that was meant to be instantiated first."""
+    """``value`` is None or can be called."""
     if value is not None and not callable(value):
+        if hasattr(value, "step"):  # an optimizer, a schedule
+            kind = type(value).__name__
+            raise UsageError(f"{name} is an instance of {kind}; pass what makes one, as in {example}")
         raise UsageError(f"{name} is {shown(value)} ({type(value).__name__}); it must be callable, as in {example}")
 
 
@@ -96,6 +101,39 @@ def weight(name: str, value: Any) -> float:
     return number
 
 
+def callers_level() -> int:
+    """The ``stacklevel`` of a warning, given where this is called, that shows the line of who calls the package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_globals.get("__name__", "").partition(".")[0] in ("phalanx", "contextlib", "functools"):
+        level += 1
+        if frame.f_back is None:
+            return 2
+        frame = frame.f_back
+    return level
+
+
+def shares(batch_size: int, replicas: int, micro_batches: int) -> None:
+    """Warn of replicas that never get a sample, and of parts of a share that there cannot be."""
+    most = -(-batch_size // replicas)
+    if batch_size < replicas:
+        warnings.warn(
+            f"batch_size is {batch_size} and replicas is {replicas}, so {replicas - batch_size} of them never get a "
+            f"sample; use replicas={batch_size} (which is part of the answer), or a larger batch_size",
+            stacklevel=callers_level(),
+        )
+    if micro_batches > most:
+        warnings.warn(
+            f"micro_batches is {micro_batches}, but a share has at most {most} of the {batch_size} samples of a batch, "
+            f"so it has no more parts than those; use micro_batches={most}, or a larger batch_size",
+            stacklevel=callers_level(),
+        )
+
+
+def counted(count: int, thing: str) -> str:
+    """As in "there is 1 replica", "there are 2 replicas"."""
+    return f"there is 1 {thing}" if count == 1 else f"there are {count} {thing}s"
+
+
 def alike(names: Sequence[str], devices: Sequence[Any], kinds: Sequence[str], replicas: int) -> None:
     """Refuse ``devices``, found by their ``names``, of several ``kinds``, named twice, or more than replicas."""
     if len(set(devices)) < len(devices):  # "cuda" and "cuda:0"
@@ -105,6 +143,6 @@ def alike(names: Sequence[str], devices: Sequence[Any], kinds: Sequence[str], re
         raise UsageError(f"devices is {list(names)}, which are of several kinds, whose bits differ: {told}")
     if len(devices) > replicas:
         raise UsageError(
-            f"devices names {len(devices)} devices, but there are {replicas} replicas to compute; name at most "
+            f"devices names {len(devices)} devices, but {counted(replicas, 'replica')} to compute; name at most "
             f"{replicas}, or raise replicas= (which is part of the answer)"
         )

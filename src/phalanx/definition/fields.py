@@ -7,10 +7,11 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.definition import checks, generators
 from phalanx.definition.data import Columns, Samples, open_data
+from phalanx.definition.elsewhere import VERBS
 from phalanx.definition.phases import Phase, checked_phases, names_of
 from phalanx.definition.streams import Stream
 from phalanx.errors import UsageError
@@ -67,6 +68,13 @@ class Definition:
                 )
         else:
             self._check_length()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> object:
+            if name in VERBS:
+                raise AttributeError(f"a recipe has no {name}; {VERBS[name]}")
+            return object.__getattribute__(self, name)  # once more, for its own error
 
     @functools.cached_property
     def source(self) -> Columns | Samples | None:

@@ -8,11 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.definition import checks
+from phalanx.definition.elsewhere import answering
 from phalanx.errors import UsageError
 
 EXAMPLE = "phalanx.Phase(loss_fn, parameters='generator', optimizer=make_optimizer)"
 
 
+@answering(
+    params="it is called parameters: a name of a module, or several",
+    loss="it is called loss_fn",
+    opt="it is called optimizer",
+    frequency="it is called every",
+)
 @dataclass(frozen=True, eq=False)
 class Phase:
     """One of several updates that make a step, for GANs, actor-critic and other alternating updates.

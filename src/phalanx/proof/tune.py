@@ -175,9 +175,9 @@ def advised(samples: int | None, rows: Sequence[Choice]) -> Tuned:
 
 def _advice(samples: int | None, chosen: Choice, rows: Sequence[Choice], fastest: dict[int, Choice]) -> str:
     plain = max(row.samples_per_second for row in rows if row.replicas == 1)
-    said = f"replicas={chosen.replicas} with workers={chosen.workers}"
+    said = f"take replicas={chosen.replicas} with workers={chosen.workers}: that"
     if chosen.replicas == 1:
-        said = f"replicas=1 with threads={chosen.threads}, the plain loop,"
+        said = f"take replicas=1 with threads={chosen.threads}: the plain loop"
     ratio = chosen.samples_per_second / plain
     text = f"{said} trains {chosen.samples_per_second:,.0f} samples/s here"
     if chosen.replicas > 1:

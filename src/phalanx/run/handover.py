@@ -47,7 +47,8 @@ class Outcomes:
         """The state as it is; ``copy``: independent of the run."""
         if self._saver is not None and not self.closed:
             self._saver.settle()
-        return result_of(self._definition, self._engine, self._times, self._loop.left(), self._predictor, copy=copy)
+        left = {**self._loop.left(), "stopped_early": self._loop.stopped_early}
+        return result_of(self._definition, self._engine, self._times, left, self._predictor, copy=copy)
 
     @contextlib.contextmanager
     def handed_over(self) -> Iterator[None]:

@@ -62,6 +62,14 @@ class Loop:
         return self._supply.epochs(self.steps) >= epochs
 
     @property
+    def stopped_early(self) -> str | None:
+        """Where and by whom the run was stopped, if that was before its end."""
+        by, total = self._engine.run_state.stopped_by, self._definition.total
+        if by is None or self.finished:
+            return None
+        return f"at step {self.steps}{'' if total is None else f' of {total}'} by {by}"
+
+    @property
     def runs_user_code(self) -> bool:
         """Whether an observer calls the caller's own functions between steps."""
         return any(observer.runs_user_code for observer in self._observers)

@@ -1,9 +1,8 @@
-"""The options of a run: where and how it executes. Each changes the speed, never the answer; checked once."""
+"""The options of a run: where and how it executes. Each changes the speed, not the answer; checked once."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import pathlib
 import select
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any, TypedDict
 
 from phalanx.checkpoint.resume import ANYWAY
 from phalanx.definition import checks
+from phalanx.definition.elsewhere import ARGUMENTS, answer
 from phalanx.definition.evaluation import Evaluation, listed_evaluations
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
@@ -50,27 +50,6 @@ DEFAULTS: Mapping[str, Any] = Options(
     progress="auto",
 )  # fmt: skip
 FIELDS = frozenset(item.name for item in dataclasses.fields(Definition))
-ELSEWHERE = {  # arguments by the names that other libraries have for them
-    "learning_rate": "it is called lr (for the default optimizer; else give it to yours)",
-    "max_epochs": "it is called epochs",
-    "num_train_epochs": "it is called epochs",
-    "max_steps": "it is called steps",
-    "num_workers": "processes that compute replicas are workers=, those that read ahead readers=, both options of "
-    "train() and start()",
-    "world_size": "processes that compute replicas are workers=, an option of train() and start()",
-    "gradient_clip_val": "it is called max_norm",
-    "max_grad_norm": "it is called max_norm",
-    "accumulate_grad_batches": "replicas are that: batch_size is split over them, and gradients are added up exactly",
-    "gradient_accumulation_steps": "replicas are that: batch_size is split over them, gradients are added up exactly",
-    "model": "it is called make_model, a function that makes it, or the model itself",
-    "dataset": "it is called data",
-    "loss": "it is called loss_fn",
-    "criterion": "it is called loss_fn",
-    "logger": "logs are callbacks: callbacks=[phalanx.callbacks.Log('csv')]",
-    "metrics": "they are evaluated: evaluation=phalanx.Evaluation(metrics, data)",
-    "checkpoint_dir": "it is called run_dir",
-    "output_dir": "it is called run_dir",
-}
 NEEDS_RUN_DIR = ("resume", "snapshot_every", "keep_snapshots", "on_snapshot_error", "chain")
 MOST_READERS = 64
 CHAIN = {"auto": None, "every": 1, "off": 0}
@@ -152,11 +131,7 @@ def unknown(name: str, known: Iterable[str], options: Iterable[str] = ()) -> str
         return f"{name} is not an argument of Recipe, but an option: recipe.train({name}=...)"
     if name in FIELDS and name not in set(known):
         return f"{name} is not an option of train() and start(), but part of the answer: Recipe(..., {name}=...)"
-    if name in ELSEWHERE:
-        return f"{name} is not an argument here; {ELSEWHERE[name]}"
-    close = difflib.get_close_matches(name, list(known), n=1)
-    guess = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(sorted(known))}"
-    return f"{name} is not an argument; {guess}"
+    return f"{name} is not an argument{' here' if name in ARGUMENTS else ''}; {answer(name, known)}"
 
 
 def _auto_or_count(name: str, value: Any, least: int = 1, most: int | None = None) -> int | None:
@@ -184,7 +159,9 @@ def _check_engine(settled: Settled, replicas: int) -> None:
     """Refuse workers and devices that do not go with each other or with the engine."""
     workers, engine = settled.workers, settled.engine
     if workers is not None and workers > replicas:
-        raise UsageError(f"workers is {workers}, but there are {replicas} replicas to compute; use workers <= replicas")
+        raise UsageError(
+            f"workers is {workers}, but {checks.counted(replicas, 'replica')} to compute; use workers <= replicas"
+        )
     several = workers is not None and workers > 1
     world = engine == "distributed" or (engine == "auto" and presence.several())
     spawns = engine == "processes" or several or (world and workers is not None)

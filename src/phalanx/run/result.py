@@ -61,6 +61,9 @@ class Result:
         What ``predict`` uses.
     phase_history : dict of str to list of float
         Of steps with phases: the mean loss of every update of each phase, by its name.
+    stopped_early : str or None
+        Where and by whom, as in "at step 110 of 450 by EarlyStopping('accuracy', patience=4)", if the run, or the one
+        that it went on from, was stopped before its end.
     """
 
     model: Any = field(repr=False)
@@ -82,6 +85,7 @@ class Result:
     best: Any = field(default=None, repr=False)
     predictor: Callable[..., Any] | None = field(default=None, repr=False)
     phase_history: dict[str, list[float]] = field(default_factory=dict[str, list[float]], repr=False)
+    stopped_early: str | None = None
 
     @property
     def loss(self) -> float | None:
@@ -208,4 +212,5 @@ def result_of(
         best=left.get("best"),
         predictor=predictor,
         phase_history={} if definition.phases is None else by_phase,
+        stopped_early=left.get("stopped_early"),
     )

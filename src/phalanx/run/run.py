@@ -45,7 +45,7 @@ class Run:
         self._engine = engine
         self._loop = loop
         self._saver = saver  # also one of the observers in the loop
-        self._terminated = self._closed = self._stopped = False
+        self._terminated = self._closed = False
         self._views, self._outcomes = Views(), Outcomes(definition, engine, loop, saver, called, predictor)
         self._watched = True  # whether the caller may look at the state after each step
         self.turn, self.metric_history = turn, engine.run_state.evaluated
@@ -80,16 +80,16 @@ class Run:
         """
         if self._definition.data is None:
             raise UsageError("there is no data to iterate over (data=None): bring each batch with run.step(batch)")
-        if self._closed or self._loop.finished or (self._stopped and self._engine.pause()):
+        if self._closed or self._loop.finished or (self.stopped and self._engine.pause()):
             raise StopIteration
         try:
             return self._advance(None)
         except StopIteration as error:  # as generators do
             raise RuntimeError("a callback raised StopIteration") from error
 
-    def stop(self) -> None:
-        """Do no planned step after the one that is being done: iterating and ``finish`` end there. For callbacks."""
-        self._stopped = True
+    def stop(self, by: str = "run.stop()") -> None:
+        """End iterating and ``finish`` after the step that is being done; ``by``: for ``result.stopped_early``."""
+        self._engine.run_state.stopped_by = by
 
     @verb
     def finish(self) -> None:
@@ -121,7 +121,7 @@ class Run:
     @property
     def stopped(self) -> bool:
         """Whether ``stop`` was called."""
-        return self._stopped
+        return self._engine.run_state.stopped_by is not None
 
     @property
     def model(self) -> Any:

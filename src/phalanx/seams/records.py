@@ -130,6 +130,8 @@ class RunState:
         Which update belongs to which step.
     stream : callable
         Where the stream is now, if the data is one, by its name among those states.
+    stopped_by : str or None
+        Who said that no further planned step is to be done.
     """
 
     loss_history: list[float] = field(default_factory=list[float])
@@ -144,6 +146,7 @@ class RunState:
     states: Callable[[], dict[str, Any]] = dict[str, Any]
     stream: Callable[[], dict[str, Any]] = dict[str, Any]
     rounds: Rounds = field(default_factory=Rounds)
+    stopped_by: str | None = None
 
     @property
     def steps(self) -> int:

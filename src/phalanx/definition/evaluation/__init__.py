@@ -8,12 +8,19 @@ from typing import Any
 
 from phalanx.definition import checks
 from phalanx.definition.data import open_data
+from phalanx.definition.elsewhere import answering
 from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.errors import UsageError
 
 DEFAULT_BATCH = 256
 
 
+@answering(
+    every="it is called every_epochs or every_steps",
+    metric="it is called metric_fn",
+    metrics="it is called metric_fn, which may be a list or dict of them",
+    dataset="it is called data",
+)
 @dataclass(frozen=True)
 class Evaluation:
     """An evaluation that is due after every epoch, or as often as it says, and after the last step.
@@ -95,8 +102,9 @@ def listed_evaluations(evaluation: Any) -> tuple[Evaluation, ...]:
     for item in items:
         if not isinstance(item, Evaluation):
             raise UsageError(
-                f"evaluation is a {type(item).__name__}; it must be a phalanx.Evaluation(metric_fn, data), a list or "
-                "dict of them, or None"
+                f"evaluation has a {type(item).__name__}; it must be a phalanx.Evaluation(metric_fn, data), a list or "
+                "dict of them, or None: say what is measured, and on what, as in "
+                "evaluation=phalanx.Evaluation(metric_fn, (x, y)) with metric_fn(output, target)"
             )
     if len({item.name for item in items}) < len(items):
         raise UsageError("evaluation has several of one name; give them names: {'test': ..., 'train': ...}")

@@ -7,9 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.definition import checks
+from phalanx.definition.elsewhere import answering
 from phalanx.errors import UsageError
 
 
+@answering(
+    shuffle="it is called shuffle_buffer: from so many samples the next one is drawn",
+    buffer_size="it is called shuffle_buffer",
+    length="it is called epoch_size",
+)
 @dataclass(frozen=True, eq=False)
 class Stream:
     """Samples in the order in which an iterable yields them, as a recipe's ``data``.

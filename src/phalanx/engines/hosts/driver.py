@@ -175,9 +175,7 @@ def open_distributed(
     world = World(seconds)
     try:
         if world.size > definition.replicas:
-            raise UsageError(
-                f"there are {world.size} processes, but {definition.replicas} replicas to compute; start fewer"
-            )
+            raise UsageError(f"there are {world.size} processes, but replicas is {definition.replicas}; start fewer")
         part = world.rank, world.size
         framework = open_framework(definition, devices or ["cpu"], allow=allow, part=part)
         recipe, doubts = shared(definition)

@@ -9,7 +9,10 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from phalanx.definition import checks
+
 CHUNK_BYTES = 1 << 16
+BEGINNING = "<string>"  # of a worker: the place of warnings that are of no line of the caller's
 
 
 class Output:
@@ -51,10 +54,17 @@ class Output:
             self._errors.discard(fd)
 
     def warn(self, message: str, category: type[Warning], filename: str, line: int) -> None:
-        """Show a warning of a worker, once for all of them, as this process shows its own."""
+        """Show a warning of a worker, once for all of them, as this process shows its own.
+
+        One that is of no line of the caller's code is shown with the line at which the caller waits for workers.
+        """
         seen = (message, category, filename, line)
-        if seen not in self._warned:
-            self._warned.add(seen)
+        if seen in self._warned:
+            return
+        self._warned.add(seen)
+        if filename == BEGINNING:
+            warnings.warn(message, category, stacklevel=checks.callers_level())
+        else:
             warnings.warn_explicit(message, category, filename, line)
 
     def _carry(self, fd: int) -> bool:

@@ -46,8 +46,8 @@ def _all_of(kind: str, replicas: int) -> list[Any]:
     devices = jax.devices(kind)
     if len(devices) > replicas:
         warnings.warn(
-            f"devices is {kind!r}: {replicas} of {len(devices)} devices are used, as there are {replicas} replicas to "
-            "compute; raise replicas= (which is part of the answer) to use more",
+            f"devices is {kind!r}: {replicas} of {len(devices)} devices are used, as replicas is {replicas}; raise it "
+            "(which is part of the answer) to use more",
             UserWarning,
             stacklevel=2,
         )

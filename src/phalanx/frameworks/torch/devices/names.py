@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from phalanx.definition import checks
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.model import named_device
 
@@ -40,7 +41,7 @@ def found(names: Sequence[str], replicas: int, home: torch.device) -> list[torch
         )
     if len(devices) > replicas:
         raise UsageError(
-            f"devices names {len(devices)} devices, but there are {replicas} replicas to compute; name at most "
+            f"devices names {len(devices)} devices, but {checks.counted(replicas, 'replica')} to compute; name at most "
             f"{replicas}, or raise replicas= (which is part of the answer)"
         )
     return devices
@@ -108,8 +109,8 @@ def _all_of(kind: str, replicas: int) -> list[str]:
     if count > replicas:
         _mention(
             "more than replicas",
-            f"devices is {kind!r}: {replicas} of {count} devices are used, as there are {replicas} replicas to "
-            "compute; raise replicas= (which is part of the answer) to use more",
+            f"devices is {kind!r}: {replicas} of {count} devices are used, as replicas is {replicas}; raise it "
+            "(which is part of the answer) to use more",
         )
     return [f"{kind}:{number}" for number in range(min(count, replicas))]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from phalanx.definition import checks
 from phalanx.definition.fields import Definition
 from phalanx.frameworks.torch.replica.tokens import IGNORED
 
@@ -51,7 +52,7 @@ class AmbiguousMean:
                 f"{who} {reason}, so its mean is not over samples, and it returns no weight: the replicas' mean "
                 f"differs from the whole batch's. {way}",
                 UserWarning,
-                stacklevel=2,
+                stacklevel=checks.callers_level(),
             )
 
     def _ignored_targets(self, batch: Any, waits: bool) -> str | None:

@@ -139,6 +139,11 @@ class Forward:
         return value
 
     def _check_loss(self, name: str, loss: Any, batch: Any, origin: str) -> None:
+        if self._loss_fn is None and isinstance(loss, torch.Tensor) and loss.numel() != 1:
+            raise UsageError(
+                f"loss_fn is missing: {name} returned a tensor of shape {tuple(loss.shape)}, which is no loss; pass "
+                "one, as in loss_fn=torch.nn.functional.cross_entropy, or return the loss, as in loss.mean()"
+            )
         if not isinstance(loss, torch.Tensor):
             _refuse_loss(name, f"a {type(loss).__name__}", "a scalar tensor: the mean loss over the share")
         if loss.numel() != 1 or loss.is_complex():
