@@ -23,7 +23,7 @@ from phalanx.callbacks.log import Log as Log
 from phalanx.callbacks.profile import Profile as Profile
 from phalanx.callbacks.save_best import Best as Best
 from phalanx.callbacks.save_best import SaveBest as SaveBest
-from phalanx.definition import elsewhere
+from phalanx.definition.checks import elsewhere
 
 __all__ = ["EMA", "Best", "EarlyStopping", "Log", "Profile", "SaveBest"]
 

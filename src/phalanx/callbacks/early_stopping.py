@@ -8,7 +8,7 @@ from typing import Any
 
 from phalanx.callbacks.better import Better
 from phalanx.definition import checks
-from phalanx.definition.elsewhere import answering
+from phalanx.definition.checks.elsewhere import answering
 
 
 @answering(monitor="it is called metric: the name of a metric of evaluation=", min_change="it is called min_delta")

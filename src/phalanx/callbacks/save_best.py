@@ -11,7 +11,7 @@ from typing import Any
 from phalanx.callbacks.better import Better
 from phalanx.checkpoint.export import copied_weights, read_weights, write_weights
 from phalanx.definition import checks
-from phalanx.definition.elsewhere import answering
+from phalanx.definition.checks.elsewhere import answering
 
 FOLDER = "best"
 NAME = re.compile(r"step-(\d{12})\.safetensors")

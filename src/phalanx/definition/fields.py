@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from phalanx.definition import checks, generators
+from phalanx.definition.checks.elsewhere import VERBS
 from phalanx.definition.data import Columns, Samples, open_data
-from phalanx.definition.elsewhere import VERBS
 from phalanx.definition.phases import Phase, checked_phases, names_of
 from phalanx.definition.streams import Stream
 from phalanx.errors import UsageError
@@ -228,9 +228,7 @@ class Definition:
         carry = {name: checks.integer(f"carry[{name!r}]", dim, least=0) for name, dim in self.carry.items()}
         object.__setattr__(self, "carry", carry)
         if self.batch_size is None:
-            raise UsageError(
-                "carry is given and batch_size is None, so that a batch has no dimension; give a batch_size"
-            )
+            raise UsageError("carry is given and batch_size is None, so a batch has no dimension; give a batch_size")
         buffer = self.stream.shuffle_buffer if self.stream is not None else 0
         if buffer or (self.shuffle and self.source is not None):
             told = f"the stream has shuffle_buffer={buffer}" if buffer else "shuffle is True"

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.definition import checks
+from phalanx.definition.checks.elsewhere import answering
 from phalanx.definition.data import open_data
-from phalanx.definition.elsewhere import answering
 from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.errors import UsageError
 
