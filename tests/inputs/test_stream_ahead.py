@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import phalanx
+from phalanx.engines.reading import streams
 from tests.inputs.streaming import COUNT, Knows, Walker, endless, generate, recipe, sample, shuffled
 from tests.inputs.test_readers import state
 from tests.state.runs import assert_same
@@ -68,14 +69,16 @@ def test_resumes(tmp_path):
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("make_iterable", [generate, Knows, shuffled], ids=lambda made: made.__name__)
 @pytest.mark.parametrize("when", [0, 3, 10])
-def test_a_reader_that_is_killed(make_iterable, when):
-    """From where it was killed on, the caller's process reads, says so, and ends in the same bits."""
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_reader_that_is_killed_or_stopped(make_iterable, when, how, monkeypatch):
+    """From where it fell, maybe in the middle of a message, the caller's process reads, says so, and has the bits."""
+    monkeypatch.setattr(streams, "MESSAGE_SECONDS", 1)
     made = recipe(make_iterable, buffer=4, epochs=60)  # more than a socket holds
     expected = made.train(engine="inline")
     with made.start(engine="inline", readers=1) as run:
         for _ in range(when):
             next(run)
-        os.kill(reader_of(run).pid, signal.SIGKILL)
+        os.kill(reader_of(run).pid, how)
         with pytest.warns(UserWarning, match="read in this process from here on"):
             for _ in run:
                 pass

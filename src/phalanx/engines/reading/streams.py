@@ -10,6 +10,7 @@ import contextlib
 import os
 import select
 import socket
+import struct
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -25,11 +26,15 @@ from phalanx.engines.processes.handle import WorkerHandle
 from phalanx.engines.processes.launch import CAPABLE, WARM
 from phalanx.engines.processes.output import Output
 from phalanx.engines.processes.serialization import unpack_bytes
+from phalanx.engines.recovery.deadline import Stillness
 from phalanx.errors import UsageError, WorkerError
 from phalanx.seams import Dealer, Engine
 from phalanx.shared.memory import Memory, aligned
 from phalanx.surroundings import interrupts
 
+LOOK_SECONDS = 1.0
+STOPPED_SECONDS = 2.0  # that it may be stopped (SIGSTOP) while it is waited for
+MESSAGE_SECONDS = 10  # in which more of a message comes that has begun to
 FAREWELL_MILLISECONDS = 1000  # in which a stream may close what it holds
 
 
@@ -186,6 +191,8 @@ class StreamReader:
             _free(memories)
             raise
         self._output.follow(self._handle.pipes)
+        with socket.socket(fileno=os.dup(self._handle.channel.fileno())) as end:  # it may stop in a message, too
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", MESSAGE_SECONDS, 0))
         self.close = weakref.finalize(self, _end, self._handle, self._output, memories)
 
     @property
@@ -195,17 +202,17 @@ class StreamReader:
 
     def next(self) -> tuple[Drawn, dict[str, Any]] | None:
         """What was drawn for the next step, and the state after it; None if nothing comes any more."""
-        handle, poller = self._handle, select.poll()
+        handle, poller, stillness = self._handle, select.poll(), Stillness(self.pid)
         for fd in handle.watched:
             poller.register(fd, select.POLLIN)
         channel = handle.channel.fileno()
         while True:
             with interrupts.breakable():
-                ready = {fd for fd, _ in poller.poll()}
+                ready = {fd for fd, _ in poller.poll(1000 * LOOK_SECONDS)}
             for fd in self._output.carry(ready):
                 poller.unregister(fd)
             if channel not in ready:
-                if handle.pidfd in ready:
+                if handle.pidfd in ready or (stillness.seconds() > STOPPED_SECONDS and stillness.stopped):
                     return None
                 continue
             try:
