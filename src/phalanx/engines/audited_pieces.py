@@ -14,11 +14,10 @@ from typing import Any
 
 from phalanx.definition.batches import BatchShares
 from phalanx.definition.fields import Definition
-from phalanx.engines.auditing import AuditedLink, summed, vote
+from phalanx.engines.auditing import AuditedLink, summed, summed_fold, vote
 from phalanx.engines.ballots import Ballot, WorkerBallot, compare
 from phalanx.engines.processes.link import ArenaLink
 from phalanx.plan.audit import Audit, What
-from phalanx.plan.fold import fold_values
 from phalanx.seams import Arithmetic, Framework
 from phalanx.seams.sharing import Vector
 from phalanx.shared.arena import Plan
@@ -97,10 +96,7 @@ class ArenaPieces:
             self._ballot.vote(What.FOLD, slice_sum(self._room, parameter, start, entry))
             self._room.leave_mean(parameter, entry)
         if self._worker == self._auditor:
-            total = fold_values([row if row is None else [row] for row in self._room.left(*self._piece)], self._add)
-            if total is not None and weight != 1:
-                total = self._arithmetic.divide(total, weight)
-            self._second = summed(total or [None])
+            self._second = summed_fold(self._arithmetic, self._room.left(*self._piece), weight)
             if self._worker != self._owner:
                 self._ballot.vote(What.FOLD, self._second)
             self._shard.parts.keep(parameter, self._room)
@@ -124,9 +120,6 @@ class ArenaPieces:
                 self._ballot.vote(What.UPDATE, self._second)
         self._link.all_true(True)
         self._compare(What.UPDATE)
-
-    def _add(self, left: Vector, right: Vector) -> Vector:
-        return self._arithmetic.add(left, right)
 
     def _compare(self, what: What) -> None:
         who = self._owner, self._auditor

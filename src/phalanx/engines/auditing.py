@@ -16,8 +16,9 @@ from phalanx.definition.fields import Definition
 from phalanx.engines.ballots import Ballot, compare
 from phalanx.errors import CorruptionError
 from phalanx.plan.audit import Audit, What
+from phalanx.plan.fold import fold_values
 from phalanx.plan.shares import share_weights
-from phalanx.seams import Part, Steppable
+from phalanx.seams import Arithmetic, Part, Steppable
 from phalanx.seams.sharing import Vector
 from phalanx.step import begin, compute, weighed
 
@@ -218,6 +219,14 @@ def summed(gradient: Iterable[Any] | None, buffers: Sequence[Any] = ()) -> int:
     for entry in [*(gradient or []), *buffers]:
         total = zlib.crc32(b"-" if entry is None else content(entry)[2], total)
     return total
+
+
+def summed_fold(arithmetic: Arithmetic, slices: Sequence[Any], weight: float) -> int:
+    """A checksum over a slice of the mean gradient, folded here from those of all replicas."""
+    total = fold_values([None if one is None else [one] for one in slices], arithmetic.add)
+    if total is not None and weight != 1:
+        total = arithmetic.divide(total, weight)
+    return summed(total or [None])
 
 
 def _with(total: int, loss: float, weight: float) -> int:

@@ -6,10 +6,9 @@ import math
 import zlib
 from typing import Any
 
-from phalanx.engines.auditing import summed
+from phalanx.engines.auditing import summed, summed_fold
 from phalanx.engines.ballots import Ballot, compare
 from phalanx.plan.audit import Audit, Piece, What
-from phalanx.plan.fold import fold_values
 from phalanx.seams import Framework
 from phalanx.seams.sharing import Vector
 from phalanx.seams.snapshots import Captured
@@ -61,12 +60,7 @@ class OwnPieces:
 
     def folded(self, gradient: Vector, weight: float) -> None:
         """See ``auditing.Pieces.folded``."""
-        arithmetic = self._framework.arithmetic
-        rows = [None if row is None else [row] for row in self._slices]
-        total = fold_values(rows, arithmetic.add)
-        if total is not None and weight != 1:
-            total = arithmetic.divide(total, weight)
-        self._second = summed(total or [None])
+        self._second = summed_fold(self._framework.arithmetic, self._slices, weight)
         self._ballot.vote(What.FOLD, summed([self._cut(gradient)]))
         self._mean = [None if entry is None else _copied(entry) for entry in gradient]
 
