@@ -23,7 +23,7 @@ from phalanx.errors import (
     UsageError,
     WorkerError,
 )
-from phalanx.frameworks.registry import digest
+from phalanx.frameworks.states import digest
 from phalanx.frameworks.torch.replica.forward import weighted
 from phalanx.plan import Plan
 from phalanx.proof.byhand import Chain

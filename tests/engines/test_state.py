@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.plan.placement import place
 from phalanx.shared.layout import SHARED, Contents, Spec, StatePiece, lay_out, row_major
-from phalanx.shared.memory import Carver
+from phalanx.shared.memory import Carver, Memory
 from phalanx.shared.state import Mirror, Shard
 
 WEIGHTS = [3, 8, 0, 5]  # elements of each parameter
@@ -101,18 +101,22 @@ def run():
     placement, carver = place(4, 2), Carver()
     layout = lay_out(CONTENTS, CONTENTS.owners(2), placement, carver.take)
     arena = mmap.mmap(-1, SIZE)
-    Mirror(Framework(pieces()), layout, arena).put()
+    base = Memory(layout.base)
+    Mirror(Framework(pieces()), layout, arena, base).put()
     locals_ = [Framework(), Framework()]
-    shards = [Shard(local, layout, arena, worker) for worker, local in enumerate(locals_)]
+    shards = [Shard(local, layout, arena, base, worker) for worker, local in enumerate(locals_)]
     for shard in shards:
         shard.take(None, "options")
-    return types.SimpleNamespace(layout=layout, arena=arena, shards=shards, locals=locals_, size=carver.size)
+    yield types.SimpleNamespace(
+        layout=layout, arena=arena, base=base, shards=shards, locals=locals_, size=carver.size
+    )
+    base.close()
 
 
 def taken(run, *, saved):
     """What the caller's process gets."""
     home = Framework()
-    Mirror(home, run.layout, run.arena).get([shard.state() for shard in run.shards], saved=saved)
+    Mirror(home, run.layout, run.arena, run.base).get([shard.state() for shard in run.shards], saved=saved)
     return home
 
 
@@ -173,8 +177,8 @@ def test_a_snapshot_brings_everything_back(run):
     """Also that a piece did not exist yet; and it is what the caller gets who asks for the saved state."""
     checksums = [shard.save() for shard in run.shards]
     for shard, local in zip(run.shards, run.locals, strict=True):
-        for offset, size in shard.weights:
-            run.arena[offset : offset + size] = bytes(size)
+        for weights in shard.weights:
+            weights[:] = 0
         for piece in local.pieces.values():
             piece[...] = 7
     run.arena[run.layout.starts[0]] ^= 1

@@ -13,7 +13,7 @@ from phalanx.checkpoint import files, tensors
 from phalanx.definition import checks
 from phalanx.definition.plain import decoded, encoded
 from phalanx.errors import SnapshotError, UsageError
-from phalanx.frameworks.registry import stored, tensor_of, weights_of
+from phalanx.frameworks.states import stored, tensor_of, weights_of
 from phalanx.seams.snapshots import Tensor
 
 MOST_TENSORS = 1 << 44

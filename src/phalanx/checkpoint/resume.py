@@ -17,7 +17,8 @@ from phalanx.definition import checks
 from phalanx.definition.fields import Definition
 from phalanx.definition.fingerprint import compare, fingerprint
 from phalanx.errors import SnapshotError, UsageError
-from phalanx.frameworks.registry import recorded_environment, tensor_of
+from phalanx.frameworks.registry import recorded_environment
+from phalanx.frameworks.states import tensor_of
 from phalanx.seams import Framework, RunState
 from phalanx.seams.events import Evaluated
 from phalanx.seams.snapshots import Captured

@@ -11,7 +11,8 @@ from phalanx.checkpoint.chained import dealt_as
 from phalanx.checkpoint.files import make_folder
 from phalanx.definition import checks
 from phalanx.errors import UsageError
-from phalanx.frameworks.registry import leaves, recorded_environment
+from phalanx.frameworks.registry import recorded_environment
+from phalanx.frameworks.states import leaves
 from phalanx.surroundings.presence import rank
 
 MOST_REPLICAS = 64

@@ -14,6 +14,7 @@ import numpy as np
 from phalanx.plan.placement import Placement
 
 Vector = list[Any]
+Places = Mapping[int, tuple[mmap.mmap, int]]
 Order = Callable[[tuple[int, ...]], Sequence[tuple[int, int]]]
 
 
@@ -126,6 +127,10 @@ class WorkerState(Protocol):
         """Whether a parameter that another worker owns can be updated here, on copies."""
         ...
 
+    def move(self, places: Places) -> None:
+        """Have storages of weights, by their number, lie elsewhere: the same bytes, at an offset into a memory."""
+        ...
+
     def weight(self, parameter: int) -> Any:
         """A parameter as it is."""
         ...
@@ -164,8 +169,12 @@ class CallerState(Protocol):
         """Options of optimizers and schedules; can be pickled."""
         ...
 
-    def take_weights(self, contents: Sequence[np.ndarray]) -> None:
-        """Take the bytes of all storages as the weights; what is passed may change later."""
+    def move(self, places: Places) -> None:
+        """See ``WorkerState.move``."""
+        ...
+
+    def take_weights(self, contents: Sequence[np.ndarray | None]) -> None:
+        """Take the bytes of all storages as the weights, where there are any; what is passed may change later."""
         ...
 
     def take_buffers(self, buffers: Sequence[Any]) -> None:
@@ -207,10 +216,10 @@ class Sharing(Protocol):
         """Whether the whole state is known, so that a run can move to other processes in the middle."""
         ...
 
-    def lay_out(self, placement: Placement, take: Callable[[int], int], state: Any = None) -> Any:
+    def lay_out(self, placement: Placement, take: Callable[[int], int], known: Any = None) -> Any:
         """Give everything its place in an arena.
 
-        ``state``: what the optimizer's state consists of, if another process has found that out.
+        ``known``: what another process, which may be further on, has found the state to consist of.
         """
         ...
 
@@ -222,6 +231,9 @@ class Sharing(Protocol):
         """The state in a worker's process; from here on, it lies in the arena."""
         ...
 
-    def look(self, layout: Any, arena: mmap.mmap) -> Any:
-        """What lies in the arena as ``records.Exported``, without a digest; shares memory where arrays are written."""
+    def look(self, layout: Any, arena: mmap.mmap, resting: Sequence[int]) -> Any:
+        """What lies in the arena as ``records.Exported``, without a digest; shares memory where arrays are written.
+
+        ``resting``: storages that the caller's state has as they are.
+        """
         ...

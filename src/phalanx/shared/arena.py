@@ -6,12 +6,12 @@ Its plan follows from the model and the placement alone, so that every process c
 from __future__ import annotations
 
 import mmap
-from typing import Any
 
 from phalanx.plan.placement import Placement, remaining
 from phalanx.seams.sharing import Sharing
 from phalanx.shared.audit_room import AuditRoom
 from phalanx.shared.counters import Counters, float_count, word_count
+from phalanx.shared.layout import Contents
 from phalanx.shared.memory import Carver
 
 WORD = 8
@@ -24,8 +24,8 @@ class Plan:
     ----------
     sharing : Sharing
     placement : Placement
-    state : list, optional
-        ``layout.contents.state`` of the caller's process, which found out what the optimizer's state consists of.
+    known : Contents, optional
+        Of the caller's process, which found out what the state consists of.
     audited : bool
         Whether there is to be room for audits.
 
@@ -41,7 +41,9 @@ class Plan:
         Bytes of the arena; most of it is never touched.
     """
 
-    def __init__(self, sharing: Sharing, placement: Placement, state: Any = None, *, audited: bool = False) -> None:
+    def __init__(
+        self, sharing: Sharing, placement: Placement, known: Contents | None = None, *, audited: bool = False
+    ) -> None:
         carver = Carver()
         self._placement = placement
         self._words = carver.take(WORD * word_count(placement.workers))
@@ -54,7 +56,7 @@ class Plan:
             self.publishers += [(worker, number) for number in range(len(found))]
         self._flags = carver.take((1 + sharing.count) * len(self.nodes))
         self._flag_bytes = (1 + sharing.count) * len(self.nodes)
-        self.layout = sharing.lay_out(placement, carver.take, state)
+        self.layout = sharing.lay_out(placement, carver.take, known)
         self._arrays = sharing.arrays
         self._room = carver.take(AuditRoom.size(self.layout.contents, placement.replicas) if audited else 0)
         self.size = carver.size

@@ -8,6 +8,7 @@ weights) stay as they are.
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from phalanx.plan.placement import Placement, dealt, most_held
 Take = Callable[[int], int]
 
 SHARED = -1  # the parameter of optimizer state that belongs to none: every worker keeps a copy of its own
+WORD = 8  # bytes
 OWNED = -1  # the offset of what a worker keeps to itself, because it owns the parameter
 
 
@@ -81,6 +83,8 @@ class Contents:
         The storage of each parameter.
     state : list of StatePiece
         All that the optimizer's may consist of; some may come to be in a later step, or never.
+    frozen : list of int
+        Storages that no update writes, as far as can be told when the run begins.
     private : int
         Bytes that workers take beside the arena, about.
     """
@@ -90,6 +94,7 @@ class Contents:
     storages: list[int]
     storage_of: list[int]
     state: list[StatePiece]
+    frozen: list[int] = field(default_factory=list)
     private: int = 0
 
     def owners(self, workers: int) -> list[int]:
@@ -120,6 +125,10 @@ class Layout:
         The parameters' storages.
     keepers : list of int
         The worker that owns what lies in each storage.
+    frozen : dict
+        Where frozen storages lie, by their number, in a memory of ``base`` bytes beside the arena.
+    thawed : int
+        8 bytes per storage: the step after the one that first updated it, if it was frozen; else 0.
     starts : list of int
         Each buffer as it is at the step's start.
     sets : list of list of list of int
@@ -145,6 +154,9 @@ class Layout:
     owners: list[int]
     weights: list[int] = field(init=False)
     keepers: list[int] = field(init=False)
+    frozen: dict[int, int] = field(init=False)
+    base: int = field(init=False)
+    thawed: int = field(init=False)
     starts: list[int] = field(init=False)
     sets: list[list[list[int]]] = field(init=False)
     left: list[list[int]] = field(init=False)
@@ -178,6 +190,8 @@ def lay_out(contents: Contents, owners: Sequence[int], placement: Placement, tak
     keepers = dict(zip(contents.storage_of, owners, strict=True))
     layout.keepers = [keepers[number] for number in range(len(contents.storages))]
     layout.weights = list(map(take, contents.storages))
+    layout.frozen, layout.base = apart(contents)
+    layout.thawed = take(WORD * len(contents.storages))
     buffers = [spec.nbytes for spec in contents.buffers]
     layout.starts = list(map(take, buffers))
     sizes = [spec.nbytes for spec in contents.gradients]
@@ -190,7 +204,7 @@ def lay_out(contents: Contents, owners: Sequence[int], placement: Placement, tak
     ]
     layout.left = [list(map(take, buffers)) for _ in range(placement.replicas)]
     layout.changed = take(placement.replicas * len(buffers))
-    layout.norms = take(8 * len(sizes))
+    layout.norms = take(WORD * len(sizes))
     layout.state = _state_rows(contents.state, placement.workers, take)
     layout.present = take(len(contents.state))
     layout.snapshot = Copies(
@@ -199,7 +213,7 @@ def lay_out(contents: Contents, owners: Sequence[int], placement: Placement, tak
         _state_rows(contents.state, placement.workers, take),
         take(len(contents.state)),
     )
-    layout.touched = take(0) + contents.private
+    layout.touched = take(0) + contents.private - _untouched(layout)
     return layout
 
 
@@ -211,6 +225,30 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(length, 1)
     return tuple(reversed(strides))
+
+
+def apart(contents: Contents) -> tuple[dict[int, int], int]:
+    """Where each frozen storage lies in a memory of their own, at the beginning of a page, and how large that is."""
+    places: dict[int, int] = {}
+    size = 0
+    for number in contents.frozen:
+        places[number] = size
+        size += -(-contents.storages[number] // mmap.PAGESIZE) * mmap.PAGESIZE
+    return places, size
+
+
+def _untouched(layout: Layout) -> int:
+    """Bytes of the places in the arena for what is frozen: weights, their copy, gradients."""
+    contents = layout.contents
+    places = sum(contents.storages[number] for number in contents.frozen)
+    gradients = [
+        (offset != OWNED) * spec.nbytes
+        for rows in layout.sets
+        for row in rows
+        for offset, spec, storage in zip(row, contents.gradients, contents.storage_of, strict=True)
+        if storage in layout.frozen
+    ]
+    return 2 * places + sum(gradients)
 
 
 def _state_rows(state: Sequence[StatePiece], workers: int, take: Take) -> list[list[int]]:

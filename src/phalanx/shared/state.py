@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from phalanx.seams.sharing import GradientBuckets, Sharing
-from phalanx.shared.layout import Layout
-from phalanx.shared.parts import Parts
-
-WORD = 8  # bytes; places are multiples of 64, and what pads them is never written
+from phalanx.shared.audit_room import Parts
+from phalanx.shared.frozen import FrozenWeights
+from phalanx.shared.heap import give_back
+from phalanx.shared.layout import WORD, Layout
+from phalanx.shared.memory import Memory
 
 
 class Shard:
@@ -27,12 +28,12 @@ class Shard:
         The framework's; from here on, its state lies in the arena.
     layout : Layout
     arena : mmap.mmap
+    base : Memory
+        Where what is frozen lies.
     worker : int
 
     Attributes
     ----------
-    weights : list of (offset, bytes)
-        Where the weights that it owns lie in the arena.
     buffer_payload : list of list of memoryview
         For each replica the memory that ``leave`` writes: its buffers, and which of them changed; empty without
         buffers.
@@ -41,25 +42,46 @@ class Shard:
         Single parameters with their optimizer state, for audits.
     """
 
-    def __init__(self, sharing: Sharing, layout: Layout, arena: mmap.mmap, worker: int) -> None:
+    def __init__(self, sharing: Sharing, layout: Layout, arena: mmap.mmap, base: Memory, worker: int) -> None:
         self._arrays = sharing.arrays
+        self._frozen = FrozenWeights(layout, arena, base)
         self._local = sharing.worker_state(layout, arena, worker)
         self._layout = layout
         self._arena = arena
         self._worker = worker
         self._storages = [number for number, keeper in enumerate(layout.keepers) if keeper == worker]
+        self._owned = layout.owned(worker)
         self._state = layout.kept(worker)
         self._present = memoryview(arena)[layout.present :]
         self._absent: list[int] = []  # pieces of optimizer state that no update has made yet
         self._changed = memoryview(arena)[layout.changed :]
         self.slots: GradientBuckets = self._local.buckets
         self.parts = Parts(self._local, sharing.arrays, layout, arena, worker)
-        self.weights = [(layout.weights[number], layout.contents.storages[number]) for number in self._storages]
         self.buffer_payload = _buffer_payload(layout, memoryview(arena))
         self._left = [
             [self._arrays.view(arena, *pair) for pair in zip(offsets, layout.contents.buffers, strict=True)]
             for offsets in layout.left
         ]
+
+    @property
+    def weights(self) -> list[np.ndarray]:
+        """The weights that it owns, without those that are frozen, as words."""
+        places = [(self._layout.weights[number], self._layout.contents.storages[number]) for number in self._live()]
+        return [np.frombuffer(self._arena, np.int64, -(-size // WORD), offset) for offset, size in places]
+
+    def enter(self, step: int) -> None:
+        """Have each weight where it lies before ``step``; all that was frozen then is frozen again."""
+        if self._layout.frozen:
+            for number in self._storages:
+                self._frozen.rewind(number, step)
+            self._local.move(self._frozen.moved(step))
+
+    def thaw(self, step: int, gradient: Sequence[Any]) -> None:
+        """An update follows: what is frozen and has a gradient gets its place in the arena, from its owner."""
+        for index in self._owned if self._layout.frozen else ():
+            if gradient[index] is not None:
+                self._frozen.thaw(self._layout.contents.storage_of[index], step)
+        self.enter(step + 1)
 
     def leave(self, replica: int, left: Sequence[Any]) -> None:
         """Publish the buffers that a replica left, where they differ from the step's start."""
@@ -145,11 +167,15 @@ class Shard:
         offset, spec = self._layout.state[self._worker][piece], self._layout.contents.state[piece].spec
         return self._arrays.view(self._arena, offset, spec)
 
+    def _live(self) -> list[int]:
+        """The storages that it owns, and that lie in the arena."""
+        return [number for number in self._storages if not self._frozen.resting(number)]
+
     def _kept(self, present: memoryview) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """All that a snapshot holds of this worker's, with its copy, as words; ``present``: which optimizer state."""
         layout, contents = self._layout, self._layout.contents
         weights, starts, state, _ = layout.snapshot
-        pieces = [(layout.weights[number], weights[number], contents.storages[number]) for number in self._storages]
+        pieces = [(layout.weights[number], weights[number], contents.storages[number]) for number in self._live()]
         homes, copies = layout.state[self._worker], state[self._worker]
         there = [piece for piece in self._state if present[piece]]
         pieces += [(homes[piece], copies[piece], contents.state[piece].spec.nbytes) for piece in there]
@@ -169,20 +195,31 @@ class Mirror:
     sharing : Sharing
     layout : Layout
     arena : mmap.mmap
+    base : Memory
+        Where what is frozen lies; the framework's own is moved there by the first ``put``.
     """
 
-    def __init__(self, sharing: Sharing, layout: Layout, arena: mmap.mmap) -> None:
+    def __init__(self, sharing: Sharing, layout: Layout, arena: mmap.mmap, base: Memory) -> None:
+        self._frozen = FrozenWeights(layout, arena, base)
+        self._filled = False
         self._arrays = sharing.arrays
         self._own = sharing.caller_state(layout)
         self._layout = layout
         self._arena = arena
         self._sharing = sharing
         self._shown: Any = None
+        self._resting: list[int] = []
 
     def put(self) -> dict[str, Any]:
         """Copy the state into the arena; returns what describes the rest."""
+        if not self._filled:
+            for places in self._frozen.fill(lambda number: self._own.weights()[number]):
+                self._own.move(places)
+                give_back()  # where they lay before
+            self._filled = True
         for mine, shared in zip(self._own.weights(), self._weights(), strict=True):
-            shared[:] = mine
+            if shared is not None:
+                shared[:] = mine
         for start, shared in zip(self._own.starts, self._starts(), strict=True):
             self._arrays.write(shared, start)
         state, layout = self._own.state(), self._layout
@@ -206,17 +243,22 @@ class Mirror:
 
     def look(self) -> Any:
         """What lies in the arena as a state is exported, without a copy where the framework's arrays may be written."""
-        if self._shown is None or not self._sharing.lasting:
-            self._shown = self._sharing.look(self._layout, self._arena)
+        resting = [number for number in self._layout.frozen if self._frozen.resting(number)]
+        if self._shown is None or not self._sharing.lasting or resting != self._resting:
+            self._resting = resting
+            self._shown = self._sharing.look(self._layout, self._arena, resting)
         return self._shown
 
     def _piece(self, piece: int, offset: int) -> Any:
         return self._arrays.view(self._arena, offset, self._layout.contents.state[piece].spec)
 
-    def _weights(self) -> list[np.ndarray]:
-        """The bytes of each storage."""
-        pairs = zip(self._layout.contents.storages, self._layout.weights, strict=True)
-        return [np.frombuffer(self._arena, np.uint8, size, offset) for size, offset in pairs]
+    def _weights(self) -> list[np.ndarray | None]:
+        """The bytes of each storage; None where it is frozen."""
+        pairs = enumerate(zip(self._layout.contents.storages, self._layout.weights, strict=True))
+        return [
+            None if self._frozen.resting(number) else np.frombuffer(self._arena, np.uint8, size, offset)
+            for number, (size, offset) in pairs
+        ]
 
     def _starts(self) -> list[Any]:
         pairs = zip(self._layout.starts, self._layout.contents.buffers, strict=True)

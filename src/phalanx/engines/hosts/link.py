@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-import mmap
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from phalanx.engines.hosts.rendezvous import CHECK_STEPS, WORD, Across, Rendezvous
+from phalanx.engines.hosts.rendezvous import CHECK_STEPS, Across, Rendezvous
 from phalanx.engines.hosts.slices import LEAST, Mask
 from phalanx.engines.processes.link import ArenaLink, union
 from phalanx.plan.placement import Placement, added
@@ -42,7 +41,6 @@ class HostLink:
     shard : Shard
     plan : Plan
     placement : Placement
-    arena : mmap.mmap
     barrier : Barrier
     """
 
@@ -53,7 +51,6 @@ class HostLink:
         shard: Shard,
         plan: Plan,
         placement: Placement,
-        arena: mmap.mmap,
         barrier: Barrier,
     ) -> None:
         self.hosted = within.hosted
@@ -77,7 +74,7 @@ class HostLink:
             for whole in self._across.nodes
         ]
         self._order = functools.cache(functools.partial(added, placement.replicas, plan.nodes))
-        self._weights = [np.frombuffer(arena, np.int64, -(-size // WORD), start) for start, size in shard.weights]
+        self._shard = shard
         self._last: list[Mask] = []  # which gradients there were in the last even step
         self._usual: list[Mask] | None = None  # which there will be in the next, as far as that can be told in advance
         self._ahead: list[Mask] | None = None  # the same, if this step's sums are sent on the strength of it
@@ -116,7 +113,7 @@ class HostLink:
         once = all(worker.opinion for worker in self._workers)
         if self._ahead is not None:
             self._give(self._within.vectors)
-        due = self._weights if self._step % CHECK_STEPS == 0 else []
+        due = self._shard.weights if self._step % CHECK_STEPS == 0 else []
         checksum = int(np.array([weights.sum() for weights in due], np.int64).sum())  # modulo 2**64
         notes = [bytes([once, *flags]) for *_, flags in self._buffer_payload[self._block.start : self._block.stop]]
         everybody, self._masks, notes = self._across.exchange(self._step, checksum, mine, self._host_masks(), notes)

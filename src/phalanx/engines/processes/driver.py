@@ -1,7 +1,4 @@
-"""The processes engine, seen from the caller's process: it makes the arena, grants steps and takes reports.
-
-It is not in the loop of a step.
-"""
+"""The processes engine, seen from the caller's process: it makes the arena, grants steps, takes reports."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ from phalanx.shared.reports import RING
 from phalanx.shared.state import Mirror
 from phalanx.surroundings import interrupts
 
-MEMORIES = 6  # what workers inherit: environment_memory, parcel, arena, mailbox, orders, inputs
+MEMORIES = 7  # what workers inherit: environment_memory, parcel, arena, mailbox, orders, base, inputs
 
 
 class Processes:
@@ -76,13 +73,14 @@ class Processes:
             undo.pop_all()
 
     def _begin(self, plan: Plan, placement: Placement, memories: Sequence[Memory], readers: int | None) -> None:
-        environment_memory, parcel, arena, mailbox, orders, _ = memories
+        environment_memory, parcel, arena, mailbox, orders, base, _ = memories
         arena.grow(plan.size)
+        base.grow(plan.layout.base)
         mapped = arena.map()
         self.counters = plan.counters(mapped).written_by(PARENT)
-        self._mirror = Mirror(self._framework.sharing, plan.layout, mapped)
+        self._mirror = Mirror(self._framework.sharing, plan.layout, mapped, base)
         facts: dict[str, Any] = {"audit": self._audit, "hosts": self._rendezvous, "ahead": readers != 0}
-        facts |= {"placement": placement, "signature": plan.layout.signature(), "state": plan.layout.contents.state}
+        facts |= {"placement": placement, "signature": plan.layout.signature(), "contents": plan.layout.contents}
         pack_recipe(self._definition, self._framework.name, environment_memory, parcel, facts)
         record = StateRecord(self._mirror, self.run_state, self.counters.reports)
         self._failures = FailureLog(self._definition, self._framework, placement, self.counters, self.run_state)

@@ -32,7 +32,7 @@ from phalanx.engines.reading.taking import Taking
 from phalanx.engines.recovery.deadline import SnapshotTimer
 from phalanx.errors import CorruptionError, LostError, Trouble, UsageError
 from phalanx.frameworks.jax.outside import threads
-from phalanx.frameworks.registry import open_framework
+from phalanx.frameworks.registry import open_framework, sparing
 from phalanx.plan import evaluation_key
 from phalanx.plan.lifecycle import next_snapshot
 from phalanx.plan.shares import share_bounds
@@ -52,12 +52,12 @@ IDLE_YIELDS = 500
 def live(channel: int, memories: Sequence[int], number: int) -> None:
     """Be worker ``number`` of a run until the caller closes the channel."""
     caller = DriverChannel(channel)
-    environment_memory, parcel, arena, mailbox, orders, inputs = (Memory(0, fd) for fd in memories)
+    environment_memory, parcel, arena, mailbox, orders, base, inputs = (Memory(0, fd) for fd in memories)
     try:
         place = unpack(environment_memory)
         adopt_environment(place, functools.partial(caller.tell, "imported"))
         with threads(place["threads"]):  # what is unpacked may hold jax arrays
-            worker = Worker(caller, unpack(parcel), (arena, mailbox, inputs), number)
+            worker = Worker(caller, unpack(parcel), (arena, base, mailbox, inputs), number)
         orders = unpack(orders)
         worker.take(orders)
     except Exception as error:
@@ -71,25 +71,23 @@ def live(channel: int, memories: Sequence[int], number: int) -> None:
 class Worker:
     """The state of worker ``number``; ``setup`` is the caller's parcel."""
 
-    def __init__(
-        self, caller: DriverChannel, setup: dict[str, Any], memories: tuple[Memory, Memory, Memory], number: int
-    ) -> None:
-        arena, mailbox, inputs = memories
+    def __init__(self, caller: DriverChannel, setup: dict[str, Any], memories: tuple[Memory, ...], number: int) -> None:
+        arena, base, mailbox, inputs = memories
         warnings.showwarning = self._pass_on
         signal.signal(signal.SIGINT, _left_to_the_caller)
         self._caller, self._mailbox, self._number = caller, mailbox, number
         self._placement, self._step, self._timer = setup["placement"], 0, SnapshotTimer()
         self._definition = Definition(**setup["fields"])
-        self._framework: Framework = open_framework(self._definition, ["cpu"])
+        self._framework: Framework = open_framework(self._definition, ["cpu"], making=sparing(base, setup["contents"]))
         self.environment = self._framework.environment
-        self._share(arena, setup)
+        self._share(arena, base, setup)
         ahead = Taking(inputs, self._definition).read if setup["ahead"] else None
         self._dealer = BatchShares(self._definition, self._framework.opened, ahead)
         self._settled = False
         give_back()  # the model as it was made, before it moved into the arena
 
-    def _share(self, memory: Memory, setup: dict[str, Any]) -> None:
-        plan = Plan(self._framework.sharing, self._placement, setup["state"], audited=setup["audit"] is not None)
+    def _share(self, memory: Memory, base: Memory, setup: dict[str, Any]) -> None:
+        plan = Plan(self._framework.sharing, self._placement, setup["contents"], audited=setup["audit"] is not None)
         if plan.layout.signature() != setup["signature"]:
             raise UsageError(
                 "make_model returned another model in a worker process than in this one; it must return the same "
@@ -100,13 +98,13 @@ class Worker:
         self._own = self._counters.workers[self._number]
         self._own.replicas = 0  # those of the worker whose place this one takes were computed before
         self._barrier = Barrier(self._counters, self._number)
-        self._shard = Shard(self._framework.sharing, plan.layout, arena, self._number)
+        self._shard = Shard(self._framework.sharing, plan.layout, arena, base, self._number)
         self._room = None if setup["audit"] is None else plan.audit_room(arena)
         shard, placement, barrier, rendezvous = self._shard, self._placement, self._barrier, setup["hosts"]
         within = ArenaLink(self._framework, shard, plan, placement, arena, barrier)
         self._link: ArenaLink | HostLink | AuditedLink = within
         if rendezvous is not None:
-            self._link = HostLink(rendezvous, within, shard, plan, placement, arena, barrier)
+            self._link = HostLink(rendezvous, within, shard, plan, placement, barrier)
         elif setup["audit"] is not None:
             recipe = self._framework, self._definition
             self._link = audited_link(within, setup["audit"], *recipe, shard, plan, arena, barrier)
@@ -114,6 +112,7 @@ class Worker:
     def take(self, orders: dict[str, Any]) -> None:
         """Be at the beginning of a step, with a state that lies in the arena, and options in ``orders``."""
         self._framework.rewind()
+        self._shard.enter(orders["step"])
         self._shard.take(orders["foreign"], orders["options"])
         if orders["restore"] and self._shard.restore() != self._own.checksum:
             raise LostError(
@@ -233,6 +232,7 @@ class Worker:
 
     def _come_to(self, step: int) -> None:
         self._step = step
+        self._shard.enter(step)
         self._link.enter(step)
         self._barrier.enter(step)
 

@@ -23,6 +23,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ from phalanx.surroundings import imports
 PR_SET_PDEATHSIG, PR_SET_TIMERSLACK = 1, 29
 MESSAGE_BYTES = 4096
 RECEIVING = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-DESCRIPTORS = 9  # channel, output, errors, environment_memory, parcel, arena, mailbox, orders, inputs
+DESCRIPTORS = 10  # channel, output, errors, environment_memory, parcel, arena, mailbox, orders, base, inputs
 
 
 def main(fd: int, parent: int, cache: str | None) -> None:
@@ -210,6 +211,8 @@ def _become_worker(zygote: int, number: int, fds: Sequence[int], inherited: Sequ
         else:
             worker.live(channel, memories, number)
         code = 0
+    except Exception:  # none of user code, which is told: a fault of phalanx, to be seen
+        traceback.print_exc()
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()

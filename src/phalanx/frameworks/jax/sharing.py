@@ -10,7 +10,7 @@ import functools
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import jax
 import numpy as np
@@ -23,7 +23,7 @@ from phalanx.frameworks.jax.snapshot import State
 from phalanx.frameworks.jax.tree import copied, is_key, named, plain
 from phalanx.plan.placement import Placement
 from phalanx.seams import Exported
-from phalanx.seams.sharing import Arrays, Order
+from phalanx.seams.sharing import Arrays, Order, Places
 from phalanx.shared.buckets import BucketViews
 from phalanx.shared.layout import SHARED, Contents, Layout, Spec, StatePiece, Take, lay_out, row_major
 
@@ -49,8 +49,8 @@ class Sharing:
         """A state is known as a whole."""
         return True
 
-    def lay_out(self, placement: Placement, take: Take, state: list[StatePiece] | None = None) -> Layout:
-        """See ``seams.sharing.Sharing.lay_out``; a state is known as a whole, so ``state`` is not needed."""
+    def lay_out(self, placement: Placement, take: Take, known: Contents | None = None) -> Layout:
+        """See ``seams.sharing.Sharing.lay_out``; a state is known as a whole, so ``known`` is not needed."""
         if self.device.platform != "cpu":
             raise UsageError(
                 f"the parameters are on {self.device}, but worker processes compute on the CPU in this version; use "
@@ -72,7 +72,7 @@ class Sharing:
         """The state in a worker's process; from here on, it lies in the arena."""
         return WorkerState(self.state, self.updates, layout, arena, worker)
 
-    def look(self, layout: Layout, arena: mmap.mmap) -> Exported:
+    def look(self, layout: Layout, arena: mmap.mmap, resting: Sequence[int]) -> Exported:
         """See ``seams.sharing.Sharing.look``: copies."""
         pairs = zip(layout.weights, layout.contents.gradients, strict=True)
         params = copied(self.state.params, [view(arena, *pair) for pair in pairs])
@@ -156,6 +156,9 @@ class WorkerState:
     def take(self, foreign: None, options: None) -> None:
         """Nothing is left to be taken."""
 
+    def move(self, places: Places) -> None:
+        """Nothing is frozen here."""
+
     def weight(self, parameter: int) -> np.ndarray:
         """See ``seams.sharing.WorkerState.weight``."""
         return self._weights[parameter]
@@ -195,10 +198,13 @@ class CallerState:
     def options(self) -> None:
         """Options are part of the optimizer's state."""
 
-    def take_weights(self, contents: Sequence[np.ndarray]) -> None:
+    def move(self, places: Places) -> None:
+        """Nothing is frozen here."""
+
+    def take_weights(self, contents: Sequence[np.ndarray | None]) -> None:
         """See ``seams.sharing.CallerState.take_weights``."""
         pairs = zip(contents, self._specs, strict=True)
-        arrays = [content.view(np.dtype(spec.dtype)).reshape(spec.shape) for content, spec in pairs]
+        arrays = [cast(np.ndarray, content).view(np.dtype(spec.dtype)).reshape(spec.shape) for content, spec in pairs]
         self._state.params = copied(self._state.params, arrays)
 
     def take_buffers(self, buffers: Sequence[Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
@@ -29,7 +29,7 @@ class Sharing:
     moving_seconds: ClassVar[float] = 0.0
     lasting: ClassVar[bool] = False
 
-    def lay_out(self, placement: Placement, take: Callable[[int], int], state: Any = None) -> Any:
+    def lay_out(self, placement: Placement, take: Callable[[int], int], known: Any = None) -> Any:
         """Refuse."""
         _refuse()
 
@@ -41,7 +41,7 @@ class Sharing:
         """Refuse."""
         _refuse()
 
-    def look(self, layout: Any, arena: mmap.mmap) -> Any:
+    def look(self, layout: Any, arena: mmap.mmap, resting: Sequence[int]) -> Any:
         """Refuse."""
         _refuse()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
+import copy
+from collections.abc import Sequence
 
 import torch
 
@@ -13,10 +14,10 @@ from phalanx.frameworks.torch.snapshot import entries
 from phalanx.seams import Exported
 
 
-def exported(model: torch.nn.Module, updates: Updates, steps: int, *, copy: bool, digest: bool) -> Exported:
-    """The state as the caller gets it; ``copy`` makes it independent of the run."""
+def exported(model: torch.nn.Module, updates: Updates, steps: int, *, apart: bool, digest: bool) -> Exported:
+    """The state as the caller gets it; ``apart`` makes it independent of the run."""
     told = digest_of(entries(model, updates.optimizers, updates.named), steps) if digest else ""
-    return shown(copied(model) if copy else model, told)
+    return shown(copied(model) if apart else model, told)
 
 
 def shown(model: torch.nn.Module, digest: str = "") -> Exported:
@@ -31,10 +32,11 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     return inner if isinstance(inner, torch.nn.Module) and own == ["module"] else model
 
 
-def copied(model: torch.nn.Module) -> torch.nn.Module:
-    """An independent copy of the run's model."""
+def copied(model: torch.nn.Module, same: Sequence[torch.nn.Parameter] = ()) -> torch.nn.Module:
+    """An independent copy of the run's model; of the parameters in ``same`` the copy shares the memory."""
+    shared = {id(parameter): type(parameter)(parameter.data, parameter.requires_grad) for parameter in same}
     try:
-        return deepcopy(model)
+        return copy.deepcopy(model, shared)
     except Exception as error:
         raise UsageError(
             f"the model ({type(model).__name__}) cannot be copied in the middle of a run ({error}); do not keep "

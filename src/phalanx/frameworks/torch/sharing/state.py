@@ -6,8 +6,8 @@ tensors. The caller's process keeps a model of its own, which is copied into the
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import gc
 import mmap
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch.nn.parameter import is_lazy
 
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch import arithmetic
@@ -28,12 +27,12 @@ from phalanx.frameworks.torch.replica.gradient import Collector
 from phalanx.frameworks.torch.results import copied, shown
 from phalanx.frameworks.torch.sharing.buckets import GradientBuckets
 from phalanx.frameworks.torch.sharing.optimizer_state import OptimizerState, find_pieces
+from phalanx.frameworks.torch.sharing.storages import bytes_of, rebind, storages_of
 from phalanx.plan.placement import Placement
 from phalanx.seams import Exported
-from phalanx.seams.sharing import Arrays
-from phalanx.shared.layout import Contents, Layout, Spec, StatePiece, Take, lay_out
+from phalanx.seams.sharing import Arrays, Places
+from phalanx.shared.layout import Contents, Layout, StatePiece, Take, lay_out
 
-DISPATCH = "__torch_dispatch__"
 STATES = 2  # arrays per parameter that optimizers from elsewhere are taken to keep: Adam's
 
 
@@ -65,7 +64,7 @@ class Sharing:
         """Whether the whole state is known: optimizers from elsewhere may keep some in attributes."""
         return not self.updates.foreign
 
-    def lay_out(self, placement: Placement, take: Take, state: list[StatePiece] | None = None) -> Layout:
+    def lay_out(self, placement: Placement, take: Take, known: Contents | None = None) -> Layout:
         """See ``seams.sharing.Sharing.lay_out``."""
         check_no_global_hooks()
         for parameter in self.parameters:
@@ -74,10 +73,11 @@ class Sharing:
                     f"the model is on {parameter.device}, but worker processes compute on the CPU in this version; use "
                     "engine='inline'"
                 )
-        if state is None:
+        if known is None:
             with self.environment:
-                state = find_pieces(self.updates, self.parameters)
-        contents = self._contents(state)
+                contents = self._contents(find_pieces(self.updates, self.parameters), placement.replicas)
+        else:
+            contents = dataclasses.replace(self._contents(known.state, 1), frozen=known.frozen, private=known.private)
         owners = [0] * len(self.parameters) if self.updates.whole else contents.owners(placement.workers)
         return lay_out(contents, owners, placement, take)
 
@@ -89,28 +89,33 @@ class Sharing:
         """The model and its optimizers in a worker's process; from here on, they lie in the arena."""
         return WorkerState(self, layout, arena, worker)
 
-    def look(self, layout: Layout, arena: mmap.mmap) -> Exported:
+    def look(self, layout: Layout, arena: mmap.mmap, resting: Sequence[int]) -> Exported:
         """See ``seams.sharing.Sharing.look``: a model whose weights and buffers are the arena's."""
-        model = copied(self.model)
-        rebind(list(model.parameters()), layout, arena)
+        storages = layout.contents.storage_of
+        same = [parameter for parameter, at in zip(self.parameters, storages, strict=True) if at in resting]
+        model = copied(self.model, same)
+        places = {number: (arena, offset) for number, offset in enumerate(layout.weights) if number not in resting}
+        rebind(list(model.parameters()), storages, places)
         Buffers(model).bind(
             [view(arena, *placed) for placed in zip(layout.starts, layout.contents.buffers, strict=True)]
         )
         return shown(model)
 
-    def _contents(self, state: list[StatePiece]) -> Contents:
-        storages = _storages(self.parameters)
+    def _contents(self, state: list[StatePiece], replicas: int) -> Contents:
+        """A lone replica may write its weights in forward, and an optimizer from elsewhere those without a gradient."""
+        storages = storages_of(self.parameters)
         numbers = {address: number for number, address in enumerate(storages)}
+        storage_of = [numbers[parameter.untyped_storage().data_ptr()] for parameter in self.parameters]
+        trained = {number for number, each in zip(storage_of, self.parameters, strict=True) if each.requires_grad}
+        sizes = [storage.nbytes() for storage in storages.values()]
+        frozen = [number for number, size in enumerate(sizes) if size and number not in trained]
+        if replicas == 1 or self.updates.foreign:
+            frozen = []
         gradients = list(map(spec_of, self.parameters))
-        size = sum(spec.nbytes for spec in gradients)
-        return Contents(
-            gradients,
-            list(map(spec_of, self.buffers.starts)),
-            [storage.nbytes() for storage in storages.values()],
-            [numbers[parameter.untyped_storage().data_ptr()] for parameter in self.parameters],
-            state,
-            size + STATES * size * self.updates.foreign,  # owners keep their own gradients
-        )
+        size = sum(spec.nbytes for number, spec in zip(storage_of, gradients, strict=True) if number not in frozen)
+        private = size + STATES * size * self.updates.foreign  # owners keep their own gradients
+        buffers = list(map(spec_of, self.buffers.starts))
+        return Contents(gradients, buffers, sizes, storage_of, state, frozen, private)
 
 
 class WorkerState:
@@ -129,13 +134,18 @@ class WorkerState:
         self._updates = sharing.updates
         self._owned = layout.owned(worker)
         self._parameters = sharing.parameters
-        rebind(sharing.parameters, layout, arena)
+        self._storages = layout.contents.storage_of
+        self.move({number: (arena, at) for number, at in enumerate(layout.weights) if number not in layout.frozen})
         buffers = zip(layout.starts, layout.contents.buffers, strict=True)
         self._buffers.rehome([view(arena, *placed) for placed in buffers])
         self._updates.restrict(self._owned)
         self.buckets = GradientBuckets(sharing.collector, sharing.updates, layout, arena, worker)
         state = self._state = OptimizerState(sharing.updates, sharing.parameters, layout.contents.state)
         self.made, self.adopt = state.made, state.adopt
+
+    def move(self, places: Places) -> None:
+        """See ``seams.sharing.WorkerState.move``."""
+        rebind(self._parameters, self._storages, places)
 
     @property
     def starts(self) -> Left:
@@ -200,6 +210,7 @@ class CallerState:
         self._updates = sharing.updates
         state = self._state = OptimizerState(sharing.updates, sharing.parameters, layout.contents.state)
         self._pieces = range(len(layout.contents.state))
+        self._storages = layout.contents.storage_of
         self.adopt = state.adopt
 
     @property
@@ -209,7 +220,7 @@ class CallerState:
 
     def weights(self) -> list[np.ndarray]:
         """See ``seams.sharing.CallerState.weights``: memory of the model's own."""
-        return [_bytes_of(storage) for storage in _storages(self._parameters).values()]
+        return [bytes_of(storage) for storage in storages_of(self._parameters).values()]
 
     def state(self) -> dict[int, torch.Tensor]:
         """See ``seams.sharing.CallerState.state``."""
@@ -223,10 +234,15 @@ class CallerState:
         """See ``seams.sharing.CallerState.options``."""
         return self._updates.options()
 
-    def take_weights(self, contents: Sequence[np.ndarray]) -> None:
+    def move(self, places: Places) -> None:
+        """See ``seams.sharing.CallerState.move``."""
+        rebind(self._parameters, self._storages, places)
+
+    def take_weights(self, contents: Sequence[np.ndarray | None]) -> None:
         """See ``seams.sharing.CallerState.take_weights``."""
         for mine, shared in zip(self.weights(), contents, strict=True):
-            mine[:] = shared
+            if shared is not None:
+                mine[:] = shared
 
     def take_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
         """See ``seams.sharing.CallerState.take_buffers``."""
@@ -236,41 +252,3 @@ class CallerState:
         """See ``seams.sharing.CallerState.take``."""
         self._state.take_foreign(foreign, range(len(self._parameters)))
         self._updates.take_options(options)
-
-
-def rebind(parameters: Sequence[torch.Tensor], layout: Layout, arena: mmap.mmap) -> None:
-    """Make every tensor of this process that lies in a parameter's storage lie in the arena's instead.
-
-    Not only the parameters: a view of a weight that is kept as a plain attribute must go on seeing the weight.
-    """
-    homes = {
-        address: view(arena, offset, _raw(storage.nbytes())).untyped_storage()
-        for (address, storage), offset in zip(_storages(parameters).items(), layout.weights, strict=True)
-        if storage.nbytes()
-    }
-    for tensor in [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]:
-        home = homes.get(_address(tensor))
-        if home is not None:
-            place = (tensor.storage_offset(), tensor.size(), tensor.stride())
-            tensor.data = torch.empty(0, dtype=tensor.dtype).set_(home, *place)
-
-
-def _storages(parameters: Sequence[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Every storage by its address in this process, in the order of the parameters."""
-    return {storage.data_ptr(): storage for storage in (parameter.untyped_storage() for parameter in parameters)}
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Of its storage; 0 for what has none of the usual kind."""
-    pretends = getattr(type(tensor), DISPATCH) != getattr(torch.Tensor, DISPATCH)  # as fake tensors do: without memory
-    if pretends or tensor.layout != torch.strided or tensor.device.type != "cpu" or is_lazy(tensor):
-        return 0
-    return tensor.untyped_storage().data_ptr()
-
-
-def _raw(size: int) -> Spec:
-    return Spec((size,), (1,), "uint8", 1)
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> np.ndarray:
-    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()

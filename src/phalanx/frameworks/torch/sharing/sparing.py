@@ -1,0 +1,95 @@
+"""Making a model in a worker without a copy of the frozen weights that all processes of the run have already.
+
+``make_model`` is called in every worker, so that all of the user's code has run there. What it makes of the size of a
+frozen weight is put into pages of this module's own; as soon as they hold what a frozen weight holds, they are
+replaced by the pages of that, which are written only in copies. User code sees the same values at the same addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from phalanx.shared.memory import Memory
+
+LEAST = 1 << 20  # bytes of a weight that is worth it
+PLAIN = torch.Tensor, torch.nn.Parameter
+FIXED = 0x10  # MAP_FIXED: in place of what is mapped there
+FAILED = ctypes.c_void_p(-1).value
+
+
+class Sparing(TorchDispatchMode):
+    """Within it, tensors that come to equal a frozen weight share its memory.
+
+    Parameters
+    ----------
+    memory : Memory
+        Where the frozen weights lie.
+    places : sequence of (offset, bytes)
+        Of each; at the beginning of a page.
+    """
+
+    def __init__(self, memory: Memory, places: Sequence[tuple[int, int]]) -> None:
+        super().__init__()
+        self._fd = memory.fd
+        self._frozen = memory.map(private=True)
+        self._offsets: dict[int, list[int]] = {}
+        for offset, size in places:
+            if size >= LEAST:
+                self._offsets.setdefault(size, []).append(offset)
+        self._own: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()  # by their addresses
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._compare, self._map = libc.memcmp, libc.mmap
+        self._compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+        self._map.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_long)
+        self._map.restype = ctypes.c_void_p
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if type(made) in PLAIN and made.device.type == "cpu" and made.layout == torch.strided:
+            size = made.untyped_storage().nbytes()
+            if size in self._offsets and not made.is_quantized:
+                alias = func._schema.returns[0].alias_info
+                if alias is None and not _shares(made, args):
+                    made = self._placed(made, size, empty=func.overloadpacket is torch.ops.aten.empty)
+                if alias is None or alias.is_write:
+                    self._merge(made.untyped_storage().data_ptr(), size)
+        return made
+
+    def _placed(self, made: torch.Tensor, size: int, *, empty: bool) -> torch.Tensor:
+        """The same tensor in pages of our own."""
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        raw = torch.frombuffer(pages, dtype=torch.uint8)
+        self._own[raw.data_ptr()] = pages
+        if not empty:
+            raw.copy_(torch.empty(0, dtype=torch.uint8).set_(made.untyped_storage()))
+        where = made.storage_offset(), made.size(), made.stride()
+        return torch.empty(0, dtype=made.dtype).set_(raw.untyped_storage(), *where)
+
+    def _merge(self, address: int, size: int) -> None:
+        """Replace the pages of a storage if they hold what a frozen weight does."""
+        if address not in self._own:
+            return
+        frozen = ctypes.addressof(ctypes.c_char.from_buffer(self._frozen))
+        for offset in self._offsets[size]:
+            if self._compare(address, frozen + offset, size) == 0:
+                length = math.ceil(size / mmap.PAGESIZE) * mmap.PAGESIZE
+                access, how = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | FIXED
+                if self._map(address, length, access, how, self._fd, offset) == FAILED:
+                    raise OSError(ctypes.get_errno(), "frozen weights cannot be mapped")
+                return
+
+
+def _shares(made: torch.Tensor, args: Sequence[Any]) -> bool:
+    """Whether a tensor is what an operation was given, though its schema does not say so."""
+    address = made.untyped_storage().data_ptr()
+    return any(isinstance(given, torch.Tensor) and given.untyped_storage().data_ptr() == address for given in args)

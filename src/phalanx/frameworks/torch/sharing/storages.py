@@ -1,0 +1,65 @@
+"""The memory in which parameters lie, and how all tensors over it come to lie in another."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch.nn.parameter import is_lazy
+
+from phalanx.frameworks.torch.arithmetic import view
+from phalanx.seams.sharing import Places
+from phalanx.shared.layout import Spec
+
+DISPATCH = "__torch_dispatch__"
+
+
+def rebind(parameters: Sequence[torch.Tensor], storages: Sequence[int], places: Places) -> None:
+    """Make every tensor of this process that lies in a parameter's storage lie in another memory instead.
+
+    Not only the parameters: a view of a weight that is kept as a plain attribute must go on seeing the weight.
+
+    Parameters
+    ----------
+    parameters : sequence of torch.Tensor
+    storages : sequence of int
+        The number of each parameter's storage.
+    places : dict
+        The new memory, and the offset there, of some storages by their number.
+    """
+    homes: dict[int, torch.UntypedStorage] = {}
+    for parameter, number in zip(parameters, storages, strict=True):
+        storage = parameter.untyped_storage()
+        if number in places and storage.nbytes() and storage.data_ptr() not in homes:
+            homes[storage.data_ptr()] = view(*places[number], _raw(storage.nbytes())).untyped_storage()
+    if not homes:
+        return
+    for tensor in [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]:
+        home = homes.get(_address(tensor))
+        if home is not None:
+            place = (tensor.storage_offset(), tensor.size(), tensor.stride())
+            tensor.data = torch.empty(0, dtype=tensor.dtype).set_(home, *place)
+
+
+def storages_of(parameters: Sequence[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+    """Every storage by its address in this process, in the order of the parameters."""
+    return {storage.data_ptr(): storage for storage in (parameter.untyped_storage() for parameter in parameters)}
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Of its storage; 0 for what has none of the usual kind."""
+    pretends = getattr(type(tensor), DISPATCH) != getattr(torch.Tensor, DISPATCH)  # as fake tensors do: without memory
+    if pretends or tensor.layout != torch.strided or tensor.device.type != "cpu" or is_lazy(tensor):
+        return 0
+    return tensor.untyped_storage().data_ptr()
+
+
+def _raw(size: int) -> Spec:
+    return Spec((size,), (1,), "uint8", 1)
+
+
+def bytes_of(storage: torch.UntypedStorage) -> np.ndarray:
+    """Its memory."""
+    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
