@@ -38,6 +38,7 @@ NAMED: dict[str, tuple[str, str]] = {
     "frameworks/tinygrad": ("tinygrad", "its room"),
     "__init__.py": ("torch", "phalanx.weighted comes from there"),
     "frameworks/registry.py": ("jax optax tinygrad torch", "the registry of all"),
+    "frameworks/states.py": ("jax tinygrad torch", "the states of each of them"),
     "frameworks/devices.py": ("jax tinygrad torch", "the devices of each of them"),
     "frameworks/torch/model.py": ("jax tinygrad", "a message says what make_model may return"),
     "frameworks/torch/optimizer.py": ("jax optax", "a message says whose optimizer it was given"),

@@ -127,10 +127,6 @@ class WorkerState(Protocol):
         """Whether a parameter that another worker owns can be updated here, on copies."""
         ...
 
-    def move(self, places: Places) -> None:
-        """Have storages of weights, by their number, lie elsewhere: the same bytes, at an offset into a memory."""
-        ...
-
     def weight(self, parameter: int) -> Any:
         """A parameter as it is."""
         ...
@@ -167,10 +163,6 @@ class CallerState(Protocol):
 
     def options(self) -> Any:
         """Options of optimizers and schedules; can be pickled."""
-        ...
-
-    def move(self, places: Places) -> None:
-        """See ``WorkerState.move``."""
         ...
 
     def take_weights(self, contents: Sequence[np.ndarray | None]) -> None:
@@ -229,6 +221,10 @@ class Sharing(Protocol):
 
     def worker_state(self, layout: Any, arena: mmap.mmap, worker: int) -> WorkerState:
         """The state in a worker's process; from here on, it lies in the arena."""
+        ...
+
+    def move(self, layout: Any, places: Places) -> None:
+        """Have storages of this process's weights, by their number, lie elsewhere: at an offset into a memory."""
         ...
 
     def look(self, layout: Any, arena: mmap.mmap, resting: Sequence[int]) -> Any:

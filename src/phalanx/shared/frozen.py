@@ -7,11 +7,13 @@ process maps it for itself: what user code writes there stays with the writer.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from phalanx.seams.sharing import Places
+from phalanx.seams.sharing import Sharing
+from phalanx.shared.heap import give_back
 from phalanx.shared.layout import Layout
 from phalanx.shared.memory import Memory
 
@@ -19,68 +21,78 @@ GROUP = 64 << 20  # bytes that are copied before what they were copied from is g
 
 
 class FrozenWeights:
-    """Where the storages lie that were frozen when the run began.
+    """The storages that were frozen when the run began, as one process sees them.
 
     A weight may get a gradient later all the same. Its owner then copies it to its place in the arena before the
-    update, and writes there which step that was; to a state of an earlier step it is what it was at the start.
+    update, and writes there which step that was: in the state of an earlier step it is what it was at the start.
 
     Parameters
     ----------
+    sharing : Sharing
     layout : Layout
     arena : mmap.mmap
     memory : Memory
-        Where they lie; nothing is mapped if nothing is frozen.
+        Where they lie; not mapped if nothing is frozen.
+    owned : sequence of int
+        The parameters that this process updates.
     """
 
-    def __init__(self, layout: Layout, arena: mmap.mmap, memory: Memory) -> None:
+    def __init__(
+        self, sharing: Sharing, layout: Layout, arena: mmap.mmap, memory: Memory, owned: Sequence[int] = ()
+    ) -> None:
+        self._sharing = sharing
         self._layout = layout
         self._arena = arena
         self._memory = memory
         self._base = memory.map(private=True) if layout.frozen else arena
+        self._owned = [index for index in owned if layout.contents.storage_of[index] in layout.frozen]
         self._thawed = np.frombuffer(arena, np.int64, len(layout.contents.storages), layout.thawed)
-        self._bound: dict[int, bool] = {}  # whether a storage was found in the arena, when last looked for
+        self._own: set[int] | None = None  # storages that are mapped from the arena in this process
 
     def resting(self, number: int) -> bool:
         """Whether a storage is, in the newest state, as it was at the start."""
         return number in self._layout.frozen and not self._thawed[number]
 
-    def moved(self, step: int) -> Places:
-        """Where storages lie before ``step``, those that do not lie where they did at the last call."""
-        moved: dict[int, tuple[mmap.mmap, int]] = {}
-        for number, offset in self._layout.frozen.items():
-            in_arena = 0 < self._thawed[number] <= step
-            if self._bound.get(number) is not in_arena:
-                self._bound[number] = in_arena
-                moved[number] = (self._arena, self._layout.weights[number]) if in_arena else (self._base, offset)
-        return moved
+    def enter(self, step: int) -> None:
+        """Have each storage where it lies before ``step``; what this process thawed after that is frozen again."""
+        flags = self._thawed.tolist()
+        for index in self._owned:
+            number = self._layout.contents.storage_of[index]
+            if flags[number] > step:
+                self._thawed[number] = 0
+        own = {number for number, thawed in enumerate(flags) if 0 < thawed <= step}
+        if own != self._own:
+            moved = set(self._layout.frozen) if self._own is None else own ^ self._own
+            self._own = own
+            self._sharing.move(self._layout, {number: self._place(number) for number in moved})
 
-    def thaw(self, number: int, step: int) -> None:
-        """Its owner is about to update a storage for the first time, in ``step``."""
-        if self.resting(number):
-            self._stretch(self._arena, self._layout.weights[number], number)[:] = self._stretch(
-                self._base, self._layout.frozen[number], number
-            )
-            self._thawed[number] = step + 1
+    def thaw(self, step: int, gradient: Sequence[Any]) -> None:
+        """An update with this gradient follows, in ``step``: give what it writes for the first time a place."""
+        for index in self._owned:
+            number = self._layout.contents.storage_of[index]
+            if gradient[index] is not None and not self._thawed[number]:
+                home, base = self._layout.weights[number], self._layout.frozen[number]
+                self._stretch(self._arena, home, number)[:] = self._stretch(self._base, base, number)
+                self._thawed[number] = step + 1
+        self.enter(step + 1)
 
-    def rewind(self, number: int, step: int) -> None:
-        """Its owner goes back to the state before ``step``: what was thawed after that is frozen again."""
-        if self._thawed[number] > step:
-            self._thawed[number] = 0
-
-    def fill(self, weights: Callable[[int], np.ndarray]) -> Iterator[Places]:
-        """Copy all storages from ``weights(number)``; yields, group by group, where those lie that were copied."""
-        places: dict[int, tuple[mmap.mmap, int]] = {}
-        size = 0
+    def fill(self, weights: Callable[[int], np.ndarray]) -> None:
+        """Begin: move this process's own storages, whose bytes are ``weights(number)``, to where all will find them."""
         shared = self._memory.map() if self._layout.frozen else self._arena
-        for number, offset in self._layout.frozen.items():
-            self._stretch(shared, offset, number)[:] = weights(number)
-            places[number] = self._base, offset
-            size += self._layout.contents.storages[number]
-            if size >= GROUP:
-                yield places
-                places, size = {}, 0
-        if places:
-            yield places
+        self._own, places = set(), dict[int, tuple[mmap.mmap, int]]()
+        left = list(self._layout.frozen)
+        while left:
+            number = left.pop()
+            self._stretch(shared, self._layout.frozen[number], number)[:] = weights(number)
+            places[number] = self._place(number)
+            if not left or sum(self._layout.contents.storages[each] for each in places) >= GROUP:
+                self._sharing.move(self._layout, places)
+                places.clear()
+                give_back()
+
+    def _place(self, number: int) -> tuple[mmap.mmap, int]:
+        in_arena = number in (self._own or ())
+        return (self._arena, self._layout.weights[number]) if in_arena else (self._base, self._layout.frozen[number])
 
     def _stretch(self, memory: mmap.mmap, offset: int, number: int) -> np.ndarray:
         return np.frombuffer(memory, np.uint8, self._layout.contents.storages[number], offset)

@@ -14,7 +14,6 @@ import numpy as np
 from phalanx.seams.sharing import GradientBuckets, Sharing
 from phalanx.shared.audit_room import Parts
 from phalanx.shared.frozen import FrozenWeights
-from phalanx.shared.heap import give_back
 from phalanx.shared.layout import WORD, Layout
 from phalanx.shared.memory import Memory
 
@@ -37,6 +36,7 @@ class Shard:
     buffer_payload : list of list of memoryview
         For each replica the memory that ``leave`` writes: its buffers, and which of them changed; empty without
         buffers.
+    frozen : FrozenWeights
     slots : GradientBuckets
     parts : Parts
         Single parameters with their optimizer state, for audits.
@@ -44,13 +44,12 @@ class Shard:
 
     def __init__(self, sharing: Sharing, layout: Layout, arena: mmap.mmap, base: Memory, worker: int) -> None:
         self._arrays = sharing.arrays
-        self._frozen = FrozenWeights(layout, arena, base)
+        self.frozen = FrozenWeights(sharing, layout, arena, base, layout.owned(worker))
         self._local = sharing.worker_state(layout, arena, worker)
         self._layout = layout
         self._arena = arena
         self._worker = worker
         self._storages = [number for number, keeper in enumerate(layout.keepers) if keeper == worker]
-        self._owned = layout.owned(worker)
         self._state = layout.kept(worker)
         self._present = memoryview(arena)[layout.present :]
         self._absent: list[int] = []  # pieces of optimizer state that no update has made yet
@@ -68,20 +67,6 @@ class Shard:
         """The weights that it owns, without those that are frozen, as words."""
         places = [(self._layout.weights[number], self._layout.contents.storages[number]) for number in self._live()]
         return [np.frombuffer(self._arena, np.int64, -(-size // WORD), offset) for offset, size in places]
-
-    def enter(self, step: int) -> None:
-        """Have each weight where it lies before ``step``; all that was frozen then is frozen again."""
-        if self._layout.frozen:
-            for number in self._storages:
-                self._frozen.rewind(number, step)
-            self._local.move(self._frozen.moved(step))
-
-    def thaw(self, step: int, gradient: Sequence[Any]) -> None:
-        """An update follows: what is frozen and has a gradient gets its place in the arena, from its owner."""
-        for index in self._owned if self._layout.frozen else ():
-            if gradient[index] is not None:
-                self._frozen.thaw(self._layout.contents.storage_of[index], step)
-        self.enter(step + 1)
 
     def leave(self, replica: int, left: Sequence[Any]) -> None:
         """Publish the buffers that a replica left, where they differ from the step's start."""
@@ -169,7 +154,7 @@ class Shard:
 
     def _live(self) -> list[int]:
         """The storages that it owns, and that lie in the arena."""
-        return [number for number in self._storages if not self._frozen.resting(number)]
+        return [number for number in self._storages if not self.frozen.resting(number)]
 
     def _kept(self, present: memoryview) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """All that a snapshot holds of this worker's, with its copy, as words; ``present``: which optimizer state."""
@@ -200,7 +185,7 @@ class Mirror:
     """
 
     def __init__(self, sharing: Sharing, layout: Layout, arena: mmap.mmap, base: Memory) -> None:
-        self._frozen = FrozenWeights(layout, arena, base)
+        self._frozen = FrozenWeights(sharing, layout, arena, base)
         self._filled = False
         self._arrays = sharing.arrays
         self._own = sharing.caller_state(layout)
@@ -213,9 +198,7 @@ class Mirror:
     def put(self) -> dict[str, Any]:
         """Copy the state into the arena; returns what describes the rest."""
         if not self._filled:
-            for places in self._frozen.fill(lambda number: self._own.weights()[number]):
-                self._own.move(places)
-                give_back()  # where they lay before
+            self._frozen.fill(lambda number: self._own.weights()[number])
             self._filled = True
         for mine, shared in zip(self._own.weights(), self._weights(), strict=True):
             if shared is not None:

@@ -183,7 +183,7 @@ class ArenaLink:
             if self._worker == 0:
                 ran = [replica for replica, part in enumerate(self.parts) if part.samples]
                 buffers = [(int(self.parts[replica].samples), self._shard.left(replica)) for replica in ran]
-            self._shard.thaw(step, gradient)
+            self._shard.frozen.thaw(step, gradient)
             self._framework.update(step, gradient, buffers)
             self._shard.settle()
         if audit is not None:

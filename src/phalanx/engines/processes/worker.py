@@ -112,7 +112,7 @@ class Worker:
     def take(self, orders: dict[str, Any]) -> None:
         """Be at the beginning of a step, with a state that lies in the arena, and options in ``orders``."""
         self._framework.rewind()
-        self._shard.enter(orders["step"])
+        self._shard.frozen.enter(orders["step"])
         self._shard.take(orders["foreign"], orders["options"])
         if orders["restore"] and self._shard.restore() != self._own.checksum:
             raise LostError(
@@ -232,7 +232,7 @@ class Worker:
 
     def _come_to(self, step: int) -> None:
         self._step = step
-        self._shard.enter(step)
+        self._shard.frozen.enter(step)
         self._link.enter(step)
         self._barrier.enter(step)
 

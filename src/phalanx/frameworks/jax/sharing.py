@@ -72,6 +72,9 @@ class Sharing:
         """The state in a worker's process; from here on, it lies in the arena."""
         return WorkerState(self.state, self.updates, layout, arena, worker)
 
+    def move(self, layout: Layout, places: Places) -> None:
+        """Nothing is frozen here."""
+
     def look(self, layout: Layout, arena: mmap.mmap, resting: Sequence[int]) -> Exported:
         """See ``seams.sharing.Sharing.look``: copies."""
         pairs = zip(layout.weights, layout.contents.gradients, strict=True)
@@ -156,9 +159,6 @@ class WorkerState:
     def take(self, foreign: None, options: None) -> None:
         """Nothing is left to be taken."""
 
-    def move(self, places: Places) -> None:
-        """Nothing is frozen here."""
-
     def weight(self, parameter: int) -> np.ndarray:
         """See ``seams.sharing.WorkerState.weight``."""
         return self._weights[parameter]
@@ -198,13 +198,10 @@ class CallerState:
     def options(self) -> None:
         """Options are part of the optimizer's state."""
 
-    def move(self, places: Places) -> None:
-        """Nothing is frozen here."""
-
     def take_weights(self, contents: Sequence[np.ndarray | None]) -> None:
         """See ``seams.sharing.CallerState.take_weights``."""
         pairs = zip(contents, self._specs, strict=True)
-        arrays = [cast(np.ndarray, content).view(np.dtype(spec.dtype)).reshape(spec.shape) for content, spec in pairs]
+        arrays = [cast("np.ndarray", content).view(np.dtype(spec.dtype)).reshape(spec.shape) for content, spec in pairs]
         self._state.params = copied(self._state.params, arrays)
 
     def take_buffers(self, buffers: Sequence[Any]) -> None:

@@ -41,6 +41,10 @@ class Sharing:
         """Refuse."""
         _refuse()
 
+    def move(self, layout: Any, places: Any) -> None:
+        """Refuse."""
+        _refuse()
+
     def look(self, layout: Any, arena: mmap.mmap, resting: Sequence[int]) -> Any:
         """Refuse."""
         _refuse()

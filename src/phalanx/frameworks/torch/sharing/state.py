@@ -89,6 +89,10 @@ class Sharing:
         """The model and its optimizers in a worker's process; from here on, they lie in the arena."""
         return WorkerState(self, layout, arena, worker)
 
+    def move(self, layout: Layout, places: Places) -> None:
+        """See ``seams.sharing.Sharing.move``."""
+        rebind(self.parameters, layout.contents.storage_of, places)
+
     def look(self, layout: Layout, arena: mmap.mmap, resting: Sequence[int]) -> Exported:
         """See ``seams.sharing.Sharing.look``: a model whose weights and buffers are the arena's."""
         storages = layout.contents.storage_of
@@ -134,18 +138,15 @@ class WorkerState:
         self._updates = sharing.updates
         self._owned = layout.owned(worker)
         self._parameters = sharing.parameters
-        self._storages = layout.contents.storage_of
-        self.move({number: (arena, at) for number, at in enumerate(layout.weights) if number not in layout.frozen})
+        sharing.move(
+            layout, {number: (arena, at) for number, at in enumerate(layout.weights) if number not in layout.frozen}
+        )
         buffers = zip(layout.starts, layout.contents.buffers, strict=True)
         self._buffers.rehome([view(arena, *placed) for placed in buffers])
         self._updates.restrict(self._owned)
         self.buckets = GradientBuckets(sharing.collector, sharing.updates, layout, arena, worker)
         state = self._state = OptimizerState(sharing.updates, sharing.parameters, layout.contents.state)
         self.made, self.adopt = state.made, state.adopt
-
-    def move(self, places: Places) -> None:
-        """See ``seams.sharing.WorkerState.move``."""
-        rebind(self._parameters, self._storages, places)
 
     @property
     def starts(self) -> Left:
@@ -210,7 +211,6 @@ class CallerState:
         self._updates = sharing.updates
         state = self._state = OptimizerState(sharing.updates, sharing.parameters, layout.contents.state)
         self._pieces = range(len(layout.contents.state))
-        self._storages = layout.contents.storage_of
         self.adopt = state.adopt
 
     @property
@@ -233,10 +233,6 @@ class CallerState:
     def options(self) -> list[Any]:
         """See ``seams.sharing.CallerState.options``."""
         return self._updates.options()
-
-    def move(self, places: Places) -> None:
-        """See ``seams.sharing.CallerState.move``."""
-        rebind(self._parameters, self._storages, places)
 
     def take_weights(self, contents: Sequence[np.ndarray | None]) -> None:
         """See ``seams.sharing.CallerState.take_weights``."""
