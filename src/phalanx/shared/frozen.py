@@ -7,7 +7,7 @@ process maps it for itself: what user code writes there stays with the writer.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,8 @@ class FrozenWeights:
 
     def enter(self, step: int) -> None:
         """Have each storage where it lies before ``step``; what this process thawed after that is frozen again."""
+        if not self._layout.frozen:
+            return
         flags = self._thawed.tolist()
         for index in self._owned:
             number = self._layout.contents.storage_of[index]
@@ -76,15 +78,15 @@ class FrozenWeights:
                 self._thawed[number] = step + 1
         self.enter(step + 1)
 
-    def fill(self, weights: Callable[[int], np.ndarray]) -> None:
-        """Begin: move this process's own storages, whose bytes are ``weights(number)``, to where all will find them."""
+    def fill(self, weights: list[Any]) -> None:
+        """Begin: move this process's own storages to where all will find them; takes their bytes out of ``weights``."""
         shared = self._memory.map() if self._layout.frozen else self._arena
         self._own, places = set(), dict[int, tuple[mmap.mmap, int]]()
         left = list(self._layout.frozen)
         while left:
             number = left.pop()
-            self._stretch(shared, self._layout.frozen[number], number)[:] = weights(number)
-            places[number] = self._place(number)
+            self._stretch(shared, self._layout.frozen[number], number)[:] = weights[number]
+            weights[number], places[number] = None, self._place(number)
             if not left or sum(self._layout.contents.storages[each] for each in places) >= GROUP:
                 self._sharing.move(self._layout, places)
                 places.clear()

@@ -198,7 +198,7 @@ class Mirror:
     def put(self) -> dict[str, Any]:
         """Copy the state into the arena; returns what describes the rest."""
         if not self._filled:
-            self._frozen.fill(lambda number: self._own.weights()[number])
+            self._frozen.fill(list(self._own.weights()))
             self._filled = True
         for mine, shared in zip(self._own.weights(), self._weights(), strict=True):
             if shared is not None:

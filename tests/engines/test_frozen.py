@@ -1,0 +1,367 @@
+"""Frozen weights, which all processes of a run hold once: the bits, also when they are thawed, and the memory."""
+
+import ctypes
+import functools
+import itertools
+import math
+import mmap
+import os
+import pathlib
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import LRScheduler
+
+import phalanx
+from phalanx.frameworks.torch.sharing import sparing
+from phalanx.frameworks.torch.sharing.sparing import Sparing
+from phalanx.shared.frozen import FrozenWeights
+from phalanx.shared.memory import Memory
+from tests.engines.deaths import PLACES, Trapped, sprung
+from tests.families import ADAMW, SGD
+from tests.sampling import cover
+
+WIDTH, STEPS = 12, 8
+X = torch.randn(48, WIDTH, generator=torch.Generator().manual_seed(0))
+DATA = X, X.roll(1, 0)
+LINUX = pytest.mark.skipif(not os.path.isdir("/proc/self/fd") or not hasattr(os, "memfd_create"), reason="needs memfd")
+
+
+class Adapted(torch.nn.Module):
+    """A frozen layer and a narrow one beside it that is trained."""
+
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.base = torch.nn.Linear(width, width).requires_grad_(False)
+        self.down, self.up = torch.nn.Linear(width, 2), torch.nn.Linear(2, width)
+        self.rows = self.base.weight.detach()[1:]  # sees the weight, and is no parameter
+
+    def forward(self, x):
+        return torch.tanh(self.base(x) + self.up(self.down(x)) + self.rows.sum())
+
+
+def stack(width=WIDTH):
+    """Three of them, and a layer without weights to update whose statistics are buffers."""
+    return torch.nn.Sequential(
+        Adapted(width), torch.nn.BatchNorm1d(width, affine=False), Adapted(width), Adapted(width)
+    )
+
+
+class Thawing(LRScheduler):
+    """Thaws some frozen weights after step 3, freezes them again after step 5, and thaws more after step 6."""
+
+    def get_lr(self):
+        frozen = [one for group in self.optimizer.param_groups for one in group["params"] if one.shape[0] == WIDTH]
+        chosen = [one for one in frozen if one.shape[-1] == WIDTH]  # weights and biases of frozen layers, and biases
+        if self.last_epoch in (3, 5):
+            chosen[2].requires_grad_(self.last_epoch == 3)
+        if self.last_epoch == 6:
+            chosen[0].requires_grad_(True)
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+def recipe(make_model=stack, **changes):
+    """Three frozen layers, three replicas."""
+    given = {"optimizer": ADAMW, "replicas": 3, "batch_size": 12, "steps": STEPS, "max_norm": 0.5}
+    return phalanx.Recipe(make_model, DATA, F.mse_loss, **(given | changes))
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    """What one process comes to, with weights that are thawed and without."""
+    return {scheduler: recipe(scheduler=scheduler).train(engine="inline") for scheduler in (None, Thawing)}
+
+
+def same(one, other):
+    return (one.digest, one.loss_history) == (other.digest, other.loss_history)
+
+
+@pytest.mark.parametrize("scheduler", [None, Thawing])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_frozen_and_thawed_weights_have_the_bits_of_one_process(wanted, scheduler, workers):
+    """Also the losses, so also the steps between; thawed weights do change."""
+    assert same(recipe(scheduler=scheduler).train(workers=workers, engine="processes"), wanted[scheduler])
+    assert wanted[None].digest != wanted[Thawing].digest
+
+
+@pytest.mark.parametrize("fault", ["never copied", "read too early"])
+def test_a_thawed_weight_that_is_not_moved_is_seen(monkeypatch, wanted, fault):
+    """Negative twin: workers that leave a thawed weight where it was, or find nothing at its new place."""
+    code = {
+        "never copied": "FrozenWeights.thaw = lambda self, step, gradient: None",
+        "read too early": "FrozenWeights._stretch = lambda self, *place: bytearray()",
+    }[fault]
+
+    def make():
+        if os.getpid() != parent:
+            exec(code, {"FrozenWeights": FrozenWeights})
+        return stack()
+
+    parent = os.getpid()
+    result = recipe(make, scheduler=Thawing).train(workers=2, engine="processes")
+    assert not same(result, wanted[Thawing])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("place", "worker", "step"), cover("deaths of thawing", PLACES, itertools.product((0, 1, 2), (3, 4, 6)))
+)
+def test_a_death_around_the_step_that_thaws(tmp_path, wanted, worker, place, step):
+    """Also in the middle of that update, which is done again from a snapshot in which the weight was frozen."""
+    if place == "half saved":
+        step = 1
+    trapped = recipe(Trapped(stack, tmp_path, worker, step, place), scheduler=Thawing)
+    assert same(trapped.train(workers=3, engine="processes"), wanted[Thawing])
+    assert sprung(tmp_path) == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stopped", range(1, STEPS))
+def test_a_run_with_thawed_weights_is_resumed(tmp_path, wanted, stopped):
+    """After each step, on another number of workers."""
+    recipe(scheduler=Thawing, steps=stopped).train(workers=2, engine="processes", run_dir=tmp_path)
+    resumed = recipe(scheduler=Thawing).train(workers=3, engine="processes", run_dir=tmp_path)
+    assert same(resumed, wanted[Thawing])
+    assert resumed.resumed_from == stopped
+
+
+def test_what_is_looked_at_is_the_state_of_each_step():
+    """Results and models in the middle of a run hold thawed weights as they are then, and frozen ones too."""
+    seen = {}
+    for engine, workers in (("inline", 1), ("processes", 2)):
+        with recipe(scheduler=Thawing).start(engine=engine, workers=workers) as run:
+            seen[engine] = [
+                [run.result().digest, *(parameter.detach().clone() for parameter in run.model.parameters())]
+                for _ in run
+            ]
+    for one, other in zip(seen["inline"], seen["processes"], strict=True):
+        assert one[0] == other[0]
+        assert all(map(torch.equal, one[1:], other[1:]))
+
+
+def test_what_the_caller_writes_stays_with_the_caller(wanted):
+    """A looked-at model's frozen weights are the caller's: workers do not see what is written there."""
+    with recipe().start(workers=2, engine="processes") as run:
+        mine = next(iter(run))
+        assert mine.step == 0
+        result = run.result()
+        with torch.no_grad():
+            for parameter in result.model.parameters():
+                parameter.zero_()
+        run.finish()
+        assert same(run.result(), wanted[None])
+
+
+def test_the_trained_model_is_the_callers_own(wanted):
+    """After the run its frozen weights can be written, copied, saved and trained on like any others."""
+    result = recipe().train(workers=2, engine="processes")
+    frozen = result.model[0].base.weight
+    before = frozen.detach().clone()
+    with torch.no_grad():
+        frozen.add_(1)
+    assert torch.equal(frozen, before + 1)
+    assert torch.equal(result.model[0].rows, frozen[1:])  # still a view of it
+    again = recipe().train(workers=2, engine="processes")
+    assert same(again, wanted[None])
+    assert torch.equal(frozen, before + 1)
+
+
+@pytest.mark.parametrize("engine", ["inline", "processes"])
+def test_a_lone_replica_may_write_what_is_frozen(engine):
+    """With R = 1 forward may update a weight without a gradient, as an average of others, on any engine."""
+
+    class Following(Adapted):
+        def forward(self, x):
+            with torch.no_grad():
+                self.base.weight.lerp_(self.up.weight @ self.down.weight, 0.1)
+            return super().forward(x)
+
+    lone = recipe(Following, replicas=1, max_norm=math.inf)
+    with lone.start(engine=engine, workers=1) as run:
+        run.finish()
+        result = run.result()
+    torch.manual_seed(lone.seed)
+    assert not torch.equal(result.model.base.weight, Following().base.weight)
+    assert result.digest == lone.train(engine="inline").digest
+
+
+def test_an_optimizer_from_elsewhere_may_write_what_is_frozen():
+    """One that is not torch's own may change weights without a gradient, so they stay where all share them."""
+
+    class Shrinking(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        parameter.mul_(0.99)
+
+    elsewhere = functools.partial(Shrinking, lr=0.01)
+    results = [
+        recipe(optimizer=elsewhere, max_norm=math.inf).train(workers=workers, engine=engine).digest
+        for workers, engine in ((1, "inline"), (2, "processes"))
+    ]
+    assert results[0] == results[1]
+
+
+def test_tied_and_flattened_weights():
+    """A storage with one trained parameter is trained; a frozen one may hold several parameters, and views."""
+
+    class Odd(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            flat = torch.nn.Parameter(torch.randn(2 * WIDTH * WIDTH), requires_grad=False)
+            self.left = torch.nn.Parameter(flat.data[: WIDTH * WIDTH].view(WIDTH, WIDTH), requires_grad=False)
+            self.right = torch.nn.Parameter(flat.data[WIDTH * WIDTH :].view(WIDTH, WIDTH).t(), requires_grad=False)
+            self.whole = torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
+            self.other = torch.nn.Parameter(self.whole.data[: WIDTH // 2], requires_grad=False)
+            self.none = torch.nn.Parameter(torch.empty(0, WIDTH), requires_grad=False)
+
+        def forward(self, x):
+            return x @ self.left @ self.right @ self.whole + (x @ self.other.t()).sum() + self.none.sum()
+
+    odd = recipe(Odd, optimizer=SGD)
+    assert same(odd.train(workers=2, engine="processes"), odd.train(engine="inline"))
+
+
+# Memory.
+
+
+def facts(pid):
+    """Bytes that a process has of its own, and shares with others, as the kernel counts them."""
+    lines = pathlib.Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    told = {line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines}
+    return told["Pss_Anon"], told["Pss_Shmem"]
+
+
+@LINUX
+def test_a_frozen_base_is_held_once():
+    """Not in the caller's process, nor in the workers', nor in the snapshot; the rest is what small ones take."""
+    width, layers = 1024, 12
+    size = layers * 4 * width**2
+
+    def base(width):
+        model = torch.nn.Sequential(*[Adapted(width) for _ in range(layers)])
+        for layer in model:
+            layer.rows = torch.zeros(1)  # instead of a view, of which deepcopy makes a storage
+        return model
+
+    taken = {}
+    for wide in (WIDTH, width):
+        x = torch.randn(12, wide)
+        many = phalanx.Recipe(functools.partial(base, wide), (x, x), F.mse_loss, replicas=2, steps=6)
+        before = facts(os.getpid())[0]
+        with many.start(workers=2, engine="processes") as run:
+            for _ in itertools.islice(run, 3):
+                pass
+            taken[wide] = [facts(os.getpid())[0] - before, *(facts(pid)[0] for pid in run.worker_pids)]
+            held = sum(facts(pid)[1] for pid in (os.getpid(), *run.worker_pids))
+    assert 0.9 * size < held < 1.3 * size
+    for small, large in zip(taken[WIDTH], taken[width], strict=True):
+        assert large - small < 0.5 * size  # activations, gradients of what is narrow
+
+
+def frozen_memory(model):
+    """A memory with the model's weights, page by page, and where each lies."""
+    storages = [parameter.untyped_storage() for parameter in model.parameters()]
+    places, end = [], 0
+    for storage in storages:
+        places.append((end, storage.nbytes()))
+        end += -(-storage.nbytes() // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = Memory(end)
+    shared = memory.map()
+    for (offset, size), storage in zip(places, storages, strict=True):
+        shared[offset : offset + size] = bytes(ctypes.string_at(storage.data_ptr(), size))
+    return memory, places
+
+
+def layers(seed=0, dtype=torch.float32):
+    """Four layers of a megabyte and a bit."""
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(*[torch.nn.Linear(521, 520, bias=False, dtype=dtype) for _ in range(4)])
+
+
+def shared_by(model):
+    """Whether the pages of each weight are those of the memory."""
+    spans = [
+        [int(bound, 16) for bound in line.split()[0].split("-")]
+        for line in pathlib.Path("/proc/self/maps").read_text().splitlines()
+        if "memfd:phalanx" in line
+    ]
+    return [any(begin <= parameter.data_ptr() < end for begin, end in spans) for parameter in model.parameters()]
+
+
+@LINUX
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(layers, id="made in place"),
+        pytest.param(lambda: layers().requires_grad_(False), id="frozen"),
+        pytest.param(lambda: loaded(layers(1), layers().state_dict()), id="loaded"),
+        pytest.param(lambda: layers(dtype=torch.float64).float(), id="cast"),
+        pytest.param(lambda: torch.nn.ModuleList(list(layers())), id="listed"),
+    ],
+)
+def test_a_model_made_again_shares_the_frozen_weights(make):
+    """However ``make_model`` comes to them; its values, strides and generators are those of a model made alone."""
+    alone = make()
+    after = torch.get_rng_state()
+    memory, places = frozen_memory(alone)
+    with Sparing(memory, places):
+        spared = make()
+    assert all(shared_by(spared))
+    assert not any(shared_by(alone))
+    assert torch.equal(torch.get_rng_state(), after)
+    for one, other in zip(alone.parameters(), spared.parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert (one.stride(), one.requires_grad, type(one)) == (other.stride(), other.requires_grad, type(other))
+    with torch.no_grad():
+        for parameter in spared.parameters():
+            parameter.mul_(2)
+    assert all(torch.equal(2 * one, other) for one, other in zip(alone.parameters(), spared.parameters(), strict=True))
+    with Sparing(memory, places):
+        assert all(map(torch.equal, make().parameters(), alone.parameters()))  # what was written was a copy
+    memory.close()
+
+
+def loaded(model, state):
+    model.load_state_dict(state)
+    return model
+
+
+@LINUX
+def test_other_values_are_not_shared():
+    """Negative twin: a model that differs in its last element keeps its own pages, and its values."""
+    memory, places = frozen_memory(layers())
+
+    def make():
+        model = layers()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter[-1, -1] += 1
+        return model
+
+    with Sparing(memory, places):
+        other = make()
+    assert all(map(torch.equal, other.parameters(), make().parameters()))
+    with Sparing(memory, places):
+        assert not any(shared_by(layers(1)))
+    memory.close()
+
+
+@LINUX
+def test_memory_that_was_given_back_is_left_alone():
+    """Tensors come and go, as in a loop that looks for a start: whoever has their addresses later keeps his values."""
+    memory, places = frozen_memory(layers())
+    kept = []
+    with Sparing(memory, places) as mode:
+        for seed in (1, 0, 2, 0):
+            layers(seed)
+            kept.append(torch.full((521, 520), float(seed)))
+            kept.append(mmap.mmap(-1, 4 * 521 * 520))
+        assert len(mode._own) == 4
+    assert [tensor[0, 0].item() for tensor in kept[::2]] == [1, 0, 2, 0]
+    assert all(not any(pages[:]) for pages in kept[1::2])
+    assert sparing.LEAST < 4 * 521 * 520
+    memory.close()
