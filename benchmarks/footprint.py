@@ -1,11 +1,14 @@
 """What a run takes besides the time of its steps: memory of all its processes, and time to its first step."""
 
+import contextlib
+import os
 import pathlib
 import statistics
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 
 import models
 import peers
@@ -37,16 +40,37 @@ class Sampler(threading.Thread):
         me = psutil.Process()
         while not self._ended.wait(SAMPLE_SECONDS):
             pids = [me.pid, *(child.pid for child in me.children(recursive=True))]
-            self.samples.append((time.perf_counter(), sum(map(pss_bytes, pids))))
+            self.samples.append((time.perf_counter(), held(pids)))
 
 
-def pss_bytes(pid: int) -> int:
-    """Memory of a process, each shared page divided by those that share it; 0 if it has ended."""
+def held(pids: Sequence[int]) -> int:
+    """Bytes that processes hold together: a page that several map counts once, and so does one that none maps now."""
+    told = [pss_bytes(pid) for pid in pids]
+    mapped, files = sum(each["Pss_Shmem"] for each in told), {}
+    for pid in pids:
+        files |= memory_files(pid)
+    return sum(each["Pss"] for each in told) + max(0, sum(files.values()) - mapped)
+
+
+def pss_bytes(pid: int) -> dict[str, int]:
+    """Memory of a process, each shared page divided by those that share it, and what is shared of that; 0: ended."""
     try:
-        lines = pathlib.Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        lines = pathlib.Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
+        lines = []
+    return {"Pss": 0, "Pss_Shmem": 0} | {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+
+
+def memory_files(pid: int) -> dict[int, int]:
+    """Bytes of the shared memory that a process holds a descriptor of, by inode."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for file in pathlib.Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if os.readlink(file).startswith("/memfd:"):
+                    facts = file.stat()
+                    found[facts.st_ino] = facts.st_blocks * 512
+    return found
 
 
 def memory_facts(column: str, case: models.Case) -> dict:

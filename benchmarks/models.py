@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +75,23 @@ def square(width):
     return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU())][:-1])
 
 
+class Adapted(nn.Module):
+    """A frozen square layer with a low-rank adapter beside it."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.down, self.up = nn.Linear(width, 4, bias=False), nn.Linear(4, width, bias=False)
+
+    def forward(self, x):
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+def adapted(width):
+    """Twelve of them."""
+    return nn.Sequential(*[Adapted(width) for _ in range(12)])
+
+
 @dataclass(frozen=True)
 class Case:
     """A model with all that defines its training."""
@@ -99,12 +117,15 @@ class Case:
 def case(name: str) -> Case:
     """One of ``CASES`` or ``real_models.REAL``, or ``size N`` for about N parameters, on random data.
 
+    ``adapted N``: N that are frozen, with low-rank adapters beside them.
+
     Every step has samples that no other has: a model that learns one batch by heart soon computes with denormal
     numbers, which is another workload.
     """
     random = torch.Generator().manual_seed(0)
-    if name.startswith("size "):
-        return sized(int(float(name.removeprefix("size "))), random)
+    if name.startswith(("size ", "adapted ")):
+        kind, parameters = name.split()
+        return sized(int(float(parameters)), random, *((square, 4) if kind == "size" else (adapted, 12)))
     if name in REAL:
         model, data, loss_fn, batch, steps, precision = REAL[name]
         return Case(model, *data(fresh(batch, steps), random), loss_fn, batch, steps, precision)
@@ -122,13 +143,13 @@ def case(name: str) -> Case:
     return Case(model, x, torch.randint(classes, (count,), generator=random), F.cross_entropy, batch, steps)
 
 
-def sized(parameters: int, random: torch.Generator) -> Case:
+def sized(parameters: int, random: torch.Generator, model: Callable[[int], nn.Module], layers: int) -> Case:
     """Square layers with about this many parameters; batches of 32."""
-    width = round(math.sqrt(parameters / 4))
+    width = round(math.sqrt(parameters / layers))
     steps = min(3000, max(15, 300_000_000 // parameters))
     x = torch.randn(fresh(32, steps), width, generator=random)
     y = torch.randint(width, (len(x),), generator=random)
-    return Case(functools.partial(square, width), x, y, F.cross_entropy, 32, steps)
+    return Case(functools.partial(model, width), x, y, F.cross_entropy, 32, steps)
 
 
 def fresh(batch_size: int, steps: int) -> int:

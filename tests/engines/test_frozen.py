@@ -19,7 +19,9 @@ from phalanx.frameworks.torch.sharing.sparing import Sparing
 from phalanx.shared.frozen import FrozenWeights
 from phalanx.shared.memory import Memory
 from tests.engines.deaths import PLACES, Trapped, sprung
+from tests.engines.moving import hurry, moves
 from tests.families import ADAMW, SGD
+from tests.hosts.worlds import world
 from tests.sampling import cover
 
 WIDTH, STEPS = 12, 8
@@ -124,6 +126,32 @@ def test_a_run_with_thawed_weights_is_resumed(tmp_path, wanted, stopped):
     resumed = recipe(scheduler=Thawing).train(workers=3, engine="processes", run_dir=tmp_path)
     assert same(resumed, wanted[Thawing])
     assert resumed.resumed_from == stopped
+
+
+def test_audits_and_moves_in_the_middle(monkeypatch, wanted):
+    """Audited steps, and a run that moves into workers after some steps, come to the same; nothing is found wrong."""
+    audited = recipe(scheduler=Thawing).train(workers=2, engine="processes", audit=1.0)
+    assert same(audited, wanted[Thawing])
+    assert not audited.incidents
+    moved = recipe(scheduler=Thawing)
+    hurry(monkeypatch, moved)
+    counts, result = moves(moved)
+    assert {1, 2} <= set(counts)
+    assert same(result, wanted[Thawing])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("workers", [2, 4])
+def test_hosts_share_frozen_weights_within_each(wanted, workers):
+    """Two processes as two hosts, each with one or two workers: thawed on both in the same step."""
+    code = f"""
+from tests.engines.test_frozen import Thawing, recipe
+for scheduler in (None, Thawing):
+    result = recipe(scheduler=scheduler, replicas=4, batch_size=12).train(workers={workers})
+    told.append(result.digest)
+"""
+    alone = [recipe(scheduler=scheduler, replicas=4).train(engine="inline").digest for scheduler in (None, Thawing)]
+    assert world(code) == [alone, alone]
 
 
 def test_what_is_looked_at_is_the_state_of_each_step():

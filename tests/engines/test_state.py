@@ -107,9 +107,7 @@ def run():
     shards = [Shard(local, layout, arena, base, worker) for worker, local in enumerate(locals_)]
     for shard in shards:
         shard.take(None, "options")
-    yield types.SimpleNamespace(
-        layout=layout, arena=arena, base=base, shards=shards, locals=locals_, size=carver.size
-    )
+    yield types.SimpleNamespace(layout=layout, arena=arena, base=base, shards=shards, locals=locals_, size=carver.size)
     base.close()
 
 
