@@ -14,8 +14,11 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LRScheduler
 
 import phalanx
+from phalanx.frameworks.registry import open_framework
 from phalanx.frameworks.torch.sharing import sparing
 from phalanx.frameworks.torch.sharing.sparing import Sparing
+from phalanx.plan.placement import place
+from phalanx.shared.arena import Plan
 from phalanx.shared.frozen import FrozenWeights
 from phalanx.shared.memory import Memory
 from tests.engines.deaths import PLACES, Trapped, sprung
@@ -288,6 +291,26 @@ def test_a_frozen_base_is_held_once():
     assert 0.9 * size < held < 1.3 * size
     for small, large in zip(taken[WIDTH], taken[width], strict=True):
         assert large - small < 0.5 * size  # activations, gradients of what is narrow
+
+
+def test_what_is_frozen_is_not_counted_as_room_that_a_run_needs():
+    """The check before the start adds what will be written: a frozen base is there already."""
+    touched = {}
+    for trained in (False, True):
+        made = Adapted(512)
+        made.base.requires_grad_(trained)
+        job = phalanx.Recipe(made, (X, X), F.mse_loss, replicas=4)
+        touched[trained] = Plan(open_framework(job).sharing, place(4, 2)).layout.touched
+    assert touched[False] < 4 * 512 * 512 < 8 * 4 * 512 * 512 < touched[True]
+
+
+@pytest.mark.long
+def test_without_a_memfd_frozen_weights_lie_in_a_file(monkeypatch, tmp_path, wanted):
+    """Without a name, like all shared memory there; nothing is left of it."""
+    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setattr("phalanx.shared.memory.tempfile.tempdir", str(tmp_path))
+    assert same(recipe(scheduler=Thawing).train(workers=2, engine="processes"), wanted[Thawing])
+    assert list(tmp_path.iterdir()) == []
 
 
 def frozen_memory(model):

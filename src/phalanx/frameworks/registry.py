@@ -65,11 +65,10 @@ def open_framework(
 
 def sparing(memory: Memory, contents: Contents) -> AbstractContextManager[Any]:
     """Within this, a model is made that shares what is frozen with all other processes of the run."""
-    if not contents.frozen:
-        return NOTHING
-    from phalanx.frameworks.torch.sharing.sparing import Sparing  # only torch's weights can be frozen
+    from phalanx.frameworks.torch.sharing.sparing import LEAST, Sparing  # only torch's weights can be frozen
 
-    return Sparing(memory, [(offset, contents.storages[at]) for at, offset in apart(contents)[0].items()])
+    places = [(offset, contents.storages[number]) for number, offset in apart(contents)[0].items()]
+    return Sparing(memory, places) if any(size >= LEAST for _, size in places) else NOTHING
 
 
 def nondeterministic(run: Callable[[], Any]) -> list[str]:
