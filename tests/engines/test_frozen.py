@@ -299,7 +299,7 @@ def test_what_is_frozen_is_not_counted_as_room_that_a_run_needs():
     for trained in (False, True):
         made = Adapted(512)
         made.base.requires_grad_(trained)
-        job = phalanx.Recipe(made, (X, X), F.mse_loss, replicas=4)
+        job = phalanx.Recipe(made, (X, X), F.mse_loss, replicas=4, steps=1)
         touched[trained] = Plan(open_framework(job).sharing, place(4, 2)).layout.touched
     assert touched[False] < 4 * 512 * 512 < 8 * 4 * 512 * 512 < touched[True]
 
