@@ -238,17 +238,13 @@ def apart(contents: Contents) -> tuple[dict[int, int], int]:
 
 
 def _untouched(layout: Layout) -> int:
-    """Bytes of the places in the arena for what is frozen: weights, their copy, gradients."""
+    """Bytes of the places in the arena for what is frozen: weights and optimizer state with their copies, gradients."""
     contents = layout.contents
-    places = sum(contents.storages[number] for number in contents.frozen)
-    gradients = [
-        (offset != OWNED) * spec.nbytes
-        for rows in layout.sets
-        for row in rows
-        for offset, spec, storage in zip(row, contents.gradients, contents.storage_of, strict=True)
-        if storage in layout.frozen
-    ]
-    return 2 * places + sum(gradients)
+    frozen = {index for index, storage in enumerate(contents.storage_of) if storage in layout.frozen}
+    twice = [contents.storages[number] for number in contents.frozen]
+    twice += [piece.spec.nbytes for piece in contents.state if piece.parameter in frozen]
+    rows = [row for rows in layout.sets for row in rows]
+    return 2 * sum(twice) + sum(contents.gradients[at].nbytes for row in rows for at in frozen if row[at] != OWNED)
 
 
 def _state_rows(state: Sequence[StatePiece], workers: int, take: Take) -> list[list[int]]:
