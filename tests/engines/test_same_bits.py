@@ -747,7 +747,7 @@ def seeded_by_worker():
     from phalanx import step as module
 
     key = module.replica_key
-    module.replica_key = lambda seed, t, replica, replicas: key(seed, t, replica - hosted["start"], replicas)
+    module.replica_key = lambda seed, t, replica, *more: key(seed, t, replica - hosted["start"], *more)
 
 
 FAULTS = [
