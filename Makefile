@@ -14,9 +14,13 @@ help:  ## this text
 demo: $(INSTALLED)  ## train a small model on handwritten digits and draw how it went
 	@$(BIN)/phalanx demo digits
 
-test: $(INSTALLED)  ## the tests, in two processes; of those that take long some, drawn by the seed that is printed
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not campaign and not accelerator and not house"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:xdist -m "accelerator and not campaign" tests/accelerator tests/devices
+test: $(INSTALLED)  ## the tests, in three processes; of those that take long some, drawn by the seed that is printed
+	@$(BIN)/python -m compileall -q src tests
+	@mkdir -p out && export OMP_NUM_THREADS=1; \
+		$(BIN)/python -m pytest -q -p no:xdist -m "accelerator and not campaign" tests/accelerator tests/devices \
+			> out/accelerator.txt 2>&1 & \
+		$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not campaign and not accelerator and not house"; rest=$$?; \
+		wait $$!; apart=$$?; cat out/accelerator.txt; exit $$((rest ? rest : apart))
 
 check: $(INSTALLED)  ## lint, format, types and the house rules; under a minute
 	@$(BIN)/ruff check -q $(SOURCES)

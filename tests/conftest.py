@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 
 import pytest
 import torch
@@ -13,6 +14,16 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in the backgrou
 
 
 os.environ["NPROC"] = "1"  # jax computes with one thread; read when it makes its first array in a process
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Modules of tests are compiled once for all processes, also where the environment says that Python keeps none."""
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, False
+    try:
+        return (yield)
+    finally:
+        sys.dont_write_bytecode = before
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -78,6 +78,7 @@ def test_a_state_that_nobody_takes_is_told_of(tmp_path):
         recipe(epochs=1).train(run_dir=tmp_path, callbacks=[print])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_job_with_all_of_them_is_the_same_for_any_workers_and_after_a_resume(tmp_path, workers):
     """Stop, best files, averages, evaluations and the log are equal, whole, on workers, or killed and resumed."""

@@ -42,6 +42,7 @@ def recipe(forward_fn, **changes):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_run_that_denormals_slow_down_says_so_once(workers):
     """A run whose replicas have become slow, and are not with denormals flushed, warns once and names the setting."""

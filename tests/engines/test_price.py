@@ -41,6 +41,7 @@ def test_what_does_not_depend_on_the_share_is_paid_r_times():
     assert price.price(samples, open_framework(samples, ())) < 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_long_run_says_so_once(monkeypatch, workers):
     """A run that takes long and whose R is dear warns once, names the command, and ends in the same bits."""

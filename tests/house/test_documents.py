@@ -85,6 +85,7 @@ def repository_files() -> list[Path]:
 
 
 @pytest.mark.cases(2)
+@pytest.mark.long
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_documents_run(document, tmp_path):
     """Every Python block of a document runs as it stands, in a namespace of its own."""

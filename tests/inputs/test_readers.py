@@ -27,6 +27,7 @@ from phalanx.shared.inputs.ring import Ring
 from phalanx.shared.memory import Memory
 from tests.hosts.worlds import world
 from tests.inputs.streaming import BATCH, InOrder, model, sample
+from tests.sampling import cover
 from tests.state.runs import assert_same
 
 LOSS = torch.nn.functional.cross_entropy
@@ -77,8 +78,7 @@ def expected():
     return over(InOrder()).train(engine="inline", readers=0)
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2, 3])
-@pytest.mark.parametrize("readers", [1, 2, 4, "auto"])
+@pytest.mark.parametrize(("readers", "workers"), cover("readers", [1, 2, 4, "auto"], [0, 1, 2, 3]))
 def test_any_number_of_readers(workers, readers, expected):
     """Digest, losses and samples are the same for any number of readers, inline (0) and with any number of workers."""
     options = {"engine": "processes", "workers": workers} if workers else {"engine": "inline"}
@@ -213,6 +213,7 @@ def forked(process):
     return False
 
 
+@pytest.mark.long
 def test_resumes_with_readers(expected, tmp_path):
     """A run that is interrupted after any of 20 steps ends in the same bits with other readers."""
     for step in range(1, 21):

@@ -56,6 +56,7 @@ def streamed(recipe):
     return over(recipe, phalanx.Stream(lambda: (rows[number] for number in range(len(rows)))))
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_streams_and_readers(kind, replicas):
@@ -74,6 +75,7 @@ def test_a_carry_that_is_not_reset_is_another_answer():
     assert streamed(kinds[0]).train(engine="inline").digest != streamed(kinds[1]).train(engine="inline").digest
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_resumes_and_kills(kind, tmp_path):
     """Interrupted after any step, also the last of an epoch, and with a worker killed, a run ends in the same bits."""

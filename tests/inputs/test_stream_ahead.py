@@ -13,6 +13,7 @@ import phalanx
 from phalanx.engines.reading import streams
 from tests.inputs.streaming import COUNT, Knows, Walker, endless, generate, recipe, sample, shuffled
 from tests.inputs.test_readers import state
+from tests.sampling import cover
 from tests.state.runs import assert_same
 
 KINDS = {
@@ -31,8 +32,7 @@ def reader_of(run):
     return run._loop._supply._reader  # planted
 
 
-@pytest.mark.parametrize("place", PLACES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "place"), cover("streams read ahead", KINDS, PLACES), ids=str)
 def test_the_same_bits(kind, place):
     """With readers=1 a run ends in the bits of a run that reads for itself; more readers are one, too."""
     expected = recipe(**KINDS[kind]).train(engine="inline")
@@ -56,6 +56,7 @@ def test_the_same_place_after_each_step(kind):
             assert places[0] == places[1]
 
 
+@pytest.mark.long
 def test_resumes(tmp_path):
     """A run that was interrupted after any of 20 steps goes on to the same bits, whoever read before and reads now."""
     kind = {"make_iterable": Knows, "buffer": 6}
@@ -72,7 +73,8 @@ def test_resumes(tmp_path):
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_reader_that_is_killed_or_stopped(make_iterable, when, how, monkeypatch):
     """From where it fell, maybe in the middle of a message, the caller's process reads, says so, and has the bits."""
-    monkeypatch.setattr(streams, "MESSAGE_SECONDS", 1)
+    for name, seconds in {"MESSAGE_SECONDS": 1, "LOOK_SECONDS": 0.1, "STOPPED_SECONDS": 0.1}.items():
+        monkeypatch.setattr(streams, name, seconds)
     made = recipe(make_iterable, buffer=4, epochs=60)  # more than a socket holds
     expected = made.train(engine="inline")
     with made.start(engine="inline", readers=1) as run:

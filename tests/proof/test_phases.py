@@ -70,6 +70,7 @@ def failing():
     return changed(job, phases=[critic, dataclasses.replace(actor, loss_fn=failing_loss)])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_verified(tmp_path, kind):
     """A run with phases is computed again, from its beginning and from snapshots, and has the same links."""

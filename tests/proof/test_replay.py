@@ -126,7 +126,7 @@ def test_values_are_written(tmp_path):
     assert "--failure" in command(tmp_path, "replay", "run").stderr
 
 
-@pytest.mark.long
+@pytest.mark.longest
 def test_a_failure_is_raised_again_in_a_terminal(tmp_path):
     """In a pseudo-terminal the debugger stops in forward, in the loss, and where a worker's exception was raised."""
     failed(tmp_path)
