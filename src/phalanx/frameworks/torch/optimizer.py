@@ -65,7 +65,7 @@ class Update:
         """Whether it has to see all parameters at once: an optimizer not known to treat each alone, or mixed dtypes."""
         return self.foreign or not self._uniform
 
-    @property
+    @functools.cached_property
     def norm_dtype(self) -> torch.dtype:
         """What the norm of a parameter's gradient is; float64 where the whole norm is computed at once."""
         return (

@@ -7,6 +7,7 @@ loss goes to 0. AMD's hardly do.
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 import time
 import warnings
@@ -22,7 +23,11 @@ LOOKS = 2  # at most in a run: what is slow for another reason stays so
 
 
 class Denormals:
-    """Hears what replicas take of a processor, and computes a slow one with denormals flushed, which may be fast.
+    """Times replicas, and computes a slow one with denormals flushed, which may be fast.
+
+    Slow is what takes more of a processor than the first replicas did: a busy machine is no reason to look. What a
+    processor did is asked of the kernel, which may take longer than a small replica; so it is asked of the first ones,
+    and after one that the clock, which is free, calls slow.
 
     Attributes
     ----------
@@ -33,23 +38,35 @@ class Denormals:
     def __init__(self) -> None:
         self.due = False
         self._looks = LOOKS
-        self._first: list[float] = []
+        self._first: list[tuple[float, float]] = []
+        self._usual = math.inf, math.inf
+        self._asks = True
         self._slow = 0
 
-    def hear(self, seconds: float) -> None:
-        """Hear how long a replica took, of a processor's time."""
+    def begin(self) -> None:
+        """A replica begins."""
+        self._began = time.perf_counter(), time.thread_time() if self._asks else 0.0
+
+    def end(self) -> None:
+        """It was computed."""
+        clock, processor = self._began
+        clock, processor = time.perf_counter() - clock, time.thread_time() - processor if self._asks else math.inf
         if len(self._first) < USUAL:
-            self._first.append(seconds)
+            self._first.append((clock, processor))
             if len(self._first) == USUAL:
-                self._usual = statistics.median(self._first)
-        elif self._looks:
-            self._slow = self._slow + 1 if seconds > SLOW * self._usual else 0
-            self.due = self._slow >= USUAL
+                clocks, processors = zip(*self._first, strict=True)
+                self._usual = statistics.median(clocks), statistics.median(processors)
+                self._asks = False
+        elif self._looks and self._asks:
+            self._slow = self._slow + 1 if processor > SLOW * self._usual[1] else 0
+            self.due, self._asks = self._slow >= USUAL, bool(self._slow)
+        else:
+            self._asks = self._looks > 0 and clock > SLOW * self._usual[0]
 
     def look(self, compute: Callable[[], object]) -> None:
         """Compute a replica that counts for nothing, as it is and with denormals flushed, and say what that tells."""
         self._looks -= 1
-        self._slow, self.due = 0, False
+        self._slow, self.due, self._asks = 0, False, False
         if flushes_denormals() or not torch.set_flush_denormal(True):
             return
         with contextlib.suppress(Exception):  # user code that fails will do so in the step, which says where

@@ -109,7 +109,7 @@ class Lane:
             self._denormals.look(functools.partial(self.gradient, todo[0]))
         left: tuple[Todo, Gradient] | None = None  # the replica before
         for one in todo:
-            began = time.thread_time()  # of a processor: a busy machine is no reason to look
+            self._denormals.begin()
             onto = left[1] if left and one.replica % 2 and left[0].replica == one.replica - 1 else None
             try:
                 computed = self.gradient(one, onto)
@@ -125,7 +125,7 @@ class Lane:
             if computed.gradient is not None and _weight(one, computed.weight) == 1:
                 left = one, computed.gradient
             if not self._later:
-                self._denormals.hear(time.thread_time() - began)
+                self._denormals.end()
             yield computed
 
     def gradient(self, todo: Todo, onto: Gradient | None = None, watch: Watch | None = None) -> Computed:
