@@ -15,6 +15,7 @@ from phalanx.checkpoint.directory import RunDirectory
 from phalanx.checkpoint.export import CALLBACKS, kept
 from phalanx.checkpoint.pacing import Pacing
 from phalanx.checkpoint.snapshot import Snapshot
+from phalanx.definition import checks
 from phalanx.definition.fields import Definition
 from phalanx.definition.fingerprint import fingerprint
 from phalanx.errors import PhalanxError, RunError, SnapshotError, UsageError
@@ -76,8 +77,15 @@ class Saver(Observer):
         if engine.run_state.resumed_from is None:
             self.save()
             self.settle()
-        else:
-            self._saved = engine.run_state.resumed_from
+            return
+        self._saved = engine.run_state.resumed_from
+        if left := ", ".join(engine.run_state.callbacks):  # by the callbacks, which have begun before
+            engine.run_state.callbacks.clear()
+            warnings.warn(
+                f"the snapshot of step {self._saved} has the state of {left}, which is in no callback of this run and "
+                f"so not in its snapshots either; to go on with it, pass callbacks=[{left}] again",
+                stacklevel=checks.callers_level(),
+            )
 
     def horizon(self, steps: int) -> int:
         """The step after which the next snapshot is due, or, with "auto", probably is."""
