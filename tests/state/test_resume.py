@@ -883,7 +883,7 @@ def test_sigterm_at_any_time(tmp_path, earlier, workers):
     def strike():
         while signal.getsignal(signal.SIGTERM) is handler and not ended.is_set():
             time.sleep(0.001)
-        if not ended.wait(rng.uniform(0.02, 0.1)) and preempted < 12:
+        if not ended.wait(rng.uniform(0.0, 0.02)) and preempted < 12:
             os.kill(os.getpid(), signal.SIGTERM)
 
     while result is None:
