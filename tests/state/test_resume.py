@@ -558,8 +558,9 @@ def test_another_recipe_than_that_of_an_earlier_format(tmp_path):
         with pytest.raises(phalanx.UsageError, match=f"another recipe: {field} is "):
             stored.recipe(steps=4, **{field: value}).train(run_dir=run_dir, engine="inline")
     sealed(folder_of(run_dir, 2), lambda state: state["recipe"].update({"source of loss_fn": "0" * 64}))
-    with pytest.warns(UserWarning, match="source of loss_fn changed"):
+    with pytest.warns(UserWarning, match="source of loss_fn changed") as told:
         stored.recipe(steps=4).train(run_dir=run_dir, engine="inline")
+    assert [item.filename for item in told] == [__file__]
 
 
 @pytest.mark.parametrize(
@@ -576,7 +577,7 @@ def test_a_fingerprint_that_is_none(tmp_path, recipe):
 
 @pytest.mark.long
 def test_another_environment_is_told(tmp_path, monkeypatch):
-    """With another version of torch, a warning says that bits may differ, and in what."""
+    """With another version of torch, a warning says at the caller's line that bits may differ, and in what."""
     from phalanx.checkpoint import resume
 
     norm_recipe(2).train(run_dir=tmp_path, engine="inline")
@@ -584,8 +585,9 @@ def test_another_environment_is_told(tmp_path, monkeypatch):
     assert found == json.loads(json.dumps(found))
     name = next(iter(found))
     monkeypatch.setattr(resume, "recorded_environment", lambda: found | {name: "another"})
-    with pytest.warns(UserWarning, match=f"bits may differ .*{name} is another, was "):
+    with pytest.warns(UserWarning, match=f"bits may differ .*{name} is another, was ") as told:
         result = norm_recipe(4).train(run_dir=tmp_path, engine="inline")
+    assert [item.filename for item in told] == [__file__]
     assert_same(result, norm_recipe(4).train(engine="inline"))
 
 

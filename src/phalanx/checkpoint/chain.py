@@ -13,12 +13,12 @@ import json
 import math
 import os
 import pathlib
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 from phalanx.checkpoint import files
 from phalanx.checkpoint.lock import Held
+from phalanx.definition import checks
 from phalanx.errors import SnapshotError
 
 CHAIN, RECORDS = "chain.jsonl", ".records.jsonl"
@@ -100,7 +100,7 @@ class ChainFile:
                 self._write(line)
             except (OSError, ValueError) as error:
                 self._broken = True
-                warnings.warn(f"{str(self._target)!r} ends here: {error}; the run goes on", stacklevel=2)
+                checks.warn(f"{str(self._target)!r} ends here: {error}; the run goes on")
         return self.root
 
     def record(self, kind: str, **facts: Any) -> None:

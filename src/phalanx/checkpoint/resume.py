@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,8 +127,7 @@ class ResumeState:
         differing = [name for name in {**now, **earlier.environment} if now.get(name) != earlier.environment.get(name)]
         if differing:
             changes = "; ".join(f"{name} is {now.get(name)}, was {earlier.environment.get(name)}" for name in differing)
-            warnings.warn(f"bits may differ from an uninterrupted run's, as the numbers' environment does: {changes}",
-                          stacklevel=2)  # fmt: skip
+            checks.warn(f"bits may differ from an uninterrupted run's, as the numbers' environment does: {changes}")
         return earlier
 
     def _compare(self, earlier: Snapshot) -> bool:
@@ -140,8 +138,9 @@ class ResumeState:
             raise SnapshotError(f"the snapshot of step {earlier.step} cannot be used: {error}") from error
         differences = "; ".join(comparison.differs)
         if differences and self._resume != ANYWAY and self._directory is not None and self._directory.unused:
-            warnings.warn(f"run_dir has a run of another recipe that did no step, so this one begins anew there: "
-                          f"{differences}", stacklevel=2)  # fmt: skip
+            checks.warn(
+                f"run_dir has a run of another recipe that did no step, so this one begins anew there: {differences}"
+            )
             return False
         if differences and self._resume != ANYWAY:
             raise UsageError(
@@ -149,11 +148,11 @@ class ResumeState:
                 f"go on all the same with resume={ANYWAY!r}, which is noted in the log"
             )
         if differences:
-            warnings.warn(f"going on with another recipe than that of the snapshot: {differences}", stacklevel=2)
+            checks.warn(f"going on with another recipe than that of the snapshot: {differences}")
         self._differs = comparison.differs
         if comparison.doubts:
             doubts = "; ".join(comparison.doubts)
-            warnings.warn(f"the recipe may not be that of the snapshot: {doubts}", stacklevel=2)
+            checks.warn(f"the recipe may not be that of the snapshot: {doubts}")
         return True
 
 

@@ -7,7 +7,6 @@ import contextlib
 import pathlib
 import threading
 import time
-import warnings
 from typing import Any
 
 from phalanx.checkpoint import snapshot
@@ -81,10 +80,9 @@ class Saver(Observer):
         self._saved = engine.run_state.resumed_from
         if left := ", ".join(engine.run_state.callbacks):  # by the callbacks, which have begun before
             engine.run_state.callbacks.clear()
-            warnings.warn(
+            checks.warn(
                 f"the snapshot of step {self._saved} has the state of {left}, which is in no callback of this run and "
-                f"so not in its snapshots either; to go on with it, pass callbacks=[{left}] again",
-                stacklevel=checks.callers_level(),
+                f"so not in its snapshots either; to go on with it, pass callbacks=[{left}] again"
             )
 
     def horizon(self, steps: int) -> int:
@@ -135,7 +133,7 @@ class Saver(Observer):
             self._saved = -1
             if self._stop:
                 raise SnapshotError(why) from error
-            warnings.warn(f"{why}; the run goes on, and those before are whole", stacklevel=2)
+            checks.warn(f"{why}; the run goes on, and those before are whole")
         return error is None
 
     def last_word(self) -> str:
