@@ -28,6 +28,7 @@ SHARE = 0.004  # of the time, at most, for digests of the state, with "auto"
 SECONDS = 5.0  # between two of them, at least
 OF_PHASE = 3  # its name, loss, norm and rate take as much room in a line as so many replicas
 SAMPLES = 32  # hexadecimal digits of the hash of what was dealt
+BROUGHT = "brought:"  # begins that of a batch that the caller brought
 
 
 class Chained(Observer):
@@ -126,7 +127,7 @@ def dealt_as(samples: Any) -> str:
 
 def brought_as(batch: Any) -> str:
     """A hash of what the caller or a stream brought for a step."""
-    return (batch.hash if isinstance(batch, Drawn) else hashed(batch).hex())[:SAMPLES]
+    return batch.hash[:SAMPLES] if isinstance(batch, Drawn) else BROUGHT + hashed(batch).hex()[:SAMPLES]
 
 
 def leaves_of(captured: Captured) -> dict[str, str]:
