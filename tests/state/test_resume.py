@@ -591,6 +591,30 @@ def test_another_environment_is_told(tmp_path, monkeypatch):
     assert_same(result, norm_recipe(4).train(engine="inline"))
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_batches_beyond_the_plan(tmp_path, workers):
+    """A run that had gone beyond its planned steps on brought batches goes on; planned steps beyond it are refused."""
+    images, labels = IMAGES
+
+    def bring(run_dir, *numbers, steps=3):
+        with norm_recipe(steps).start(run_dir=run_dir, **engine_of(workers)) as run:
+            run.finish()
+            for number in numbers:
+                run.step((images[:8] + number, labels[:8]))
+        return run.result()
+
+    whole = bring(tmp_path / "whole", 0, 1, 2)
+    bring(tmp_path / "parts", 0)
+    bring(tmp_path / "parts", 1)
+    again = bring(tmp_path / "parts", 2)
+    assert_same(again, whole)
+    assert (again.steps, again.resumed_from, again.chain) == (6, 5, whole.chain)
+    assert bring(tmp_path / "other", 0, 2, 1).digest != whole.digest
+    with pytest.raises(phalanx.UsageError, match="run of 6 steps, and the recipe has 2; raise steps"):
+        bring(tmp_path / "parts", steps=2)
+    assert norm_recipe(3).train(run_dir=tmp_path / "parts", **engine_of(workers)).digest == whole.digest
+
+
 def test_resume_false(tmp_path):
     """A directory that was used is refused; one that was not is fine."""
     norm_recipe(2).train(run_dir=tmp_path, engine="inline", resume=False)

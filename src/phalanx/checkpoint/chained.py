@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.checkpoint.chain import CHAIN, ChainFile
+from phalanx.checkpoint.chain import BROUGHT, CHAIN, ChainFile
 from phalanx.checkpoint.directory import RunDirectory
 from phalanx.checkpoint.origin import origin_of, remember
 from phalanx.checkpoint.pacing import Pacing
@@ -28,7 +28,6 @@ SHARE = 0.004  # of the time, at most, for digests of the state, with "auto"
 SECONDS = 5.0  # between two of them, at least
 OF_PHASE = 3  # its name, loss, norm and rate take as much room in a line as so many replicas
 SAMPLES = 32  # hexadecimal digits of the hash of what was dealt
-BROUGHT = "brought:"  # begins that of a batch that the caller brought
 
 
 class Chained(Observer):

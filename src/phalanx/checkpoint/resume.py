@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.checkpoint import snapshot
+from phalanx.checkpoint.chain import CHAIN, Links
 from phalanx.checkpoint.chained import Chained
 from phalanx.checkpoint.directory import SNAPSHOTS, EventLog, RunDirectory, newest_of
 from phalanx.checkpoint.export import found
@@ -118,7 +119,7 @@ class ResumeState:
             return None
         by_epochs = self._definition.stream is not None and self._definition.epochs is not None
         steps = None if by_epochs else self._definition.total  # batches may have been brought between
-        if steps is not None and steps < earlier.step:
+        if steps is not None and steps < earlier.step and not self._brought(steps, earlier.step):
             raise UsageError(
                 f"run_dir is {str(run_dir)!r}, which has a run of {earlier.step} steps, and the recipe has "
                 f"{steps}; raise steps or epochs, or choose another directory"
@@ -129,6 +130,15 @@ class ResumeState:
             changes = "; ".join(f"{name} is {now.get(name)}, was {earlier.environment.get(name)}" for name in differing)
             checks.warn(f"bits may differ from an uninterrupted run's, as the numbers' environment does: {changes}")
         return earlier
+
+    def _brought(self, begin: int, end: int) -> bool:
+        """Whether the caller brought the batches of all these steps: then they are no planned ones."""
+        assert self._directory is not None, "there is a snapshot"
+        try:
+            with Links(self._directory.root / CHAIN) as links:
+                return all(map(links.brought, range(begin, end)))
+        except (SnapshotError, OSError):
+            return False
 
     def _compare(self, earlier: Snapshot) -> bool:
         """Refuse another recipe, or note how it differs; warn of what may differ. False: it had done nothing."""

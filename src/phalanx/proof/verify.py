@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from phalanx.checkpoint.chain import BEGINNING, body_of, link_after
-from phalanx.checkpoint.chained import BROUGHT, fields_of, leaves_of
+from phalanx.checkpoint.chained import fields_of, leaves_of
 from phalanx.definition import checks
 from phalanx.definition.fields import Definition
 from phalanx.definition.fingerprint import compare, fingerprint
@@ -234,7 +234,7 @@ def _compared(
     assert links is not None, "who asks has looked"
     with Instant(recipe, nearest(run.folder, begin), workers, apart=apart) as instant:
         for step in range(max(instant.step, links.first), end):
-            if str(links[step].get("samples")).startswith(BROUGHT):
+            if links.brought(step):
                 gone.add(step)
                 end = step
                 break
