@@ -71,6 +71,12 @@ def function(name: str, value: Any, example: str) -> None:
         raise UsageError(f"{name} is {shown(value)} ({type(value).__name__}); it must be callable, as in {example}")
 
 
+def optimizer(name: str, value: Any, example: str) -> None:
+    """``value`` is None, can be called, or is a pair of functions, as an optimizer of optax is."""
+    if not (isinstance(value, tuple) and len(value) == 2 and all(map(callable, value))):
+        function(name, value, example)
+
+
 def path(name: str, value: Any, *, hint: str = "give a directory") -> pathlib.Path:
     """``value`` as an absolute path: what it means now, wherever the process goes later."""
     try:
