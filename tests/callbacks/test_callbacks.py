@@ -70,12 +70,16 @@ def test_the_state_of_a_callback_is_that_of_the_snapshot(tmp_path, workers):
     assert (witness.counted, result.resumed_from) == (5, 2)
 
 
-def test_a_state_that_nobody_takes_is_told_of(tmp_path):
-    """A callback that is gone when a run goes on is named in a warning, not passed over."""
-    with recipe(epochs=1).start(callbacks=[Witness()], run_dir=tmp_path) as run:
+@pytest.mark.parametrize("others", [(), [print]], ids=["none", "another"])
+def test_a_state_that_nobody_takes_is_told_of(tmp_path, others):
+    """Callbacks that are gone when a run goes on are named in one warning, at the caller's line, and then forgotten."""
+    with recipe(epochs=1).start(callbacks=[Witness(), callbacks.EMA(0.9)], run_dir=tmp_path) as run:
         next(run)
-    with pytest.warns(UserWarning, match="callback Witness"):
-        recipe(epochs=1).train(run_dir=tmp_path, callbacks=[print])
+    with pytest.warns(UserWarning, match=r"step 1 .* of Witness, EMA.*callbacks=\[Witness, EMA\] again") as caught:
+        first = recipe(epochs=1).train(run_dir=tmp_path, callbacks=others)
+    assert [item.filename for item in caught] == [__file__]
+    again = recipe(epochs=1).train(run_dir=tmp_path, callbacks=others)
+    assert first.digest == again.digest == recipe(epochs=1).train().digest
 
 
 @pytest.mark.cases(1)
@@ -316,7 +320,8 @@ def test_a_result_says_that_its_run_was_stopped(tmp_path):
     with pytest.warns(UserWarning, match=r"patience=2\), and stays so.*patience=9, min_delta=0.1"):
         other = recipe().train(callbacks=[callbacks.EarlyStopping("accuracy", 9, 0.1)], **stopping)
     assert (other.digest, other.stopped_early) == (first.digest, said)
-    whole = recipe().train(**stopping)
+    with pytest.warns(UserWarning, match="the state of EarlyStopping"):
+        whole = recipe().train(**stopping)
     assert (whole.steps, whole.stopped_early) == (EPOCHS * 5, None)
     with recipe().start() as run:
         next(run)

@@ -49,7 +49,7 @@ def test_a_run_that_denormals_slow_down_says_so_once(workers):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         told = recipe(as_on_intel).train(workers=workers)
-    assert [DENORMALS in str(one.message) for one in caught] == [True]
+    assert [(DENORMALS in str(one.message), one.filename) for one in caught] == [(True, __file__)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         untold = recipe(as_on_intel, replicas=2).train(workers=1)

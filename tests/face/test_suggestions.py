@@ -80,6 +80,11 @@ def test_a_verb_from_elsewhere_is_answered():
         _ = recipe.color
     with pytest.raises(AttributeError, match="'ModelCheckpoint'; the best weights are kept by SaveBest"):
         _ = callbacks.ModelCheckpoint
+    assert not hasattr(callbacks, "ModelCheckpoint")
+    with pytest.raises(ImportError, match="'ModelCheckpoint'; the best weights are kept by SaveBest"):
+        exec("from phalanx.callbacks import ModelCheckpoint")
+    with pytest.raises(ImportError, match="cannot import name 'Nonsense'"):
+        exec("from phalanx.callbacks import Nonsense")
     with pytest.raises(AttributeError, match=r"has no attribute 'color'$"):
         _ = callbacks.color
     assert not hasattr(recipe, "fit")

@@ -35,6 +35,11 @@ def bare(params, batch):
 
 CASES = {
     "no-forward": (lambda: go(forward_fn=None), "forward_fn=lambda params"),
+    "phases": (
+        lambda: go(forward_fn=None, loss_fn=None, optimizer=None, phases=[phalanx.Phase(bare, optimizer=optax.sgd(1))]),
+        "phases is given",
+        "optax.multi_transform",
+    ),
     "precision": (lambda: go(precision="bfloat16"), "precision is 'bfloat16'", "forward_fn"),
     "scheduler": (lambda: go(scheduler=lambda optimizer: None), "scheduler", "cosine_decay_schedule"),
     "numpy-leaf": (lambda: go(make_model=with_leaf(np.ones(3))), "'odd' is a ndarray", "jnp.asarray"),

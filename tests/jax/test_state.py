@@ -1,5 +1,8 @@
 """State beside the parameters: running statistics as flax and equinox keep them, settled by the rule of buffers."""
 
+import os
+import signal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -143,8 +146,26 @@ def test_refused():
         recipe(make_model=lambda key: (made(key)[0], {"mean": jax.random.key(0)})).train(engine="inline")
 
 
-@pytest.mark.long
-def test_flax():
+def as_by_hand(make_model, forward_fn, tmp_path):
+    """The loop's bits for one replica, in workers, and where those are killed and the run is resumed with others."""
+    changes = {"make_model": make_model, "forward_fn": forward_fn}
+    same, alone = recipe(**changes), recipe(1, **changes)
+    wanted = answer(same)
+    assert trained(same) == trained(same, 3) == wanted
+    assert trained(alone) == answer(alone)
+    assert answer(same, "first")[0] != wanted[0]
+    for steps, workers in ((2, 2), (5, 3)):
+        with recipe(steps=steps, **changes).start(workers=workers, engine="processes", run_dir=tmp_path) as run:
+            for report in run:
+                if report.step in (0, 3):
+                    os.kill(run.worker_pids[0], signal.SIGKILL)
+            result = run.result()
+    assert (result.digest, result.loss_history) == wanted
+    assert (result.resumed_from, {incident.kind for incident in result.incidents}) == (2, {"death", "replaced"})
+
+
+@pytest.mark.longest
+def test_flax(tmp_path):
     """BatchNorm of flax keeps its statistics in ``batch_stats``."""
     linen = pytest.importorskip("flax.linen")
 
@@ -166,41 +187,13 @@ def test_flax():
         output, after = net.apply({"params": params, "batch_stats": state}, x, True, mutable=["batch_stats"])
         return output, after["batch_stats"]
 
-    same = recipe(make_model=make_model, forward_fn=forward)
-    assert trained(same) == trained(same, 2) == answer(same)
-    alone = recipe(1, make_model=make_model, forward_fn=forward)
-    assert trained(alone) == answer(alone)
+    as_by_hand(make_model, forward, tmp_path)
 
 
-@pytest.mark.long
-def test_equinox():
-    """BatchNorm of equinox keeps its statistics in a ``State``; its class is local, so that no worker could make it."""
-    equinox = pytest.importorskip("equinox")
+@pytest.mark.longest
+def test_equinox(tmp_path):
+    """BatchNorm of equinox keeps its statistics in a ``State``; its classes are in a module that workers import."""
+    pytest.importorskip("equinox")
+    from tests.jax import equinox_models
 
-    class Net(equinox.Module):
-        first: equinox.nn.Linear
-        norm: equinox.nn.BatchNorm
-        last: equinox.nn.Linear
-
-        def __init__(self, key):
-            one, other = jax.random.split(key)
-            self.first, self.last = equinox.nn.Linear(5, 16, key=one), equinox.nn.Linear(16, 3, key=other)
-            self.norm = equinox.nn.BatchNorm(16, axis_name="batch", mode="batch")
-
-        def __call__(self, x, state, inference):
-            h, state = self.norm(self.first(x), state, inference=inference)
-            return self.last(jax.nn.relu(h)), state
-
-    rest = equinox.partition(equinox.nn.make_with_state(Net)(jax.random.key(0))[0], equinox.is_inexact_array)[1]
-
-    def make_model(key):
-        model, state = equinox.nn.make_with_state(Net)(key)
-        return equinox.filter(model, equinox.is_inexact_array), state
-
-    def forward(params, x, state, key=None):
-        model = equinox.combine(params, rest)
-        called = jax.vmap(lambda one, state: model(one, state, key is None), (0, None), (0, None), axis_name="batch")
-        return called(x, state)
-
-    same = recipe(make_model=make_model, forward_fn=forward)
-    assert trained(same) == answer(same)
+    as_by_hand(equinox_models.make_model, equinox_models.forward, tmp_path)

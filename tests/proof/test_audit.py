@@ -223,6 +223,17 @@ def test_a_single_bit_is_not_found_without_an_audit(tmp_path):
     assert not result.incidents
 
 
+@pytest.mark.parametrize("workers", [1, 2, "auto"])
+def test_a_result_says_how_many_steps_were_audited(tmp_path, workers):
+    """As many as the seed draws of those that were done since a resume; none without an audit."""
+    due = Audit(0.3, recipe().seed).due
+    assert done(recipe(steps=8), workers=workers).audited == 0
+    first = done(recipe(steps=8), workers=workers, audit=0.3, run_dir=tmp_path)
+    again = done(recipe(steps=20), workers=workers, audit=0.3, run_dir=tmp_path)
+    assert [first.audited, again.audited] == [sum(map(due, range(8))), sum(map(due, range(8, 20)))]
+    assert first.audited != again.audited
+
+
 def done(job, *, every=False, **options):
     """The result of a run, on planned steps or eight brought batches; with ``every``, its first processes, too."""
     with job.start(progress=False, **options) as run:

@@ -52,6 +52,30 @@ def test_a_chain_that_was_changed(tmp_path, old, new, said):
     assert said in found.text
 
 
+@pytest.mark.parametrize(
+    ("brought", "options", "status", "steps", "said"),
+    [
+        ({5}, {}, 2, 9, "3 of the steps cannot be computed again: the batch of step 5 was brought by the caller"),
+        ({5, 8}, {}, 2, 5, "the batch of step 5 and of 1 more was brought"),
+        ({5}, {"steps": (6, 8)}, 2, 0, "it cannot be told: 2 of the steps"),
+        ({5}, {"steps": (8, 12)}, 0, 4, "the same: 4 steps"),
+        (set(), {}, 0, 12, "the same: 12 steps"),
+    ],
+)
+def test_a_batch_that_was_brought(tmp_path, brought, options, status, steps, said):
+    """A step on a batch that the caller brought is named, and those after it; verify goes on at the next snapshot."""
+    job = recipe(steps=12)
+    with job.start(run_dir=tmp_path, snapshot_every=4, chain=3, engine="inline") as run:
+        for step in range(12):
+            run.step((X[step : step + 8], Y[step : step + 8])) if step in brought else run.step()
+    found = phalanx.verify(job, tmp_path, progress=False, **options)
+    assert (found.status, found.steps) == (status, steps)
+    assert said in found.text
+    chain = tmp_path / CHAIN
+    chain.write_text(chain.read_text().replace('"lr": 0.1', '"lr": 0.2'))
+    assert phalanx.verify(job, tmp_path, progress=False, **options).status == (1 if steps else 2)
+
+
 def test_what_cannot_be_checked(tmp_path):
     """Another environment or recipe is told by name, with status 2; a directory without a chain is refused."""
     job = recipe(steps=3)

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import phalanx
+from phalanx import step
+from phalanx.proof import phases as where_time_goes
 from phalanx.proof.phases import phases
 from phalanx.proof.tune import Choice, Tuned, advised, candidates
 from tests.families import FAMILIES
@@ -60,6 +62,25 @@ def test_where_the_time_goes_over_a_stream():
     assert all(spent > 0 for spent in found.values())
     assert read[-1] == "closed"
     assert read.count(0) > 1
+
+
+@pytest.mark.parametrize(("every", "updates"), [((), 1), ((1, 1), 2), ((1, 2), 1.5)])
+def test_where_the_time_goes_in_steps_with_phases(monkeypatch, every, updates):
+    """What is told of a step is that of all its phases, those that come seldom in their share: an update lasts 1 s."""
+    clock = [0.0]
+
+    def committed(*arguments):
+        clock[0] += 1.0
+        return step.commit(*arguments)
+
+    monkeypatch.setattr(where_time_goes, "commit", committed)
+    monkeypatch.setattr(where_time_goes.time, "perf_counter", lambda: clock[0])
+    loss_fn = torch.nn.functional.cross_entropy
+    data = torch.rand(24, 2), torch.arange(24) % 3
+    parts = [phalanx.Phase(lambda model, batch: loss_fn(model(batch[0]), batch[1]), every=every) for every in every]
+    options = {"loss_fn": None, "phases": parts} if parts else {"loss_fn": loss_fn}
+    made = phalanx.Recipe(lambda: torch.nn.Linear(2, 3), data, batch_size=8, steps=3, **options)
+    assert phases(made, 2 * updates, 2)["update"] == updates
 
 
 def test_ways_that_are_tried():

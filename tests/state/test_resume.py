@@ -558,8 +558,9 @@ def test_another_recipe_than_that_of_an_earlier_format(tmp_path):
         with pytest.raises(phalanx.UsageError, match=f"another recipe: {field} is "):
             stored.recipe(steps=4, **{field: value}).train(run_dir=run_dir, engine="inline")
     sealed(folder_of(run_dir, 2), lambda state: state["recipe"].update({"source of loss_fn": "0" * 64}))
-    with pytest.warns(UserWarning, match="source of loss_fn changed"):
+    with pytest.warns(UserWarning, match="source of loss_fn changed") as told:
         stored.recipe(steps=4).train(run_dir=run_dir, engine="inline")
+    assert [item.filename for item in told] == [__file__]
 
 
 @pytest.mark.parametrize(
@@ -576,7 +577,7 @@ def test_a_fingerprint_that_is_none(tmp_path, recipe):
 
 @pytest.mark.long
 def test_another_environment_is_told(tmp_path, monkeypatch):
-    """With another version of torch, a warning says that bits may differ, and in what."""
+    """With another version of torch, a warning says at the caller's line that bits may differ, and in what."""
     from phalanx.checkpoint import resume
 
     norm_recipe(2).train(run_dir=tmp_path, engine="inline")
@@ -584,9 +585,34 @@ def test_another_environment_is_told(tmp_path, monkeypatch):
     assert found == json.loads(json.dumps(found))
     name = next(iter(found))
     monkeypatch.setattr(resume, "recorded_environment", lambda: found | {name: "another"})
-    with pytest.warns(UserWarning, match=f"bits may differ .*{name} is another, was "):
+    with pytest.warns(UserWarning, match=f"bits may differ .*{name} is another, was ") as told:
         result = norm_recipe(4).train(run_dir=tmp_path, engine="inline")
+    assert [item.filename for item in told] == [__file__]
     assert_same(result, norm_recipe(4).train(engine="inline"))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_batches_beyond_the_plan(tmp_path, workers):
+    """A run that had gone beyond its planned steps on brought batches goes on; planned steps beyond it are refused."""
+    images, labels = IMAGES
+
+    def bring(run_dir, *numbers, steps=3):
+        with norm_recipe(steps).start(run_dir=run_dir, **engine_of(workers)) as run:
+            run.finish()
+            for number in numbers:
+                run.step((images[:8] + number, labels[:8]))
+        return run.result()
+
+    whole = bring(tmp_path / "whole", 0, 1, 2)
+    bring(tmp_path / "parts", 0)
+    bring(tmp_path / "parts", 1)
+    again = bring(tmp_path / "parts", 2)
+    assert_same(again, whole)
+    assert (again.steps, again.resumed_from, again.chain) == (6, 5, whole.chain)
+    assert bring(tmp_path / "other", 0, 2, 1).digest != whole.digest
+    with pytest.raises(phalanx.UsageError, match="run of 6 steps, and the recipe has 2; raise steps"):
+        bring(tmp_path / "parts", steps=2)
+    assert norm_recipe(3).train(run_dir=tmp_path / "parts", **engine_of(workers)).digest == whole.digest
 
 
 def test_resume_false(tmp_path):
@@ -883,7 +909,7 @@ def test_sigterm_at_any_time(tmp_path, earlier, workers):
     def strike():
         while signal.getsignal(signal.SIGTERM) is handler and not ended.is_set():
             time.sleep(0.001)
-        if not ended.wait(rng.uniform(0.02, 0.1)) and preempted < 12:
+        if not ended.wait(rng.uniform(0.0, 0.02)) and preempted < 12:
             os.kill(os.getpid(), signal.SIGTERM)
 
     while result is None:

@@ -331,11 +331,12 @@ def test_the_first_snapshot_fails(tmp_path, monkeypatch):
 
 
 def test_a_disk_that_never_works(tmp_path, monkeypatch, wanted):
-    """Each failure is told, and the run ends in its digest."""
+    """Each failure is told at the caller's line, and the run ends in its digest."""
     Broken(monkeypatch, "open", errno.EROFS, lambda step: True)
     with pytest.warns(UserWarning, match="could not be written") as told:
         assert_same(norm_recipe(STEPS).train(run_dir=tmp_path, snapshot_every=1, engine="inline"), wanted)
     assert len(told) >= STEPS + 1
+    assert {item.filename for item in told} == {__file__}
     assert listed(tmp_path) == {"snapshots": None}
 
 

@@ -40,6 +40,22 @@ def test_devices(devices, match):
     refused(match, options={"devices": devices})
 
 
+@pytest.mark.parametrize(
+    ("changes", "elsewhere"),
+    [
+        (
+            {"phases": [phalanx.Phase(lambda model, batch: 0, optimizer=SGD)], "loss_fn": None, "optimizer": None},
+            "torch",
+        ),
+        ({"carry": {"hidden": 0}, "shuffle": False}, "torch"),
+        ({"micro_batches": 2}, "torch or jax"),
+    ],
+)
+def test_what_other_frameworks_have(changes, elsewhere):
+    """It is refused by name, and who has it is named, and nobody else."""
+    refused(f"^{next(iter(changes))} is given.* leave it out, or write the model in {elsewhere}$", **changes)
+
+
 def test_without_a_compiler(monkeypatch):
     """Where the CPU's compiler is missing, that is said, though all that this needs may have been compiled before."""
     from phalanx.frameworks.tinygrad import listing

@@ -11,7 +11,7 @@ import pytest
 import phalanx
 from tests.state.runs import ROOT
 from tests.tinygrad.conftest import CLANG
-from tests.tinygrad.families import FAMILIES, OPTIMIZERS
+from tests.tinygrad.families import FAMILIES, FEATURES, OPTIMIZERS
 
 TWO = ["CPU", "CPU:1"]
 
@@ -78,6 +78,24 @@ def test_a_process_that_is_killed(tmp_path, wanted):
     resumed = recipe().train(run_dir=tmp_path)
     assert resumed.resumed_from in (2, 3)
     assert resumed.digest == wanted.digest
+
+
+@pytest.mark.long
+def test_a_stream(tmp_path):
+    """A stream has the bits of its samples in order: on two devices, read by a process of its own, and resumed."""
+    x, y = FEATURES
+
+    def made(steps=4, data=None, **changes):
+        data = data or phalanx.Stream(lambda: zip(x, y, strict=True), **changes)
+        return FAMILIES["mlp"].recipe(2, data=data, steps=steps, shuffle=bool(changes))
+
+    wanted = made(data=FEATURES).train()
+    one, two, apart = made().train(), made().train(devices=TWO), made().train(readers=1)
+    made(2).train(run_dir=tmp_path)
+    again = made().train(run_dir=tmp_path)
+    assert again.resumed_from == 2
+    assert {result.digest for result in (one, two, apart, again)} == {wanted.digest}
+    assert made(shuffle_buffer=8).train().digest != wanted.digest
 
 
 @pytest.mark.long

@@ -15,6 +15,7 @@ Over several hosts, callbacks are called in the first process; one with ``everyw
 must be that calls ``run.stop()``.
 """
 
+import sys
 from typing import TYPE_CHECKING
 
 from phalanx.callbacks.early_stopping import EarlyStopping as EarlyStopping
@@ -31,4 +32,6 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         told = f"; {elsewhere.CALLBACKS[name]}" if name in elsewhere.CALLBACKS else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{told}")
+        # `from phalanx.callbacks import ...` replaces an AttributeError by one of its own, which says nothing of this.
+        imported = told and sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap"
+        raise (ImportError if imported else AttributeError)(f"module {__name__!r} has no attribute {name!r}{told}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -66,10 +65,9 @@ class EarlyStopping:
         if self.stopped_at is None:
             return
         if self._stopped_by != self._spelled:
-            warnings.warn(
+            checks.warn(
                 f"the run was stopped after {self.stopped_at} steps by {self._stopped_by}, and stays so, though it is "
-                f"{self._spelled} now; choose another run_dir, or leave the callback out to go on",
-                stacklevel=checks.callers_level(),
+                f"{self._spelled} now; choose another run_dir, or leave the callback out to go on"
             )
         run.stop(self._stopped_by)
 

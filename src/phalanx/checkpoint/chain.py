@@ -13,17 +13,18 @@ import json
 import math
 import os
 import pathlib
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 from phalanx.checkpoint import files
 from phalanx.checkpoint.lock import Held
+from phalanx.definition import checks
 from phalanx.errors import SnapshotError
 
 CHAIN, RECORDS = "chain.jsonl", ".records.jsonl"
 FORMAT = 1
 BEGINNING = "0" * 64
+BROUGHT = "brought:"  # begins the hash of a batch that the caller brought
 MOST_HEADER, MOST_STEPS, MOST_WIDTH = 4096, 1 << 60, 1 << 26
 LINE, REPLICA = 320, 54  # bytes that a line takes at most, and each replica's loss and weight in it
 MOST_RECORDS = 1 << 30
@@ -100,7 +101,7 @@ class ChainFile:
                 self._write(line)
             except (OSError, ValueError) as error:
                 self._broken = True
-                warnings.warn(f"{str(self._target)!r} ends here: {error}; the run goes on", stacklevel=2)
+                checks.warn(f"{str(self._target)!r} ends here: {error}; the run goes on")
         return self.root
 
     def record(self, kind: str, **facts: Any) -> None:
@@ -220,6 +221,10 @@ class Links:
         except MALFORMED as error:
             raise SnapshotError(f"{self.path} is damaged at step {step}: {error}") from error
         return found
+
+    def brought(self, step: int) -> bool:
+        """Whether the caller brought the batch of a step."""
+        return str(self[step].get("samples")).startswith(BROUGHT)
 
     def line(self, step: int) -> str:
         """The line of a step as it is in the file."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.checkpoint.chain import CHAIN, ChainFile
+from phalanx.checkpoint.chain import BROUGHT, CHAIN, ChainFile
 from phalanx.checkpoint.directory import RunDirectory
 from phalanx.checkpoint.origin import origin_of, remember
 from phalanx.checkpoint.pacing import Pacing
@@ -126,7 +126,7 @@ def dealt_as(samples: Any) -> str:
 
 def brought_as(batch: Any) -> str:
     """A hash of what the caller or a stream brought for a step."""
-    return (batch.hash if isinstance(batch, Drawn) else hashed(batch).hex())[:SAMPLES]
+    return batch.hash[:SAMPLES] if isinstance(batch, Drawn) else BROUGHT + hashed(batch).hex()[:SAMPLES]
 
 
 def leaves_of(captured: Captured) -> dict[str, str]:

@@ -9,13 +9,13 @@ import os
 import pathlib
 import re
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.checkpoint import files, lock, snapshot, tensors
 from phalanx.checkpoint.chain import CHAIN
 from phalanx.checkpoint.snapshot import Snapshot
+from phalanx.definition import checks
 from phalanx.errors import PhalanxError, SnapshotError, UsageError
 from phalanx.seams import Engine, RunState
 from phalanx.seams.events import Incident, StepReport
@@ -238,7 +238,7 @@ def newest_of(path: pathlib.Path) -> Snapshot | None:
             refused.append(str(error))
             continue
         if refused:
-            warnings.warn(f"{'; '.join(refused)}; going on from step {newest.step} instead", stacklevel=2)
+            checks.warn(f"{'; '.join(refused)}; going on from step {newest.step} instead")
         return newest
     if refused:
         raise SnapshotError(

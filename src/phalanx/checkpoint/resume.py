@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pathlib
-import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.checkpoint import snapshot
+from phalanx.checkpoint.chain import CHAIN, Links
 from phalanx.checkpoint.chained import Chained
 from phalanx.checkpoint.directory import SNAPSHOTS, EventLog, RunDirectory, newest_of
 from phalanx.checkpoint.export import found
@@ -120,7 +120,7 @@ class ResumeState:
             return None
         by_epochs = self._definition.stream is not None and self._definition.epochs is not None
         steps = None if by_epochs else self._definition.total  # batches may have been brought between
-        if steps is not None and steps < earlier.step:
+        if steps is not None and steps < earlier.step and not self._brought(steps, earlier.step):
             raise UsageError(
                 f"run_dir is {str(run_dir)!r}, which has a run of {earlier.step} steps, and the recipe has "
                 f"{steps}; raise steps or epochs, or choose another directory"
@@ -129,9 +129,17 @@ class ResumeState:
         differing = [name for name in {**now, **earlier.environment} if now.get(name) != earlier.environment.get(name)]
         if differing:
             changes = "; ".join(f"{name} is {now.get(name)}, was {earlier.environment.get(name)}" for name in differing)
-            warnings.warn(f"bits may differ from an uninterrupted run's, as the numbers' environment does: {changes}",
-                          stacklevel=2)  # fmt: skip
+            checks.warn(f"bits may differ from an uninterrupted run's, as the numbers' environment does: {changes}")
         return earlier
+
+    def _brought(self, begin: int, end: int) -> bool:
+        """Whether the caller brought the batches of all these steps: then they are no planned ones."""
+        assert self._directory is not None, "there is a snapshot"
+        try:
+            with Links(self._directory.root / CHAIN) as links:
+                return all(map(links.brought, range(begin, end)))
+        except (SnapshotError, OSError):
+            return False
 
     def _compare(self, earlier: Snapshot) -> bool:
         """Refuse another recipe, or note how it differs; warn of what may differ. False: it had done nothing."""
@@ -141,8 +149,9 @@ class ResumeState:
             raise SnapshotError(f"the snapshot of step {earlier.step} cannot be used: {error}") from error
         differences = "; ".join(comparison.differs)
         if differences and self._resume != ANYWAY and self._directory is not None and self._directory.unused:
-            warnings.warn(f"run_dir has a run of another recipe that did no step, so this one begins anew there: "
-                          f"{differences}", stacklevel=2)  # fmt: skip
+            checks.warn(
+                f"run_dir has a run of another recipe that did no step, so this one begins anew there: {differences}"
+            )
             return False
         if differences and self._resume != ANYWAY:
             raise UsageError(
@@ -150,11 +159,11 @@ class ResumeState:
                 f"go on all the same with resume={ANYWAY!r}, which is noted in the log"
             )
         if differences:
-            warnings.warn(f"going on with another recipe than that of the snapshot: {differences}", stacklevel=2)
+            checks.warn(f"going on with another recipe than that of the snapshot: {differences}")
         self._differs = comparison.differs
         if comparison.doubts:
             doubts = "; ".join(comparison.doubts)
-            warnings.warn(f"the recipe may not be that of the snapshot: {doubts}", stacklevel=2)
+            checks.warn(f"the recipe may not be that of the snapshot: {doubts}")
         return True
 
 

@@ -7,7 +7,6 @@ import contextlib
 import pathlib
 import threading
 import time
-import warnings
 from typing import Any
 
 from phalanx.checkpoint import snapshot
@@ -15,6 +14,7 @@ from phalanx.checkpoint.directory import RunDirectory
 from phalanx.checkpoint.export import CALLBACKS, kept
 from phalanx.checkpoint.pacing import Pacing
 from phalanx.checkpoint.snapshot import Snapshot
+from phalanx.definition import checks
 from phalanx.definition.fields import Definition
 from phalanx.definition.fingerprint import fingerprint
 from phalanx.errors import PhalanxError, RunError, SnapshotError, UsageError
@@ -76,8 +76,14 @@ class Saver(Observer):
         if engine.run_state.resumed_from is None:
             self.save()
             self.settle()
-        else:
-            self._saved = engine.run_state.resumed_from
+            return
+        self._saved = engine.run_state.resumed_from
+        if left := ", ".join(engine.run_state.callbacks):  # by the callbacks, which have begun before
+            engine.run_state.callbacks.clear()
+            checks.warn(
+                f"the snapshot of step {self._saved} has the state of {left}, which is in no callback of this run and "
+                f"so not in its snapshots either; to go on with it, pass callbacks=[{left}] again"
+            )
 
     def horizon(self, steps: int) -> int:
         """The step after which the next snapshot is due, or, with "auto", probably is."""
@@ -127,7 +133,7 @@ class Saver(Observer):
             self._saved = -1
             if self._stop:
                 raise SnapshotError(why) from error
-            warnings.warn(f"{why}; the run goes on, and those before are whole", stacklevel=2)
+            checks.warn(f"{why}; the run goes on, and those before are whole")
         return error is None
 
     def last_word(self) -> str:

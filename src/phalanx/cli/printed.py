@@ -59,6 +59,7 @@ def report(name: str, result: Result, drawn: pathlib.Path | None, *, json_: bool
         "samples": result.samples,
         "replicas": result.replicas,
         "workers": result.workers,
+        "steps audited": result.audited or None,
         "chain": result.chain,
         "digest": result.digest,
         "picture": None if drawn is None else str(drawn),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.definition import generators
+from phalanx.definition import checks, generators
 from phalanx.definition.copies import own
 from phalanx.definition.data import Columns, Samples, SeedSample, Share, Source, alike, content, open_batch, open_data
 from phalanx.definition.fields import Definition
@@ -200,12 +199,10 @@ class _First:
             self._owned.update(owned)
             samples = read(indices)
         if not alike(samples[0], read(indices[:1])[0]):
-            warnings.warn(
+            checks.warn(
                 f"sample {indices[0]} of {self._origin} was another when it was read again with the same seeds, so the "
                 "answer depends on who reads it: let the dataset draw from random, numpy.random or torch, or keep its "
-                "generator in an attribute, where phalanx finds and seeds it",
-                UserWarning,
-                stacklevel=2,
+                "generator in an attribute, where phalanx finds and seeds it"
             )
         return samples
 

@@ -176,8 +176,7 @@ class Definition:
         checks.function("target_fn", self.target_fn, "target_fn=lambda batch: batch['label']")
         checks.function("collate_fn", self.collate_fn, "collate_fn=torch.utils.data.default_collate")
         checks.function("scheduler", self.scheduler, "scheduler=lambda opt: torch.optim.lr_scheduler.StepLR(opt, 30)")
-        if not _is_transformation(self.optimizer):
-            checks.function("optimizer", self.optimizer, "optimizer=functools.partial(torch.optim.AdamW, lr=1e-3)")
+        checks.optimizer("optimizer", self.optimizer, "optimizer=functools.partial(torch.optim.AdamW, lr=1e-3)")
 
     def _check_numbers(self) -> None:
         settle = functools.partial(object.__setattr__, self)
@@ -285,11 +284,6 @@ class Definition:
                 f"drop_last is True and a batch has {self.global_batch} samples, but data has {samples}: every "
                 "batch would be dropped; lower batch_size, or set drop_last=False"
             )
-
-
-def _is_transformation(optimizer: Any) -> bool:
-    """Whether it is an optimizer of optax: a pair of functions."""
-    return isinstance(optimizer, tuple) and all(map(callable, optimizer)) and len(optimizer) == 2
 
 
 def _option(loss_fn: Any, name: str) -> Any:

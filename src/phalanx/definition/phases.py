@@ -54,7 +54,7 @@ class Phase:
             raise UsageError(
                 f"loss_fn of a phase is {checks.shown(self.loss_fn)}; it must be callable, as in {EXAMPLE}"
             )
-        checks.function("optimizer of a phase", self.optimizer, "optimizer=make_optimizer")
+        checks.optimizer("optimizer of a phase", self.optimizer, "optimizer=make_optimizer")
         checks.function("scheduler of a phase", self.scheduler, "scheduler=lambda opt: ...")
         object.__setattr__(self, "every", checks.integer("every of a phase", self.every, least=1))
         names = self.chosen

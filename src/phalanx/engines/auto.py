@@ -11,12 +11,12 @@ import functools
 import itertools
 import math
 import statistics
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from phalanx.definition import checks
 from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.engines.inline import Inline
@@ -159,9 +159,7 @@ class Auto:
     def _stay(self, error: Exception) -> None:
         """Go on in this process, and say why."""
         self._consider = None
-        warnings.warn(
-            f"training goes on in this process (same answer), as it cannot move to workers: {error}", stacklevel=3
-        )
+        checks.warn(f"training goes on in this process (same answer), as it cannot move to workers: {error}")
 
     def _judge(self) -> None:
         """Move back if the workers are slower."""

@@ -47,13 +47,10 @@ class OwnPieces:
             sizes = [0 if entry is None else math.prod(entry.shape) for entry in gradient]
             self._piece = self._audit.piece(self._step, sizes, ELEMENTS)
         entry = None if gradient is None else gradient[self._piece.parameter]
-        piece = self._cut(gradient)
+        self._slices.append(self._cut(gradient))
         if entry is not None and entry is self._held:
-            self._slices[-1] = piece
-            piece = None
-        else:
-            self._held = entry
-        self._slices.append(piece)
+            self._slices[-2:] = self._slices[-1], None
+        self._held = entry
 
     def spare(self) -> None:
         """See ``auditing.Pieces.spare``: what is computed next is put nowhere that matters."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-import warnings
 from collections.abc import Sequence
 
 import numpy as np
 
+from phalanx.definition import checks
 from phalanx.definition.batches import BatchShares
 from phalanx.definition.fields import Definition
 from phalanx.plan import replica_key
@@ -60,12 +60,10 @@ class Price:
         with contextlib.suppress(Exception):
             found = price(self._definition, self._framework)
             if found > DEAR:
-                warnings.warn(
+                checks.warn(
                     f"replicas={self._definition.replicas} takes about {found:.1f} times the computing of one replica "
                     "here, as each of its shares is small; `phalanx tune FILE`, or phalanx.tune(recipe), measures what "
-                    "other numbers cost (they are part of the answer: another one ends in other weights)",
-                    UserWarning,
-                    stacklevel=2,
+                    "other numbers cost (they are part of the answer: another one ends in other weights)"
                 )
 
 

@@ -50,6 +50,12 @@ def open_engine(
         return open_distributed(
             definition, workers, devices, processors(), deadline_seconds, begin, allow=allow, readers=readers
         )
+
+    def begun() -> RunState:
+        run_state = begin(framework)
+        run_state.audit = audit
+        return run_state
+
     deadline = Deadline(deadline_seconds)
     count = workers or min(definition.replicas, usable_cores())
     here = count == 1 or len(devices) > 1 or set(devices) - {"cpu"} or not CAPABLE
@@ -57,13 +63,13 @@ def open_engine(
         WARM.prepare(definition)  # first: it imports while the model is made here
         framework = open_framework(definition, devices)
         placement = place(definition.replicas, count)
-        return Processes(definition, framework, placement, begin(framework), deadline, audit=audit, readers=readers)
+        return Processes(definition, framework, placement, begun(), deadline, audit=audit, readers=readers)
     framework = open_framework(definition, devices, allow=allow)
     if engine == "inline" or here or framework.lanes is not None:
-        court, state = functools.partial(Processes, definition, framework), begin(framework)
+        court, state = functools.partial(Processes, definition, framework), begun()
         ahead = ahead_here(definition, framework, readers) if CAPABLE else None
         return Inline(definition, framework, state, audit=audit, open_court=court, ahead=ahead)
-    return Auto(definition, framework, begin(framework), count, deadline, audit, readers)
+    return Auto(definition, framework, begun(), count, deadline, audit, readers)
 
 
 @contextlib.contextmanager

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from phalanx.definition import checks
 from phalanx.definition.fields import Definition
 from phalanx.errors import CorruptionError, PhalanxError, RunError
 from phalanx.plan.audit import wrong
@@ -63,7 +63,7 @@ def witness(open_court: Open, definition: Definition, done: RunState, question: 
     try:
         fresh = open_court(place(definition.replicas, 1), RunState(list(done.loss_history), priced=True))
     except (PhalanxError, OSError) as error:
-        warnings.warn(f"no process could be started to tell who computed a wrong value: {error}", stacklevel=2)
+        checks.warn(f"no process could be started to tell who computed a wrong value: {error}")
         return None
     try:
         return fresh.ask("vote", question)[0]

@@ -1,4 +1,4 @@
-"""Where a step spends its time in one process: input, forward, backward, fold, update."""
+"""Where a step, with all of its phases, spends its time in one process: input, forward, backward, fold, update."""
 
 from __future__ import annotations
 
@@ -27,31 +27,32 @@ def phases(definition: Definition, seconds: float, warm: int) -> dict[str, float
     shares = BatchShares(definition, watched.opened)
     link = LocalLink(watched, range(definition.replicas))
     supply = supplied(definition, RunState(), contextlib.nullcontext(), lambda numbers, _: numbers)
-    spent = [0.0] * len(PHASES)
-    began, step = time.perf_counter(), 0
+    spent, rounds = [0.0] * len(PHASES), definition.rounds
+    began, steps, updates = time.perf_counter(), 0, 0
     with contextlib.closing(supply) if supply else contextlib.nullcontext(), watched.environment:
-        while step <= warm or time.perf_counter() - began < seconds:
-            if step == warm:
+        while steps <= warm or updates < rounds.updates(steps) or time.perf_counter() - began < seconds:
+            if updates == rounds.updates(warm):
                 spent, began = [0.0] * len(PHASES), time.perf_counter()
             drawing = time.perf_counter()
             if supply is None:
-                dealt = shares.planned(step)
+                dealt = shares.planned(updates)
             else:
-                dealt = shares.brought(supply.draw(definition.rounds.at(step).step))
+                dealt = shares.brought(supply.draw(rounds.at(updates).step))
             link.begin()
             watched.seconds.clear()
             started = time.perf_counter()
-            proposal = propose(watched, link, definition, step, dealt)
+            proposal = propose(watched, link, definition, updates, dealt)
             proposed = time.perf_counter()
-            commit(watched, link, step, proposal)
+            commit(watched, link, updates, proposal)
             if None in watched.seconds:
                 return None
             computed = [sum(column) for column in zip(*watched.seconds, strict=True)]
             parts = [*computed, proposed - started - sum(computed), time.perf_counter() - proposed]
             parts[0] += started - drawing if supply else 0.0  # a stream is read before its samples are dealt
             spent = [before + part for before, part in zip(spent, parts, strict=True)]
-            step += 1
-    return {name: total / (step - warm) for name, total in zip(PHASES, spent, strict=True)}
+            updates += 1
+            steps = rounds.at(updates - 1).step + 1
+    return {name: total / (steps - warm) for name, total in zip(PHASES, spent, strict=True)}
 
 
 class _Watched:

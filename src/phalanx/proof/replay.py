@@ -12,7 +12,6 @@ import pathlib
 import pdb
 import sys
 import types
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -141,7 +140,7 @@ def _warn_of_another(recipe: Definition, folder: pathlib.Path | None) -> None:
         why = another(recipe, run.run.get("recipe"))
         if why:
             text = f"the run in {str(folder)!r} had another recipe ({why}): this one is computed, from the run's state"
-            warnings.warn(text, stacklevel=3)
+            checks.warn(text)
 
 
 def _of_error(error: RunError, replica: int | None, devices: Sequence[str], *, debug: bool) -> Replayed:

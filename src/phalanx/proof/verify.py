@@ -175,16 +175,18 @@ def _verified(
     from tqdm import tqdm
 
     began, beside, done, differs = time.monotonic(), usable_cores() // workers, 0, ""
+    gone: set[int] = set()  # steps whose batches are
+    total = sum(end - begin for begin, end in stretches)
     waiting, going = deque(enumerate(stretches)), deque[_Going]()
     with (
         contextlib.ExitStack() as opened,
-        tqdm(total=sum(end - begin for begin, end in stretches), unit="step", disable=not shown) as bar,
+        tqdm(total=total, unit="step", disable=not shown) as bar,
     ):
         while waiting or going:
             apart = beside > 1 and time.monotonic() - began > ALONE_SECONDS
             while waiting and len(going) < (beside if apart else 1):
                 number, stretch = waiting.popleft()
-                steps = _compared(recipe, run, stretch, workers, progress=not apart and progress, apart=apart)
+                steps = _compared(recipe, run, stretch, workers, gone, progress=not apart and progress, apart=apart)
                 going.append(_Going(number, stretch, opened.enter_context(contextlib.closing(steps)), apart))
             one = going.popleft()  # the others compute meanwhile
             try:
@@ -203,17 +205,41 @@ def _verified(
                 done += 1
                 bar.update()
                 going.append(one)
-    if differs:
-        return Verified(DIFFERENT, done, differs)
-    return Verified(SAME, done, f"the same: {done} steps, computed again, have the links of the run")
+    return Verified(DIFFERENT, done, differs) if differs else _agreed(done, total, gone)
+
+
+def _agreed(done: int, total: int, gone: set[int]) -> Verified:
+    """Nothing differs; of ``total`` steps, ``done`` could be computed again."""
+    same = f"the same: {done} steps, computed again, have the links of the run"
+    if done == total:
+        return Verified(SAME, done, same)
+    named = f"step {min(gone)}" + (f" and of {len(gone) - 1} more" if len(gone) > 1 else "")
+    why = (
+        f"{total - done} of the steps cannot be computed again: the batch of {named} was brought by the caller, and is "
+    )
+    why += "gone; steps after it can from the next snapshot on"
+    return Verified(UNKNOWN, done, f"{same}, but {why}" if done else f"it cannot be told: {why}")
 
 
 def _compared(
-    recipe: Definition, run: Side, stretch: tuple[int, int], workers: int, *, progress: bool | str, apart: bool
-) -> Generator[str, None, None]:
-    """For each step of a stretch how it differs from the run, in words; empty where it does not."""
+    recipe: Definition, run: Side, stretch: tuple[int, int], workers: int, gone: set[int],
+    *, progress: bool | str, apart: bool,
+) -> Generator[str, None, None]:  # fmt: skip
+    """For each step of a stretch how it differs from the run, in words; empty where it does not.
+
+    Ends before a step whose batch was brought, which is added to those that are ``gone``.
+    """
     begin, end = stretch
+    links = run.links
+    assert links is not None, "who asks has looked"
     with Instant(recipe, nearest(run.folder, begin), workers, apart=apart) as instant:
+        for step in range(max(instant.step, links.first), end):
+            if links.brought(step):
+                gone.add(step)
+                end = step
+                break
+        if end < begin:
+            return
         instant.go_to(begin, progress=progress)
         for step in range(begin, end):
             ahead = min([end, *(known for known in run.states if known > step)])

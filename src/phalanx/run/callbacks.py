@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -80,16 +79,9 @@ class Callbacks(Observer):
     def begin(self, engine: Engine, run: Any = None) -> None:
         """Give each the state that it left in the snapshot from which the run goes on; then call ``begin(run)``."""
         self._run = run
-        states, engine.run_state.callbacks = engine.run_state.callbacks, {}
-        engine.run_state.states = self._states
-        for name, state in states.items():
-            if name not in self._objects:
-                warnings.warn(
-                    f"the snapshot has the state of a callback {name}, and there is none now; it is left out",
-                    stacklevel=2,
-                )
-                continue
-            self._call(name, "load", state)
+        states, engine.run_state.states = engine.run_state.callbacks, self._states
+        for name in [name for name in states if name in self._objects]:
+            self._call(name, "load", states.pop(name))
         for name in self._objects:
             self._call(name, "begin", run)
 

@@ -64,6 +64,8 @@ class Result:
     stopped_early : str or None
         Where and by whom, as in "at step 110 of 450 by EarlyStopping('accuracy', patience=4)", if the run, or the one
         that it went on from, was stopped before its end.
+    audited : int
+        Steps (of steps with phases, updates) that were audited, as ``audit=`` asked, since ``resumed_from``.
     """
 
     model: Any = field(repr=False)
@@ -86,6 +88,7 @@ class Result:
     predictor: Callable[..., Any] | None = field(default=None, repr=False)
     phase_history: dict[str, list[float]] = field(default_factory=dict[str, list[float]], repr=False)
     stopped_early: str | None = None
+    audited: int = 0
 
     @property
     def loss(self) -> float | None:
@@ -213,4 +216,5 @@ def result_of(
         predictor=predictor,
         phase_history={} if definition.phases is None else by_phase,
         stopped_early=left.get("stopped_early"),
+        audited=run_state.audited,
     )

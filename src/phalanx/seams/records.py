@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from phalanx.definition.data import Share
+from phalanx.plan.audit import Audit
 from phalanx.plan.rounds import Rounds
 from phalanx.seams.events import Evaluated, Incident
 from phalanx.seams.sharing import Vector
@@ -132,6 +133,10 @@ class RunState:
         Where the stream is now, if the data is one, by its name among those states.
     stopped_by : str or None
         Who said that no further planned step is to be done.
+    audit : Audit or None
+        Which updates are audited, if some are.
+    audited : int
+        How many were.
     """
 
     loss_history: list[float] = field(default_factory=list[float])
@@ -147,6 +152,8 @@ class RunState:
     stream: Callable[[], dict[str, Any]] = dict[str, Any]
     rounds: Rounds = field(default_factory=Rounds)
     stopped_by: str | None = None
+    audit: Audit | None = None
+    audited: int = 0
 
     @property
     def steps(self) -> int:
@@ -161,6 +168,7 @@ class RunState:
     def add(self, loss: float, samples: int) -> None:
         """Count an update; samples of a step with phases count once."""
         self.samples += 0 if self.between_phases else samples
+        self.audited += self.audit is not None and self.audit.due(len(self.loss_history))
         self.loss_history.append(loss)
 
     def time(self, started: float, ended: float) -> None:

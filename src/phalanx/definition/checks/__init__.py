@@ -14,6 +14,7 @@ from typing import Any
 from phalanx.errors import UsageError
 
 SHOWN_CHARACTERS = 80
+BETWEEN = ("phalanx", "contextlib", "functools", "typer", "click")  # who calls the package is none of these
 
 
 def shown(value: Any) -> str:
@@ -70,6 +71,12 @@ def function(name: str, value: Any, example: str) -> None:
         raise UsageError(f"{name} is {shown(value)} ({type(value).__name__}); it must be callable, as in {example}")
 
 
+def optimizer(name: str, value: Any, example: str) -> None:
+    """``value`` is None, can be called, or is a pair of functions, as an optimizer of optax is."""
+    if not (isinstance(value, tuple) and len(value) == 2 and all(map(callable, value))):
+        function(name, value, example)
+
+
 def path(name: str, value: Any, *, hint: str = "give a directory") -> pathlib.Path:
     """``value`` as an absolute path: what it means now, wherever the process goes later."""
     try:
@@ -104,7 +111,7 @@ def weight(name: str, value: Any) -> float:
 def callers_level() -> int:
     """The ``stacklevel`` of a warning, given where this is called, that shows the line of who calls the package."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_globals.get("__name__", "").partition(".")[0] in ("phalanx", "contextlib", "functools"):
+    while frame.f_globals.get("__name__", "").partition(".")[0] in BETWEEN:
         level += 1
         if frame.f_back is None:
             return 2
@@ -112,20 +119,23 @@ def callers_level() -> int:
     return level
 
 
+def warn(message: str) -> None:
+    """Warn, with the line of who calls the package."""
+    warnings.warn(message, stacklevel=callers_level())
+
+
 def shares(batch_size: int, replicas: int, micro_batches: int) -> None:
     """Warn of replicas that never get a sample, and of parts of a share that there cannot be."""
     most = -(-batch_size // replicas)
     if batch_size < replicas:
-        warnings.warn(
+        warn(
             f"batch_size is {batch_size} and replicas is {replicas}, so {replicas - batch_size} of them never get a "
-            f"sample; use replicas={batch_size} (which is part of the answer), or a larger batch_size",
-            stacklevel=callers_level(),
+            f"sample; use replicas={batch_size} (which is part of the answer), or a larger batch_size"
         )
     if micro_batches > most:
-        warnings.warn(
+        warn(
             f"micro_batches is {micro_batches}, but a share has at most {most} of the {batch_size} samples of a batch, "
-            f"so it has no more parts than those; use micro_batches={most}, or a larger batch_size",
-            stacklevel=callers_level(),
+            f"so it has no more parts than those; use micro_batches={most}, or a larger batch_size"
         )
 
 

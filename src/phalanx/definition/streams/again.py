@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from phalanx.definition import checks
 from phalanx.definition.fields import Definition
 from phalanx.definition.streams import Stream
 from phalanx.definition.streams.reading import Mark, Reading
@@ -71,7 +71,7 @@ def read_again(
             "numbers from global generators, which are seeded before each call and each sample. resume='anyway' goes "
             "on all the same"
         )
-    warnings.warn(f"{why}; going on all the same", stacklevel=2)
+    checks.warn(f"{why}; going on all the same")
     reading, items = _read(place, marks[-1], waiting, shown)
     return reading, marks[-1], items
 
@@ -91,11 +91,10 @@ def _read(place: Place, mark: Mark, waiting: set[int], shown: Shown) -> tuple[Re
 def _say(place: Place, mark: Mark, seconds: float, *, expected: bool) -> None:
     """Say what took long, and which state cannot be relied on."""
     if not expected:
-        warnings.warn(
+        checks.warn(
             "the stream's state led to other samples than those that the earlier run had read (a shuffle buffer of its "
             f"own, say), so those of the epoch were read again from its beginning, which took {seconds:.1f} s; the "
-            "buffer of phalanx.Stream(..., shuffle_buffer=n) is kept exactly",
-            stacklevel=2,
+            "buffer of phalanx.Stream(..., shuffle_buffer=n) is kept exactly"
         )
     elif seconds > SAID_SECONDS:
-        warnings.warn(f"reading {place.read - mark.number} samples again took {seconds:.0f} s", stacklevel=2)
+        checks.warn(f"reading {place.read - mark.number} samples again took {seconds:.0f} s")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.definition import generators
+from phalanx.definition import checks, generators
 from phalanx.definition.data import is_array
 from phalanx.definition.fields import Definition
 from phalanx.definition.fingerprint.arrays import hashed
@@ -126,10 +125,9 @@ class Reading:
         try:
             encoded(state, lambda leaf, path: path if is_array(leaf) else None, f"{self._take}()")
         except UsageError as error:
-            warnings.warn(
+            checks.warn(
                 f"the stream's state cannot be kept, so that a resumed run reads the samples of its epoch again to "
-                f"find its place: {error}",
-                stacklevel=2,
+                f"find its place: {error}"
             )
             self._carrier = None
             return None

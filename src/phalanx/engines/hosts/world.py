@@ -12,7 +12,6 @@ import pathlib
 import socket
 import threading
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 from torch.distributed import distributed_c10d as c10d
 
+from phalanx.definition import checks
 from phalanx.engines.hosts import interfaces, store
 from phalanx.engines.hosts.gloo import Gloo
 from phalanx.engines.hosts.rendezvous import Rendezvous
@@ -84,7 +84,7 @@ class World:
             for name, value in told["doubts"].items():
                 if theirs["doubts"].get(name, value) != value:
                     why = f"{name} is {value} in process {self.rank}, and {theirs['doubts'][name]} in process {rank}"
-                    warnings.warn(f"{why}; if it decides the answer, that depends on who computes what", stacklevel=2)
+                    checks.warn(f"{why}; if it decides the answer, that depends on who computes what")
         together = len({item["host"] for item in everybody}) == 1
         self._interface = interfaces.LOOPBACK if together else interfaces.towards(self._tcp[0])
         place = c10d.PrefixStore("callers", self._store)

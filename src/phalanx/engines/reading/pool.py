@@ -11,9 +11,9 @@ import os
 import select
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 
+from phalanx.definition import checks
 from phalanx.definition.data import Samples
 from phalanx.definition.fields import Definition
 from phalanx.engines.processes.environment import pack_recipe
@@ -134,7 +134,7 @@ class ReaderPool:
             self._thread.join()
         problem, self._problem = self._problem, ""
         if problem:
-            warnings.warn(f"nothing was read ahead in the end (same answer): {problem}", stacklevel=2)
+            checks.warn(f"nothing was read ahead in the end (same answer): {problem}")
 
     def leave(self) -> None:
         """See ``forks.Owned``."""

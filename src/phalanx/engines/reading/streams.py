@@ -11,12 +11,12 @@ import os
 import select
 import socket
 import struct
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from phalanx.checkpoint.resume import ResumeState
+from phalanx.definition import checks
 from phalanx.definition.fields import Definition
 from phalanx.definition.streams import Drawn
 from phalanx.definition.streams.again import Shown
@@ -146,7 +146,7 @@ class Ahead:
         if not isinstance(reader.error, WorkerError):  # which the stream will raise here, too
             why = "it was killed, or ended by itself" if reader.error is None else str(reader.error)
             what = "the stream is read in this process from here on, not in one of its own (same answer)"
-            warnings.warn(f"{what}: {why}", stacklevel=2)
+            checks.warn(f"{what}: {why}")
         if self._supply is None:
             self._supply = self._again(self._after)
 

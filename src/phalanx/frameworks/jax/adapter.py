@@ -244,15 +244,15 @@ def _failed(error: Exception) -> NoReturn:
 
 def _check(definition: Definition) -> None:
     """Refuse what means something for torch only."""
-    if definition.forward_fn is None:
-        raise UsageError(
-            "make_model returned a tree of jax arrays, so there is no model to call; pass forward_fn=lambda params, "
-            "x: ..., which returns the output"
-        )
     if definition.phases is not None:
         raise UsageError(
             "phases is given, but make_model returned a tree of jax arrays, and phases are for torch in this version; "
             "let one optimizer update all: optax.multi_transform, over the sum of losses with jax.lax.stop_gradient"
+        )
+    if definition.forward_fn is None:
+        raise UsageError(
+            "make_model returned a tree of jax arrays, so there is no model to call; pass forward_fn=lambda params, "
+            "x: ..., which returns the output"
         )
     if definition.carry is not None:
         raise UsageError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,11 +44,9 @@ def _all_of(kind: str, replicas: int) -> list[Any]:
     named_device(kind)  # says why it cannot be used
     devices = jax.devices(kind)
     if len(devices) > replicas:
-        warnings.warn(
+        checks.warn(
             f"devices is {kind!r}: {replicas} of {len(devices)} devices are used, as replicas is {replicas}; raise it "
-            "(which is part of the answer) to use more",
-            UserWarning,
-            stacklevel=2,
+            "(which is part of the answer) to use more"
         )
     return devices[:replicas]
 

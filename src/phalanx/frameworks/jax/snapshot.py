@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from phalanx.definition import checks
 from phalanx.definition.digest import Entry
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.jax.environment import recorded
@@ -44,7 +44,7 @@ class Snapshots:
         differing = [name for name in {**now, **then} if now.get(name) != then.get(name)]
         if differing:
             told = "; ".join(f"{name} is {now.get(name)}, was {then.get(name)}" for name in differing)
-            warnings.warn(f"bits may differ from an uninterrupted run's: {told}", stacklevel=2)
+            checks.warn(f"bits may differ from an uninterrupted run's: {told}")
         stored = {name: tensor for name, tensor in state.training.items() if name.startswith(OPTIMIZER)}
         optimizer = self._fitted(self.state.optimizer, stored, OPTIMIZER)
         self.adopt_weights(state.weights)

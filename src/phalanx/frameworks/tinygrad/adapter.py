@@ -190,9 +190,10 @@ def _check(definition: Definition) -> None:
     several = definition.phases is not None, definition.carry is not None, definition.micro_batches > 1
     for name, given in zip(("phases", "carry", "micro_batches"), several, strict=True):
         if given:
+            elsewhere = "torch or jax" if name == "micro_batches" else "torch"
             raise UsageError(
                 f"{name} is given, which is not for recipes of tinygrad in this version; leave "
-                "it out, or write the model in torch or jax"
+                f"it out, or write the model in {elsewhere}"
             )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 from tinygrad.nn.state import get_state_dict
 
+from phalanx.definition import checks
 from phalanx.definition.digest import Entry
 from phalanx.errors import SnapshotError
 from phalanx.frameworks.tinygrad import optimizer as updates
@@ -65,7 +65,7 @@ class Snapshots:
         differing = [name for name in {**now, **then} if now.get(name) != then.get(name)]
         if differing:
             told = "; ".join(f"{name} is {now.get(name)}, was {then.get(name)}" for name in differing)
-            warnings.warn(f"bits may differ from an uninterrupted run's: {told}", stacklevel=2)
+            checks.warn(f"bits may differ from an uninterrupted run's: {told}")
         found = self.read()
         stored = {
             name.removeprefix(OPTIMIZER): tensor

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from torch.optim import lr_scheduler
 
+from phalanx.definition import checks
 from phalanx.definition.fields import Definition
 
 TINY = 0.1  # of a learning rate after one epoch
@@ -68,12 +68,10 @@ def warn_of_units(definition: Definition, schedulers: Sequence[Any]) -> None:
     for scheduler in schedulers:
         told = None if per_epoch is None else _horizon(scheduler, per_epoch)
         if per_epoch and told is not None and told[1] < per_epoch and definition.epochs > 1:
-            warnings.warn(
+            checks.warn(
                 f"scheduler made a {type(scheduler).__name__} with {told[0]}={told[1]}, which counts steps here, and "
                 f"an epoch has {per_epoch}: the schedule is through before the first epoch is. If epochs are meant, "
-                "say schedule_every='epoch'; if steps are, schedule_every='step'",
-                UserWarning,
-                stacklevel=2,
+                "say schedule_every='epoch'; if steps are, schedule_every='step'"
             )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,10 +43,9 @@ class Snapshots:
     def adopt(self, state: Captured) -> None:
         """See ``seams.Snapshots.adopt``."""
         if self.updates.foreign:
-            warnings.warn(
+            checks.warn(
                 "the optimizer is not one of torch's own: what it keeps outside optimizer.state is not in snapshots, "
-                "so that the run may go on differently",
-                stacklevel=2,
+                "so that the run may go on differently"
             )
         adopt(self.model, self.updates, state)
         self.buffers.renew()

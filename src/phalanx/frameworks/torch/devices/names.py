@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -140,4 +139,4 @@ def _mention_idle() -> None:
 def _mention(topic: str, text: str) -> None:
     if topic not in MENTIONED:
         MENTIONED.add(topic)
-        warnings.warn(text, UserWarning, stacklevel=2)
+        checks.warn(text)

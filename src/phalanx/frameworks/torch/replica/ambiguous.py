@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,11 +47,9 @@ class AmbiguousMean:
             self._looks = 0
             who, way = ("the model's own loss", RETURNED) if self._own else ("the loss of forward_fn", WHOLE)
             who, way = (who, way) if self._loss_fn is None else ("loss_fn", WRAPPED)
-            warnings.warn(
+            checks.warn(
                 f"{who} {reason}, so its mean is not over samples, and it returns no weight: the replicas' mean "
-                f"differs from the whole batch's. {way}",
-                UserWarning,
-                stacklevel=checks.callers_level(),
+                f"differs from the whole batch's. {way}"
             )
 
     def _ignored_targets(self, batch: Any, waits: bool) -> str | None:

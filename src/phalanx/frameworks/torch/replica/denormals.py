@@ -10,11 +10,11 @@ import contextlib
 import math
 import statistics
 import time
-import warnings
 from collections.abc import Callable
 
 import torch
 
+from phalanx.definition import checks
 from phalanx.frameworks.torch.process import flushes_denormals
 
 USUAL = 8  # replicas whose median is taken for the usual time
@@ -76,12 +76,10 @@ class Denormals:
                 torch.set_flush_denormal(False)
             if _seconds(compute) > SLOW / 2 * fast:
                 self._looks = 0
-                warnings.warn(
+                checks.warn(
                     "steps have become slow because gradients or activations have denormal numbers (below 1e-38 in "
                     "float32), for which this processor takes many times as long; torch.set_flush_denormal(True) "
-                    "before the run takes them for 0 (it is part of what the bits depend on)",
-                    UserWarning,
-                    stacklevel=2,
+                    "before the run takes them for 0 (it is part of what the bits depend on)"
                 )
 
 
