@@ -34,8 +34,8 @@ BESIDE = ("plain 1 thread", "R=2", "R=2 W=2", "R=4 W=4", "DDP W=2")
 ADAPTED = """## A frozen base
 
 Twelve frozen square layers with a low-rank adapter beside each, as LoRA has; peak from before the model is made to
-after the last step. A base of 1e8 parameters takes 0.4 GB; what the same with 1e4 takes is not it. Shared memory that no
-process has mapped at the time is counted, too."""
+after the last step. A base of 1e8 parameters takes 0.4 GB; what the same with 1e4 takes is not it. Shared memory
+that no process has mapped at the time is counted, too."""
 NAMES = {"plain 1 thread": "plain loop"}
 
 
