@@ -10,6 +10,7 @@ import pathlib
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -418,3 +419,38 @@ def test_memory_that_was_given_back_is_left_alone():
     assert all(not any(pages[:]) for pages in kept[1::2])
     assert sparing.LEAST < 4 * 521 * 520
     memory.close()
+
+
+def recorded(weight):
+    """A graph of what is done to a weight."""
+    return make_fx(lambda entry: (entry @ torch.ones(520, 521).t()).t().contiguous().mul_(2))(weight).code
+
+
+def compiled(weight):
+    """Whether a compiler was asked."""
+    asked = []
+
+    def backend(graph, inputs):
+        asked.append(graph)
+        return graph.forward
+
+    torch.compile(lambda entry: entry + 1, backend=backend)(weight)
+    torch.compiler.reset()
+    return len(asked)
+
+
+def branched(weight):
+    """What an operator came to that takes functions."""
+    return torch.cond(torch.tensor(True), lambda entry: entry + 1, lambda entry: entry - 1, (weight,)).sum().item()
+
+
+@pytest.mark.parametrize("done", [recorded, compiled, branched])
+def test_make_model_may_do_what_it_likes(done):
+    """What it records, compiles or sees through numpy is as if nobody looked for frozen weights meanwhile."""
+    model = torch.nn.Sequential(layers(), torch.nn.Linear(521 * 520 + 100, 1, bias=False))
+    wanted = done(layers()[0].weight.detach())
+    memory, places = frozen_memory(model)
+    with Sparing(memory, places):
+        found = done(layers()[0].weight.detach())
+    memory.close()
+    assert found == wanted

@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from phalanx.shared.memory import Memory
 
@@ -36,6 +37,13 @@ class Sparing(TorchDispatchMode):
         Of each; at the beginning of a page.
     """
 
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What ``make_model`` compiles is compiled: code that was not, for this mode's sake, would have other bits."""
+        return True
+
     def __init__(self, memory: Memory, places: Sequence[tuple[int, int]]) -> None:
         super().__init__()
         self._fd = memory.fd
@@ -55,7 +63,8 @@ class Sparing(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        if type(made) in PLAIN and made.device.type == "cpu" and made.layout == torch.strided:
+        plain = type(made) in PLAIN and made.device.type == "cpu" and made.layout == torch.strided
+        if plain and isinstance(func, OpOverload) and not _get_current_dispatch_mode_stack():  # others record operations
             size = made.untyped_storage().nbytes()
             if size in self._offsets and not made.is_quantized:
                 alias = func._schema.returns[0].alias_info
