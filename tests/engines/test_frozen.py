@@ -444,7 +444,15 @@ def branched(weight):
     return torch.cond(torch.tensor(True), lambda entry: entry + 1, lambda entry: entry - 1, (weight,)).sum().item()
 
 
-@pytest.mark.parametrize("done", [recorded, compiled, branched])
+def seen_by_others(weight):
+    """The end of a tensor whose beginning is written through numpy until it is a frozen weight."""
+    longer = torch.arange(521 * 520 + 100).mul(2.0)
+    begins = torch.from_numpy(longer.numpy()[: 521 * 520])
+    begins.copy_(weight.reshape(-1))
+    return longer[-100:].tolist()
+
+
+@pytest.mark.parametrize("done", [recorded, compiled, branched, seen_by_others])
 def test_make_model_may_do_what_it_likes(done):
     """What it records, compiles or sees through numpy is as if nobody looked for frozen weights meanwhile."""
     model = torch.nn.Sequential(layers(), torch.nn.Linear(521 * 520 + 100, 1, bias=False))
