@@ -69,7 +69,8 @@ class Sparing(TorchDispatchMode):
             if size in self._offsets and not made.is_quantized:
                 alias = func._schema.returns[0].alias_info
                 if alias is None and not _shares(made, args):
-                    made = self._placed(made, size, empty=func.overloadpacket is torch.ops.aten.empty)
+                    filled = torch.are_deterministic_algorithms_enabled()
+                    made = self._placed(made, size, empty=func.overloadpacket is torch.ops.aten.empty and not filled)
                 if alias is None or alias.is_write:
                     self._merge(made.untyped_storage().data_ptr(), size)
         return made
