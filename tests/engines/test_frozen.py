@@ -471,3 +471,33 @@ def test_make_model_may_do_what_it_likes(done):
         found = done(layers()[0].weight.detach())
     memory.close()
     assert found == wanted
+
+
+def grown():
+    """A model that was made from tensors which grow, of the size of a frozen one at first."""
+    model = Adapted(520)
+    kept = model.base.weight.detach().clone()
+    kept.resize_(521, 520)
+    model.base.weight.untyped_storage().resize_(0)
+    model.base.weight.untyped_storage().resize_(4 * 520 * 520)
+    with torch.no_grad():
+        model.base.weight.copy_(kept[:520])
+    model.rows = model.base.weight.detach()[1:]
+    return model
+
+
+@LINUX
+def test_make_model_may_grow_tensors():
+    """It is called once more where memory that can be replaced is not enough; what it raises itself is told."""
+
+    def never():
+        if os.getpid() != parent:
+            raise OSError("no such disk")
+        return Adapted(520)
+
+    parent = os.getpid()
+    x = torch.randn(12, 520, generator=torch.Generator().manual_seed(0))
+    job = functools.partial(phalanx.Recipe, data=(x, x), loss_fn=F.mse_loss, replicas=2, steps=2)
+    assert same(job(grown).train(workers=2, engine="processes"), job(grown).train(engine="inline"))
+    with pytest.raises(phalanx.UsageError, match="no such disk"):
+        job(never).train(workers=2, engine="processes")

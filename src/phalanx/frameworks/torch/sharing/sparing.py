@@ -64,7 +64,9 @@ class Sparing(TorchDispatchMode):
     ) -> Any:
         made = func(*args, **(kwargs or {}))
         plain = type(made) in PLAIN and made.device.type == "cpu" and made.layout == torch.strided
-        if plain and isinstance(func, OpOverload) and not _get_current_dispatch_mode_stack():  # others record operations
+        if (
+            plain and isinstance(func, OpOverload) and not _get_current_dispatch_mode_stack()
+        ):  # others record operations
             size = made.untyped_storage().nbytes()
             if size in self._offsets and not made.is_quantized:
                 alias = func._schema.returns[0].alias_info
