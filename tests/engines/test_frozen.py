@@ -257,6 +257,24 @@ def test_tied_and_flattened_weights():
     assert same(odd.train(workers=2, engine="processes"), odd.train(engine="inline"))
 
 
+def test_conjugates_of_a_weight_move_with_it():
+    """A view that is a weight's conjugate, or the negative of a part of it, goes on being that where it lies later."""
+
+    class Complex(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base = torch.nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64), requires_grad=False)
+            self.other = torch.nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64).conj(), False)
+            self.turned, self.imaginary = self.base.detach().conj(), self.base.detach().conj().imag
+            self.trained = torch.nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return self.trained(x) + x @ (self.imaginary + (1j * self.turned).real + self.other.imag)
+
+    mixed = recipe(Complex)
+    assert same(mixed.train(workers=2, engine="processes"), mixed.train(engine="inline"))
+
+
 # Memory.
 
 

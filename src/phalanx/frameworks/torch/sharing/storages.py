@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from phalanx.seams.sharing import Places
 from phalanx.shared.layout import Spec
 
 DISPATCH = "__torch_dispatch__"
+NEGATIVE: Any = torch  # its name for a view of the negatives is private
 
 
 def rebind(parameters: Sequence[torch.Tensor], storages: Sequence[int], places: Places) -> None:
@@ -40,7 +42,9 @@ def rebind(parameters: Sequence[torch.Tensor], storages: Sequence[int], places: 
         home = homes.get(_address(tensor))
         if home is not None:
             place = (tensor.storage_offset(), tensor.size(), tensor.stride())
-            tensor.data = torch.empty(0, dtype=tensor.dtype).set_(home, *place)
+            moved = torch.empty(0, dtype=tensor.dtype).set_(home, *place)
+            moved = moved.conj() if tensor.is_conj() else moved
+            tensor.data = NEGATIVE._neg_view(moved) if tensor.is_neg() else moved
 
 
 def storages_of(parameters: Sequence[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
