@@ -275,6 +275,27 @@ def test_conjugates_of_a_weight_move_with_it():
     assert same(mixed.train(workers=2, engine="processes"), mixed.train(engine="inline"))
 
 
+def test_tensors_without_memory_are_left_alone(wanted):
+    """Tensors that outlive ``vmap`` and ``grad`` have no memory to look at: in the caller's process and in workers."""
+
+    def make():
+        model = stack()
+        model.kept = leftovers()
+        return model
+
+    kept = leftovers()
+    assert same(recipe(make).train(workers=2, engine="processes"), wanted[None])
+    assert len(kept) == 2
+
+
+def leftovers():
+    """Tensors of function transforms that have ended."""
+    kept = []
+    torch.func.vmap(lambda row: kept.append(row) or row)(torch.zeros(2, 2))
+    torch.func.grad(lambda row: kept.append(row) or row.sum())(torch.zeros(2))
+    return kept
+
+
 # Memory.
 
 

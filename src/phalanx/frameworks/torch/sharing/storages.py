@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Sequence
 from typing import Any
@@ -57,7 +58,9 @@ def _address(tensor: torch.Tensor) -> int:
     pretends = getattr(type(tensor), DISPATCH) != getattr(torch.Tensor, DISPATCH)  # as fake tensors do: without memory
     if pretends or tensor.layout != torch.strided or tensor.device.type != "cpu" or is_lazy(tensor):
         return 0
-    return tensor.untyped_storage().data_ptr()
+    with contextlib.suppress(RuntimeError):  # what is left of a function transform that has ended
+        return tensor.untyped_storage().data_ptr()
+    return 0
 
 
 def _raw(size: int) -> Spec:
