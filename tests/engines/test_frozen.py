@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import gc
 import itertools
 import math
 import mmap
@@ -273,6 +274,19 @@ def test_conjugates_of_a_weight_move_with_it():
 
     mixed = recipe(Complex)
     assert same(mixed.train(workers=2, engine="processes"), mixed.train(engine="inline"))
+
+
+@pytest.mark.parametrize("scheduler", [None, Thawing])
+def test_a_make_model_that_freezes_the_garbage_collector(wanted, scheduler):
+    """What ``gc.freeze`` hides from it moves to where all processes have it all the same."""
+
+    def make():
+        model = stack()
+        gc.freeze()
+        return model
+
+    assert same(recipe(make, scheduler=scheduler).train(workers=2, engine="processes"), wanted[scheduler])
+    gc.unfreeze()
 
 
 def test_tensors_without_memory_are_left_alone(wanted):

@@ -39,7 +39,11 @@ def rebind(parameters: Sequence[torch.Tensor], storages: Sequence[int], places: 
             homes[storage.data_ptr()] = view(*places[number], _raw(storage.nbytes())).untyped_storage()
     if not homes:
         return
-    for tensor in [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]:
+    tensors = _tensors()
+    if not {id(parameter) for parameter in parameters} <= {id(tensor) for tensor in tensors}:
+        gc.unfreeze()  # user code froze what it had made, which is not listed then
+        tensors = _tensors()
+    for tensor in tensors:
         home = homes.get(_address(tensor))
         if home is not None:
             place = (tensor.storage_offset(), tensor.size(), tensor.stride())
@@ -51,6 +55,10 @@ def rebind(parameters: Sequence[torch.Tensor], storages: Sequence[int], places: 
 def storages_of(parameters: Sequence[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
     """Every storage by its address in this process, in the order of the parameters."""
     return {storage.data_ptr(): storage for storage in (parameter.untyped_storage() for parameter in parameters)}
+
+
+def _tensors() -> list[torch.Tensor]:
+    return [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
 
 
 def _address(tensor: torch.Tensor) -> int:
