@@ -173,6 +173,34 @@ def test_what_is_looked_at_is_the_state_of_each_step():
         assert all(map(torch.equal, one[1:], other[1:]))
 
 
+def test_a_frozen_weight_of_another_class_is_looked_at():
+    """One that is made from other things than a tensor, and knows how to be copied."""
+    with recipe(Named).start(workers=2, engine="processes") as run:
+        for _ in run:
+            assert (type(run.model.own), run.model.own.called) == (Label, "scales")
+        assert torch.equal(run.model.own, run.result().model.own)
+
+
+class Label(torch.nn.Parameter):
+    """A weight with a name."""
+
+    def __new__(cls, name):
+        made = super().__new__(cls, torch.ones(WIDTH), requires_grad=False)
+        made.called = name
+        return made
+
+    def __deepcopy__(self, memo):
+        return Label(self.called)
+
+
+class Named(Adapted):
+    """A model that has one."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = Label("scales")
+
+
 def test_what_the_caller_writes_stays_with_the_caller(wanted):
     """A looked-at model's frozen weights are the caller's: workers do not see what is written there."""
     with recipe().start(workers=2, engine="processes") as run:
