@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import gc
 import itertools
 import math
 import mmap
@@ -10,6 +11,7 @@ import pathlib
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -171,6 +173,34 @@ def test_what_is_looked_at_is_the_state_of_each_step():
         assert all(map(torch.equal, one[1:], other[1:]))
 
 
+def test_a_frozen_weight_of_another_class_is_looked_at():
+    """One that is made from other things than a tensor, and knows how to be copied."""
+    with recipe(Named).start(workers=2, engine="processes") as run:
+        for _ in run:
+            assert (type(run.model.own), run.model.own.called) == (Label, "scales")
+        assert torch.equal(run.model.own, run.result().model.own)
+
+
+class Label(torch.nn.Parameter):
+    """A weight with a name."""
+
+    def __new__(cls, name):
+        made = super().__new__(cls, torch.ones(WIDTH), requires_grad=False)
+        made.called = name
+        return made
+
+    def __deepcopy__(self, memo):
+        return Label(self.called)
+
+
+class Named(Adapted):
+    """A model that has one."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = Label("scales")
+
+
 def test_what_the_caller_writes_stays_with_the_caller(wanted):
     """A looked-at model's frozen weights are the caller's: workers do not see what is written there."""
     with recipe().start(workers=2, engine="processes") as run:
@@ -254,6 +284,58 @@ def test_tied_and_flattened_weights():
 
     odd = recipe(Odd, optimizer=SGD)
     assert same(odd.train(workers=2, engine="processes"), odd.train(engine="inline"))
+
+
+def test_conjugates_of_a_weight_move_with_it():
+    """A view that is a weight's conjugate, or the negative of a part of it, goes on being that where it lies later."""
+
+    class Complex(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base = torch.nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64), requires_grad=False)
+            self.other = torch.nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64).conj(), False)
+            self.turned, self.imaginary = self.base.detach().conj(), self.base.detach().conj().imag
+            self.trained = torch.nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return self.trained(x) + x @ (self.imaginary + (1j * self.turned).real + self.other.imag)
+
+    mixed = recipe(Complex)
+    assert same(mixed.train(workers=2, engine="processes"), mixed.train(engine="inline"))
+
+
+@pytest.mark.parametrize("scheduler", [None, Thawing])
+def test_a_make_model_that_freezes_the_garbage_collector(wanted, scheduler):
+    """What ``gc.freeze`` hides from it moves to where all processes have it all the same."""
+
+    def make():
+        model = stack()
+        gc.freeze()
+        return model
+
+    assert same(recipe(make, scheduler=scheduler).train(workers=2, engine="processes"), wanted[scheduler])
+    gc.unfreeze()
+
+
+def test_tensors_without_memory_are_left_alone(wanted):
+    """Tensors that outlive ``vmap`` and ``grad`` have no memory to look at: in the caller's process and in workers."""
+
+    def make():
+        model = stack()
+        model.kept = leftovers()
+        return model
+
+    kept = leftovers()
+    assert same(recipe(make).train(workers=2, engine="processes"), wanted[None])
+    assert len(kept) == 2
+
+
+def leftovers():
+    """Tensors of function transforms that have ended."""
+    kept = []
+    torch.func.vmap(lambda row: kept.append(row) or row)(torch.zeros(2, 2))
+    torch.func.grad(lambda row: kept.append(row) or row.sum())(torch.zeros(2))
+    return kept
 
 
 # Memory.
@@ -418,3 +500,85 @@ def test_memory_that_was_given_back_is_left_alone():
     assert all(not any(pages[:]) for pages in kept[1::2])
     assert sparing.LEAST < 4 * 521 * 520
     memory.close()
+
+
+def recorded(weight):
+    """A graph of what is done to a weight."""
+    return make_fx(lambda entry: (entry @ torch.ones(520, 521).t()).t().contiguous().mul_(2))(weight).code
+
+
+def compiled(weight):
+    """Whether a compiler was asked."""
+    asked = []
+
+    def backend(graph, inputs):
+        asked.append(graph)
+        return graph.forward
+
+    torch.compile(lambda entry: entry + 1, backend=backend)(weight)
+    torch.compiler.reset()
+    return len(asked)
+
+
+def branched(weight):
+    """What an operator came to that takes functions."""
+    return torch.cond(torch.tensor(True), lambda entry: entry + 1, lambda entry: entry - 1, (weight,)).sum().item()
+
+
+def left_empty(weight):
+    """What is in a tensor without values where torch puts nan there."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        return bool(torch.empty_like(weight).isnan().all()) and bool(torch.empty(weight.shape).isnan().all())
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def seen_by_others(weight):
+    """The end of a tensor whose beginning is written through numpy until it is a frozen weight."""
+    longer = torch.arange(521 * 520 + 100).mul(2.0)
+    begins = torch.from_numpy(longer.numpy()[: 521 * 520])
+    begins.copy_(weight.reshape(-1))
+    return longer[-100:].tolist()
+
+
+@pytest.mark.parametrize("done", [recorded, compiled, branched, left_empty, seen_by_others])
+def test_make_model_may_do_what_it_likes(done):
+    """What it records, compiles or sees through numpy is as if nobody looked for frozen weights meanwhile."""
+    model = torch.nn.Sequential(layers(), torch.nn.Linear(521 * 520 + 100, 1, bias=False))
+    wanted = done(layers()[0].weight.detach())
+    memory, places = frozen_memory(model)
+    with Sparing(memory, places):
+        found = done(layers()[0].weight.detach())
+    memory.close()
+    assert found == wanted
+
+
+def grown():
+    """A model that was made from tensors which grow, of the size of a frozen one at first."""
+    model = Adapted(520)
+    kept = model.base.weight.detach().clone()
+    kept.resize_(521, 520)
+    model.base.weight.untyped_storage().resize_(0)
+    model.base.weight.untyped_storage().resize_(4 * 520 * 520)
+    with torch.no_grad():
+        model.base.weight.copy_(kept[:520])
+    model.rows = model.base.weight.detach()[1:]
+    return model
+
+
+@LINUX
+def test_make_model_may_grow_tensors():
+    """It is called once more where memory that can be replaced is not enough; what it raises itself is told."""
+
+    def never():
+        if os.getpid() != parent:
+            raise OSError("no such disk")
+        return Adapted(520)
+
+    parent = os.getpid()
+    x = torch.randn(12, 520, generator=torch.Generator().manual_seed(0))
+    job = functools.partial(phalanx.Recipe, data=(x, x), loss_fn=F.mse_loss, replicas=2, steps=2)
+    assert same(job(grown).train(workers=2, engine="processes"), job(grown).train(engine="inline"))
+    with pytest.raises(phalanx.UsageError, match="no such disk"):
+        job(never).train(workers=2, engine="processes")

@@ -44,8 +44,14 @@ def open_framework(
 
     accelerators.prepare(devices, allow=allow)
     with building(definition.threads), outside.threads(definition.threads):
-        with interrupts.breakable(at_once=True), making:
-            model = _made(definition)
+        with interrupts.breakable(at_once=True):
+            try:
+                with making:
+                    model = _made(definition)
+            except UsageError:
+                if making is NOTHING:
+                    raise
+                model = _made(definition)  # once more, with memory that can also grow
         if outside_tinygrad.is_model(model):
             outside_tinygrad.check_alone(part)
             return opened_tinygrad().Tinygrad(definition, devices, model)

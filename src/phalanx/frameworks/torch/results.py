@@ -33,8 +33,9 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def copied(model: torch.nn.Module, same: Sequence[torch.nn.Parameter] = ()) -> torch.nn.Module:
-    """An independent copy of the run's model; of the parameters in ``same`` the copy shares the memory."""
-    shared = {id(parameter): type(parameter)(parameter.data, parameter.requires_grad) for parameter in same}
+    """An independent copy of the run's model; of the parameters in ``same`` the copy shares the memory, if it can."""
+    plain = [parameter for parameter in same if type(parameter) is torch.nn.Parameter]  # others know how to be copied
+    shared = {id(parameter): torch.nn.Parameter(parameter.data, parameter.requires_grad) for parameter in plain}
     try:
         return copy.deepcopy(model, shared)
     except Exception as error:

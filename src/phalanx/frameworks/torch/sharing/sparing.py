@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from phalanx.shared.memory import Memory
 
@@ -36,6 +37,13 @@ class Sparing(TorchDispatchMode):
         Of each; at the beginning of a page.
     """
 
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What ``make_model`` compiles is compiled: code that was not, for this mode's sake, would have other bits."""
+        return True
+
     def __init__(self, memory: Memory, places: Sequence[tuple[int, int]]) -> None:
         super().__init__()
         self._fd = memory.fd
@@ -55,12 +63,16 @@ class Sparing(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        if type(made) in PLAIN and made.device.type == "cpu" and made.layout == torch.strided:
+        plain = type(made) in PLAIN and made.device.type == "cpu" and made.layout == torch.strided
+        if (
+            plain and isinstance(func, OpOverload) and not _get_current_dispatch_mode_stack()
+        ):  # others record operations
             size = made.untyped_storage().nbytes()
             if size in self._offsets and not made.is_quantized:
                 alias = func._schema.returns[0].alias_info
                 if alias is None and not _shares(made, args):
-                    made = self._placed(made, size, empty=func.overloadpacket is torch.ops.aten.empty)
+                    filled = torch.are_deterministic_algorithms_enabled()
+                    made = self._placed(made, size, empty=func.overloadpacket is torch.ops.aten.empty and not filled)
                 if alias is None or alias.is_write:
                     self._merge(made.untyped_storage().data_ptr(), size)
         return made
@@ -77,7 +89,7 @@ class Sparing(TorchDispatchMode):
 
     def _merge(self, address: int, size: int) -> None:
         """Replace the pages of a storage if they hold what a frozen weight does."""
-        if address not in self._own:
+        if len(self._own.get(address, b"")) != size:  # not ours, or the beginning of something longer
             return
         frozen = ctypes.addressof(ctypes.c_char.from_buffer(self._frozen))
         for offset in self._offsets[size]:

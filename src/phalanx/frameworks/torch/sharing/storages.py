@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +16,7 @@ from phalanx.seams.sharing import Places
 from phalanx.shared.layout import Spec
 
 DISPATCH = "__torch_dispatch__"
+NEGATIVE: Any = torch  # its name for a view of the negatives is private
 
 
 def rebind(parameters: Sequence[torch.Tensor], storages: Sequence[int], places: Places) -> None:
@@ -36,11 +39,17 @@ def rebind(parameters: Sequence[torch.Tensor], storages: Sequence[int], places: 
             homes[storage.data_ptr()] = view(*places[number], _raw(storage.nbytes())).untyped_storage()
     if not homes:
         return
-    for tensor in [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]:
+    tensors = _tensors()
+    if not {id(parameter) for parameter in parameters} <= {id(tensor) for tensor in tensors}:
+        gc.unfreeze()  # user code froze what it had made, which is not listed then
+        tensors = _tensors()
+    for tensor in tensors:
         home = homes.get(_address(tensor))
         if home is not None:
             place = (tensor.storage_offset(), tensor.size(), tensor.stride())
-            tensor.data = torch.empty(0, dtype=tensor.dtype).set_(home, *place)
+            moved = torch.empty(0, dtype=tensor.dtype).set_(home, *place)
+            moved = moved.conj() if tensor.is_conj() else moved
+            tensor.data = NEGATIVE._neg_view(moved) if tensor.is_neg() else moved
 
 
 def storages_of(parameters: Sequence[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
@@ -48,12 +57,18 @@ def storages_of(parameters: Sequence[torch.Tensor]) -> dict[int, torch.UntypedSt
     return {storage.data_ptr(): storage for storage in (parameter.untyped_storage() for parameter in parameters)}
 
 
+def _tensors() -> list[torch.Tensor]:
+    return [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+
+
 def _address(tensor: torch.Tensor) -> int:
     """Of its storage; 0 for what has none of the usual kind."""
     pretends = getattr(type(tensor), DISPATCH) != getattr(torch.Tensor, DISPATCH)  # as fake tensors do: without memory
     if pretends or tensor.layout != torch.strided or tensor.device.type != "cpu" or is_lazy(tensor):
         return 0
-    return tensor.untyped_storage().data_ptr()
+    with contextlib.suppress(RuntimeError):  # what is left of a function transform that has ended
+        return tensor.untyped_storage().data_ptr()
+    return 0
 
 
 def _raw(size: int) -> Spec:
