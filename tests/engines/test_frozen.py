@@ -402,11 +402,11 @@ def frozen_memory(model):
     storages = [parameter.untyped_storage() for parameter in model.parameters()]
     places, end = [], 0
     for storage in storages:
-        places.append((end, storage.nbytes()))
+        places.append((storage.nbytes(), end))
         end += -(-storage.nbytes() // mmap.PAGESIZE) * mmap.PAGESIZE
     memory = Memory(end)
     shared = memory.map()
-    for (offset, size), storage in zip(places, storages, strict=True):
+    for (size, offset), storage in zip(places, storages, strict=True):
         shared[offset : offset + size] = bytes(ctypes.string_at(storage.data_ptr(), size))
     return memory, places
 

@@ -73,8 +73,9 @@ def sparing(memory: Memory, contents: Contents) -> AbstractContextManager[Any]:
     """Within this, a model is made that shares what is frozen with all other processes of the run."""
     from phalanx.frameworks.torch.sharing.sparing import LEAST, Sparing  # only torch's weights can be frozen
 
-    places = [(offset, contents.storages[number]) for number, offset in apart(contents)[0].items()]
-    return Sparing(memory, places) if any(size >= LEAST for _, size in places) else NOTHING
+    places = [(contents.storages[number], offset) for number, offset in apart(contents)[0].items()]
+    large = [place for place in places if place[0] >= LEAST]
+    return Sparing(memory, large) if large else NOTHING
 
 
 def nondeterministic(run: Callable[[], Any]) -> list[str]:

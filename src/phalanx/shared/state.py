@@ -175,20 +175,20 @@ class Shard:
 class Mirror:
     """The same arena seen from the caller's process, whose framework keeps a state of its own.
 
-    Parameters
-    ----------
-    sharing : Sharing
-    layout : Layout
-    arena : mmap.mmap
-    base : Memory
-        Where what is frozen lies; the framework's own is moved there by the first ``put``.
+        Parameters
+        ----------
+        sharing : Sharing
+        layout : Layout
+        arena : mmap.mmap
+        base : Memory
+    Where what is frozen lies; the framework's own moves there.
     """
 
     def __init__(self, sharing: Sharing, layout: Layout, arena: mmap.mmap, base: Memory) -> None:
         self._frozen = FrozenWeights(sharing, layout, arena, base)
-        self._filled = False
         self._arrays = sharing.arrays
         self._own = sharing.caller_state(layout)
+        self._frozen.fill(list(self._own.weights()))
         self._layout = layout
         self._arena = arena
         self._sharing = sharing
@@ -197,9 +197,6 @@ class Mirror:
 
     def put(self) -> dict[str, Any]:
         """Copy the state into the arena; returns what describes the rest."""
-        if not self._filled:
-            self._frozen.fill(list(self._own.weights()))
-            self._filled = True
         for mine, shared in zip(self._own.weights(), self._weights(), strict=True):
             if shared is not None:
                 shared[:] = mine

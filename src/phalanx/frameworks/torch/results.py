@@ -34,8 +34,8 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 def copied(model: torch.nn.Module, same: Sequence[torch.nn.Parameter] = ()) -> torch.nn.Module:
     """An independent copy of the run's model; of the parameters in ``same`` the copy shares the memory, if it can."""
-    plain = [parameter for parameter in same if type(parameter) is torch.nn.Parameter]  # others know how to be copied
-    shared = {id(parameter): torch.nn.Parameter(parameter.data, parameter.requires_grad) for parameter in plain}
+    plain = [one for one in same if type(one) is torch.nn.Parameter]  # others know how to be copied
+    shared = {id(one): torch.nn.Parameter(one.data, one.requires_grad) for one in plain}
     try:
         return copy.deepcopy(model, shared)
     except Exception as error:

@@ -33,7 +33,7 @@ class Sparing(TorchDispatchMode):
     ----------
     memory : Memory
         Where the frozen weights lie.
-    places : sequence of (offset, bytes)
+    places : sequence of (bytes, offset)
         Of each; at the beginning of a page.
     """
 
@@ -48,10 +48,7 @@ class Sparing(TorchDispatchMode):
         super().__init__()
         self._fd = memory.fd
         self._frozen = memory.map(private=True)
-        self._offsets: dict[int, list[int]] = {}
-        for offset, size in places:
-            if size >= LEAST:
-                self._offsets.setdefault(size, []).append(offset)
+        self._offsets = {size: [offset for other, offset in places if other == size] for size, _ in places}
         self._own: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()  # by their addresses
         libc = ctypes.CDLL(None, use_errno=True)
         self._compare, self._map = libc.memcmp, libc.mmap
@@ -63,14 +60,15 @@ class Sparing(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        plain = type(made) in PLAIN and made.device.type == "cpu" and made.layout == torch.strided
-        if (
-            plain and isinstance(func, OpOverload) and not _get_current_dispatch_mode_stack()
-        ):  # others record operations
+        alone = isinstance(func, OpOverload) and not _get_current_dispatch_mode_stack()  # other modes record operations
+        if alone and type(made) in PLAIN and made.device.type == "cpu" and made.layout == torch.strided:
             size = made.untyped_storage().nbytes()
             if size in self._offsets and not made.is_quantized:
-                alias = func._schema.returns[0].alias_info
-                if alias is None and not _shares(made, args):
+                alias, address = func._schema.returns[0].alias_info, made.untyped_storage().data_ptr()
+                given = [
+                    one for one in args if isinstance(one, torch.Tensor)
+                ]  # a schema may not say that it is returned
+                if alias is None and address not in [one.untyped_storage().data_ptr() for one in given]:
                     filled = torch.are_deterministic_algorithms_enabled()
                     made = self._placed(made, size, empty=func.overloadpacket is torch.ops.aten.empty and not filled)
                 if alias is None or alias.is_write:
@@ -99,9 +97,3 @@ class Sparing(TorchDispatchMode):
                 if self._map(address, length, access, how, self._fd, offset) == FAILED:
                     raise OSError(ctypes.get_errno(), "frozen weights cannot be mapped")
                 return
-
-
-def _shares(made: torch.Tensor, args: Sequence[Any]) -> bool:
-    """Whether a tensor is what an operation was given, though its schema does not say so."""
-    address = made.untyped_storage().data_ptr()
-    return any(isinstance(given, torch.Tensor) and given.untyped_storage().data_ptr() == address for given in args)
