@@ -175,13 +175,13 @@ class Shard:
 class Mirror:
     """The same arena seen from the caller's process, whose framework keeps a state of its own.
 
-        Parameters
-        ----------
-        sharing : Sharing
-        layout : Layout
-        arena : mmap.mmap
-        base : Memory
-    Where what is frozen lies; the framework's own moves there.
+    Parameters
+    ----------
+    sharing : Sharing
+    layout : Layout
+    arena : mmap.mmap
+    base : Memory
+        Where what is frozen lies; the framework's own moves there.
     """
 
     def __init__(self, sharing: Sharing, layout: Layout, arena: mmap.mmap, base: Memory) -> None:

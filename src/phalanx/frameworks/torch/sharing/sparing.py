@@ -65,9 +65,7 @@ class Sparing(TorchDispatchMode):
             size = made.untyped_storage().nbytes()
             if size in self._offsets and not made.is_quantized:
                 alias, address = func._schema.returns[0].alias_info, made.untyped_storage().data_ptr()
-                given = [
-                    one for one in args if isinstance(one, torch.Tensor)
-                ]  # a schema may not say that it is returned
+                given = [one for one in args if isinstance(one, torch.Tensor)]  # one may be returned, unsaid
                 if alias is None and address not in [one.untyped_storage().data_ptr() for one in given]:
                     filled = torch.are_deterministic_algorithms_enabled()
                     made = self._placed(made, size, empty=func.overloadpacket is torch.ops.aten.empty and not filled)
