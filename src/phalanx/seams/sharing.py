@@ -165,8 +165,8 @@ class CallerState(Protocol):
         """Options of optimizers and schedules; can be pickled."""
         ...
 
-    def take_weights(self, contents: Sequence[np.ndarray | None]) -> None:
-        """Take the bytes of all storages as the weights, where there are any; what is passed may change later."""
+    def take_weights(self, contents: Sequence[np.ndarray]) -> None:
+        """Take the bytes of all storages as the weights; what is passed may change later."""
         ...
 
     def take_buffers(self, buffers: Sequence[Any]) -> None:

@@ -53,6 +53,16 @@ class FrozenWeights:
         """Whether a storage is, in the newest state, as it was at the start."""
         return number in self._layout.frozen and not self._thawed[number]
 
+    def contents(self) -> list[np.ndarray]:
+        """The bytes of each storage in the newest state: of a frozen one as all have it, whatever was written here."""
+        shared = self._memory.map() if self._layout.frozen else self._arena
+        return [
+            self._stretch(shared, self._layout.frozen[number], number)
+            if self.resting(number)
+            else self._stretch(self._arena, home, number)
+            for number, home in enumerate(self._layout.weights)
+        ]
+
     def enter(self, step: int) -> None:
         """Have each storage where it lies before ``step``; what this process thawed after that is frozen again."""
         if not self._layout.frozen:

@@ -200,8 +200,9 @@ class Mirror:
         if not self._filled:
             self._frozen.fill(list(self._own.weights()))
             self._filled = True
-        for mine, shared in zip(self._own.weights(), self._weights(), strict=True):
-            if shared is not None:
+        pairs = zip(self._own.weights(), self._frozen.contents(), strict=True)
+        for number, (mine, shared) in enumerate(pairs):
+            if not self._frozen.resting(number):
                 shared[:] = mine
         for start, shared in zip(self._own.starts, self._starts(), strict=True):
             self._arrays.write(shared, start)
@@ -217,7 +218,7 @@ class Mirror:
 
         Optimizer state may stay where it is; ``saved``: in the snapshot, which is not written while the run goes on.
         """
-        self._own.take_weights(self._weights())
+        self._own.take_weights(self._frozen.contents())
         self._own.take_buffers(self._starts())
         layout = self._layout.snapshot if saved else self._layout
         there = [piece for piece in range(len(layout.state[0])) if self._arena[layout.present + piece]]
@@ -234,14 +235,6 @@ class Mirror:
 
     def _piece(self, piece: int, offset: int) -> Any:
         return self._arrays.view(self._arena, offset, self._layout.contents.state[piece].spec)
-
-    def _weights(self) -> list[np.ndarray | None]:
-        """The bytes of each storage; None where it is frozen."""
-        pairs = enumerate(zip(self._layout.contents.storages, self._layout.weights, strict=True))
-        return [
-            None if self._frozen.resting(number) else np.frombuffer(self._arena, np.uint8, size, offset)
-            for number, (size, offset) in pairs
-        ]
 
     def _starts(self) -> list[Any]:
         pairs = zip(self._layout.starts, self._layout.contents.buffers, strict=True)

@@ -10,7 +10,7 @@ import functools
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -198,10 +198,10 @@ class CallerState:
     def options(self) -> None:
         """Options are part of the optimizer's state."""
 
-    def take_weights(self, contents: Sequence[np.ndarray | None]) -> None:
+    def take_weights(self, contents: Sequence[np.ndarray]) -> None:
         """See ``seams.sharing.CallerState.take_weights``."""
         pairs = zip(contents, self._specs, strict=True)
-        arrays = [cast("np.ndarray", content).view(np.dtype(spec.dtype)).reshape(spec.shape) for content, spec in pairs]
+        arrays = [content.view(np.dtype(spec.dtype)).reshape(spec.shape) for content, spec in pairs]
         self._state.params = copied(self._state.params, arrays)
 
     def take_buffers(self, buffers: Sequence[Any]) -> None:

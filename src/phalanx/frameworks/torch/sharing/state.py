@@ -33,6 +33,7 @@ from phalanx.seams import Exported
 from phalanx.seams.sharing import Arrays, Places
 from phalanx.shared.layout import Contents, Layout, StatePiece, Take, lay_out
 
+STRETCH = 1 << 20  # bytes that are compared at once
 STATES = 2  # arrays per parameter that optimizers from elsewhere are taken to keep: Adam's
 
 
@@ -234,11 +235,13 @@ class CallerState:
         """See ``seams.sharing.CallerState.options``."""
         return self._updates.options()
 
-    def take_weights(self, contents: Sequence[np.ndarray | None]) -> None:
-        """See ``seams.sharing.CallerState.take_weights``."""
+    def take_weights(self, contents: Sequence[np.ndarray]) -> None:
+        """See ``seams.sharing.CallerState.take_weights``; pages that are equal are not written, which may be frozen."""
         for mine, shared in zip(self.weights(), contents, strict=True):
-            if shared is not None:
-                mine[:] = shared
+            for start in range(0, len(mine), STRETCH):
+                part = slice(start, start + STRETCH)
+                if not np.array_equal(mine[part], shared[part]):
+                    mine[part] = shared[part]
 
     def take_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
         """See ``seams.sharing.CallerState.take_buffers``."""
