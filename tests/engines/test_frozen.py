@@ -214,6 +214,27 @@ def test_what_the_caller_writes_stays_with_the_caller(wanted):
         assert same(run.result(), wanted[None])
 
 
+@pytest.mark.parametrize("how", ["in place", "unseen"])
+def test_what_is_written_into_the_base_meanwhile_is_not_in_the_result(tmp_path, wanted, how):
+    """Nor in snapshots: workers trained beside the base as it was, which a model of the caller's may share."""
+    bases = []
+
+    def make():
+        model = stack()
+        if os.getpid() == parent:
+            bases.append(model[0].base.weight)
+        return model
+
+    parent = os.getpid()
+    with recipe(make).start(workers=2, engine="processes", run_dir=tmp_path, snapshot_every=1) as run:
+        for _ in itertools.islice(run, STEPS - 1):
+            written = bases[-1].data if how == "unseen" else bases[-1].detach()
+            written.add_(1)
+        run.finish()
+        assert same(run.result(), wanted[None])
+    assert torch.equal(phalanx.load(tmp_path).weights["0.base.weight"], run.result().model[0].base.weight)
+
+
 def test_the_trained_model_is_the_callers_own(wanted):
     """After the run its frozen weights can be written, copied, saved and trained on like any others."""
     result = recipe().train(workers=2, engine="processes")

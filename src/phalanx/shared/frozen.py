@@ -92,6 +92,11 @@ class FrozenWeights:
                 places.clear()
                 give_back()
 
+    def renew(self) -> None:
+        """Forget what this process wrote there: nobody computed with it."""
+        if self._layout.frozen and hasattr(mmap, "MADV_DONTNEED"):
+            self._base.madvise(mmap.MADV_DONTNEED)
+
     def _place(self, number: int) -> tuple[mmap.mmap, int]:
         in_arena = number in (self._own or ())
         return (self._arena, self._layout.weights[number]) if in_arena else (self._base, self._layout.frozen[number])
