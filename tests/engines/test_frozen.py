@@ -214,7 +214,7 @@ def test_what_the_caller_writes_stays_with_the_caller(wanted):
         assert same(run.result(), wanted[None])
 
 
-@pytest.mark.parametrize("how", ["in place", "unseen"])
+@pytest.mark.parametrize("how", ["in place", "unseen", "elsewhere"])
 def test_what_is_written_into_the_base_meanwhile_is_not_in_the_result(tmp_path, wanted, how):
     """Nor in snapshots: workers trained beside the base as it was, which a model of the caller's may share."""
     bases = []
@@ -228,11 +228,36 @@ def test_what_is_written_into_the_base_meanwhile_is_not_in_the_result(tmp_path, 
     parent = os.getpid()
     with recipe(make).start(workers=2, engine="processes", run_dir=tmp_path, snapshot_every=1) as run:
         for _ in itertools.islice(run, STEPS - 1):
+            if how == "elsewhere":
+                bases[-1].data = bases[-1].data.clone()
             written = bases[-1].data if how == "unseen" else bases[-1].detach()
             written.add_(1)
         run.finish()
         assert same(run.result(), wanted[None])
     assert torch.equal(phalanx.load(tmp_path).weights["0.base.weight"], run.result().model[0].base.weight)
+
+
+def test_two_runs_over_one_base_of_which_one_thaws_it():
+    """The other's result has the base as it was: it does not matter where the later run has put it."""
+    base = torch.nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+    beside = recipe(lambda: torch.nn.Sequential(base, torch.nn.Linear(WIDTH, WIDTH)))
+    thawing = recipe(beside.make_model, scheduler=Thaw)
+    alone = beside.train(engine="inline")
+    with beside.start(workers=2, engine="processes") as one, thawing.start(workers=2, engine="processes") as other:
+        other.finish()
+        assert other.result().digest != alone.digest
+        one.finish()
+        assert same(one.result(), alone)
+
+
+class Thaw(LRScheduler):
+    """Thaws everything."""
+
+    def get_lr(self):
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.requires_grad_(self.last_epoch > 0 or parameter.requires_grad)
+        return [group["lr"] for group in self.optimizer.param_groups]
 
 
 def test_the_trained_model_is_the_callers_own(wanted):

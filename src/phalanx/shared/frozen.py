@@ -92,10 +92,14 @@ class FrozenWeights:
                 places.clear()
                 give_back()
 
-    def renew(self) -> None:
-        """Forget what this process wrote there: nobody computed with it."""
+    def renew(self, weights: Sequence[np.ndarray]) -> None:
+        """Forget what this process wrote there, or put elsewhere: nobody computed with it. ``weights``: its own."""
         if self._layout.frozen and hasattr(mmap, "MADV_DONTNEED"):
             self._base.madvise(mmap.MADV_DONTNEED)
+        here = {number: self._stretch(self._base, at, number) for number, at in self._layout.frozen.items()}
+        away = [number for number, place in here.items() if weights[number].ctypes.data != place.ctypes.data]
+        if away:
+            self._sharing.move(self._layout, {number: self._place(number) for number in away})
 
     def _place(self, number: int) -> tuple[mmap.mmap, int]:
         in_arena = number in (self._own or ())

@@ -214,7 +214,7 @@ class Mirror:
 
         Optimizer state may stay where it is; ``saved``: in the snapshot, which is not written while the run goes on.
         """
-        self._frozen.renew()
+        self._frozen.renew(self._own.weights())
         self._own.take_weights(self._weights())
         self._own.take_buffers(self._starts())
         layout = self._layout.snapshot if saved else self._layout
