@@ -1,5 +1,6 @@
 """Frozen weights, which all processes of a run hold once: the bits, also when they are thawed, and the memory."""
 
+import copy
 import ctypes
 import functools
 import gc
@@ -23,6 +24,7 @@ from phalanx.plan.placement import place
 from phalanx.shared.arena import Plan
 from phalanx.shared.frozen import FrozenWeights
 from phalanx.shared.memory import Memory
+from phalanx.shared.state import Mirror, Shard
 from tests.engines.deaths import PLACES, Trapped, sprung
 from tests.engines.moving import hurry, moves
 from tests.families import ADAMW, SGD
@@ -627,3 +629,27 @@ def test_make_model_may_grow_tensors():
     assert same(job(grown).train(workers=2, engine="processes"), job(grown).train(engine="inline"))
     with pytest.raises(phalanx.UsageError, match="no such disk"):
         job(never).train(workers=2, engine="processes")
+
+
+def test_hosts_compare_frozen_weights_too():
+    """What hosts add up now and then to compare has every weight, wherever it lies: a bit of the base changes it."""
+
+    def sums(model):
+        made = recipe(lambda: model, replicas=2)
+        sharing = open_framework(made).sharing
+        plan = Plan(sharing, place(2, 1))
+        arena, base = mmap.mmap(-1, plan.size), Memory(plan.layout.base)
+        Mirror(sharing, plan.layout, arena, base).put()
+        shard = Shard(sharing, plan.layout, arena, base, 0)
+        shard.frozen.enter(0)
+        try:
+            return [int(words.sum()) for words in shard.weights]
+        finally:
+            base.close()
+
+    torch.manual_seed(0)
+    model = stack()
+    other = copy.deepcopy(model)
+    other[0].base.weight.view(torch.int32)[0, 0] ^= 1
+    one, two = sums(model), sums(other)
+    assert sum(left != right for left, right in zip(one, two, strict=True)) == 1

@@ -66,7 +66,7 @@ class FrozenWeights:
         if own != self._own:
             moved = set(self._layout.frozen) if self._own is None else own ^ self._own
             self._own = own
-            self._sharing.move(self._layout, {number: self._place(number) for number in moved})
+            self._sharing.move(self._layout, {number: self.place(number) for number in moved})
 
     def thaw(self, step: int, gradient: Sequence[Any]) -> None:
         """An update with this gradient follows, in ``step``: give what it writes for the first time a place."""
@@ -86,7 +86,7 @@ class FrozenWeights:
         while left:
             number = left.pop()
             self._stretch(shared, self._layout.frozen[number], number)[:] = weights[number]
-            weights[number], places[number] = None, self._place(number)
+            weights[number], places[number] = None, self.place(number)
             if not left or sum(self._layout.contents.storages[each] for each in places) >= GROUP:
                 self._sharing.move(self._layout, places)
                 places.clear()
@@ -99,11 +99,12 @@ class FrozenWeights:
         here = {number: self._stretch(self._base, at, number) for number, at in self._layout.frozen.items()}
         away = [number for number, place in here.items() if weights[number].ctypes.data != place.ctypes.data]
         if away:
-            self._sharing.move(self._layout, {number: self._place(number) for number in away})
+            self._sharing.move(self._layout, {number: self.place(number) for number in away})
 
-    def _place(self, number: int) -> tuple[mmap.mmap, int]:
-        in_arena = number in (self._own or ())
-        return (self._arena, self._layout.weights[number]) if in_arena else (self._base, self._layout.frozen[number])
+    def place(self, number: int) -> tuple[mmap.mmap, int]:
+        """Where a storage lies in this process; each begins a page, or at a multiple of 64 bytes."""
+        resting = number in self._layout.frozen and number not in (self._own or ())
+        return (self._base, self._layout.frozen[number]) if resting else (self._arena, self._layout.weights[number])
 
     def _stretch(self, memory: mmap.mmap, offset: int, number: int) -> np.ndarray:
         return np.frombuffer(memory, np.uint8, self._layout.contents.storages[number], offset)

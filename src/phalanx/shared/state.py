@@ -64,9 +64,10 @@ class Shard:
 
     @property
     def weights(self) -> list[np.ndarray]:
-        """The weights that it owns, without those that are frozen, as words."""
-        places = [(self._layout.weights[number], self._layout.contents.storages[number]) for number in self._live()]
-        return [np.frombuffer(self._arena, np.int64, -(-size // WORD), offset) for offset, size in places]
+        """The weights that it owns, as words."""
+        sizes = [self._layout.contents.storages[number] for number in self._storages]
+        places = zip(map(self.frozen.place, self._storages), sizes, strict=True)
+        return [np.frombuffer(memory, np.int64, -(-size // WORD), at) for (memory, at), size in places]
 
     def leave(self, replica: int, left: Sequence[Any]) -> None:
         """Publish the buffers that a replica left, where they differ from the step's start."""
