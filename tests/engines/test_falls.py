@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 
 import phalanx
-from phalanx.engines.recovery import supervisor
+from phalanx.engines.recovery import deadline, supervisor
 from phalanx.engines.recovery.supervisor import Supervisor
 from tests.engines.deaths import HALVES, PLACES, Trapped, hunted, once, sprung, strike
 from tests.families import ADAMW, FAMILIES, FEATURES, SGD, Elsewhere, conv_norm, mlp
@@ -460,6 +460,32 @@ def slow_accuracy(output, target):
 
 
 @pytest.mark.long
+def test_a_debugger_is_looked_for_only_when_a_worker_is_late(monkeypatch):
+    """The kernel is asked, which takes as long as a small step, only after a silence that could be too long."""
+    asked, now, traced = [], [0.0], [True]
+    monkeypatch.setattr(deadline, "_traced", lambda: asked.append(now[0]) or traced[0])
+    with FAMILIES["mlp"].recipe(4).start(workers=2, engine="processes") as run:
+        for _ in run:
+            pass
+    assert not asked
+    monkeypatch.setattr(deadline.time, "monotonic", lambda: now[0])
+
+    def silent():
+        """How long a watch waits, of 2,000 seconds in which nothing happens."""
+        watch = deadline.Watch(deadline.Deadline())
+        begun = now[0]
+        while now[0] < begun + 2000:
+            if watch.expired(b"", starting=False):
+                return now[0] - begun
+            now[0] += 4
+        return None
+
+    assert silent() is None
+    assert min(asked) > deadline.PATIENCE
+    traced[0] = False
+    assert 600 < silent() < 620
+
+
 def test_a_long_evaluation_does_not_count_as_hung():
     """Each chunk takes less than the deadline, all of them more: nobody is ended."""
     with FAMILIES["mlp"].recipe(4).start(workers=2, engine="processes", deadline_seconds=2.0) as run:

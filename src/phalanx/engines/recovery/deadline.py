@@ -34,6 +34,11 @@ class Deadline:
         self._recent.append(seconds)
 
     @property
+    def least(self) -> float:
+        """Silence up to this is never too long; unlike the answer of ``seconds``, this costs nothing."""
+        return PATIENCE if self._seconds is None else self._seconds
+
+    @property
     def seconds(self) -> float:
         """How long a worker may be silent now."""
         if self._seconds is not None:
@@ -58,7 +63,8 @@ class Watch:
         if progress != self._last or asleep:
             self._last, self._since = progress, now
             return False
-        expired = now - self._since > max(self._deadline.seconds, STARTING if starting else 0)
+        silent = now - self._since
+        expired = silent > self._deadline.least and silent > max(self._deadline.seconds, STARTING if starting else 0)
         if expired:
             self._since = now
         return expired
