@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--rate", type=int, default=RATE, help="Mbit/s; 0 for as fast as it goes")
     parser.add_argument("--delay", type=int, default=DELAY, help="ms from host to host")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/hosts.*")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/hosts.*, or hosts_unlimited.*")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     parser.add_argument("--whole", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -161,7 +161,7 @@ def main() -> None:
     report = f"# Over hosts\n\n{step.circumstances('hosts.py')}\n\n{method}\n\n{step.markdown(header, rows)}\n"
     print(report)
     if arguments.save:
-        step.save("hosts", report, measured)
+        step.save("hosts" if arguments.rate else "hosts_unlimited", report, measured)
 
 
 if __name__ == "__main__":

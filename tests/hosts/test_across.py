@@ -93,7 +93,7 @@ def test_sums_have_the_bits_of_the_fold(monkeypatch, replicas, count, as_array):
             sums.append([column(mine, place) for place in range(len(SHAPES))])
             masks.append(bytes(entry is not None for entry in sums[-1]))
         block = hosts(replicas, count, 1)[0][rank]
-        parts, masks, notes = across.exchange(0, 5, [PART] * len(block), masks, [bytes([one]) for one in block])
+        parts, masks, notes = across.tell(0, 5, [PART] * len(block), masks, [bytes([one]) for one in block])()
         assert parts == [PART] * replicas
         assert notes == [bytes([replica]) for replica in range(replicas)]
         across.sums.begin(masks)
@@ -139,7 +139,7 @@ def test_who_differs_is_named(name, changes):
     def work(rank, across):
         step, weights = changes if rank else (0, 5)
         with pytest.raises(SeveredError, match=f"process {1 - rank} differs from process {rank} in its {name}"):
-            across.exchange(step, weights, [PART] * 2, [b"\1"], [b""] * 2)
+            across.tell(step, weights, [PART] * 2, [b"\1"], [b""] * 2)()
 
     together(2, 4, work, [torch.empty(1)])
 
@@ -150,7 +150,7 @@ def test_a_message_of_another_run_is_refused():
     def work(rank, across):
         across._run += rank
         with pytest.raises(SeveredError, match=f"process {1 - rank} differs from process {rank} in its run"):
-            across.exchange(0, 5, [PART] * 2, [b"\1"], [b""] * 2)
+            across.tell(0, 5, [PART] * 2, [b"\1"], [b""] * 2)()
 
     together(2, 4, work, [torch.empty(1)])
 
@@ -159,6 +159,6 @@ def test_weights_are_compared_now_and_then():
     """Between two comparisons nobody asks for them."""
 
     def work(rank, across):
-        across.exchange(1, rank, [PART] * 2, [b"\1"], [b""] * 2)
+        across.tell(1, rank, [PART] * 2, [b"\1"], [b""] * 2)()
 
     together(2, 4, work, [torch.empty(1)])

@@ -4,6 +4,7 @@ import functools
 import itertools
 import os
 import pathlib
+import time
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
 import phalanx
-from phalanx.engines.hosts.link import HostLink
+from phalanx.engines.hosts import link
+from phalanx.engines.hosts.link import HostLink, Patience
 
 WIDTH = 420  # a layer is more than what is sent at once
 PLAIN, ABSENT, WEIGHED, TWICE, NOTHING, LATE = range(6)
@@ -67,8 +69,21 @@ def batches():
         yield x, y
 
 
-def spied(folder, trusting):
+class Impatient(Patience):
+    """Sends as early as possible from the start."""
+
+    lost = property(lambda self: True, lambda self, value: None)
+
+
+class Patient(Patience):
+    """Never does."""
+
+    lost = property(lambda self: False, lambda self, value: None)
+
+
+def spied(folder, trusting, patience):
     """The model; in a worker, what it sends early and again is counted, and ``trusting`` takes all to be as usual."""
+    link.Patience = patience
     give, judge = HostLink._give, HostLink._judge
 
     def counted_give(link, vectors, ready=None):
@@ -100,9 +115,9 @@ def noted(folder, word):
     return [set(map(int, path.read_text().split())) for path in pathlib.Path(folder).glob(f"{word} *")]
 
 
-def digest(replicas, folder=None, trusting=False, steps=None, **options):
+def digest(replicas, folder=None, trusting=False, steps=None, patience=Impatient, **options):
     """Of a run on the first batches."""
-    make = Moody if folder is None else functools.partial(spied, folder, trusting)
+    make = Moody if folder is None else functools.partial(spied, folder, trusting, patience)
     optimizer = functools.partial(torch.optim.SGD, lr=1e-3)
     recipe = phalanx.Recipe(make, None, loss, replicas=replicas, optimizer=optimizer)
     with recipe.start(progress=False, **options) as run:
@@ -112,28 +127,70 @@ def digest(replicas, folder=None, trusting=False, steps=None, **options):
 
 
 CODE = """
-from tests.hosts.test_overlap import digest
-tried(lambda: digest({replicas}, {folder!r}, {trusting}, {steps}, workers=4, deadline_seconds=20))
+from tests.hosts.test_overlap import Impatient, Patient, Unequal, digest
+tried(lambda: digest({replicas}, {folder!r}, {trusting}, {steps}, {patience}, workers=4, deadline_seconds=20))
 """
 
 
 @pytest.mark.longest
-@pytest.mark.parametrize("replicas", [4, pytest.param(8, marks=pytest.mark.campaign)])
-def test_whatever_is_not_as_usual(pair, tmp_path, replicas):
+@pytest.mark.parametrize(
+    ("replicas", "patience"),
+    [
+        (4, "Impatient"),
+        pytest.param(4, "Patient", marks=pytest.mark.campaign),
+        pytest.param(8, "Impatient", marks=pytest.mark.campaign),
+    ],
+)
+def test_whatever_is_not_as_usual(pair, tmp_path, replicas, patience):
     """Absent gradients, weights, layers used in a pass inside a pass, a short batch: the digest of one process."""
-    found = pair(CODE.format(replicas=replicas, folder=str(tmp_path), trusting=False, steps=None))
+    folder = str(tmp_path)
+    found = pair(CODE.format(replicas=replicas, folder=folder, trusting=False, steps=None, patience=patience))
     assert found == [[digest(replicas, engine="inline")]] * 2
     assert not noted(tmp_path, "kept"), "gradients that were told are let go of"
     again = noted(tmp_path, "again")
     assert len(again) == 4
-    assert all(steps == (SENT_AGAIN if replicas == 4 else SENT_AGAIN - {13, 23}) for steps in again), again
-    assert len(noted(tmp_path, "early")) == (4 if replicas == 4 else 0), "workers with one replica send as they compute"
+    told_early = replicas == 4 and patience == "Impatient"
+    assert all(steps == (SENT_AGAIN if told_early else SENT_AGAIN - {13, 23}) for steps in again), again
+    early = 4 if told_early else 0
+    assert len(noted(tmp_path, "early")) == early, "workers with one replica send as they compute"
 
 
 @pytest.mark.longest
 def test_taking_all_to_be_as_usual_is_another_answer(pair, tmp_path):
     """The comparison matters: without it, what was sent too early would be the answer."""
-    [[here], [there]] = pair(CODE.format(replicas=4, folder=str(tmp_path), trusting=True, steps=4))
+    [[here], [there]] = pair(
+        CODE.format(replicas=4, folder=str(tmp_path), trusting=True, steps=4, patience="Impatient")
+    )
     wanted = digest(4, steps=4, engine="inline")
     assert len(here) == len(there) == len(wanted)
     assert wanted not in (here, there)
+
+
+@pytest.mark.parametrize(("waited", "busy", "lost"), [(0.1, 0.01, True), (0.1, 0.06, False), (0.01, 0.0, False)])
+def test_patience_is_lost_by_idle_waiting(monkeypatch, waited, busy, lost):
+    """Not by waiting for a processor, nor by waiting that is a small part of a step (of 0.4 s here)."""
+    clock, processor = [1.0], [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(time, "process_time", lambda: processor[0])
+    patience, found = Patience(), []
+    for _ in range(8):
+        with patience:
+            clock[0] += waited
+            processor[0] += busy
+        clock[0] += 0.4 - waited
+        found.append(patience.lost)
+    assert found == [lost and step >= link.STEPS - 1 for step in range(8)]
+
+
+class Unequal(Patience):
+    """One process sends early, another when all is computed, in turns."""
+
+    lost = property(lambda self: (os.getpid() + self._steps) % 2 == 0, lambda self, value: None)  # planted
+
+
+@pytest.mark.longest
+def test_each_process_may_send_when_it_likes(pair, tmp_path):
+    """What travels is the same, in the same order: the others need not know."""
+    code = CODE.format(replicas=4, folder=str(tmp_path), trusting=False, steps=None, patience="Unequal")
+    assert pair(code) == [[digest(4, engine="inline")]] * 2
+    assert noted(tmp_path, "early")

@@ -85,7 +85,6 @@ ANY_ARGUMENTS = {
 
 # Where a private name of a class is used outside its file (in the package), how often, and why.
 REACHED = {
-    "engines/hosts/gloo.py": (1, "torch's own: ProcessGroup has no public all_gather of bytes"),
     "frameworks/torch/replica/buffers.py": (4, "torch's own: where a module keeps its buffers"),
     "manual/replicas.py": (1, "torch's own: how a module moves what it holds"),
 }

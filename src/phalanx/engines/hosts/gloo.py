@@ -18,6 +18,7 @@ from torch import distributed as dist
 from phalanx.errors import SeveredError
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
+GATHERED = 1  # a kind of its own: what is gathered overtakes what is sent in pieces
 GROUP: Any = dist.ProcessGroupGloo
 TCP: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -38,6 +39,7 @@ class Gloo:
 
     def __init__(self, store: Any, rank: int, size: int, seconds: float, interface: str) -> None:
         self.size = size
+        self._rank = rank
         named = os.environ.get(INTERFACE, interface).partition(",")[0]
         options = GROUP._Options()
         options._timeout = datetime.timedelta(seconds=seconds)
@@ -49,24 +51,30 @@ class Gloo:
         """The first process's tensor for everybody."""
         self._call(self._group.broadcast, tensor, 0).wait()
 
+    def begin_gather(self, found: torch.Tensor, mine: torch.Tensor) -> list[Any]:
+        """Everybody's bytes, as many of each, in the order of ranks; to be waited for."""
+        rows = found.view(self.size, -1)
+        rows[self._rank] = mine
+        others = [other for other in range(self.size) if other != self._rank]
+        works = [self.begin_receive(rows[other], other, GATHERED) for other in others]
+        return works + [self.begin_send(mine, other, GATHERED) for other in others]
+
     def gather(self, found: torch.Tensor, mine: torch.Tensor) -> None:
-        """Everybody's bytes, in the order of ranks."""
+        """The same, waited for."""
         self.wait(self.begin_gather(found, mine))
 
-    def begin_gather(self, found: torch.Tensor, mine: torch.Tensor) -> Any:
-        """The same, to be waited for."""
-        return self._call(self._group._allgather_base, found.view(torch.uint8), mine.view(torch.uint8))
+    def begin_send(self, tensor: torch.Tensor, other: int, kind: int = 0) -> Any:
+        """Send memory, which is not written meanwhile, to another process; to be waited for."""
+        return self._call(self._group.send, [tensor.view(torch.uint8)], other, kind)
 
-    def begin_exchange(
-        self, received: torch.Tensor, sent: torch.Tensor, came: Sequence[int], went: Sequence[int]
-    ) -> Any:
-        """Send so many bytes to everyone, get so many from everyone; to be waited for."""
-        tensors = received.view(torch.uint8), sent.view(torch.uint8)
-        return self._call(self._group.alltoall_base, *tensors, list(came), list(went))
+    def begin_receive(self, tensor: torch.Tensor, other: int, kind: int = 0) -> Any:
+        """Take what another process sends of this kind, in the order in which it sends; to be waited for."""
+        return self._call(self._group.recv, [tensor.view(torch.uint8)], other, kind)
 
-    def wait(self, work: Any) -> None:
-        """Until something that was begun is done."""
-        self._call(work.wait)
+    def wait(self, works: Sequence[Any]) -> None:
+        """Until what was begun is done."""
+        for work in works:
+            self._call(work.wait)
 
     def close(self) -> None:
         """Close all connections, for all to see."""

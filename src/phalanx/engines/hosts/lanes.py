@@ -65,7 +65,7 @@ class HostLaneLink:
         }
         count = len(self._lanes.sizes)
         notes = [bytes(piece is not None for piece in found) or bytes(count) or NOTHING for found in written.values()]
-        everybody, self._masks, told = self._across.exchange(self._step, 0, mine, masks, notes)
+        everybody, self._masks, told = self._across.tell(self._step, 0, mine, masks, notes)()
         self._take_buffers(everybody, [note if count else b"" for note in told], written)
         return everybody
 

@@ -4,15 +4,17 @@ What differs is what "all" means: losses and weights of all R replicas, and the 
 on every host does the same, so that nothing else has to be told.
 
 Communication overlaps computing: sums are sent before hosts have told each other which gradients there are, and where
-each worker has one replica, those of the last layers while others are still being computed. Each host takes it that
-there are the same gradients as in the last two steps, and weights of 1; where that turns out to be wrong, all send
-again.
+each worker has one replica, and links are what takes long, those of the last layers while others are still being
+computed. Each host takes it that there are the same gradients as in the last two steps, and weights of 1; where that
+turns out to be wrong, all send again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +29,38 @@ from phalanx.shared.arena import Plan
 from phalanx.shared.barrier import Barrier
 from phalanx.shared.ordering import order
 from phalanx.shared.state import Shard
+
+STEPS, IDLE, SHARE = 4, 4.0, 0.05  # to wait before judging; clock over processor time, and over the steps' time
+
+
+class Patience(contextlib.AbstractContextManager[None]):
+    """Waits for sums that were sent when all was computed; lost where that is idle waiting, as links are slow.
+
+    Where it is the processor that takes long (links as fast as memory, more workers than cores), sending while others
+    compute slows these down by more than it saves.
+
+    Attributes
+    ----------
+    lost : bool
+        Whether to send as early as possible from now on.
+    """
+
+    def __init__(self) -> None:
+        self.lost = False
+        self._steps = 0
+        self._since = self._waited = self._busy = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter(), time.process_time()
+        self._since = self._since or self._began[0]
+
+    def __exit__(self, *_: object) -> None:
+        now = time.perf_counter()
+        self._waited += now - self._began[0]
+        self._busy += time.process_time() - self._began[1]
+        self._steps += 1
+        if self._steps >= STEPS and self._waited > max(IDLE * self._busy, SHARE * (now - self._since)):
+            self.lost = True
 
 
 class HostLink:
@@ -80,6 +114,7 @@ class HostLink:
         self._ahead: list[Mask] | None = None  # the same, if this step's sums are sent on the strength of it
         self._position = plan.publishers.index((self._worker, 0))
         self._listening = False
+        self._patience = Patience()
         self._early: list[Vector] = []  # partial sums as they come, of all workers, where each has one replica
         if all(len(block) == 1 for block in placement.blocks) and self._slots.watch(self._arrived):
             self._early = [self._slots.peer(worker, 0) for worker, _ in plan.publishers]
@@ -95,7 +130,7 @@ class HostLink:
         self._once, self._fresh = True, 0
         if self._ahead is not None:
             self._sums.begin(self._ahead)
-            if self._early:
+            if self._early and self._patience.lost:
                 self._early[self._position] = [None] * self._publications.entries
                 self._listening = True
 
@@ -111,12 +146,13 @@ class HostLink:
         self._workers[self._worker].opinion = self._once
         mine = self._within.all_gather(parts)[self._block.start : self._block.stop]
         once = all(worker.opinion for worker in self._workers)
-        if self._ahead is not None:
-            self._give(self._within.vectors)
         due = self._shard.weights if self._step % CHECK_STEPS == 0 else []
         checksum = int(np.array([weights.sum() for weights in due], np.int64).sum())  # modulo 2**64
         notes = [bytes([once, *flags]) for *_, flags in self._buffer_payload[self._block.start : self._block.stop]]
-        everybody, self._masks, notes = self._across.exchange(self._step, checksum, mine, self._host_masks(), notes)
+        told = self._across.tell(self._step, checksum, mine, self._host_masks(), notes)
+        if self._ahead is not None:
+            self._give(self._within.vectors)
+        everybody, self._masks, notes = told()
         self._within.parts = everybody
         for (*_, flags), note in zip(self._buffer_payload, notes, strict=True):
             flags[:] = note[1:]
@@ -131,7 +167,9 @@ class HostLink:
             self._sums.begin(self._masks)
             self._give(self._within.vectors)
         self._within.there = union(self._masks)
-        return self._slots.fold([self._sums.finish()], _alone, weight)
+        with self._patience if self._ahead is not None else contextlib.nullcontext():
+            total = self._sums.finish()
+        return self._slots.fold([total], _alone, weight)
 
     def norm(self, gradient: Vector) -> float:
         """See ``seams.Link.norm``: each host has the sum over all, and takes its norm by itself."""

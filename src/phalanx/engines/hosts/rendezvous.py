@@ -6,7 +6,8 @@ Each worker of a host talks to its counterparts on the other hosts, which own th
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ CHECK_STEPS = 100  # how often hosts compare the sums of their weights
 HEADER = ("run", "step", "weights")
 WORD = 8
 ROW = len(Part._fields)
+Told = tuple[list[Part], list[Mask], list[bytes]]  # by replica, by node, by replica
 
 
 @dataclass(frozen=True)
@@ -95,10 +97,10 @@ class Across:
         """The nodes of the fold's tree that this host adds up."""
         return self._nodes[self._rank]
 
-    def exchange(
+    def tell(
         self, step: int, weights: int, parts: Sequence[Part], masks: Sequence[Mask], notes: Sequence[bytes]
-    ) -> tuple[list[Part], list[Mask], list[bytes]]:
-        """Give this host's parts, which gradients each of its nodes has, and notes; get everybody's, in replica order.
+    ) -> Callable[[], Told]:
+        """Give this host's parts, which gradients each of its nodes has, and notes; call what is returned for all's.
 
         Parameters
         ----------
@@ -122,19 +124,26 @@ class Across:
         texts = np.zeros((most, len(notes[0])), np.uint8)
         for row, note in zip(texts, notes, strict=False):
             row[:] = np.frombuffer(note, np.uint8)
-        pieces = [piece.view(np.uint8).reshape(-1) for piece in (head, rows, flags, texts)]
-        mine = torch.from_numpy(np.concatenate(pieces))
+        pieces = head, rows, flags, texts
+        mine = torch.from_numpy(np.concatenate([piece.view(np.uint8).reshape(-1) for piece in pieces]))
         found = self._received.take("parts", hosts * len(mine), torch.uint8)
-        self._gloo.gather(found, mine)
-        told: tuple[list[Part], list[Mask], list[bytes]] = [], [], []
-        cuts = np.cumsum([len(piece) for piece in pieces])[:-1]
-        for rank, message in enumerate(found.numpy().reshape(hosts, -1)):
-            its_head, its_rows, its_flags, its_texts = np.split(message, cuts)
-            self._check_head(rank, head, its_head.view(np.int64))
+        return functools.partial(self._told, pieces, found, self._gloo.begin_gather(found, mine))
+
+    def _told(self, mine: Sequence[np.ndarray], found: torch.Tensor, works: Sequence[Any]) -> Told:
+        """What all hosts told, once it is there; ``mine`` is what this one did."""
+        self._gloo.wait(works)
+        told: Told = [], [], []
+        cuts = np.cumsum([piece.nbytes for piece in mine])[:-1]
+        for rank, message in enumerate(found.numpy().reshape(len(self._blocks), -1)):
+            head, rows, flags, texts = (
+                part.view(piece.dtype).reshape(piece.shape)
+                for part, piece in zip(np.split(message, cuts), mine, strict=True)
+            )
+            self._check_head(rank, mine[0], head)
             count = len(self._blocks[rank])
-            told[0].extend(Part._make(row) for row in its_rows.view(np.float64).reshape(most, ROW)[:count].tolist())
-            told[1].extend(row.tobytes() for row in its_flags.reshape(flags.shape)[: len(self._nodes[rank])])
-            told[2].extend(row.tobytes() for row in its_texts.reshape(texts.shape)[:count])
+            told[0].extend(Part._make(row) for row in rows[:count].tolist())
+            told[1].extend(row.tobytes() for row in flags[: len(self._nodes[rank])])
+            told[2].extend(row.tobytes() for row in texts[:count])
         return told
 
     def spread(self, pieces: Sequence[Sequence[memoryview]]) -> None:

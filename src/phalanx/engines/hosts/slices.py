@@ -8,20 +8,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-LEAST, MOST = 128 << 10, 1 << 20  # bytes of a host's slice of what travels together
+LEAST, MOST = 128 << 10, 1 << 20  # bytes of a slice of what travels together
 PIECES = 8  # of a sum of medium size: the first travel while the last are computed, at a cost per piece
 Mask = bytes  # one byte per parameter: whether it has a gradient
 
 
-def chunks(size: int, hosts: int, itemsize: int) -> list[tuple[int, int]]:
-    """(begin, slice per host) of pieces that travel one behind the other: some arrive while others are sent."""
-    most = max(1, min(MOST, max(LEAST, size * itemsize // PIECES // hosts)) // itemsize)
+def chunks(size: int, slices: int, itemsize: int) -> list[tuple[int, int]]:
+    """(begin, elements of a slice) of pieces that travel one behind the other: some arrive while others are sent."""
+    most = max(1, min(MOST, max(LEAST, size * itemsize // PIECES // slices)) // itemsize)
     found: list[tuple[int, int]] = []
     start = 0
     while start < size:
-        width = min(most, -(-(size - start) // hosts))
+        width = min(most, -(-(size - start) // slices))
         found.append((start, width))
-        start += hosts * width
+        start += slices * width
     return found
 
 
@@ -50,11 +50,11 @@ def _over(array: np.ndarray) -> torch.Tensor:
 
 
 class Run(NamedTuple):
-    """A stretch of a sum: where it begins and ends, the node that its sum ends up in, and its additions in order."""
+    """A stretch of a sum: where it begins and ends, the nodes that have it, and their additions in order."""
 
     begin: int
     end: int
-    first: int
+    nodes: tuple[int, ...]
     additions: Sequence[tuple[int, int]]
 
 

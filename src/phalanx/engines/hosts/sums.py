@@ -1,7 +1,8 @@
 """Sums over all hosts: given entry by entry, sent in pieces as soon as these are whole, added in the fold's order.
 
 A sum takes two rounds: everybody gets its slice of every partial sum, adds them up, and sends the result to all. That
-is the traffic of a ring, 2 N (H - 1) / H elements per host, where each host has one partial sum.
+is the traffic of a ring, 2 N (H - 1) / H elements per host, where each host has one partial sum. Of two hosts each gets
+the whole of the other's instead: as much traffic, in one round.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Layout(NamedTuple):
     places : dict of int to int
         Where each parameter's gradient begins; those that come first in a backward pass come first.
     runs : list of Run
-    pieces : list of (begin, slice per host)
+    pieces : list of (begin, elements of a slice)
         What is sent at once.
     whole : int
         Elements of all pieces.
@@ -54,6 +55,22 @@ class Layout(NamedTuple):
     runs: list[Run]
     pieces: list[tuple[int, int]]
     whole: int
+
+
+class Piece(NamedTuple):
+    """A piece that is on its way.
+
+    Attributes
+    ----------
+    rows : list of torch.Tensor
+        This host's slice of it, of all nodes' partial sums.
+    comes, goes : list
+        What to wait for before it can be read, and before it can be written.
+    """
+
+    rows: list[torch.Tensor]
+    comes: list[Any]
+    goes: list[Any]
 
 
 class Sums:
@@ -86,6 +103,8 @@ class Sums:
         self._rank = rank
         self._replicas = replicas
         self._counts = [len(found) for found in nodes]
+        self._others = [other for other in range(len(nodes)) if other != rank]
+        self._slices = 1 if len(nodes) == 2 else len(nodes)  # of a piece; host h adds up the (h % slices)-th
         self._nodes = [node for found in nodes for node in found]
         self._blanks = blanks
         self._like = [tensor_of(blank) for blank in blanks]
@@ -94,7 +113,7 @@ class Sums:
         self._laid_out = functools.lru_cache(PATTERNS)(self._lay_out)
         self._layouts: list[Layout] = []
         self._due: deque[tuple[Layout, int]] = deque()
-        self._begun: list[list[Any]] = []
+        self._begun: list[list[Piece]] = []
 
     @property
     def due(self) -> int | None:
@@ -103,8 +122,8 @@ class Sums:
 
     def begin(self, masks: Sequence[Mask]) -> None:
         """Begin a sum, where these are the gradients that each node of all hosts has; what was begun is forgotten."""
-        for work, *_ in (piece for pieces in self._begun for piece in pieces):
-            self._gloo.wait(work)
+        for piece in (piece for pieces in self._begun for piece in pieces):
+            self._gloo.wait(piece.comes + piece.goes)
         self._layouts = self._laid_out(tuple(masks))
         self._due = deque((layout, index) for layout in self._layouts for index in layout.places)
         self._begun = [[] for _ in self._layouts]
@@ -125,7 +144,7 @@ class Sums:
         begun = self._begun[self._layouts.index(layout)]
         while len(begun) < len(layout.pieces):
             start, width = layout.pieces[len(begun)]
-            end = start + len(self._counts) * width
+            end = start + self._slices * width
             if end > given:
                 break
             begun.append(self._deal(packed[:, start:end], width))
@@ -133,16 +152,19 @@ class Sums:
     def finish(self) -> list[Any]:
         """The sum: an entry for each parameter that any node has a gradient of, None for others."""
         total: list[Any] = [None] * len(self._like)
-        hosts = len(self._counts)
         for layout, begun in zip(self._layouts, self._begun, strict=True):
             flat = self._received.take(("flat", layout.dtype), layout.whole, layout.dtype)
-            gathered: list[Any] = []
-            for (start, width), (work, _, rows) in zip(layout.pieces, begun, strict=True):
-                self._gloo.wait(work)
-                mine = _folded(rows, layout.runs, start + self._rank * width)
-                gathered.append((self._gloo.begin_gather(flat[start : start + hosts * width], mine), mine))
-            for work, _ in gathered:
-                self._gloo.wait(work)
+            works: list[Any] = []
+            for (start, width), piece in zip(layout.pieces, begun, strict=True):
+                self._gloo.wait(piece.comes)
+                slices = flat[start : start + self._slices * width].view(self._slices, width)
+                mine = self._rank % self._slices
+                _fold(slices[mine], piece.rows, layout.runs, start + mine * width)
+                works += piece.goes
+                for other in self._others if self._slices > 1 else ():
+                    works.append(self._gloo.begin_receive(slices[other], other))
+                    works.append(self._gloo.begin_send(slices[mine], other))
+            self._gloo.wait(works)
             for index, place in layout.places.items():
                 like = self._like[index]
                 total[index] = array_of(flat.as_strided(like.shape, like.stride(), place), self._blanks[index])
@@ -154,14 +176,17 @@ class Sums:
         rows = self._counts[self._rank]
         return self._received.take(("packed", layout.dtype), rows * layout.whole, layout.dtype).view(rows, layout.whole)
 
-    def _deal(self, sums: torch.Tensor, width: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
-        """Begin to give every host its slice of these sums, and to get ours of all sums: the work, and both."""
-        hosts = len(self._counts)
-        sent = sums.reshape(len(sums), hosts, width).transpose(0, 1).reshape(-1)
-        received = torch.empty(sum(self._counts), width, dtype=sums.dtype)
-        size = width * sums.dtype.itemsize
-        came, went = [count * size for count in self._counts], [len(sums) * size] * hosts
-        return self._gloo.begin_exchange(received.view(-1), sent, came, went), sent, received
+    def _deal(self, sums: torch.Tensor, width: int) -> Piece:
+        """Begin to give every other host its slice of these sums, and to get ours of theirs."""
+        slices = sums.view(len(sums), self._slices, width)
+        rows = [list(slices[:, self._rank % self._slices])] * len(self._counts)
+        comes, goes = [], []
+        for other in self._others:
+            received = torch.empty(self._counts[other], width, dtype=sums.dtype)
+            rows[other] = list(received)
+            comes.append(self._gloo.begin_receive(received, other))
+            goes.append(self._gloo.begin_send(slices[:, other % self._slices].contiguous(), other))
+        return Piece([row for found in rows for row in found], comes, goes)
 
     def _lay_out(self, masks: tuple[Mask, ...]) -> list[Layout]:
         there = [index for index in reversed(self._owned) if any(mask[index] for mask in masks)]
@@ -173,11 +198,11 @@ class Sums:
                     places[index] = size
                     size += self._like[index].numel()
             runs = [
-                Run(begin, end, present[0], added(self._replicas, self._nodes, present))
+                Run(begin, end, present, added(self._replicas, self._nodes, present))
                 for present, begin, end in stretches(masks, places, self._like)
             ]
-            pieces = chunks(size, len(self._counts), dtype.itemsize)
-            whole = sum(len(self._counts) * width for _, width in pieces)
+            pieces = chunks(size, self._slices, dtype.itemsize)
+            whole = sum(self._slices * width for _, width in pieces)
             layouts.append(Layout(dtype, places, runs, pieces, whole))
         return layouts
 
@@ -193,14 +218,10 @@ def _add(target: torch.Tensor, parts: list[torch.Tensor | None], order: Sequence
     torch.add(parts[into], parts[source], out=target)  # type: ignore[arg-type]
 
 
-def _folded(rows: torch.Tensor, runs: Sequence[Run], first: int) -> torch.Tensor:
+def _fold(target: torch.Tensor, rows: Sequence[torch.Tensor], runs: Sequence[Run], first: int) -> None:
     """A slice of all partial sums, which begins at ``first``, added up; parameters with equal masks at once."""
-    result, width = rows[0], rows.shape[1]
-    for begin, end, into_first, additions in runs:
-        here = slice(max(begin - first, 0), min(end - first, width))
+    for begin, end, present, additions in runs:
+        here = slice(max(begin - first, 0), min(end - first, len(target)))
         if here.start < here.stop:
-            for into, other in additions:
-                rows[into, here].add_(rows[other, here])
-            if into_first:
-                result[here] = rows[into_first, here]
-    return result
+            parts = [row[here] if position in present else None for position, row in enumerate(rows)]
+            _add(target[here], parts, additions)
