@@ -81,7 +81,7 @@ class Patient(Patience):
     lost = property(lambda self: False, lambda self, value: None)
 
 
-def spied(folder, trusting, patience):
+def spied(folder, trusting, patience, model):
     """The model; in a worker, what it sends early and again is counted, and ``trusting`` takes all to be as usual."""
     link.Patience = patience
     give, judge = HostLink._give, HostLink._judge
@@ -102,7 +102,7 @@ def spied(folder, trusting, patience):
             link._ahead = ahead if trusting else None
 
     HostLink._give, HostLink._judge = counted_give, counted_judge
-    return Moody()
+    return model()
 
 
 def note(folder, word, step):
@@ -117,7 +117,7 @@ def noted(folder, word):
 
 def digest(replicas, folder=None, trusting=False, steps=None, patience=Impatient, **options):
     """Of a run on the first batches."""
-    make = Moody if folder is None else functools.partial(spied, folder, trusting, patience)
+    make = Moody if folder is None else functools.partial(spied, folder, trusting, patience, Moody)
     optimizer = functools.partial(torch.optim.SGD, lr=1e-3)
     recipe = phalanx.Recipe(make, None, loss, replicas=replicas, optimizer=optimizer)
     with recipe.start(progress=False, **options) as run:
@@ -149,9 +149,8 @@ def test_whatever_is_not_as_usual(pair, tmp_path, replicas, patience):
     assert not noted(tmp_path, "kept"), "gradients that were told are let go of"
     again = noted(tmp_path, "again")
     assert len(again) == 4
-    told_early = replicas == 4 and patience == "Impatient"
-    assert all(steps == (SENT_AGAIN if told_early else SENT_AGAIN - {13, 23}) for steps in again), again
-    early = 4 if told_early else 0
+    assert all(steps == (SENT_AGAIN if replicas == 4 else SENT_AGAIN - {13, 23}) for steps in again), again
+    early = 4 if replicas == 4 and patience == "Impatient" else 0
     assert len(noted(tmp_path, "early")) == early, "workers with one replica send as they compute"
 
 
@@ -174,23 +173,83 @@ def test_patience_is_lost_by_idle_waiting(monkeypatch, waited, busy, lost):
     monkeypatch.setattr(time, "process_time", lambda: processor[0])
     patience, found = Patience(), []
     for _ in range(8):
-        with patience:
-            clock[0] += waited
-            processor[0] += busy
+        patience.begin()
         clock[0] += 0.4 - waited
+        patience.wait()
+        clock[0] += waited
+        processor[0] += busy
+        patience.end()
+        clock[0] += 5  # an evaluation
         found.append(patience.lost)
     assert found == [lost and step >= link.STEPS - 1 for step in range(8)]
 
 
 class Unequal(Patience):
-    """One process sends early, another when all is computed, in turns."""
+    """Workers send early, or when all is computed, as their numbers in the system are even or odd."""
 
-    lost = property(lambda self: (os.getpid() + self._steps) % 2 == 0, lambda self, value: None)  # planted
+    lost = property(lambda self: os.getpid() % 2 == 0, lambda self, value: None)
 
 
 @pytest.mark.longest
-def test_each_process_may_send_when_it_likes(pair, tmp_path):
+def test_each_worker_may_send_when_it_likes(pair, tmp_path):
     """What travels is the same, in the same order: the others need not know."""
     code = CODE.format(replicas=4, folder=str(tmp_path), trusting=False, steps=None, patience="Unequal")
     assert pair(code) == [[digest(4, engine="inline")]] * 2
+    assert len(noted(tmp_path, "early")) < 4
+
+
+class Slow(torch.nn.Module):
+    """Gradients of its last layer are there long before those of its first."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(size, WIDTH) for size in (8, WIDTH, WIDTH)])
+
+    def forward(self, x):
+        first, *others = self.layers
+        hidden = first(x)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: time.sleep(0.1))
+        for layer in others:
+            hidden = torch.relu(layer(hidden))
+        return hidden.mean(1)
+
+
+def slow(folder=None, interrupted=False, **options):
+    """The digest of a run; ``interrupted``: by Ctrl-C between two steps, while workers are in the next, and gone on."""
+    make = Slow if folder is None else functools.partial(spied, folder, False, Impatient, Slow)
+    generator = torch.Generator().manual_seed(1)
+    data = torch.randn(64, 8, generator=generator), torch.randn(64, generator=generator)
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    recipe = phalanx.Recipe(make, data, torch.nn.functional.mse_loss, replicas=4, steps=12, optimizer=optimizer)
+    with recipe.start(progress=False, **options) as run:
+        advance, pending = run._loop.advance, [interrupted]  # planted
+
+        def breaking_off(batch, *, watched):
+            if run.steps == 6 and pending.pop():
+                pending.append(False)
+                time.sleep(0.15)
+                raise KeyboardInterrupt
+            return advance(batch, watched=watched)
+
+        run._loop.advance = breaking_off  # planted
+        try:
+            run.finish()
+        except KeyboardInterrupt:
+            assert run.model is not None
+            run.finish()
+        return run.result().digest
+
+
+SLOW = """
+from tests.hosts.test_overlap import slow
+import os
+tried(lambda: slow({folder!r}, {interrupted} and os.environ["RANK"] == "0", workers=4, deadline_seconds=20))
+"""
+
+
+@pytest.mark.longest
+def test_a_step_that_is_left_when_some_of_it_was_sent(pair, tmp_path):
+    """It is done again, and only what was not sent then is sent: the others wait for that and nothing else."""
+    assert pair(SLOW.format(folder=str(tmp_path), interrupted=True)) == [[slow(engine="inline")]] * 2
     assert noted(tmp_path, "early")

@@ -18,7 +18,7 @@ from torch import distributed as dist
 from phalanx.errors import SeveredError
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
-GATHERED = 1  # a kind of its own: what is gathered overtakes what is sent in pieces
+GATHERED = 1  # a kind of its own: one process may begin to gather before it sends pieces, another after that
 GROUP: Any = dist.ProcessGroupGloo
 TCP: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 

@@ -15,7 +15,7 @@ import contextlib
 import functools
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ import numpy as np
 from phalanx.engines.hosts.rendezvous import CHECK_STEPS, Across, Rendezvous
 from phalanx.engines.hosts.slices import LEAST, Mask
 from phalanx.engines.processes.link import ArenaLink, union
+from phalanx.errors import Trouble
 from phalanx.plan.placement import Placement, added
 from phalanx.seams import Part, Vector
 from phalanx.shared.arena import Plan
@@ -33,8 +34,8 @@ from phalanx.shared.state import Shard
 STEPS, IDLE, SHARE = 4, 4.0, 0.05  # to wait before judging; clock over processor time, and over the steps' time
 
 
-class Patience(contextlib.AbstractContextManager[None]):
-    """Waits for sums that were sent when all was computed; lost where that is idle waiting, as links are slow.
+class Patience:
+    """With sums that are sent when all was computed; lost where waiting for them is idle, as links are slow.
 
     Where it is the processor that takes long (links as fast as memory, more workers than cores), sending while others
     compute slows these down by more than it saves.
@@ -48,18 +49,24 @@ class Patience(contextlib.AbstractContextManager[None]):
     def __init__(self) -> None:
         self.lost = False
         self._steps = 0
-        self._since = self._waited = self._busy = 0.0
+        self._total = self._waited = self._busy = 0.0
 
-    def __enter__(self) -> None:
-        self._began = time.perf_counter(), time.process_time()
-        self._since = self._since or self._began[0]
+    def begin(self) -> None:
+        """A step begins."""
+        self._began = time.perf_counter()
 
-    def __exit__(self, *_: object) -> None:
+    def wait(self) -> None:
+        """All hosts have computed it; from here on it is waited for what they send."""
+        self._since = time.perf_counter(), time.process_time()
+
+    def end(self) -> None:
+        """It is there."""
         now = time.perf_counter()
-        self._waited += now - self._began[0]
-        self._busy += time.process_time() - self._began[1]
+        self._total += now - self._began
+        self._waited += now - self._since[0]
+        self._busy += time.process_time() - self._since[1]
         self._steps += 1
-        if self._steps >= STEPS and self._waited > max(IDLE * self._busy, SHARE * (now - self._since)):
+        if self._steps >= STEPS and self._waited > max(IDLE * self._busy, SHARE * self._total):
             self.lost = True
 
 
@@ -113,7 +120,7 @@ class HostLink:
         self._usual: list[Mask] | None = None  # which there will be in the next, as far as that can be told in advance
         self._ahead: list[Mask] | None = None  # the same, if this step's sums are sent on the strength of it
         self._position = plan.publishers.index((self._worker, 0))
-        self._listening = False
+        self._listening, self._summed = False, -1
         self._patience = Patience()
         self._early: list[Vector] = []  # partial sums as they come, of all workers, where each has one replica
         if all(len(block) == 1 for block in placement.blocks) and self._slots.watch(self._arrived):
@@ -126,17 +133,23 @@ class HostLink:
     def begin(self, *, even: bool) -> None:
         """See ``ArenaLink.begin``."""
         self._within.begin(even=even)
+        self._patience.begin()
         self._even, self._ahead = even, self._usual if even else None
         self._once, self._fresh = True, 0
         if self._ahead is not None:
-            self._sums.begin(self._ahead)
-            if self._early and self._patience.lost:
+            if (
+                self._summed != self._step
+            ):  # else it was left in the middle, and what was sent is what it comes to again
+                self._sums.begin(self._ahead)
+                self._summed = self._step
+            if self._early:
                 self._early[self._position] = [None] * self._publications.entries
                 self._listening = True
 
     def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:
         """See ``seams.Link.push``."""
-        self._within.push(replica, samples, gradient, buffers)
+        with self._unmarked():
+            self._within.push(replica, samples, gradient, buffers)
 
     def all_gather(self, parts: Sequence[Part]) -> list[Part]:
         """See ``seams.Link.all_gather``."""
@@ -144,7 +157,8 @@ class HostLink:
         if self._early:
             self._early[self._position] = []  # of gradients that were told, the memory is not needed any more
         self._workers[self._worker].opinion = self._once
-        mine = self._within.all_gather(parts)[self._block.start : self._block.stop]
+        with self._unmarked():
+            mine = self._within.all_gather(parts)[self._block.start : self._block.stop]
         once = all(worker.opinion for worker in self._workers)
         due = self._shard.weights if self._step % CHECK_STEPS == 0 else []
         checksum = int(np.array([weights.sum() for weights in due], np.int64).sum())  # modulo 2**64
@@ -153,6 +167,7 @@ class HostLink:
         if self._ahead is not None:
             self._give(self._within.vectors)
         everybody, self._masks, notes = told()
+        self._patience.wait()
         self._within.parts = everybody
         for (*_, flags), note in zip(self._buffer_payload, notes, strict=True):
             flags[:] = note[1:]
@@ -167,8 +182,9 @@ class HostLink:
             self._sums.begin(self._masks)
             self._give(self._within.vectors)
         self._within.there = union(self._masks)
-        with self._patience if self._ahead is not None else contextlib.nullcontext():
-            total = self._sums.finish()
+        total = self._sums.finish()
+        if self._ahead is not None and not self._patience.lost:
+            self._patience.end()
         return self._slots.fold([total], _alone, weight)
 
     def norm(self, gradient: Vector) -> float:
@@ -184,6 +200,15 @@ class HostLink:
         if self._early:  # all have read the flags, and nobody is to take them for those of the next step
             self._publications.clear(self._position)
         self._within.commit(step, gradient)
+
+    @contextlib.contextmanager
+    def _unmarked(self) -> Iterator[None]:
+        """Who leaves a step unmarks its gradients: it is done again, and nobody is to take them for those of then."""
+        try:
+            yield
+        except Trouble:
+            self._publications.clear(self._position)
+            raise
 
     def _judge(self, once: bool) -> None:
         """Whether what was sent ahead stands, and what to take for granted in the next step; the same on all hosts."""
@@ -203,7 +228,7 @@ class HostLink:
             order()
             self._publications.mark(self._position, index)
             self._fresh += gradient.nbytes
-            if self._fresh >= LEAST:
+            if self._fresh >= LEAST and self._patience.lost:
                 self._fresh = 0
                 self._give(self._early, self._everywhere)
 

@@ -1,8 +1,8 @@
 """Sums over all hosts: given entry by entry, sent in pieces as soon as these are whole, added in the fold's order.
 
 A sum takes two rounds: everybody gets its slice of every partial sum, adds them up, and sends the result to all. That
-is the traffic of a ring, 2 N (H - 1) / H elements per host, where each host has one partial sum. Of two hosts each gets
-the whole of the other's instead: as much traffic, in one round.
+is the traffic of a ring, 2 N (H - 1) / H elements per host, where each host has one partial sum. Of two hosts with
+one partial sum each, both get the whole of the other's instead: as much traffic, in one round.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Sums:
         self._replicas = replicas
         self._counts = [len(found) for found in nodes]
         self._others = [other for other in range(len(nodes)) if other != rank]
-        self._slices = 1 if len(nodes) == 2 else len(nodes)  # of a piece; host h adds up the (h % slices)-th
+        self._slices = 1 if self._counts == [1, 1] else len(nodes)  # of a piece; host h adds up the (h % slices)-th
         self._nodes = [node for found in nodes for node in found]
         self._blanks = blanks
         self._like = [tensor_of(blank) for blank in blanks]
