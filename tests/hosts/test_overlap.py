@@ -215,8 +215,11 @@ class Slow(torch.nn.Module):
         return hidden.mean(1)
 
 
-def slow(folder=None, interrupted=False, **options):
-    """The digest of a run; ``interrupted``: by Ctrl-C between two steps, while workers are in the next, and gone on."""
+def slow(folder=None, interrupted=False, brought=False, **options):
+    """The digest of a run; ``interrupted``: by Ctrl-C between two steps, while workers are in the next, and gone on.
+
+    ``brought``: on a batch of the caller's.
+    """
     make = Slow if folder is None else functools.partial(spied, folder, False, Impatient, Slow)
     generator = torch.Generator().manual_seed(1)
     data = torch.randn(64, 8, generator=generator), torch.randn(64, generator=generator)
@@ -237,6 +240,8 @@ def slow(folder=None, interrupted=False, **options):
             run.finish()
         except KeyboardInterrupt:
             assert run.model is not None
+            if brought:
+                run.step(tuple(column[:16] for column in data))
             run.finish()
         return run.result().digest
 
@@ -244,12 +249,21 @@ def slow(folder=None, interrupted=False, **options):
 SLOW = """
 from tests.hosts.test_overlap import slow
 import os
-tried(lambda: slow({folder!r}, {interrupted} and os.environ["RANK"] == "0", workers=4, deadline_seconds=20))
+tried(lambda: slow({folder!r}, {brought} or os.environ["RANK"] == "0", {brought}, workers=4, deadline_seconds=20))
 """
 
 
 @pytest.mark.longest
 def test_a_step_that_is_left_when_some_of_it_was_sent(pair, tmp_path):
     """It is done again, and only what was not sent then is sent: the others wait for that and nothing else."""
-    assert pair(SLOW.format(folder=str(tmp_path), interrupted=True)) == [[slow(engine="inline")]] * 2
+    assert pair(SLOW.format(folder=str(tmp_path), brought=False)) == [[slow(engine="inline")]] * 2
     assert noted(tmp_path, "early")
+
+
+@pytest.mark.longest
+def test_a_step_of_which_some_was_sent_is_not_done_on_another_batch(pair, tmp_path):
+    """Not even where all processes were interrupted, and bring the same: what was sent is not that batch's."""
+    [[here], [there]] = pair(SLOW.format(folder=str(tmp_path), brought=True))
+    assert "was left in the middle when some of its sums had been sent" in here + there
+    assert "Error" in here
+    assert "Error" in there

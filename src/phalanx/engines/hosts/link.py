@@ -23,11 +23,12 @@ import numpy as np
 from phalanx.engines.hosts.rendezvous import CHECK_STEPS, Across, Rendezvous
 from phalanx.engines.hosts.slices import LEAST, Mask
 from phalanx.engines.processes.link import ArenaLink, union
-from phalanx.errors import Trouble
+from phalanx.errors import Trouble, UsageError
 from phalanx.plan.placement import Placement, added
 from phalanx.seams import Part, Vector
 from phalanx.shared.arena import Plan
 from phalanx.shared.barrier import Barrier
+from phalanx.shared.counters import BATCH
 from phalanx.shared.ordering import order
 from phalanx.shared.state import Shard
 
@@ -99,16 +100,15 @@ class HostLink:
         self._publications = within.publications
         self._slots = shard.slots
         self._worker = barrier.worker
-        self._workers = barrier.counters.workers
+        self._counters = barrier.counters
         blanks = [self._slots.blank(index) for index in range(within.publications.entries)]  # memory never touched
         owned = [index for index, owner in enumerate(plan.layout.owners) if owner == self._worker]
         self._across = Across(rendezvous, self._worker, placement.replicas, blanks, owned)
         self._sums = self._across.sums
         self._step = 0
         carried = shard.buffer_payload if self._worker == 0 else []
-        self._buffer_payload = (
-            carried or [[memoryview(bytearray())]] * placement.replicas
-        )  # pieces, and which of them changed
+        # Of each replica the pieces, and which of them changed.
+        self._buffer_payload = carried or [[memoryview(bytearray())]] * placement.replicas
         self._block = range(placement.blocks[0].start, placement.blocks[-1].stop)
         self._groups = [
             [position for position, node in enumerate(plan.nodes) if _first(node) in _covered(whole)]
@@ -120,7 +120,7 @@ class HostLink:
         self._usual: list[Mask] | None = None  # which there will be in the next, as far as that can be told in advance
         self._ahead: list[Mask] | None = None  # the same, if this step's sums are sent on the strength of it
         self._position = plan.publishers.index((self._worker, 0))
-        self._listening, self._summed = False, -1
+        self._listening = False
         self._patience = Patience()
         self._early: list[Vector] = []  # partial sums as they come, of all workers, where each has one replica
         if all(len(block) == 1 for block in placement.blocks) and self._slots.watch(self._arrived):
@@ -136,12 +136,14 @@ class HostLink:
         self._patience.begin()
         self._even, self._ahead = even, self._usual if even else None
         self._once, self._fresh = True, 0
+        if self._sums.under_way and self._counters.kind == BATCH:
+            raise UsageError(
+                f"step {self._step} was left in the middle when some of its sums had been sent to other hosts; it can "
+                "be done as planned only: go on with the run before you bring a batch, or start again from a snapshot"
+            )
         if self._ahead is not None:
-            if (
-                self._summed != self._step
-            ):  # else it was left in the middle, and what was sent is what it comes to again
+            if not self._sums.under_way:  # else it was left in the middle: what was sent is what it comes to again
                 self._sums.begin(self._ahead)
-                self._summed = self._step
             if self._early:
                 self._early[self._position] = [None] * self._publications.entries
                 self._listening = True
@@ -156,10 +158,10 @@ class HostLink:
         self._listening = False
         if self._early:
             self._early[self._position] = []  # of gradients that were told, the memory is not needed any more
-        self._workers[self._worker].opinion = self._once
+        self._counters.workers[self._worker].opinion = self._once
         with self._unmarked():
             mine = self._within.all_gather(parts)[self._block.start : self._block.stop]
-        once = all(worker.opinion for worker in self._workers)
+        once = all(worker.opinion for worker in self._counters.workers)
         due = self._shard.weights if self._step % CHECK_STEPS == 0 else []
         checksum = int(np.array([weights.sum() for weights in due], np.int64).sum())  # modulo 2**64
         notes = [bytes([once, *flags]) for *_, flags in self._buffer_payload[self._block.start : self._block.stop]]

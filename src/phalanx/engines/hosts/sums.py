@@ -120,6 +120,11 @@ class Sums:
         """The parameter whose gradients are to be given next; None: all of them have been."""
         return self._due[0][1] if self._due else None
 
+    @property
+    def under_way(self) -> bool:
+        """Whether some of a sum has been sent, and it is not finished."""
+        return any(self._begun)
+
     def begin(self, masks: Sequence[Mask]) -> None:
         """Begin a sum, where these are the gradients that each node of all hosts has; what was begun is forgotten."""
         for piece in (piece for pieces in self._begun for piece in pieces):
