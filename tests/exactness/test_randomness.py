@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import phalanx
+from phalanx.definition import generators
 from tests.by_hand import answer
 from tests.families import DATA, FAMILIES
 from tests.sampling import cover
@@ -339,6 +340,50 @@ def test_another_thread(name):
 
 
 # What would go wrong is noticed.
+
+
+def spelled(state):
+    return [part.tolist() if isinstance(part, np.ndarray) else part for part in state]
+
+
+@pytest.mark.parametrize("inside", ["nothing", "seeded", "one drawn", "two drawn", "another put there"])
+@pytest.mark.parametrize("drawn", range(4))
+@pytest.mark.parametrize("used", [0, 622, 623, 624])
+def test_numpy_s_generator_is_given_back(drawn, used, inside):
+    """Wherever it stands, and whether or not the second of two normal numbers waits, ``get_state`` cannot tell."""
+    before = np.random.get_bit_generator()
+    np.random.seed(7)
+    np.random.bytes(4 * used)
+    np.random.normal(size=drawn)
+    there = spelled(np.random.get_state())
+    with generators.kept():
+        assert spelled(np.random.get_state()) == there
+        {
+            "nothing": lambda: None,
+            "seeded": lambda: np.random.seed(3),
+            "one drawn": np.random.normal,
+            "two drawn": lambda: np.random.normal(size=2),
+            "another put there": lambda: np.random.set_bit_generator(np.random.PCG64(1)),
+        }[inside]()
+    assert spelled(np.random.get_state()) == there
+    assert np.random.get_bit_generator() is before
+    np.random.normal()
+    assert spelled(np.random.get_state()) != there
+
+
+def test_another_kind_of_numpy_generator_is_given_back():
+    """Who has put a generator of another kind behind ``numpy.random`` finds its next numbers there."""
+    before = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(1))
+        np.random.normal()
+        with generators.kept():
+            np.random.normal(size=3)
+        kept = np.random.normal(size=4).tolist()
+        np.random.set_bit_generator(np.random.PCG64(1))
+        assert kept == np.random.normal(size=5)[1:].tolist()
+    finally:
+        np.random.set_bit_generator(before)
 
 
 @pytest.mark.parametrize("key", ["torch", "numpy", "random", "threads", "grad", "inference", "autocast"])

@@ -235,13 +235,6 @@ class Links:
         """Where the line of a step begins."""
         return self._base + (step - self.first) * self.width
 
-    def holds(self, step: int) -> bool:
-        """Whether a link is what its own line and the link before make it."""
-        line = self.line(step).rstrip()
-        previous = self[step - 1]["link"] if step > self.first else BEGINNING
-        link, _, rest = line.removeprefix('{"link": "').partition('", ')
-        return link == link_after(previous, "{" + rest)
-
     @property
     def root(self) -> str:
         """The last link."""

@@ -26,7 +26,6 @@ from phalanx.seams.snapshots import Captured
 
 SHARE = 0.004  # of the time, at most, for digests of the state, with "auto"
 SECONDS = 5.0  # between two of them, at least
-OF_PHASE = 3  # its name, loss, norm and rate take as much room in a line as so many replicas
 SAMPLES = 32  # hexadecimal digits of the hash of what was dealt
 
 

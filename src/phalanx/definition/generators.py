@@ -7,6 +7,7 @@ use, and tinygrad's; and generators that user code owns, where they can be found
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import random
 import sys
@@ -22,6 +23,7 @@ from phalanx.plan.keys import MASK32, splitmix64
 from phalanx.surroundings.interrupts import guarded
 from phalanx.surroundings.turns import ALONE
 
+MT19937_BYTES = 625 * 4  # the words of its state, and how many of them were used
 TINYGRAD = ("_seed", "_device_seeds", "_device_rng_counters")  # where it keeps the state of its generators
 Owned = dict[str, Any]  # generators that user code owns, by the path that leads there
 
@@ -85,7 +87,7 @@ class kept(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a fu
         torch: Any = sys.modules.get("torch")
         self._restore = [
             functools.partial(random.setstate, random.getstate()),
-            functools.partial(np.random.set_state, np.random.get_state()),
+            _restoring_numpy(),
         ]
         if torch is not None:
             self._restore.append(_restoring(torch.default_generator))
@@ -169,6 +171,36 @@ def _seed(generator: Any, key: int) -> None:
         generator.seed(key)
     else:
         generator.manual_seed(key)
+
+
+def _restoring_numpy() -> Callable[[], Any]:
+    """Puts numpy's global generator back into the state that it has now.
+
+    The memory of its state is copied: ``get_state`` and ``set_state`` go through it word by word, which takes 50 us a
+    step. Normal numbers are made in pairs, and only ``get_state`` tells of a second one that waits; or drawing does:
+    where that moves nothing, one was waiting.
+    """
+    numpy: Any = np.random
+    bits = numpy.get_bit_generator()
+    if type(bits) is not numpy.MT19937:
+        return functools.partial(numpy.set_state, numpy.get_state(legacy=False))
+    address = bits.ctypes.state_address
+    with bits.lock:
+        before = ctypes.string_at(address, MT19937_BYTES)
+        drawn = numpy.standard_normal()
+        waiting = ctypes.string_at(address, MT19937_BYTES) == before
+
+    def restore() -> None:
+        numpy.set_bit_generator(bits)  # nothing waits then, and user code may have put another one there
+        if waiting:
+            numpy.set_state(state)
+        else:
+            with bits.lock:
+                ctypes.memmove(address, before, MT19937_BYTES)
+
+    state = (*numpy.get_state()[:3], 1, drawn) if waiting else ()
+    restore()
+    return restore
 
 
 def _restoring(generator: Any) -> Callable[[], Any]:
