@@ -185,10 +185,9 @@ def _restoring_numpy() -> Callable[[], Any]:
     if type(bits) is not numpy.MT19937:
         return functools.partial(numpy.set_state, numpy.get_state(legacy=False))
     address = bits.ctypes.state_address
-    with bits.lock:
-        before = ctypes.string_at(address, MT19937_BYTES)
-        drawn = numpy.standard_normal()
-        waiting = ctypes.string_at(address, MT19937_BYTES) == before
+    before = ctypes.string_at(address, MT19937_BYTES)
+    drawn = numpy.standard_normal()  # takes the lock, which before numpy 2 nobody may hold twice
+    waiting = ctypes.string_at(address, MT19937_BYTES) == before
 
     def restore() -> None:
         numpy.set_bit_generator(bits)  # nothing waits then, and user code may have put another one there
