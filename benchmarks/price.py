@@ -13,6 +13,7 @@ import argparse
 import itertools
 import json
 import pathlib
+import statistics
 import sys
 import time
 
@@ -30,7 +31,9 @@ REPLICAS = (1, 2, 4, 8)
 ALONE = ("plain", "by hand", *(f"R={count}" for count in REPLICAS))
 TOGETHER = ("plain all cores", "DDP W=2", "R=2 W=2", "R=4 W=2")
 COMPUTING = "compute W=2"
-COLUMNS = (*ALONE, *TOGETHER, COMPUTING)
+PARTS = ("parts R=1", "parts R=8")
+COLUMNS = (*ALONE, *TOGETHER, COMPUTING, "copy", *PARTS)
+PARTS_SECONDS = 2.0  # that parts of steps are timed for
 ALL = (*REAL, *models.CASES)
 ASKED = {  # what R = 8 is to cost at most
     "BERT": 1.7, "resnet18": 2.2, "mobilenet, bf16": 2.5, "ViT": 1.6, "VAE": 2.4, "LSTM": 2.2, "minGPT": 2.0,
@@ -41,11 +44,14 @@ steps left out. The plain loop and DDP: what one writes by hand, same model, dat
 PRICE = """One process, one thread, processor time of a step over that of the plain loop. `8 shares by hand` is the loop
 that adds up the gradients of 8 shares in `.grad`: what cutting a batch into 8 costs without phalanx. Where R=8 is not
 above it, what is left is the price of small shares in torch itself."""
+WHERE = """By the clock, in one process with one thread, in ms a step. `more` is what R = 8 takes beyond R = 1, and the last columns
+say where: `input` is reading and seeding, `fold` adding up, weights of shares, mean and norm. Forward and backward are
+torch's own time for eight small shares instead of a large one, backward with what it adds to the replica before."""
 SPEED = """All cores, the clock. `plain` uses all cores for each operation; DDP and phalanx have two workers of one
-thread. Above 1, phalanx is faster. R=4 is what a recipe has where nothing is said. `computing`: two processes at once,
-forward and backward of half a batch each, nothing else. `plain / computing` is what `plain / R=2` would be if adding
-gradients, the update and meeting cost nothing: where it is below 1, two shares of half a batch cost more than the whole
-step of the plain loop."""
+thread. Above 1, phalanx is faster. R=4 is what a recipe has where nothing is said. The limit of R=2, W=2 is computing
+(two processes at once, forward and backward of half a batch each, nothing else) plus traffic (each gradient read once,
+weights and AdamW's two states read and written once, at the bandwidth of copying 256 MiB with all cores). Where
+`plain / limit` is below 1, two shares of half a batch cost more than the whole step of the plain loop."""
 
 
 def plain(case: models.Case) -> float:
@@ -83,20 +89,32 @@ def accumulated(case: models.Case) -> float:
     return (time.process_time() - began) / case.steps
 
 
-def ours(case: models.Case, replicas: int) -> float:
-    """The same for a recipe, inline."""
+def recipe_of(case: models.Case, replicas: int, steps: int):
     import phalanx
 
-    recipe = phalanx.Recipe(
+    return phalanx.Recipe(
         case.make_model, (case.x, case.y), case.loss_fn, replicas=replicas, batch_size=case.batch_size, shuffle=False,
-        steps=case.warm_up + case.steps, optimizer=models.OPTIMIZER, precision=case.precision,
+        steps=steps, optimizer=models.OPTIMIZER, precision=case.precision,
     )  # fmt: skip
-    with recipe.start(workers=1, engine="inline", progress=False) as run:
+
+
+def ours(case: models.Case, replicas: int) -> float:
+    """The same for a recipe, inline."""
+    with recipe_of(case, replicas, case.warm_up + case.steps).start(workers=1, engine="inline", progress=False) as run:
         for _ in itertools.islice(run, case.warm_up):
             pass
         began = time.process_time()
         run.finish()
         return (time.process_time() - began) / case.steps
+
+
+def in_parts(case: models.Case, replicas: int) -> dict:
+    """Seconds of a step in each of its parts, and of the whole, inline."""
+    from phalanx.proof.phases import phases
+
+    told = phases(recipe_of(case, replicas, 10**9), PARTS_SECONDS, case.warm_up)
+    assert told is not None
+    return {"seconds": sum(told.values()), "phases": told}
 
 
 def measure(column: str, case: models.Case) -> dict:
@@ -105,6 +123,9 @@ def measure(column: str, case: models.Case) -> dict:
         torch.set_num_threads(1)
         by_hand = {"plain": plain, "by hand": accumulated}.get(column)
         return {"seconds": by_hand(case) if by_hand else ours(case, int(column[2:]))}
+    if column in PARTS:
+        torch.set_num_threads(1)
+        return in_parts(case, int(column.rpartition("=")[2]))
     return step.measure(column, case)
 
 
@@ -138,10 +159,34 @@ def speed_table(measured: dict[str, step.Facts]) -> str:
     for model, facts in measured.items():
         cells = [step.spelled(step.milliseconds(facts, column)) for column in TOGETHER]
         ratios = [(peer, ours) for ours in ("R=2 W=2", "R=4 W=2") for peer in ("plain all cores", "DDP W=2")]
-        limit = f"{step.ratio(facts, 'plain all cores', COMPUTING):.2f}"
-        rows.append([model, *cells, *(f"**{step.ratio(facts, *pair):.2f}**" for pair in ratios), limit])
+        shares = [f"**{step.ratio(facts, *pair):.2f}**" for pair in ratios]
+        facts = {**facts, "limit": limits(model, facts)}
+        shares += [f"{step.ratio(facts, *pair):.2f}" for pair in (("plain all cores", "limit"), ("R=2 W=2", "limit"))]
+        rows.append([model, *cells, *shares])
     header = ["model", *(f"{column}, ms" for column in TOGETHER)]
-    return step.markdown([*header, "plain / R=2", "DDP / R=2", "plain / R=4", "DDP / R=4", "plain / computing"], rows)
+    header += ["plain / R=2", "DDP / R=2", "plain / R=4", "DDP / R=4", "plain / limit", "R=2 W=2 / limit"]
+    return step.markdown(header, rows)
+
+
+def limits(model: str, facts: step.Facts) -> list[dict]:
+    """Seconds that a step of two workers takes at least, in each round."""
+    size = step.traffic_bytes(model, gradients=2)
+    rounds = zip(facts[COMPUTING], facts["copy"], strict=True)
+    return [{"seconds": computing["seconds"] + size / copy["bytes_per_second"]} for computing, copy in rounds]
+
+
+def where_table(measured: dict[str, step.Facts]) -> str:
+    """What R = 8 takes beyond R = 1, and in which parts of a step."""
+    rows = []
+    for model, facts in measured.items():
+        one, many = (
+            {name: statistics.median(run["phases"][name] for run in facts[column]) * 1e3 for name in facts[column][0]["phases"]}
+            for column in PARTS
+        )
+        more = {name: many[name] - one[name] for name in one}
+        cells = [model, *(step.spelled(sum(took.values())) for took in (one, many)), step.spelled(sum(more.values()))]
+        rows.append([*cells, *(f"{took:.2f}" for took in more.values())])
+    return step.markdown(["model", "R=1", "R=8", "more", *more], rows)
 
 
 def readme_table(measured: dict[str, step.Facts]) -> str:
@@ -173,6 +218,7 @@ def main() -> None:
         measured = {model: compare(model, rounds, bar, quick=arguments.quick) for model in chosen}
     parts = [f"# The price of R\n\n{step.circumstances('price.py')}\n\n{METHOD.format(rounds=rounds)}"]
     parts += [f"## In one process\n\n{PRICE}\n\n{price_table(measured)}"]
+    parts += [f"## Where R=8 goes\n\n{WHERE}\n\n{where_table(measured)}"]
     parts += [f"## On all cores\n\n{SPEED}\n\n{speed_table(measured)}"]
     report = "\n\n".join(parts) + "\n"
     print(report)
