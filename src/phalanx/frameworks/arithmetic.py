@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 import mmap
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from phalanx.plan.fold import Fold
+from phalanx.plan.fold import fold_mean
 from phalanx.plan.shares import share_weights
 from phalanx.shared.layout import Spec
 
@@ -68,6 +67,7 @@ def norm(vector: Gradient) -> float:
 def settled(left: Sequence[tuple[int, list[np.ndarray]]], starts: list[np.ndarray]) -> list[np.ndarray]:
     """The rule of every framework, for (samples, buffers) of each replica that ran, in order.
 
+    torch's, for its own tensors, is in ``frameworks/torch/replica/buffers.py``.
     A buffer whose bytes are equal on all of them keeps those. Otherwise a floating one becomes the mean, weighted by
     sample count and added in the fold's order; others become the first replica's.
     """
@@ -81,15 +81,9 @@ def _settled(values: list[np.ndarray], weights: Sequence[float]) -> np.ndarray:
     first = values[0]
     if first.dtype.kind != "f" or all(first.tobytes() == other.tobytes() for other in values[1:]):
         return first
-    fold: Fold[np.ndarray] = Fold(len(values), np.add)
-    total: Fold[float] = Fold(len(values), operator.add)
-    for position, (value, weight) in enumerate(zip(values, weights, strict=True)):
-        fold.push(position, value if weight == 1 else value * value.dtype.type(weight))
-        total.push(position, weight)
-    summed, weight = fold.total(), total.total()
-    assert summed is not None
-    assert weight is not None
-    return np.asarray(summed / summed.dtype.type(weight))
+    number = first.dtype.type
+    terms = [value if weight == 1 else value * number(weight) for value, weight in zip(values, weights, strict=True)]
+    return np.asarray(fold_mean(terms, weights, np.add, number))
 
 
 def add_up(parts: Sequence[Any], additions: Sequence[tuple[int, int]], first: int, divisor: float) -> np.ndarray:

@@ -11,9 +11,10 @@ An absent value (None) is skipped, not added as zero: ``x + nothing = x`` (addin
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -95,3 +96,10 @@ def fold_values(values: Sequence[T | None], add: Callable[[T, T], T]) -> T | Non
             folded[left] = other if mine is None else mine if other is None else add(mine, other)
         stride *= 2
     return folded[0]
+
+
+def fold_mean(
+    weighted: Sequence[Any], weights: Sequence[float], add: Callable[[Any, Any], Any], number: Any = float
+) -> Any:
+    """The sum of values times their weights, over the sum of the weights as a ``number``."""
+    return fold_values(weighted, add) / number(fold_values(weights, operator.add))

@@ -24,7 +24,6 @@ from phalanx.seams import Part
 
 CHECK_STEPS = 100  # how often hosts compare the sums of their weights
 HEADER = ("run", "step", "weights")
-WORD = 8
 ROW = len(Part._fields)
 Told = tuple[list[Part], list[Mask], list[bytes]]  # by replica, by node, by replica
 

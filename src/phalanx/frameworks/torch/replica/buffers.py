@@ -8,7 +8,6 @@ carry nothing from step to step and may run anywhere.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -16,7 +15,7 @@ import torch
 
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.replica.carried import joined
-from phalanx.plan.fold import Fold
+from phalanx.plan.fold import fold_mean
 from phalanx.plan.shares import share_weights
 
 WHOLE = {  # numbers of the same width, for which equal means the same bytes
@@ -210,15 +209,8 @@ def _places(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]:
 
 def mean_of(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """The weighted mean, added in the fold's order."""
-    fold: Fold[torch.Tensor] = Fold(len(values), torch.add)
-    total: Fold[float] = Fold(len(values), operator.add)
-    for position, (value, weight) in enumerate(zip(values, weights, strict=True)):
-        fold.push(position, value if weight == 1 else value * weight)
-        total.push(position, weight)
-    summed, weight = fold.total(), total.total()
-    assert summed is not None
-    assert weight is not None
-    return summed / weight
+    terms = [value if weight == 1 else value * weight for value, weight in zip(values, weights, strict=True)]
+    return fold_mean(terms, weights, torch.add)
 
 
 def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
