@@ -1,12 +1,12 @@
 """The price of replicas: a step of the plain loop beside steps with R = 1, 2, 4 and 8, on models as people train them.
 
-    python benchmarks/price.py                        # all models, about half an hour
+    python benchmarks/price.py                        # all models, three rounds, 50 minutes
     python benchmarks/price.py --model VAE --rounds 1
     python benchmarks/price.py --quick                # one short round: does everything run?
 
-Two questions. In one process with one thread, what does R cost? Processor time answers that. On all cores, is the plain
-loop faster, or DistributedDataParallel? The clock answers that. Each column and round has a fresh process, columns take
-turns, and samples are fresh in every step and the same for all columns.
+Three questions. In one process with one thread, what does R cost? Processor time answers that. Where in a step is that?
+On all cores, is the plain loop faster, or DistributedDataParallel? The clock answers these. Each column and round has a
+fresh process, columns take turns, and samples are fresh in every step and the same for all columns.
 """
 
 import argparse
@@ -44,9 +44,10 @@ steps left out. The plain loop and DDP: what one writes by hand, same model, dat
 PRICE = """One process, one thread, processor time of a step over that of the plain loop. `8 shares by hand` is the loop
 that adds up the gradients of 8 shares in `.grad`: what cutting a batch into 8 costs without phalanx. Where R=8 is not
 above it, what is left is the price of small shares in torch itself."""
-WHERE = """By the clock, in one process with one thread, in ms a step. `more` is what R = 8 takes beyond R = 1, and the last columns
-say where: `input` is reading and seeding, `fold` adding up, weights of shares, mean and norm. Forward and backward are
-torch's own time for eight small shares instead of a large one, backward with what it adds to the replica before."""
+WHERE = """By the clock, in one process with one thread, in ms a step. `more` is what R = 8 takes beyond R = 1, and the
+last columns say where: `input` is reading, seeding and putting buffers back, `fold` adding up, weights of shares, mean
+and norm. Forward and backward are torch's own time for eight small shares instead of a large one, backward with what it
+adds to the replica before. Where `more` is small beside R=1, noise is a large part of it."""
 SPEED = """All cores, the clock. `plain` uses all cores for each operation; DDP and phalanx have two workers of one
 thread. Above 1, phalanx is faster. R=4 is what a recipe has where nothing is said. The limit of R=2, W=2 is computing
 (two processes at once, forward and backward of half a batch each, nothing else) plus traffic (each gradient read once,
@@ -160,8 +161,8 @@ def speed_table(measured: dict[str, step.Facts]) -> str:
         cells = [step.spelled(step.milliseconds(facts, column)) for column in TOGETHER]
         ratios = [(peer, ours) for ours in ("R=2 W=2", "R=4 W=2") for peer in ("plain all cores", "DDP W=2")]
         shares = [f"**{step.ratio(facts, *pair):.2f}**" for pair in ratios]
-        facts = {**facts, "limit": limits(model, facts)}
-        shares += [f"{step.ratio(facts, *pair):.2f}" for pair in (("plain all cores", "limit"), ("R=2 W=2", "limit"))]
+        limited = {**facts, "limit": limits(model, facts)}
+        shares += [f"{step.ratio(limited, column, 'limit'):.2f}" for column in ("plain all cores", "R=2 W=2")]
         rows.append([model, *cells, *shares])
     header = ["model", *(f"{column}, ms" for column in TOGETHER)]
     header += ["plain / R=2", "DDP / R=2", "plain / R=4", "DDP / R=4", "plain / limit", "R=2 W=2 / limit"]
@@ -169,20 +170,22 @@ def speed_table(measured: dict[str, step.Facts]) -> str:
 
 
 def limits(model: str, facts: step.Facts) -> list[dict]:
-    """Seconds that a step of two workers takes at least, in each round."""
+    """Seconds of computing and traffic in a step of two workers, in each round: about what it takes at least."""
     size = step.traffic_bytes(model, gradients=2)
     rounds = zip(facts[COMPUTING], facts["copy"], strict=True)
     return [{"seconds": computing["seconds"] + size / copy["bytes_per_second"]} for computing, copy in rounds]
+
+
+def phases_of(runs: list[dict]) -> dict[str, float]:
+    """Milliseconds a step in each part, medians of the rounds."""
+    return {name: statistics.median(run["phases"][name] for run in runs) * 1e3 for name in runs[0]["phases"]}
 
 
 def where_table(measured: dict[str, step.Facts]) -> str:
     """What R = 8 takes beyond R = 1, and in which parts of a step."""
     rows = []
     for model, facts in measured.items():
-        one, many = (
-            {name: statistics.median(run["phases"][name] for run in facts[column]) * 1e3 for name in facts[column][0]["phases"]}
-            for column in PARTS
-        )
+        one, many = (phases_of(facts[column]) for column in PARTS)
         more = {name: many[name] - one[name] for name in one}
         cells = [model, *(step.spelled(sum(took.values())) for took in (one, many)), step.spelled(sum(more.values()))]
         rows.append([*cells, *(f"{took:.2f}" for took in more.values())])

@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import sys
 import threading
 
 import numpy as np
@@ -369,6 +370,39 @@ def test_numpy_s_generator_is_given_back(drawn, used, inside):
     assert np.random.get_bit_generator() is before
     np.random.normal()
     assert spelled(np.random.get_state()) != there
+
+
+@pytest.mark.parametrize("gauss", [0, 1])
+def test_who_breaks_it_off_finds_numpy_s_generator_as_it_was(gauss):
+    """Taking the state changes nothing, so what a handler of a signal raises in the middle of it leaves no trace."""
+    np.random.seed(7)
+    np.random.normal(size=gauss)
+    there = spelled(np.random.get_state())
+    raised = []
+
+    def trace(frame, event, argument):
+        if frame.f_code.co_name == "_restoring_numpy":
+            frame.f_trace_opcodes = True
+            if event == "opcode":
+                raised[0] -= 1
+                if not raised[0]:
+                    raise TimeoutError
+            return trace
+        return None
+
+    moments = 0
+    for moment in range(1, 200):
+        raised[:] = [moment]
+        try:
+            sys.settrace(trace)
+            with generators.kept():
+                pass
+        except TimeoutError:
+            moments += 1
+        finally:
+            sys.settrace(None)
+        assert spelled(np.random.get_state()) == there
+    assert moments > 20
 
 
 def test_another_kind_of_numpy_generator_is_given_back():
