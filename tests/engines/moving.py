@@ -6,11 +6,17 @@ from phalanx.frameworks.registry import open_framework
 
 
 def hurry(monkeypatch, recipe):
-    """Let runs of such recipes move to two workers after their first steps."""
+    """Let runs of such recipes move to two workers after their first steps, however slowly the zygote imports."""
+    prepare = WARM.prepare
+
+    def prepare_and_wait(definition):
+        prepare(definition)
+        WARM.zygote()._ask({"end": 0})  # answered once it has imported what it was told to
+
     monkeypatch.setattr(auto, "START_SECONDS", 0.0)
     monkeypatch.setattr(type(open_framework(recipe).sharing), "moving_seconds", -1.0)
     monkeypatch.setattr("phalanx.engines.selection.usable_cores", lambda: 2)
-    WARM.zygote()._ask({"end": 0})  # returns when it is awake
+    monkeypatch.setattr(WARM, "prepare", prepare_and_wait)
 
 
 def turn_back(monkeypatch):
