@@ -597,6 +597,7 @@ def test_a_value_is_waited_for(fake):
 
 def test_trace(fake):
     """A trace has every operation with its place on its stream's timeline, and the host's waits."""
+    fake.set_virtual_time(True)
     a = torch.ones(2, device="fake:1")
     fake.synchronize(1)
     fake.set_kernel_seconds(0.01)

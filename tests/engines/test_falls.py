@@ -10,6 +10,7 @@ import random
 import signal
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -486,12 +487,24 @@ def test_a_debugger_is_looked_for_only_when_a_worker_is_late(monkeypatch):
     assert 600 < silent() < 620
 
 
-def test_a_long_evaluation_does_not_count_as_hung():
-    """Each chunk takes less than the deadline, all of them more: nobody is ended."""
+def test_a_long_evaluation_does_not_count_as_hung(monkeypatch):
+    """Each chunk takes less than the deadline, all of them more, by a clock that chunks move: nobody is ended."""
+    now, last, expired = [0.0], [b""], deadline.Watch.expired
+
+    def timed(self, progress, *, starting):
+        now[0] += 1.5 * (progress != last[0])
+        last[0] = progress
+        return expired(self, progress, starting=starting)
+
+    monkeypatch.setattr(deadline.Watch, "expired", timed)
+    clock = types.SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
+    monkeypatch.setattr(deadline, "time", clock)
     with FAMILIES["mlp"].recipe(4).start(workers=2, engine="processes", deadline_seconds=2.0) as run:
         next(run)
+        begun = now[0]
         run.evaluate(slow_accuracy, FEATURES, batch_size=2)
         assert run.incidents == ()
+    assert now[0] > begun + 4
 
 
 def test_a_batch_that_failed_is_not_done_again(tmp_path):

@@ -1,5 +1,6 @@
 """The process that starts workers may be killed, stopped or interrupted at any moment: another takes its place."""
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -38,7 +39,8 @@ def strike(run, whom):
     pids = {"zygote": [zygote().pid], "worker": list(run.worker_pids[:1]), "workers": list(run.worker_pids)}
     for name in whom:
         for pid in pids[name]:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it ended with its zygote
+                os.kill(pid, signal.SIGKILL)
 
 
 def await_end(pids):

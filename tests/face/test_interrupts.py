@@ -121,7 +121,8 @@ def test_ctrl_c_at_any_line_inline(verb, lines, tmp_path):
     for at in sorted(rng.sample(range(1, count), lines)):
         before = surroundings()
         with recipe().start(engine="inline") as run:
-            lines_of(lambda: call(run, tmp_path), at)
+            reached, raised = lines_of(lambda: call(run, tmp_path), at)
+            assert raised is not None or reached < at, f"line {at}, PHALANX_SEED={SEED}: lost"
             assert surroundings() == before, f"line {at}, PHALANX_SEED={SEED}"
             assert all(module.training for module in run.result().model.modules()), f"line {at}, PHALANX_SEED={SEED}"
             run.finish()
@@ -235,13 +236,14 @@ def holding_loss(path, seconds, output, target):
 
 @contextlib.contextmanager
 def ctrl_c_after(path, *waits):
-    """Presses Ctrl-C so many seconds after user code has made ``path``, and after each other."""
+    """Presses Ctrl-C so many seconds after user code has made ``path``, and after each other, while a run is there."""
 
     def work():
         wait_for(path)
         for wait in waits:
             time.sleep(wait)
-            press()
+            if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+                press()
             pressed(path).touch()
 
     thread = threading.Thread(target=work)
@@ -345,9 +347,9 @@ def test_a_worker_that_ctrl_c_ends_is_told_of_and_not_counted(tmp_path, monkeypa
                 run.finish()
         run.finish()
         assert run.result().digest == digest_after()
-        assert [item.why for item in run.incidents if item.kind == "death"] == [
-            "stayed in user code after Ctrl-C and was ended"
-        ] * 5
+        whys = [item.why for item in run.incidents if item.kind == "death"]
+        assert set(whys) == {"stayed in user code after Ctrl-C and was ended"}
+        assert len(whys) >= 5, "and more where another worker was slow"
 
 
 def sleeping_often(folder, output, target):
@@ -372,6 +374,7 @@ def test_ctrl_c_at_the_hand_over_leaves_the_run_inline(monkeypatch):
         return real(*arguments, **options)
 
     monkeypatch.setattr(auto, "Processes", interrupted)
+    monkeypatch.setattr("phalanx.engines.selection.usable_cores", lambda: 2)
     phalanx.Recipe(Net, (X, Y), F.mse_loss, replicas=2, steps=1).train(workers=2, engine="processes")  # a warm zygote
     with recipe(functools.partial(slow_loss, 0.01), steps=150).start(workers="auto") as run:
         with pytest.raises(KeyboardInterrupt):
@@ -430,6 +433,26 @@ def test_what_is_kept_comes_at_the_check_or_at_the_end():
     assert interrupted(checks_nothing) == (True, ["kept to the end"])
     assert interrupted(leaves) == (False, ["dropped"])
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def block():
+    with interrupts.guarded():
+        pass
+
+
+def block_in_callback():
+    with interrupts.guarded(), interrupts.opened():
+        block()
+
+
+@pytest.mark.parametrize("call", [block, block_in_callback])
+def test_ctrl_c_on_the_way_into_and_out_of_a_block_is_neither_lost_nor_late(call):
+    """Pressed at any line of these blocks' own code, it leaves them, and the next block hears nothing of it."""
+    count, _ = lines_of(call)
+    for at in range(1, count + 1):
+        assert lines_of(call, at)[1] is not None, f"line {at}: lost"
+        assert lines_of(block)[1] is None, f"line {at}: late"
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_what_was_dropped_holds_nothing():

@@ -148,11 +148,10 @@ def test_a_run_may_be_asked_from_several_threads(options):
     with recipe(0).start(**options, progress=False) as run:
 
         def ask():
-            while not over.is_set():
+            while not found or not over.wait(0.005):
                 result = run.result()
                 found.append((result.steps, None, result.digest))
                 run.evaluate(metric, (X, Y))
-                over.wait(0.005)
 
         thread = threading.Thread(target=ask)
         thread.start()
@@ -335,9 +334,10 @@ def slow(output, target):
     return torch.nn.functional.mse_loss(output, target)
 
 def ended(number):
-    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    there, said = os.pipe()
+    child = multiprocessing.get_context("fork").Process(target=lambda: (os.write(said, b"1"), time.sleep(60)))
     child.start()
-    time.sleep(0.3)
+    os.read(there, 1)  # before that Python drops signals that wait
     os.kill(child.pid, number)
     child.join(50)
     alive = child.is_alive()

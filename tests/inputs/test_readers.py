@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import time
-import warnings
 
 import numpy as np
 import psutil
@@ -348,8 +347,9 @@ def test_how_many_pay(wall, processor, readers):
     assert not processor > wall / 2 or worth(2.0, 2 * wall, 2 * processor, workers=2, cores=2) == 0
 
 
-def test_auto_starts_readers():
-    """Where reading waits, "auto" has readers after a second; where it does not, none."""
+def test_auto_starts_readers(monkeypatch):
+    """Where reading waits, "auto" wants readers after a second."""
+    monkeypatch.setattr(ReaderPool, "_fill", lambda self: None)  # there is no recipe in the parcel
     memories = [Memory(0) for _ in range(3)]
     seen = Inputs(memories[2], 4)
     pool = ReaderPool(memories[2], *memories[:2], 4, 2, None)
@@ -361,8 +361,6 @@ def test_auto_starts_readers():
             time.sleep(0.01)
         assert seen.readers > 0
     finally:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # there is no recipe in the parcel
-            pool.close()
+        pool.close()
         for each in memories:
             each.close()

@@ -155,8 +155,9 @@ def closing(path):
             file.write("closed")
 
 
-def test_nothing_is_left(tmp_path):
+def test_nothing_is_left(tmp_path, monkeypatch):
     """When a run ends, in whatever way, its reader has ended, with the iterable closed; no descriptor stays."""
+    monkeypatch.setattr(streams, "FAREWELL_MILLISECONDS", 60_000)
     path = tmp_path / "closed"
     recipe().train(engine="inline", readers=1)
     before = state()

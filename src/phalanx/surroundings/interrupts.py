@@ -102,14 +102,15 @@ class _Process:
     def deliver(self) -> None:
         """Give what was kept to the caller's handler, which usually raises."""
         frame = self._frame
-        self.drop()
+        self.take()
         self.before(signal.SIGINT, frame)
 
-    def drop(self) -> None:
-        """Forget what was kept."""
-        self.pressed = 0
+    def take(self) -> int:
+        """Forget what was kept, and say how many there were."""
         self._frame = None  # it holds all that its function and those above know, as whole arenas
         self._serial += 1
+        taken, self.pressed = self.pressed, 0  # nothing is handled within this line
+        return taken
 
     def _break_off(self) -> None:
         self.breakable = False
@@ -154,6 +155,8 @@ class guarded(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a
             self._within = _PROCESS.opened
             _PROCESS.opened = False
         elif callable(before):
+            if not _PROCESS.installed:
+                _PROCESS.take()  # what the end of another block was broken off with
             self._outer = _PROCESS.before, _PROCESS.installed
             _PROCESS.before = before
             HANDLERS.signal(SIGINT, _PROCESS.received)
@@ -163,14 +166,14 @@ class guarded(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if not (self._mine or self._within):
             return
-        due = _PROCESS.pressed and not self._leaving and not isinstance(error, KeyboardInterrupt)
         before = _PROCESS.before
-        _PROCESS.drop()
         if self._mine:
             self._mine = False
             _PROCESS.before, _PROCESS.installed = self._outer
             if before is not None:  # None: user code set a handler that is not Python's, which cannot be set again
                 HANDLERS.signal(SIGINT, before)
+        # Only now, so that nothing can be kept any more that nobody would hear of.
+        due = _PROCESS.take() and not self._leaving and not isinstance(error, KeyboardInterrupt)
         if due and callable(before):
             before(signal.SIGINT, None)
         if self._within:  # an exception leaves the opened block too, so that it stays closed then
