@@ -3,8 +3,8 @@
 The cases that were drawn are marked "sampled", the others "campaign": ``make test`` leaves the latter out, and
 ``make chaos`` runs both, whatever the seed. ``PHALANX_SEED=... make test`` draws the same cases again. So it is with
 tests that take long, as they start interpreters, hosts or compilers: of those of a folder that take more than a second
-(marked "long") every run tries one in ten, of all that take more than eight (marked "longest") one in twelve, and of
-their cases one in four. Of a test marked ``cases(count)`` every run tries so many cases. A file that is named on the
+(marked "long") every run tries one in twelve, of all that take more than eight (marked "longest") one in sixteen, and
+of their cases one in four. Of a test marked ``cases(count)`` every run tries so many cases. A file that is named on the
 command line runs all of them.
 """
 
@@ -17,7 +17,7 @@ import pytest
 # In the environment, so that every process of pytest-xdist collects the same cases.
 SEED = int(os.environ.get("PHALANX_SEED") or random.SystemRandom().randrange(1 << 30))
 os.environ["PHALANX_SEED"] = str(SEED)
-LONG, LONGEST, CASES = 10, 12, 4  # one in so many is drawn
+LONG, LONGEST, CASES = 12, 16, 4  # one in so many is drawn
 
 
 def generator(name):

@@ -235,6 +235,7 @@ def test_a_driver_that_is_killed(kit, tmp_path):
     assert resumed.digest == kit.recipe(4, steps=STEPS, optimizer=kit.adaptive).train(engine="inline").digest
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 def test_a_damaged_snapshot(kit, tmp_path):
     """One flipped bit in the newest snapshot: the run goes on from the one before, to the same bits, and says so."""

@@ -456,7 +456,7 @@ def test_the_state_that_a_run_began_with_stays_the_callers(tmp_path, place):
 
 
 def slow_accuracy(output, target):
-    time.sleep(0.5)
+    time.sleep(0.2)
     return accuracy(output, target)
 
 

@@ -90,6 +90,7 @@ def same(one, other):
     return (one.digest, one.loss_history) == (other.digest, other.loss_history)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("scheduler", [None, Thawing])
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_frozen_and_thawed_weights_have_the_bits_of_one_process(wanted, scheduler, workers):
@@ -165,6 +166,7 @@ for scheduler in (None, Thawing):
     assert world(code) == [alone, alone]
 
 
+@pytest.mark.long
 def test_what_is_looked_at_is_the_state_of_each_step():
     """Results and models in the middle of a run hold thawed weights as they are then, and frozen ones too."""
     seen = {}
@@ -179,6 +181,7 @@ def test_what_is_looked_at_is_the_state_of_each_step():
         assert all(map(torch.equal, one[1:], other[1:]))
 
 
+@pytest.mark.long
 def test_a_frozen_weight_of_another_class_is_looked_at():
     """One that is made from other things than a tensor, and knows how to be copied."""
     with recipe(Named).start(workers=2, engine="processes") as run:
@@ -220,6 +223,7 @@ def test_what_the_caller_writes_stays_with_the_caller(wanted):
         assert same(run.result(), wanted[None])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["in place", "unseen", "elsewhere"])
 def test_what_is_written_into_the_base_meanwhile_is_not_in_the_result(tmp_path, wanted, how):
     """Nor in snapshots: workers trained beside the base as it was, which a model of the caller's may share."""
@@ -243,6 +247,7 @@ def test_what_is_written_into_the_base_meanwhile_is_not_in_the_result(tmp_path, 
     assert torch.equal(phalanx.load(tmp_path).weights["0.base.weight"], run.result().model[0].base.weight)
 
 
+@pytest.mark.long
 def test_two_runs_over_one_base_of_which_one_thaws_it():
     """The other's result has the base as it was: it does not matter where the later run has put it."""
     base = torch.nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
@@ -356,6 +361,7 @@ def test_conjugates_of_a_weight_move_with_it():
     assert same(mixed.train(workers=2, engine="processes"), mixed.train(engine="inline"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheduler", [None, Thawing])
 def test_a_make_model_that_freezes_the_garbage_collector(wanted, scheduler):
     """What ``gc.freeze`` hides from it moves to where all processes have it all the same."""
@@ -393,6 +399,7 @@ def leftovers():
 # Memory.
 
 
+@pytest.mark.long
 @LINUX
 def test_a_frozen_base_is_held_once():
     """Not in the caller's process, nor in the workers', nor in the snapshot; the rest is what small ones take.
@@ -597,6 +604,7 @@ def grown():
     return model
 
 
+@pytest.mark.long
 @LINUX
 def test_make_model_may_grow_tensors():
     """It is called once more where memory that can be replaced is not enough; what it raises itself is told."""
@@ -614,6 +622,7 @@ def test_make_model_may_grow_tensors():
         job(never).train(workers=2, engine="processes")
 
 
+@pytest.mark.long
 def test_make_model_may_compile_what_it_makes():
     """In a worker, too, where torch's compiler comes while memory is shared."""
 
@@ -630,6 +639,7 @@ def test_make_model_may_compile_what_it_makes():
     assert same(job.train(workers=2, engine="processes"), job.train(engine="inline"))
 
 
+@pytest.mark.long
 def test_hosts_compare_frozen_weights_too():
     """What hosts add up now and then to compare has every weight, wherever it lies: a bit of the base changes it."""
 

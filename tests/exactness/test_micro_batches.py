@@ -62,6 +62,7 @@ def test_faults_are_noticed(fault):
     assert trained(recipe)[0] != by_hand.answer(recipe, fault)[0]
 
 
+@pytest.mark.long
 def test_one_key_for_all_parts_is_noticed():
     """Parts that drop the same units have other bits."""
     recipe = jax_families.FAMILIES["dropout"].recipe(2, micro_batches=2)

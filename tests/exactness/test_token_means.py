@@ -93,6 +93,7 @@ def counted(model, batch):
     return model(**batch, num_items_in_batch=(batch["labels"][:, 1:] != -100).sum())
 
 
+@pytest.mark.long
 def test_the_whole_output_of_forward_fn_is_recognised():
     """What the warning says to return is weighted exactly, whatever R and W are, also a sum over the share's count."""
     whole, _ = first_step(Summed, 1, forward_fn=counted)

@@ -77,6 +77,7 @@ def bits(array):
     return as_numpy(array).tobytes() if isinstance(array, torch.Tensor) else np.asarray(array).tobytes()
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("as_array", [same, as_numpy])
 @pytest.mark.parametrize(("replicas", "count"), [(8, 2), (7, 2), (7, 3), (5, 4), (3, 1)])
 def test_sums_have_the_bits_of_the_fold(monkeypatch, replicas, count, as_array):

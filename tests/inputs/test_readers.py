@@ -84,6 +84,7 @@ def test_any_number_of_readers(workers, readers, expected):
     assert_same(over(Slow()).train(readers=readers, **options), expected)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "changes",
     [{"micro_batches": 2, "batch_size": 12}, {"batch_size": None}, {"batch_size": 2}, {"drop_last": True}],
@@ -123,6 +124,7 @@ def put_back(samples):
         return x + torch.randn(5), y
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("collate_fn", [from_the_seed, put_back])
 @pytest.mark.parametrize("phases", [None, [phalanx.Phase(LOSS, name="one"), phalanx.Phase(LOSS, name="other")]])
 def test_collating_that_leaves_no_trace(collate_fn, phases, expected):
@@ -258,6 +260,7 @@ def test_what_needs_no_readers():
             over(InOrder()).train(readers=readers)
 
 
+@pytest.mark.long
 def test_nothing_is_left():
     """When a run ends, so do its readers, and no descriptor and thread stays."""
     for _ in range(2):  # what is kept warm

@@ -155,6 +155,7 @@ def closing(path):
             file.write("closed")
 
 
+@pytest.mark.long
 def test_nothing_is_left(tmp_path, monkeypatch):
     """When a run ends, in whatever way, its reader has ended, with the iterable closed; no descriptor stays."""
     monkeypatch.setattr(streams, "FAREWELL_MILLISECONDS", 60_000)

@@ -34,6 +34,7 @@ def recipe(data):
     return phalanx.Recipe(mlp, data, cross_entropy, mlp_forward, replicas=3, batch_size=9, epochs=2, shuffle=False)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("data", [Rows(), phalanx.Stream(rows)], ids=["dataset", "stream"])
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_streams_and_readers(data, place):

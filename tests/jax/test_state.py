@@ -104,6 +104,7 @@ def test_a_fault_is_noticed():
     assert trained(recipe())[0] != answer(recipe(), "first")[0]
 
 
+@pytest.mark.long
 def test_where_the_state_stands_in_the_call_is_the_same():
     """``forward_fn(params, state, x)`` and ``forward_fn(params, x, state)`` are understood."""
     assert trained(recipe(forward_fn=second_place))[0] == trained(recipe())[0]

@@ -124,6 +124,7 @@ def test_a_recipe_that_was_edited_tells_nothing_of_the_run(tmp_path, run):
 ODD = [None, -1, 3.5, 1e400, "x", "", [], {}, True, 10**30, [[]]]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("place", ["header", "link", "run", "state", "snapshot", "event"])
 def test_values_that_nobody_wrote(tmp_path, run, place):
     """Whatever a field holds, every command ends in a sentence of its own: what differs, or what is damaged."""

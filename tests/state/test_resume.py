@@ -591,6 +591,7 @@ def test_another_environment_is_told(tmp_path, monkeypatch):
     assert_same(result, norm_recipe(4).train(engine="inline"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 2])
 def test_batches_beyond_the_plan(tmp_path, workers):
     """A run that had gone beyond its planned steps on brought batches goes on; planned steps beyond it are refused."""
