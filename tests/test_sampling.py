@@ -71,10 +71,10 @@ class Item:
 
 
 def rotated(monkeypatch, seed):
-    """Names of tests that this seed draws, of a folder with eleven that take long."""
+    """Names of tests that this seed draws, of a folder with thirteen that take long."""
     monkeypatch.setattr(sampling, "SEED", seed)
     items = [Item("quick"), Item("eight[other]", "long", "campaign")]
-    items += [Item(letter, "long") for letter in "abcdefghij"] + [Item(f"eight[{case}]", "long") for case in range(8)]
+    items += [Item(letter, "long") for letter in "abcdefghijkl"] + [Item(f"eight[{case}]", "long") for case in range(8)]
     sampling.rotate(items)
     assert items[0].drawn
     assert not items[1].drawn
@@ -82,20 +82,20 @@ def rotated(monkeypatch, seed):
 
 
 def test_tests_that_take_long_rotate(monkeypatch):
-    """Two of eleven are drawn, of one with eight cases two; the same with the same seed, each with some seed."""
-    runs = [rotated(monkeypatch, seed) for seed in range(100)]
+    """Two of thirteen are drawn, of one with eight cases two; the same with the same seed, each with some seed."""
+    runs = [rotated(monkeypatch, seed) for seed in range(300)]
     assert runs[0] == rotated(monkeypatch, 0)
     assert all(len({name.split("[")[0] for name in names}) == 2 for names in runs)
     assert {len([name for name in names if "[" in name]) for names in runs} == {0, 2}
-    assert set.union(*runs) == {*"abcdefghij", *(f"eight[{case}]" for case in range(8))}
+    assert set.union(*runs) == {*"abcdefghijkl", *(f"eight[{case}]" for case in range(8))}
 
 
 def test_what_takes_longest_rotates_as_one(monkeypatch):
-    """Two of thirteen are drawn, from whatever folders; what else takes long there has a draw of its own."""
+    """Two of seventeen are drawn, from whatever folders; what else takes long there has a draw of its own."""
     seen = set()
     for seed in range(100):
         monkeypatch.setattr(sampling, "SEED", seed)
-        items = [Item(f"longest {number}", "longest") for number in range(13)] + [Item("alone", "long")]
+        items = [Item(f"longest {number}", "longest") for number in range(17)] + [Item("alone", "long")]
         apart = [Item("apart", "longest", "accelerator"), Item("quick and apart", "accelerator")]
         for number, item in enumerate(items):
             item.nodeid = item.nodeid.replace("tests", f"tests/{number % 3}")
