@@ -160,6 +160,7 @@ def inductor():
 @pytest.mark.campaign
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler")
 @pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # of torch's compiler, when imported
 def test_real_kernels():
     """Kernels that inductor makes on this machine end in one digest inline and with three workers."""
     wanted = recipe(inductor).train(engine="inline").digest
