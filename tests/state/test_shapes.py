@@ -13,6 +13,7 @@ import pytest
 
 import phalanx
 from phalanx.checkpoint import snapshot, tensors
+from phalanx.cli import pages
 from phalanx.definition.digest import leaf_hash
 from phalanx.seams.snapshots import Captured
 from tests.state.runs import NEWER, contents, folder_of, norm_recipe, reheaded, sealed
@@ -156,6 +157,17 @@ def test_state_that_fused_kernels_would_write_beyond(tmp_path, folder, change):
     shutil.copytree(folder, target)
     with pytest.raises(phalanx.SnapshotError, match="the optimizers' state in the snapshot does not fit"):
         norm_recipe(NEWER + 1).train(run_dir=tmp_path / "run", engine="inline")
+
+
+@pytest.mark.parametrize("part", [0, None, "phases", ["phases"], {}])
+def test_a_fingerprint_that_is_none(tmp_path, good, part):
+    """Whatever stands where the recipe's fingerprint has its parts, a snapshot is read, and a page made of the run."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(good, run_dir)
+    for folder in (run_dir / "snapshots").iterdir():
+        sealed(folder, lambda state: state["recipe"].update(fields=part, values=part))
+    assert len(phalanx.load(run_dir).loss_history) == NEWER
+    assert "run" in pages.page([pages.read(run_dir)])
 
 
 VALUES = (

@@ -234,7 +234,7 @@ def losses_in(earlier: Snapshot, updates: int | None = None) -> list[float]:
     """The loss of every update; ``updates``: how many those are, where the recipe is known."""
     stored = earlier.training.get(LOSSES)
     shape = None if stored is None else stored.shape
-    phased = updates is None and "phases" in earlier.recipe.get("fields", ())
+    phased = updates is None and "phases" in earlier.noted("fields")
     expected = shape if phased else (earlier.step if updates is None else updates,)
     if stored is None or stored.dtype != "float64" or len(stored.shape) != 1 or shape != expected:
         content = "none" if stored is None else f"those of {stored.dtype}{list(stored.shape)}"

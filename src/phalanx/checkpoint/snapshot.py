@@ -57,6 +57,11 @@ class Snapshot:
     recipe: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
     environment: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
 
+    def noted(self, part: str) -> dict[str, Any]:
+        """A part of the recipe's fingerprint; empty where there is none, as nobody has checked that it is one."""
+        found = self.recipe.get(part)
+        return found if isinstance(found, dict) else {}
+
 
 def write(snapshot: Snapshot, target: pathlib.Path) -> None:
     """Write ``snapshot`` as the folder ``target``: durable and whole when this returns, else not there.

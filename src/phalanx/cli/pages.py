@@ -111,7 +111,7 @@ def read(path: pathlib.Path) -> History:
             history.events.append(line)
     try:
         newest = read_any(path)
-        history.facts = {"recipe": newest.recipe.get("values", {}), **newest.environment}
+        history.facts = {"recipe": newest.noted("values"), **newest.environment}
     except SnapshotError:
         pass
     return history
