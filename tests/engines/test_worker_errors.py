@@ -667,11 +667,13 @@ def test_the_death_of_the_zygote_is_survived():
     before = children()
     with recipe().start(workers=2, engine="processes") as run:
         run.step()
-        zygote = next(process for process in psutil.Process().children() if process.pid not in before)
+        ours = children() - before  # the zygote and what is below it
+        (zygote,) = [process for process in psutil.Process().children() if process.pid in ours]
         zygote.kill()
         began = time.monotonic()
         all_of(run)
         assert time.monotonic() - began < SOON + 10  # of importing the framework
+        assert "replaced" in [incident.kind for incident in run.result().incidents]
         assert run.result().digest == recipe().train(engine="inline").digest
     assert_no_workers()
 
