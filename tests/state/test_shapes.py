@@ -146,9 +146,22 @@ def other_parameters(state):
     group["is"].append(["params", [{"!": "tensor", "is": ["optimizer.0.0.bias.exp_avg", [1], "cpu"]}]])
 
 
-@pytest.mark.parametrize("change", [exchange, overlap, other_parameters])
-def test_state_that_fused_kernels_would_write_beyond(tmp_path, folder, change):
-    """Optimizer state that does not lie as its parameter does is refused: fused kernels write where that would end."""
+def no_number(state):
+    """The learning rate is a word."""
+    [[[group]], *_] = state["facts"]["options"]
+    next(item for item in group["is"] if item[0] == "lr")[1] = "!"
+
+
+def no_rate(state):
+    """The learning rate is a list."""
+    [[[group]], *_] = state["facts"]["options"]
+    next(item for item in group["is"] if item[0] == "lr")[1] = [0.1]
+
+
+@pytest.mark.parametrize("change", [exchange, overlap, other_parameters, no_number, no_rate])
+def test_optimizers_that_cannot_be(tmp_path, folder, change):
+    """State that does not lie as its parameter does (fused kernels write where that ends), or a rate that is no number,
+    is refused."""
     before = folder / "state.json"
     whole = before.read_bytes()
     sealed(folder, change)

@@ -97,6 +97,7 @@ def adopt(model: torch.nn.Module, updates: Updates, state: Captured) -> None:
                 optimizer.state[parameters[name]] = _placed(value, parameters[name], optimizer)
             optimizer.state.update(decoded(beside, find))
         updates.take_options(decoded(state.facts["options"], find))
+        _ = updates.lr  # which is a number, or raises
         for optimizer in updates.optimizers:
             _check_fused(optimizer, parameters.values())
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
