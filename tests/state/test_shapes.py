@@ -160,7 +160,7 @@ def no_rate(state):
 
 @pytest.mark.parametrize("change", [exchange, overlap, other_parameters, no_number, no_rate])
 def test_optimizers_that_cannot_be(tmp_path, folder, change):
-    """Refused: state that lies elsewhere than its parameter (fused kernels write beyond it), a rate that is no number."""
+    """State that does not lie like its parameter (fused kernels write beyond it), or no number for a rate: refused."""
     before = folder / "state.json"
     whole = before.read_bytes()
     sealed(folder, change)
