@@ -6,7 +6,7 @@ Knows arrays only by ``shape`` and ``__getitem__``, so it serves every framework
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,30 +63,33 @@ class Share:
         ]
 
 
+def _rows(arrays: Sequence[Any], indices: Indices) -> list[Any]:
+    return [array[indices] for array in arrays]
+
+
 @dataclass(frozen=True)
 class Columns:
     """A tree (tuples, dicts) of arrays of equal length; a share is the same tree of rows.
 
-    ``rebuild(rows)`` makes the tree again out of one item per array; ``index(indices)`` turns indices into what the
-    framework's arrays are indexed with.
+    ``rebuild(rows)`` makes the tree again out of one item per array; ``rows(arrays, indices)`` copies the rows of each,
+    as the framework does it best.
     """
 
     arrays: tuple[Any, ...]
     rebuild: Callable[[Iterable[Any]], Any]
-    index: Callable[[Indices], Any] = np.asarray
+    rows: Callable[[Sequence[Any], Indices], list[Any]] = _rows
 
     def __len__(self) -> int:
         return int(self.arrays[0].shape[0])
 
     def batch(self, indices: Indices) -> Any:
         """The rows of a share."""
-        rows = self.index(indices)
-        return self.rebuild([array[rows] for array in self.arrays])
+        return self.rebuild(self.rows(self.arrays, indices))
 
     def sample(self, index: int, seed: SeedSample) -> Any:
         """One row, with no added axis, copied as the rows of a batch are; nothing is drawn."""
-        rows = self.index(np.array([index], dtype=np.int64))
-        return self.rebuild([array[rows][0] for array in self.arrays])
+        rows = self.rows(self.arrays, np.array([index], dtype=np.int64))
+        return self.rebuild([row[0] for row in rows])
 
 
 @dataclass(frozen=True)

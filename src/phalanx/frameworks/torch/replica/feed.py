@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from phalanx.definition.batches import as_batch
 from phalanx.definition.data import Columns, Samples, Share, Source
 from phalanx.definition.fields import Definition
 from phalanx.frameworks.torch.environment import StaticShapes
+from phalanx.plan import Indices
 
 
 class Feed:
@@ -55,7 +58,22 @@ def opened(source: Source) -> Source:
     """See ``seams.Framework.opened``."""
     if isinstance(source, Samples):
         return source
-    return Columns(tuple(map(_column, source.arrays)), source.rebuild, torch.from_numpy)
+    columns = tuple(map(_column, source.arrays))
+    return Columns(columns, source.rebuild, functools.partial(_rows, tuple(map(_plain, columns))))
+
+
+def _rows(plain: Sequence[bool], columns: Sequence[torch.Tensor], indices: Indices) -> list[torch.Tensor]:
+    """Rows of each column; ``index_select`` copies those of plain ones in a third of the time, to the same strides."""
+    rows = torch.from_numpy(indices)
+    return [
+        column.index_select(0, rows) if simple else column[rows] for simple, column in zip(plain, columns, strict=True)
+    ]
+
+
+def _plain(column: torch.Tensor) -> bool:
+    """Whether it lies in host memory row by row, and is nothing but a tensor."""
+    mere = type(column) is torch.Tensor and column.layout == torch.strided and not column.requires_grad
+    return mere and column.device.type == "cpu" and not column.is_quantized and column.is_contiguous()
 
 
 def _column(array: Any) -> torch.Tensor:
