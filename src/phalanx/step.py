@@ -67,12 +67,11 @@ def propose(framework: Steppable, link: Link, definition: Definition, t: int, sh
     After any error the state is the one before the step.
     """
     try:
-        known = share_weights([len(share.samples) for share in shares])
         ran = [replica for replica in link.hosted if len(shares[replica].samples)]
-        computing, moment = begin(framework, definition, t, ran, shares), definition.rounds.at(t)
+        moment, work = definition.rounds.at(t), todo(definition, t, ran, shares)
+        computing, of = framework.gradients(work), {one.replica: one for one in work}
         mine = [
-            _part(framework, link, definition, computing, moment, replica, shares[replica], known[replica])
-            for replica in link.hosted
+            _part(framework, link, definition, computing, moment, replica, of.get(replica)) for replica in link.hosted
         ]
         parts = link.all_gather(mine)
         check_consistent(parts)
@@ -105,19 +104,18 @@ def _part(
     computing: Iterator[Computed],
     moment: Moment,
     replica: int,
-    share: Share,
-    known: float,
+    work: Todo | None,
 ) -> Part:
-    """Take the next replica's gradient, weigh it and hand it to the fold."""
-    if not len(share.samples):
+    """Take the next replica's gradient, weigh it and hand it to the fold; no work: it has no samples in this step."""
+    if work is None:
         link.push(replica, 0, None, [])
         return ABSENT
-    computed = compute(computing, moment, replica, share)
-    part = weighed(computed.loss, computed.weight, known, len(share.samples), definition.replicas)
+    computed, samples = compute(computing, moment, replica, work.share), len(work.share.samples)
+    part = weighed(computed.loss, computed.weight, work.weight, samples, definition.replicas)
     gradient = computed.gradient if part.weight else None
     if gradient is not None and part.weight != 1:
         gradient = framework.arithmetic.scale(gradient, part.weight)
-    link.push(replica, len(share.samples), gradient, computed.buffers)
+    link.push(replica, samples, gradient, computed.buffers)
     return part
 
 

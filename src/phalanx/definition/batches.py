@@ -7,7 +7,6 @@ Columns must stay what they are while a run is open: workers have them as they w
 from __future__ import annotations
 
 import functools
-import itertools
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -75,14 +74,13 @@ class BatchShares:
             source, lambda index: generators.seed(plan.sample_key(step, index), owned), self._first
         )
         fresh = self._definition.reset_carry == "epoch" and step % plan.steps_per_epoch == 0
-        dealt = list(enumerate(plan.shares(step)))
-        reads = [
-            read if self._ahead is None or not isinstance(source, Samples) else self._taken(step, number, indices, read)
-            for number, indices in dealt
-        ]
-        shares = [Share(dealt[number][1], read, collated, "data", fresh=fresh) for number, read in enumerate(reads)]
-        for before, share in itertools.pairwise(shares):
-            share.first = before.first + len(before.samples)
+        ahead = self._ahead is not None and isinstance(source, Samples)
+        shares: list[Share] = []
+        first = 0
+        for replica, indices in enumerate(plan.shares(step)):
+            reads = self._taken(step, replica, indices, read) if ahead else read
+            shares.append(Share(indices, reads, collated, "data", first, fresh))
+            first += len(indices)
         return shares
 
     @property

@@ -5,6 +5,8 @@ Implements ``seams.sharing.Arrays`` and ``seams.Arithmetic``. Elementwise, so sl
 
 from __future__ import annotations
 
+import functools
+import math
 import mmap
 from collections.abc import Sequence
 from typing import Any
@@ -34,7 +36,7 @@ def scale(vector: Gradient, factor: float) -> Gradient:
 
 def divide(vector: Gradient, divisor: float) -> Gradient:
     """``vector / divisor``, in place."""
-    return [None if a is None else a.div_(divisor) for a in vector]
+    return [None if a is None else _over(a, divisor) for a in vector]
 
 
 def read(scalars: list[float]) -> list[float]:
@@ -103,4 +105,17 @@ def _add(
     for into, source in additions:
         parts[into].add_(parts[source])  # type: ignore[union-attr, arg-type]
     if divisor != 1:
-        total.div_(divisor)
+        _over(total, divisor)
+
+
+def _over(array: torch.Tensor, divisor: float) -> torch.Tensor:
+    """``array / divisor``, in place; a power of two as a factor, which gives the same bits in half the time."""
+    factor = _factor(divisor) if array.is_floating_point() else None  # complex products have other zeros
+    return array.div_(divisor) if factor is None else array.mul_(factor)
+
+
+@functools.lru_cache(64)
+def _factor(divisor: float) -> torch.Tensor | None:
+    """``1 / divisor`` of a power of two, as a scalar of torch's: a number would be made one each time."""
+    mantissa, exponent = math.frexp(divisor)
+    return torch.tensor(1 / divisor, dtype=torch.float64) if mantissa == 0.5 and abs(exponent) < 64 else None

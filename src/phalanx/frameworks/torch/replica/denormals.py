@@ -45,23 +45,25 @@ class Denormals:
 
     def begin(self) -> None:
         """A replica begins."""
-        self._began = time.perf_counter(), time.thread_time() if self._asks else 0.0
+        self._processor = time.thread_time() if self._asks else 0.0
+        self._began = time.perf_counter()
 
     def end(self) -> None:
         """It was computed."""
-        clock, processor = self._began
-        clock, processor = time.perf_counter() - clock, time.thread_time() - processor if self._asks else math.inf
+        clock = time.perf_counter() - self._began
+        if not self._asks:
+            self._asks = self._looks > 0 and clock > SLOW * self._usual[0]
+            return
+        processor = time.thread_time() - self._processor
         if len(self._first) < USUAL:
             self._first.append((clock, processor))
             if len(self._first) == USUAL:
                 clocks, processors = zip(*self._first, strict=True)
                 self._usual = statistics.median(clocks), statistics.median(processors)
                 self._asks = False
-        elif self._looks and self._asks:
+        else:
             self._slow = self._slow + 1 if processor > SLOW * self._usual[1] else 0
             self.due, self._asks = self._slow >= USUAL, bool(self._slow)
-        else:
-            self._asks = self._looks > 0 and clock > SLOW * self._usual[0]
 
     def look(self, compute: Callable[[], object]) -> None:
         """Compute a replica that counts for nothing, as it is and with denormals flushed, and say what that tells."""
