@@ -69,9 +69,10 @@ def propose(framework: Steppable, link: Link, definition: Definition, t: int, sh
     try:
         ran = [replica for replica in link.hosted if len(shares[replica].samples)]
         moment, work = definition.rounds.at(t), todo(definition, t, ran, shares)
-        computing, of = framework.gradients(work), {one.replica: one for one in work}
+        computing, of_replica = framework.gradients(work), {one.replica: one for one in work}
         mine = [
-            _part(framework, link, definition, computing, moment, replica, of.get(replica)) for replica in link.hosted
+            _part(framework, link, definition, computing, moment, replica, of_replica.get(replica))
+            for replica in link.hosted
         ]
         parts = link.all_gather(mine)
         check_consistent(parts)

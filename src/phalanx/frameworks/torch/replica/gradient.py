@@ -173,7 +173,7 @@ class Collector:
 def _backward(loss: torch.Tensor, chosen: Sequence[torch.Tensor] | None) -> None:
     """Run a backward pass from a real scalar into ``.grad`` of the ``chosen``, or of all.
 
-    In the plain case as ``torch.autograd.backward`` does after its looks at what is known here: 6 us of a small step.
+    The plain case goes on as ``torch.autograd.backward`` does after looks at what is known here: 3 to 10 us less.
     """
     if chosen is not None or type(loss) is not torch.Tensor:
         torch.autograd.backward((loss,), inputs=chosen)
