@@ -111,7 +111,8 @@ def _part(
     if work is None:
         link.push(replica, 0, None, [])
         return ABSENT
-    computed, samples = compute(computing, moment, replica, work.share), len(work.share.samples)
+    computed = compute(computing, moment, replica, work.share)
+    samples = len(work.share.samples)
     part = weighed(computed.loss, computed.weight, work.weight, samples, definition.replicas)
     gradient = computed.gradient if part.weight else None
     if gradient is not None and part.weight != 1:

@@ -300,6 +300,10 @@ def test_arrays_lie_in_the_shared_memory_and_are_aligned(sent):
     assert max(addresses) - min(addresses) < 4096
 
 
+class Marked(np.ndarray):
+    """Arrays of a library's own, with nothing but values."""
+
+
 STRIDED = {
     "contiguous": np.arange(24.0).reshape(4, 6),
     "turned": np.arange(24.0).reshape(4, 6).T,
@@ -308,6 +312,10 @@ STRIDED = {
     "broadcast": np.broadcast_to(np.arange(3.0), (4, 3)),
     "permuted": np.arange(24.0).reshape(2, 3, 4).transpose(1, 2, 0),
     "cropped_and_permuted": np.arange(48.0).reshape(4, 3, 4)[1:3].transpose(1, 2, 0)[:2],
+    "axis_of_one": np.moveaxis(np.arange(24.0).reshape(4, 6, 1), -1, 1),
+    "axis_of_one_by_itself": np.ndarray((4, 1, 6), np.float64, bytearray(192), strides=(48, 8, 8)),
+    "axis_of_one_in_front": np.ndarray((1, 6), np.float64, bytearray(48), strides=(8, 8)),
+    "class_of_its_own": np.arange(24.0).reshape(2, 3, 4).transpose(1, 2, 0).view(Marked),
     "one_element": np.arange(24.0)[5:6].reshape(1, 1),
     "scalar": np.array(2.5),
     "empty": np.empty((0, 3)),
@@ -330,7 +338,10 @@ def test_numpy_arrays_arrive_as_they_were(sent, name):
     np.testing.assert_array_equal(got, array)
 
 
-@pytest.mark.parametrize("name", ["turned", "permuted", "cropped_and_permuted", "broadcast", "every_third", "reversed"])
+KEPT = ["turned", "permuted", "cropped_and_permuted", "broadcast", "every_third", "reversed", "axis_of_one"]
+
+
+@pytest.mark.parametrize("name", [*KEPT, "axis_of_one_by_itself", "axis_of_one_in_front", "class_of_its_own"])
 def test_numpy_arrays_keep_their_order_in_memory(sent, name):
     """Which axis lies closest in memory is part of the answer: batches cut from the array have the same layout."""
     array = STRIDED[name]
@@ -338,8 +349,32 @@ def test_numpy_arrays_keep_their_order_in_memory(sent, name):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         columns = [torch.from_numpy(np.array(item) if min(item.strides) < 0 else item) for item in (array, got)]
-    before, after = (column[torch.tensor([1, 0])] for column in columns)
+    before, after = (column[torch.zeros(2, dtype=torch.int64)] for column in columns)
     assert after.stride() == before.stride()
+    assert type(got) is type(array)
+
+
+def test_views_of_a_memory_map_keep_their_order_in_memory(sent, memory, tmp_path):
+    """Pictures that lie channels last in a file, turned and cut: they travel by the file, with their strides."""
+    mapped = np.memmap(tmp_path / "data", dtype=np.float32, mode="w+", shape=(50, 8, 8, 3), offset=64)
+    mapped[:] = np.arange(mapped.size).reshape(mapped.shape)
+    whole, cut, gray = mapped.transpose(0, 3, 1, 2), mapped[3:, 1:7].transpose(0, 3, 1, 2), mapped[..., :1, 0]
+    got = sent([whole, cut, gray])
+    assert os.fstat(memory.fd).st_size < mapped.nbytes
+    for before, after in zip((whole, cut, gray), got, strict=True):
+        assert (after.strides, after.dtype, type(after)) == (before.strides, before.dtype, np.memmap)
+        np.testing.assert_array_equal(after, before)
+
+
+def test_a_view_of_a_private_map_travels_with_what_was_written(sent, tmp_path):
+    """What the caller wrote into a map that is copied on write is not in the file."""
+    (tmp_path / "data").write_bytes(bytes(4 * 2 * 3 * 5))
+    mapped = np.memmap(tmp_path / "data", dtype=np.float32, mode="c", shape=(2, 3, 5))
+    mapped[:] = np.arange(30).reshape(2, 3, 5)
+    view = mapped.transpose(0, 2, 1)
+    got = sent(view)
+    assert got.strides == view.strides
+    np.testing.assert_array_equal(got, view)
 
 
 def test_a_read_only_array_arrives(sent):

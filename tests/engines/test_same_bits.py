@@ -585,6 +585,32 @@ def test_memory_layouts_of_brought_batches(layout):
     feed(images(None), [(x[:8], y[:8]), (x[7:], y[7:])], 2)
 
 
+def lone_channel():
+    return nn.Sequential(nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.Flatten(), nn.Linear(512, 3))
+
+
+@pytest.mark.parametrize("form", ["array", "map", "class", "tensor"])
+def test_memory_layouts_of_a_lone_channel(form, tmp_path):
+    """Gray pictures stored channels last: numpy forgets the stride of an axis of length 1, and convolutions look."""
+    np.save(tmp_path / "gray.npy", PIXELS[:, :12, :12, :1])
+    gray = np.load(tmp_path / "gray.npy", mmap_mode="r" if form == "map" else None)
+    x = np.moveaxis(gray.view(Marked) if form == "class" else gray, -1, 1)
+    data = (torch.from_numpy(x) if form == "tensor" else x, FEATURES[1])
+    same(phalanx.Recipe(lone_channel, data, F.cross_entropy, replicas=2, batch_size=8, steps=3), 2)
+
+
+class Marked(np.ndarray):
+    """Arrays of a library's own."""
+
+
+@pytest.mark.parametrize("cut", [slice(None), slice(2, 14)], ids=["whole", "cut"])
+def test_memory_layouts_of_mapped_files(cut, tmp_path):
+    """Pictures in a file that is mapped, channels last, as views: they reach workers with their strides."""
+    np.save(tmp_path / "pixels.npy", PIXELS)
+    x = np.load(tmp_path / "pixels.npy", mmap_mode="r")[:, cut, cut][:, :12, :12].transpose(0, 3, 1, 2)
+    same(images((x, FEATURES[1]), steps=3), 2)
+
+
 def test_memory_layout_is_part_of_the_answer():
     """The same numbers in another layout do end in other bits: what the tests above compare can differ."""
     view = LAYOUTS["cropped_channels_last_view"]

@@ -1,5 +1,6 @@
 """Where a shorter way through torch is taken, it leads to the same bits as the long one."""
 
+import functools
 import math
 
 import numpy as np
@@ -23,6 +24,13 @@ def pictures():
     return torch.arange(10 * 3 * 4 * 4, dtype=torch.float32).reshape(10, 3, 4, 4)
 
 
+WHOLE = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32, torch.uint64]
+
+
+def numbers(kind):
+    return torch.arange(10).to(kind)
+
+
 COLUMNS = {
     "rows": lambda: torch.arange(30.0).reshape(10, 3),
     "numbers": lambda: torch.arange(10),
@@ -35,6 +43,10 @@ COLUMNS = {
     "conjugate": lambda: torch.randn(10, 2, dtype=torch.complex64).conj(),
     "pictures": pictures,
     "channels last": lambda: pictures().contiguous(memory_format=torch.channels_last),
+    "gray pictures": lambda: pictures()[:, :1].contiguous(),
+    "gray, channels last": lambda: torch.arange(160.0).reshape(10, 4, 4, 1).permute(0, 3, 1, 2),
+    "one long axis": lambda: torch.arange(30.0).reshape(10, 1, 3).transpose(1, 2),
+    **{f"numbers as {kind}": functools.partial(numbers, kind) for kind in WHOLE},
     "turned": lambda: torch.arange(30.0).reshape(3, 10).t(),
     "cut": lambda: torch.arange(60.0).reshape(10, 6)[:, ::2],
     "repeated": lambda: torch.arange(10.0)[:, None].expand(10, 4),
@@ -61,7 +73,7 @@ def test_rows_are_those_of_indexing(name):
 
 def test_selecting_all_rows_alike_would_lay_some_out_otherwise(monkeypatch):
     """Pictures with their channels last would lose their strides, which convolutions choose their kernel by."""
-    monkeypatch.setattr(feed, "_plain", lambda _: True)  # planted
+    monkeypatch.setattr(feed, "_selectable", lambda _: True)  # planted
     column = COLUMNS["channels last"]()
     assert rows_of(column).stride() != column[torch.tensor([7, 0, 0, 9])].stride()
 
@@ -123,6 +135,16 @@ def test_a_power_of_two_divides_by_multiplying(divisor, dtype, flush):
     assert found is not None
     same = found.view(BITS[dtype]) == wanted.view(BITS[dtype])
     assert (same | (found.isnan() & wanted.isnan())).all()
+
+
+def test_the_callers_default_device_decides_nothing():
+    """A scalar that is kept lies on the CPU, also where the first division was made under another default device."""
+    arithmetic._factor.cache_clear()
+    for device in ("meta", "cpu"):
+        with torch.device(device):
+            (found,) = arithmetic.divide([torch.ones(4, device="cpu")], 2.0)
+        assert found is not None
+        assert found.tolist() == [0.5] * 4
 
 
 def test_an_inverse_that_is_rounded_would_be_another_answer():

@@ -283,6 +283,7 @@ DATA = [
     ("array-of-strings", lambda: go(data=(X, np.array(["a"] * 12))), "data[1]", "<U1"),
     ("array-of-objects", lambda: go(data=(X, np.array([None] * 12))), "data[1]", "object"),
     ("array-of-dates", lambda: go(data=(X, np.zeros(12, "datetime64[D]"))), "data[1]", "datetime64"),
+    ("array-masked", lambda: go(data=(np.ma.masked_less(X, 0), Y)), "data[0] is a masked array", "filled(value)"),
     ("array-byte-order", lambda: go(data=(X.astype(">f4"), Y)), "data[0]", ">f4", ".astype(numpy.float32)"),
     ("array-longdouble", lambda: go(data=(X.astype(np.longdouble), Y)), "data[0]", "longdouble", ".astype"),
     ("column-list", lambda: recipe(data=(X.tolist(), Y.tolist())), "data[0] is a list", "numpy.asarray"),

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.definition.arrays import bounds
+
 
 def own(sample: Any) -> Any:
     """Its arrays, tensors, lists, tuples and dicts as copies; strides stay. Objects of other classes are themselves."""
@@ -33,12 +35,12 @@ def own(sample: Any) -> Any:
 
 
 def _array(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    if array.flags.forc or array.dtype.hasobject or not array.size:
-        return array.copy(order="K")
-    steps = [(length - 1) * stride for length, stride in zip(array.shape, array.strides, strict=True)]
-    below = -sum(min(step, 0) for step in steps)
-    memory = np.empty(below + sum(max(step, 0) for step in steps) + array.itemsize, np.uint8)
-    copied = np.ndarray(array.shape, array.dtype, memory, below, array.strides)
+    copied = array.copy(order="K")
+    if copied.strides == array.strides or array.dtype.hasobject or not array.size:
+        return copied
+    low, high = bounds(array)
+    below = array.__array_interface__["data"][0] - low
+    copied = np.ndarray(array.shape, array.dtype, np.empty(high - low, np.uint8), below, array.strides)
     copied[...] = array
     return copied
 

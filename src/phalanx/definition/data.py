@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.definition.arrays import check_numpy
 from phalanx.errors import UsageError
 from phalanx.plan import Indices
 from phalanx.plan.shares import share_bounds
@@ -195,7 +196,7 @@ def open_columns(data: Any, argument: str) -> Columns:
                 f"{name} is a {type(column).__module__}.{type(column).__name__}, which numpy cannot read, and shares "
                 "are cut and compared in host memory; pass a numpy array: .numpy()"
             )
-        _check_numpy(name, column)
+        check_numpy(name, column)
     lengths = {name: int(column.shape[0]) for name, column in columns}
     if len(set(lengths.values())) > 1:
         spelled = ", ".join(f"{name} has {length}" for name, length in lengths.items())
@@ -209,19 +210,6 @@ def _looks_like_columns(data: list[Any]) -> bool:
     """Arrays that differ in shape but not in length could not be collated as samples."""
     arrays = len(data) > 1 and all(is_array(item) and len(item.shape) > 0 for item in data)
     return arrays and len({item.shape for item in data}) > 1 and len({item.shape[0] for item in data}) == 1
-
-
-def _check_numpy(name: str, column: Any) -> None:
-    """Refuse dtypes that no framework has: text, objects, dates, floats of more than 64 bits, foreign byte order."""
-    if isinstance(column, np.ndarray):
-        dtype = column.dtype
-        wide = dtype.kind in "fc" and np.finfo(dtype).bits > 64
-        if dtype.kind not in "biufc" or wide or not dtype.isnative:
-            raise UsageError(
-                f"{name} is a numpy array of {dtype.type.__name__} ({dtype.str}), which no tensor can hold; convert it "
-                "to numbers, for instance with .astype(numpy.float32), or pass a list of samples and turn each into "
-                "tensors in forward_fn"
-            )
 
 
 def _rebuilder(tree: Any) -> Callable[[Iterable[Any]], Any]:

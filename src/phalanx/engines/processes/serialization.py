@@ -24,6 +24,7 @@ import cloudpickle
 import numpy as np
 
 from phalanx.definition import checks
+from phalanx.definition.arrays import bounds, keeps_strides
 from phalanx.errors import UsageError
 from phalanx.shared.memory import ALIGNMENT, Memory, available_bytes
 from phalanx.surroundings.sources import finders
@@ -60,11 +61,11 @@ class Packer(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Memory maps by their file, tensors by their memory, all else as cloudpickle does."""
-        if type(obj) is np.memmap and obj.base is not None and not isinstance(obj.base, np.ndarray) and obj.mode != "c":
+        if _by_file(obj):
             order = "F" if obj.flags.f_contiguous and not obj.flags.c_contiguous else "C"
             return np.memmap, (obj.filename, obj.dtype, "c", obj.offset, obj.shape, order)
-        if type(obj) is np.ndarray and not (obj.flags.forc or obj.dtype.hasobject):
-            return _strided, _memory_under(obj)
+        if isinstance(obj, np.ndarray) and not (keeps_strides(obj) or obj.dtype.hasobject) and _as_numpy(type(obj)):
+            return _strided, (type(obj), *_memory_under(obj))
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType and _found_again(obj):
             self._by_value.setdefault(obj.__name__)
             return importlib.import_module, (obj.__name__,)
@@ -211,35 +212,44 @@ def _native(module: ModuleType) -> bool:
     return origin is not None and origin.endswith(tuple(EXTENSION_SUFFIXES))
 
 
-def _memory_under(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
-    """An array that is not dense as its memory, offset, shape, strides and dtype: strides may decide bits.
+def _by_file(thing: Any) -> bool:
+    """Whether it is a whole memory map with what its file has: workers map the file, too."""
+    return type(thing) is np.memmap and not isinstance(thing.base, np.ndarray | None) and thing.mode != "c"
 
-    Views of one array share the memory of that, unless they need little of it.
+
+def _as_numpy(kind: type[np.ndarray[Any, Any]]) -> bool:
+    """Whether a class of arrays is pickled as numpy's own is, with nothing beside the values."""
+    return all(getattr(kind, name) is getattr(np.ndarray, name) for name in ("__reduce__", "__reduce_ex__"))
+
+
+def _memory_under(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
+    """An array that numpy would lay out anew as its memory, offset, shape, strides and dtype: strides may decide bits.
+
+    Views of one array share the memory of that, unless they need little of it; those of a memory map its file.
     """
-    low, high = _bounds(array)
+    low, high = bounds(array)
     root = array
-    while type(root.base) is np.ndarray:
+    while isinstance(root.base, np.ndarray):
         root = root.base
-    start = _bounds(root)[0]
-    if not root.flags.forc or root.nbytes > ROOT_FACTOR * (high - low):
+    start, mapped = bounds(root)[0], _by_file(root)
+    plain = type(root) is np.ndarray and keeps_strides(root) and root.nbytes <= ROOT_FACTOR * (high - low)
+    if not (mapped or plain):
         start, size = low, high - low
         root = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(low)).copy()
     offset = array.__array_interface__["data"][0] - start
     return root, offset, array.shape, array.strides, array.dtype
 
 
-def _bounds(array: np.ndarray[Any, Any]) -> tuple[int, int]:
-    """Addresses of the first byte of an array and of the one after its last."""
-    steps = [(length - 1) * stride for length, stride in zip(array.shape, array.strides, strict=True)]
-    address = array.__array_interface__["data"][0]
-    return address + sum(min(step, 0) for step in steps), address + sum(max(step, 0) for step in steps) + array.itemsize
-
-
 def _strided(
-    memory: np.ndarray[Any, Any], offset: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any]
+    kind: type[np.ndarray[Any, Any]],
+    memory: np.ndarray[Any, Any],
+    offset: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: np.dtype[Any],
 ) -> np.ndarray[Any, Any]:
     flat = memory.reshape(-1, order="A").view(np.uint8)
-    return np.ndarray(shape, dtype, buffer=flat, offset=offset, strides=strides)
+    return np.ndarray(shape, dtype, buffer=flat, offset=offset, strides=strides).view(kind)
 
 
 def _padded(size: int) -> int:

@@ -116,6 +116,11 @@ def _over(array: torch.Tensor, divisor: float) -> torch.Tensor:
 
 @functools.lru_cache(64)
 def _factor(divisor: float) -> torch.Tensor | None:
-    """``1 / divisor`` of a power of two, as a scalar of torch's: a number would be made one each time."""
+    """``1 / divisor`` of a power of two that float32 has, as a scalar tensor: torch makes one of a number each time.
+
+    It is kept, so it lies on the CPU whatever the caller's default device is; it may be multiplied with any.
+    """
     mantissa, exponent = math.frexp(divisor)
-    return torch.tensor(1 / divisor, dtype=torch.float64) if mantissa == 0.5 and abs(exponent) < 64 else None
+    if mantissa != 0.5 or abs(exponent) > 64:
+        return None
+    return torch.tensor(1 / divisor, dtype=torch.float64, device="cpu")

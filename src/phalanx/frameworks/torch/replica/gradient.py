@@ -171,14 +171,15 @@ class Collector:
 
 
 def _backward(loss: torch.Tensor, chosen: Sequence[torch.Tensor] | None) -> None:
-    """Run a backward pass from a real scalar into ``.grad`` of the ``chosen``, or of all.
+    """Run a backward pass into ``.grad`` of the ``chosen``, or of all; ``loss`` is known to be a real scalar.
 
-    The plain case goes on as ``torch.autograd.backward`` does after looks at what is known here: 3 to 10 us less.
+    So what ``torch.autograd.backward`` checks first need not be checked again: 10 us less in a small step. Classes of
+    their own may override it, and are asked.
     """
     if chosen is not None or type(loss) is not torch.Tensor:
         torch.autograd.backward((loss,), inputs=chosen)
         return
-    ones = (torch.ones_like(loss),)
+    ones = (torch.ones_like(loss, memory_format=torch.preserve_format),)
     _engine_run_backward((loss,), ones, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
