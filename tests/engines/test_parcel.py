@@ -1,11 +1,13 @@
 """Parcels: what a caller hands to its workers arrives as it was, or is refused with the path to it."""
 
+import copyreg
 import ctypes
 import functools
 import os
 import pickle
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import types
@@ -18,9 +20,9 @@ import torch
 
 import phalanx
 from phalanx.engines.processes.messages import picklable
-from phalanx.engines.processes.serialization import pack, unpack
+from phalanx.engines.processes.serialization import pack, pieces_of, unpack, unpack_bytes
 from phalanx.errors import UsageError
-from phalanx.frameworks.registry import reduced
+from phalanx.frameworks.registry import reduced, reduced_sample
 from phalanx.shared.memory import ALIGNMENT, Memory
 from tests.families import FAMILIES
 
@@ -364,6 +366,105 @@ def test_views_of_a_memory_map_keep_their_order_in_memory(sent, memory, tmp_path
     for before, after in zip((whole, cut, gray), got, strict=True):
         assert (after.strides, after.dtype, type(after)) == (before.strides, before.dtype, np.memmap)
         np.testing.assert_array_equal(after, before)
+
+
+@pytest.mark.parametrize("view", ["whole", "turned", "turned by numpy"])
+def test_samples_travel_with_what_a_map_has_now(view, tmp_path):
+    """A dataset may write each sample into one mapped file: what a reader passes on is not looked up there later."""
+    mapped = np.memmap(tmp_path / "scratch", dtype=np.float32, mode="w+", shape=(4, 3))
+    mapped[:] = 1
+    array = {"whole": mapped, "turned": mapped.T[:, ::2], "turned by numpy": np.asarray(mapped).T[:, ::2]}[view]
+    content = b"".join(pieces_of(array, reduced_sample))
+    mapped[:] = 2
+    got = unpack_bytes(bytearray(content))
+    assert (got == 1).all()
+    assert got.strides == array.strides
+
+
+@pytest.mark.parametrize("view", ["whole", "turned"])
+@pytest.mark.parametrize("gone", ["deleted", "never named", "pickled before"])
+def test_maps_whose_file_is_not_there_travel_by_value(sent, gone, view, tmp_path):
+    """A deleted file, one without a name, and a map that came out of a pickle and is none any more."""
+    with tempfile.TemporaryFile() as nameless:
+        place = nameless if gone == "never named" else tmp_path / "data"
+        mapped = np.memmap(place, dtype=np.float32, mode="w+", shape=(4, 3))
+        mapped[:] = np.arange(12).reshape(4, 3)
+        if gone == "deleted":
+            (tmp_path / "data").unlink()
+        if gone == "pickled before":
+            mapped = pickle.loads(pickle.dumps(mapped))  # noqa: S301  in one line
+        array = mapped if view == "whole" else mapped.T[::2]
+        got = sent({"x": array})["x"]
+        assert got.strides == array.strides
+        np.testing.assert_array_equal(got, array)
+
+
+def test_views_of_any_array_share_its_memory(sent, memory, tmp_path):
+    """Columns cut from one private map, matrix or oddly strided array take its memory once, not once each."""
+    (tmp_path / "data").write_bytes(bytes(4 * 100 * 300))
+    private = np.memmap(tmp_path / "data", dtype=np.float32, mode="c", shape=(100, 300))
+    odd = np.ndarray((100, 1, 300), np.float32, bytearray(4 * 100 * 300), strides=(1200, 4, 4))
+    for root in (private, np.zeros((100, 300), np.float32).view(np.matrix), odd):
+        root[:] = np.arange(root.size).reshape(root.shape)
+        views = [root[:, ..., column] for column in range(100)]
+        got = sent(views)
+        assert os.fstat(memory.fd).st_size < 3 * root.nbytes
+        assert [(one.strides, type(one)) for one in got] == [(one.strides, type(one)) for one in views]
+        assert all(np.array_equal(one, other) for one, other in zip(got, views, strict=True))
+
+
+class Unit(np.ndarray):
+    """Arrays that take their unit from the array that they come from, and have to have one."""
+
+    def __array_finalize__(self, other):
+        if other is not None:
+            self.unit = other.unit
+
+
+class Tagged(np.ndarray):
+    """Arrays whose pickle is registered elsewhere, and has their tag."""
+
+    tag = None
+
+
+class Restored(np.ndarray):
+    """Arrays that do something when they are unpickled."""
+
+    restored = False
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.restored = True
+
+
+def tagged(array, tag):
+    made = np.asarray(array).view(Tagged)
+    made.tag = tag
+    return made
+
+
+copyreg.pickle(Tagged, lambda array: (tagged, (np.asarray(array), array.tag)))
+
+
+def test_classes_of_arrays_are_pickled_as_they_want_to_be(sent):
+    """Classes with attributes, with a pickle registered elsewhere, and with a state of their own: strided ones, too."""
+    values = np.arange(24.0).reshape(2, 3, 4)
+    unit = Unit((2, 3, 4))
+    unit.unit = "metre"
+    unit[:] = values
+    got = sent([unit.transpose(1, 2, 0), tagged(values.T, 7), values.view(Restored).T])
+    assert [type(one) for one in got] == [Unit, Tagged, Restored]
+    assert (got[1].tag, got[2].restored) == (7, True)
+    np.testing.assert_array_equal(np.asarray(got[0]), values.transpose(1, 2, 0))
+    np.testing.assert_array_equal(got[1], values.T)
+    np.testing.assert_array_equal(got[2], values.T)
+
+
+def test_numbers_beside_objects_in_one_array(sent):
+    """A field of numbers in records that hold objects, too, is copied without those."""
+    records = np.zeros(5, dtype=[("number", np.float32), ("thing", object)])
+    records["number"] = np.arange(5)
+    assert sent(records["number"]).tolist() == [0, 1, 2, 3, 4]
 
 
 def test_a_view_of_a_private_map_travels_with_what_was_written(sent, tmp_path):

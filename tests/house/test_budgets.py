@@ -13,7 +13,7 @@ import reading
 
 pytestmark = pytest.mark.house
 
-CODE_LINES = 25_060
+CODE_LINES = 25_090
 FILE_LINES = 300
 FUNCTION_LINES = 40
 PARAMETERS = 8

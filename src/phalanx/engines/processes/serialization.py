@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import ctypes
 import importlib
 import io
 import pickle
@@ -24,7 +23,7 @@ import cloudpickle
 import numpy as np
 
 from phalanx.definition import checks
-from phalanx.definition.arrays import bounds, keeps_strides
+from phalanx.definition.arrays import ArrayReducer
 from phalanx.errors import UsageError
 from phalanx.shared.memory import ALIGNMENT, Memory, available_bytes
 from phalanx.surroundings.sources import finders
@@ -35,15 +34,17 @@ NUMBER = struct.Struct("<q")
 CONTAINERS = (dict, list, tuple, set, frozenset)
 DEPTH = 6
 WORTH_CHECKING = 1 << 26  # bytes
-ROOT_FACTOR = 4
 
 
 class Packer(cloudpickle.Pickler):
     """Pickles with arrays out of band, and code by value where a worker could not import it."""
 
-    def __init__(self, file: io.BytesIO, reducer: Reducer, buffers: list[pickle.PickleBuffer]) -> None:
+    def __init__(
+        self, file: io.BytesIO, reducer: Reducer, buffers: list[pickle.PickleBuffer], *, by_file: bool = True
+    ) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffers.append)
         self._reducer = reducer
+        self._arrays = ArrayReducer(by_file=by_file)
         self._by_value: dict[str, ModuleType | None] = {}
 
     @property
@@ -60,12 +61,9 @@ class Packer(cloudpickle.Pickler):
                 cloudpickle.unregister_pickle_by_value(module)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Memory maps by their file, tensors by their memory, all else as cloudpickle does."""
-        if _by_file(obj):
-            order = "F" if obj.flags.f_contiguous and not obj.flags.c_contiguous else "C"
-            return np.memmap, (obj.filename, obj.dtype, "c", obj.offset, obj.shape, order)
-        if isinstance(obj, np.ndarray) and not (keeps_strides(obj) or obj.dtype.hasobject) and _as_numpy(type(obj)):
-            return _strided, (type(obj), *_memory_under(obj))
+        """Arrays and tensors by their memory, all else as cloudpickle does."""
+        if isinstance(obj, np.ndarray):
+            return self._arrays.reduced(obj)
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType and _found_again(obj):
             self._by_value.setdefault(obj.__name__)
             return importlib.import_module, (obj.__name__,)
@@ -98,7 +96,7 @@ def pack(thing: Any, memory: Memory, reducer: Reducer) -> int:
     UsageError
         Something in it cannot be pickled; names the path to it.
     """
-    pieces = pieces_of(thing, reducer)
+    pieces = pieces_of(thing, reducer, by_file=True)
     _fit(memory, sum(map(len, pieces)))
     offset = 0
     with memory.map() as place:
@@ -108,10 +106,13 @@ def pack(thing: Any, memory: Memory, reducer: Reducer) -> int:
     return offset
 
 
-def pieces_of(thing: Any, reducer: Reducer) -> list[memoryview | bytes]:
-    """``thing`` as bytes, to be written one after another: sizes, the pickle, arrays at multiples of 64 bytes."""
+def pieces_of(thing: Any, reducer: Reducer, *, by_file: bool = False) -> list[memoryview | bytes]:
+    """``thing`` as bytes, to be written one after another: sizes, the pickle, arrays at multiples of 64 bytes.
+
+    ``by_file``: files of memory maps stay as they are until it is unpacked, so that their names will do.
+    """
     buffers: list[pickle.PickleBuffer] = []
-    body = _pickled(thing, reducer, buffers)
+    body = _pickled(thing, reducer, buffers, by_file=by_file)
     parts = [memoryview(body), *(buffer.raw() for buffer in buffers)]
     header = b"".join(map(NUMBER.pack, [len(parts), *(part.nbytes for part in parts)]))
     pieces = [memoryview(header), *parts]
@@ -153,10 +154,10 @@ def unpack_bytes(content: Any) -> Any:
     return pickle.loads(pieces[0], buffers=pieces[1:])  # noqa: S301  packed by this process's parent
 
 
-def _pickled(thing: Any, reducer: Reducer, buffers: list[pickle.PickleBuffer]) -> bytes:
+def _pickled(thing: Any, reducer: Reducer, buffers: list[pickle.PickleBuffer], *, by_file: bool) -> bytes:
     file = io.BytesIO()
     try:
-        Packer(file, reducer, buffers).dump(thing)
+        Packer(file, reducer, buffers, by_file=by_file).dump(thing)
     except Exception as error:
         path, culprit = _culprit(thing, reducer)
         path = path.removeprefix("fields.")
@@ -210,46 +211,6 @@ def _found_again(module: ModuleType) -> bool:
 def _native(module: ModuleType) -> bool:
     origin = getattr(module.__spec__, "origin", None)
     return origin is not None and origin.endswith(tuple(EXTENSION_SUFFIXES))
-
-
-def _by_file(thing: Any) -> bool:
-    """Whether it is a whole memory map with what its file has: workers map the file, too."""
-    return type(thing) is np.memmap and not isinstance(thing.base, np.ndarray | None) and thing.mode != "c"
-
-
-def _as_numpy(kind: type[np.ndarray[Any, Any]]) -> bool:
-    """Whether a class of arrays is pickled as numpy's own is, with nothing beside the values."""
-    return all(getattr(kind, name) is getattr(np.ndarray, name) for name in ("__reduce__", "__reduce_ex__"))
-
-
-def _memory_under(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
-    """An array that numpy would lay out anew as its memory, offset, shape, strides and dtype: strides may decide bits.
-
-    Views of one array share the memory of that, unless they need little of it; those of a memory map its file.
-    """
-    low, high = bounds(array)
-    root = array
-    while isinstance(root.base, np.ndarray):
-        root = root.base
-    start, mapped = bounds(root)[0], _by_file(root)
-    plain = type(root) is np.ndarray and keeps_strides(root) and root.nbytes <= ROOT_FACTOR * (high - low)
-    if not (mapped or plain):
-        start, size = low, high - low
-        root = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(low)).copy()
-    offset = array.__array_interface__["data"][0] - start
-    return root, offset, array.shape, array.strides, array.dtype
-
-
-def _strided(
-    kind: type[np.ndarray[Any, Any]],
-    memory: np.ndarray[Any, Any],
-    offset: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    dtype: np.dtype[Any],
-) -> np.ndarray[Any, Any]:
-    flat = memory.reshape(-1, order="A").view(np.uint8)
-    return np.ndarray(shape, dtype, buffer=flat, offset=offset, strides=strides).view(kind)
 
 
 def _padded(size: int) -> int:
