@@ -13,7 +13,23 @@ from phalanx.frameworks.torch import arithmetic
 from phalanx.frameworks.torch.replica import feed, gradient
 
 BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
-DIVISORS = [2.0, 8.0, 0.25, -2.0, 2.0**-20, 2.0**40, 3.0, 6.0, 0.1, 17.25, math.inf, 2.0**70, 2.0**-80]
+DIVISORS = [
+    2.0,
+    8.0,
+    0.25,
+    -2.0,
+    2.0**-20,
+    2.0**40,
+    3.0,
+    6.0,
+    0.1,
+    17.25,
+    math.inf,
+    2.0**70,
+    2.0**-80,
+    2.0**130,
+    2.0**-130,
+]
 
 
 class Marked(torch.Tensor):
@@ -67,8 +83,23 @@ def test_rows_are_those_of_indexing(name):
     found, wanted = rows_of(column), column[torch.tensor([7, 0, 0, 9])]
     assert (type(found), found.dtype, found.stride()) == (type(wanted), wanted.dtype, wanted.stride())
     assert found.requires_grad == wanted.requires_grad
+    assert type(found.grad_fn) is type(wanted.grad_fn)
     assert found.is_conj() == wanted.is_conj()
     assert repr(found.tolist()) == repr(wanted.tolist())
+
+
+def test_a_class_of_its_own_is_indexed():
+    """A column whose class overrides torch's functions hears of indexing, as it would in a loop by hand."""
+    heard = []
+
+    class Hears(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            heard.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    rows_of(torch.arange(30.0).reshape(10, 3).as_subclass(Hears))
+    assert torch.Tensor.__getitem__ in heard
 
 
 def test_selecting_all_rows_alike_would_lay_some_out_otherwise(monkeypatch):

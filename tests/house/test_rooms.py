@@ -24,7 +24,6 @@ SMALL_FILES, SMALL_LINES = 8, 40
 LARGE_FOLDERS = {}
 
 SMALL = {
-    "engines/hosts/interfaces.py": "asks the kernel about interfaces, which nothing else about hosts does",
     "plan/shares.py": "the weights of shares, proved by tests of their own",
     "surroundings/presence.py": "asks torch.distributed, so that no other file of this room has to know it",
 }

@@ -6,9 +6,13 @@ answer as in a run on one host.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
 import os
 import re
+import socket
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +22,8 @@ from torch import distributed as dist
 from phalanx.errors import SeveredError
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
+LOOPBACK = "lo"
+SIOCGIFADDR = 0x8915
 GATHERED = 1  # a kind of its own: one process may begin to gather before it sends pieces, another after that
 GROUP: Any = dist.ProcessGroupGloo
 TCP: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -92,3 +98,18 @@ class Gloo:
 def _short(error: Exception) -> str:
     """What torch says, without where in its source, and without advice."""
     return re.sub(r"\[[^\]]*\.cc:\d+\] ?", "", str(error)).partition(". This is typically")[0].strip()
+
+
+def towards(address: str) -> str:
+    """The interface by which ``address`` is reached; "" if that cannot be told."""
+    if not address:
+        return ""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # sends nothing
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                found = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(found[20:24]) == own:
+                    return name
+    return ""

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import os
 import secrets
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,6 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
-from phalanx.engines.hosts import interfaces
 from phalanx.engines.hosts.gloo import TCP
 from phalanx.errors import PhalanxError, RunError, UsageError
 
@@ -134,15 +134,26 @@ def _absent(rank: int) -> PhalanxError:
 
 def _open(rank: int, size: int, address: str, port: int, limit: datetime.timedelta) -> Any:
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        listening = interfaces.listening(address, port)
+        listening = _listening(address, port)
         options = {"timeout": limit, "wait_for_workers": False, "master_listen_fd": listening}
-        options["use_libuv"] = not torch.__version__.startswith(
-            "2.6."
-        )  # that of torch 2.6 takes no socket that listens
+        # That of torch 2.6 takes no socket that listens.
+        options["use_libuv"] = not torch.__version__.startswith("2.6.")
         found = TCP(address, port, size, is_master=True, **options)
     else:
         found = _bare(next(iter(rendezvous("env://", rank, size, timeout=limit)))[0])
     return c10d.PrefixStore(os.environ.get("TORCHELASTIC_RUN_ID", ""), found)
+
+
+def _listening(address: str, port: int) -> int | None:
+    """A descriptor that listens on this address only; None where it is not one of this host's own."""
+    with contextlib.suppress(OSError):
+        family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as made:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(place)
+            made.listen()
+            return os.dup(made.fileno())
+    return None
 
 
 def _bare(store: Any) -> Any:

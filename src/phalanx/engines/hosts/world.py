@@ -20,8 +20,8 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx.definition import checks
-from phalanx.engines.hosts import interfaces, store
-from phalanx.engines.hosts.gloo import Gloo
+from phalanx.engines.hosts import store
+from phalanx.engines.hosts.gloo import LOOPBACK, Gloo, towards
 from phalanx.engines.hosts.rendezvous import Rendezvous
 from phalanx.errors import LeftError, RunError, UsageError
 
@@ -86,7 +86,7 @@ class World:
                     why = f"{name} is {value} in process {self.rank}, and {theirs['doubts'][name]} in process {rank}"
                     checks.warn(f"{why}; if it decides the answer, that depends on who computes what")
         together = len({item["host"] for item in everybody}) == 1
-        self._interface = interfaces.LOOPBACK if together else interfaces.towards(self._tcp[0])
+        self._interface = LOOPBACK if together else towards(self._tcp[0])
         place = c10d.PrefixStore("callers", self._store)
         self._gloo = Gloo(place, self.rank, self.size, self.seconds, self._interface)
         return min(_room(item, everybody) for item in everybody)
