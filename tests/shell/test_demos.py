@@ -120,20 +120,19 @@ def test_the_chapter_on_idx_files(folder):
 
 @pytest.mark.campaign
 @pytest.mark.parametrize(
-    ("framework", "spread", "least"),
+    ("framework", "spread"),
     [
-        ("torch", "--workers 2", 0.97),
-        pytest.param("jax", "--workers 2", 0.97, marks=JAX),
-        # one learning rate to the end: five seeds ended between 0.964 and 0.989, torch's eight between 0.978 and 0.986
-        pytest.param("tinygrad", "--devices CPU,CPU:1", 0.95, marks=TINYGRAD),
+        ("torch", "--workers 2"),
+        pytest.param("jax", "--workers 2", marks=JAX),
+        pytest.param("tinygrad", "--devices CPU,CPU:1", marks=TINYGRAD),
     ],
 )
-def test_the_chapter_on_digits(tmp_path, framework, spread, least):
-    """Without any file it reaches 97 % on the bundled digits, and 95 % where the learning rate does not fall."""
+def test_the_chapter_on_digits(tmp_path, framework, spread):
+    """Without any file it reaches 97 % on the bundled digits."""
     arguments = ["demo", "fashion-mnist", "--digits", "--framework", framework, *spread.split(), "--quiet", "--json"]
     done = phalanx_command(*arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["metrics"]["accuracy"] >= least
+    assert json.loads(done.stdout)["metrics"]["accuracy"] >= 0.97
 
 
 @pytest.mark.parametrize(

@@ -116,13 +116,20 @@ def _torch(job: Job) -> Recipe:
 
 
 def _tinygrad(job: Job) -> Recipe:
-    """With one learning rate: tinygrad has no schedules of its own."""
+    """With a schedule in the optimizer: tinygrad has none of its own."""
     try:
         from tinygrad import nn
-        from tinygrad.nn.optim import SGD
+        from tinygrad.nn.optim import LARS
         from tinygrad.tensor import Tensor
     except ImportError as error:
         raise UsageError(f"--framework tinygrad needs it ({error}); pip install 'phalanx[tinygrad]'") from error
+
+    class Falling(LARS):
+        """Its learning rate falls to a hundredth in all steps of the job."""
+
+        def schedule_step(self) -> list[Tensor]:
+            updated = super().schedule_step()
+            return [*updated, self.lr.assign(self.lr * 0.01 ** (1 / job.steps))]
 
     def lenet() -> list[Any]:
         return [
@@ -139,7 +146,7 @@ def _tinygrad(job: Job) -> Recipe:
         replicas=REPLICAS,
         batch_size=job.batch_size,
         epochs=job.epochs,
-        optimizer=functools.partial(SGD, lr=job.lr / 2, momentum=0.9),
+        optimizer=functools.partial(Falling, lr=job.lr / 2, weight_decay=0.0, classic=False, tcoef=0.0),  # plain SGD,
     )
 
 
