@@ -196,7 +196,7 @@ def todo(definition: Definition, t: int, replicas: Sequence[int], shares: Sequen
 def compute(computing: Iterator[Computed], moment: Moment, replica: int, share: Share) -> Computed:
     """What one replica computes at this moment; what user code raises becomes a WorkerError with the address."""
     try:
-        with interrupts.breakable():
+        with interrupts.user_code():
             return next(computing)
     except PhalanxError as error:
         error.add_note(f"at {moment}, replica {replica}, samples {spell_samples(share.samples)}")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import phalanx
-from phalanx.run.callbacks import Callbacks
+from phalanx.run.callbacks import observing
 from phalanx.run.loop import Loop
 from phalanx.run.observers import watching
 from phalanx.seams import RunState
@@ -60,12 +60,6 @@ class Witness(Observer):
             raise self.error
 
 
-class Keeper(Witness):
-    """One that keeps what it sees, like snapshots do."""
-
-    needs_evaluation = True
-
-
 def loop_of(*observers, evaluation=None):
     """A loop over an engine that only counts, and that engine."""
     engine, data = Engine(), (np.zeros(8), np.zeros(8))
@@ -91,7 +85,7 @@ def test_the_nearest_horizon_counts():
     loop.advance(None, watched=False)
     evaluated, other = loop_of(Witness("far", seen), evaluation=True)
     evaluated.advance(None, watched=False)
-    called, third = loop_of(Callbacks([print], Turns()), evaluation=True)
+    called, third = loop_of(*observing([print], Turns()), evaluation=True)
     assert engine.horizons == [3]
     assert other.horizons == [PER_EPOCH]
     assert (loop.runs_user_code, called.runs_user_code) == (False, True)
@@ -112,22 +106,66 @@ def test_all_are_told_of_everything_in_one_order():
     assert engine.closed
 
 
-def test_a_step_whose_evaluation_failed_is_seen_but_not_kept():
-    """The value of a due evaluation is in the report; if it fails, whoever keeps states does not see that step."""
+def test_a_step_is_seen_when_its_evaluation_has_succeeded():
+    """An evaluation that raised is made again by whatever is asked next; until then nobody sees the step."""
     seen = []
-    loop, engine = loop_of(Witness("shows", seen), Keeper("keeps", seen), evaluation=True)
+    loop, engine = loop_of(Witness("shows", seen), evaluation=True)
     advance = functools.partial(loop.advance, None, watched=True)
     for _ in range(PER_EPOCH):
         advance()
-    assert seen[-2:] == [("shows", 3, 0.75), ("keeps", 3, 0.75)]
+    assert seen[-1] == ("shows", 3, 0.75)
     assert [(kept.steps, kept.value, kept.name) for kept in engine.run_state.evaluated] == [(4, 0.75, "max")]
     engine.error = phalanx.WorkerError("metric")
     for _ in range(PER_EPOCH - 1):
         advance()
-    with pytest.raises(phalanx.WorkerError, match="metric"):
-        advance()
-    assert seen[-2:] == [("keeps", 6, None), ("shows", 7, None)]
-    assert len(engine.run_state.evaluated) == 1
+    for ask in (advance, loop.complete, advance):
+        with pytest.raises(phalanx.WorkerError, match="metric"):
+            ask()
+        assert (seen[-1], engine.run_state.complete) == (("shows", 6, None), False)
+    engine.error = None
+    advance()
+    assert seen[-2:] == [("shows", 7, 0.75), ("shows", 8, None)]
+    assert [kept.steps for kept in engine.run_state.evaluated] == [4, 8]
+
+
+@pytest.mark.parametrize("asked", ["advance", "complete", "end"])
+def test_an_observer_that_raised_had_its_call(asked):
+    """The others are called first by whatever is asked next, also by the end; nobody is called twice."""
+
+    class Raising(Witness):
+        def step(self, report):
+            super().step(report)
+            if report.step == 1:
+                raise OSError("no server")
+
+    seen = []
+    loop, engine = loop_of(Witness("a", seen), Raising("b", seen), Witness("c", seen))
+    ask = {"advance": functools.partial(loop.advance, None, watched=True), "complete": loop.complete, "end": loop.end}
+    ask["advance"]()
+    with pytest.raises(OSError, match="no server"):
+        ask["advance"]()
+    assert seen[-2:] == [("a", 1, None), ("b", 1, None)]
+    assert not engine.run_state.complete
+    del seen[:]
+    ask[asked]()
+    assert seen[0] == ("c", 1, None)
+    assert [step for step in seen if step[1] == 1] == [("c", 1, None)]
+    assert engine.run_state.complete
+
+
+def test_a_step_in_the_middle_of_a_step_is_refused():
+    """An observer that asks for a step while others have not heard of the last one gets an error that says when."""
+    seen = []
+
+    class Asking(Witness):
+        def step(self, report):
+            loop.advance(None, watched=True)
+
+    loop, _ = loop_of(Asking("asks", seen), Witness("hears", seen))
+    with pytest.raises(phalanx.UsageError, match="not in a callback"):
+        loop.advance(None, watched=True)
+    loop.complete()
+    assert seen == [("hears", 0, None)]
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])

@@ -45,8 +45,6 @@ class Saver(Observer):
         Its fingerprint, which goes into each snapshot.
     """
 
-    needs_evaluation = True
-
     def __init__(self, directory: RunDirectory, every: int | None, *, stop: bool, recipe: dict[str, Any]) -> None:
         self._directory = directory
         self._every = every
@@ -171,9 +169,9 @@ class Saver(Observer):
 
     @property
     def _steps(self) -> int:
-        """Steps that are done, and not saved yet if they are more than ``_saved``; one that was begun is not saved."""
+        """Steps that are done, and not saved yet if they are more than ``_saved``; an incomplete one is not saved."""
         state = None if self._engine is None else self._engine.run_state
-        return 0 if state is None or state.between_phases else state.steps
+        return state.steps if state is not None and state.complete else 0
 
     def _is_due(self, steps: int) -> bool:
         busy = self._every is None and self._thread is not None and self._thread.is_alive()

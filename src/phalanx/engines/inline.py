@@ -99,18 +99,12 @@ class Inline:
         self.check_able()
         started = time.perf_counter()
         t, lr = len(self.run_state.loss_history), self._framework.lr
-        moment = self._definition.rounds.at(t)
-        breaks = interrupts.breaks()
         with self.environment:
-            try:
-                shares = self._dealer.planned(t) if batch is None else self._dealer.brought(batch)
-                if self._lanes is not None and batch is None:
-                    self._lanes.expect(functools.partial(self._following, t + 1, horizon))
-                samples = sum([len(share.samples) for share in shares])
-                proposal = self._done(t, shares, batch, samples)
-            except BaseException:
-                self._end_if_broken_off(breaks, f"at {moment}")
-                raise
+            shares = self._dealer.planned(t) if batch is None else self._dealer.brought(batch)
+            if self._lanes is not None and batch is None:
+                self._lanes.expect(functools.partial(self._following, t + 1, horizon))
+            samples = sum([len(share.samples) for share in shares])
+            proposal = self._done(t, shares, batch, samples)
         epoch = self._definition.epoch_of(t) if batch is None else None
         ended = time.perf_counter()
         self.run_state.time(started, ended)
@@ -129,18 +123,13 @@ class Inline:
         measured: list[Any] = []
         begun: deque[Measurement] = deque()  # one per device, where there are several
         most = 1 if self._lanes is None else len(self._lanes.placement.blocks)
-        breaks = interrupts.breaks()
         with self.environment:
-            try:
-                for chunk, share in enumerate(self._dealer.chunks(data, batch_size)):
-                    interrupts.check()
-                    begun.append(measure(self._framework, metrics, evaluation_key(seed, chunk), share, weights))
-                    if len(begun) == most:
-                        measured.append(begun.popleft()())
-                measured += [read() for read in begun]
-            except BaseException:
-                self._end_if_broken_off(breaks, "in an evaluation")
-                raise
+            for chunk, share in enumerate(self._dealer.chunks(data, batch_size)):
+                interrupts.check()
+                begun.append(measure(self._framework, metrics, evaluation_key(seed, chunk), share, weights))
+                if len(begun) == most:
+                    measured.append(begun.popleft()())
+            measured += [read() for read in begun]
         return measured
 
     def export(self, *, copy: bool, digest: bool = True) -> Exported:
@@ -201,14 +190,6 @@ class Inline:
         shares = self._dealer.planned(step)
         ran = [replica for replica in self._link.hosted if len(shares[replica].samples)]
         return todo(definition, step, ran, shares)
-
-    def _end_if_broken_off(self, breaks: int, where: str) -> None:
-        """User code that was broken off may have left anything half done in this process: the run ends there."""
-        if interrupts.breaks() != breaks:
-            self.ended = (
-                f"Ctrl-C broke off your code {where}, which may have left things half done in this process; "
-                "result() and save() have the state before, and a run_dir goes on from there exactly"
-            )
 
     def _commit(self, t: int, proposal: Proposal, samples: int) -> None:
         """The step counts once the update is done; what fails in the schedule cannot undo it, but ends the run."""

@@ -44,7 +44,7 @@ def open_framework(
 
     accelerators.prepare(devices, allow=allow)
     with building(definition.threads), outside.threads(definition.threads):
-        with interrupts.breakable(at_once=True):
+        with interrupts.user_code():
             try:
                 with making:
                     model = _made(definition)

@@ -209,7 +209,7 @@ def _undo(works: Sequence[ReplicaStep]) -> None:
 
 def _average(definition: Definition, works: Sequence[ReplicaStep], algorithm: str) -> float:
     """Compute all shares and average their gradients; the mean loss."""
-    with interrupts.breakable():
+    with interrupts.held(), interrupts.user_code():
         compute(definition, [work for work in works if work.samples])
     AmbiguousMean(definition).warn(works[0].weight, works[0].share)
     known = share_weights([len(work.samples) for work in works])

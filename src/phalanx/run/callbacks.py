@@ -49,87 +49,83 @@ def checked_callbacks(callbacks: Any) -> tuple[Any, ...]:
     return tuple(listed)
 
 
-class Callbacks(Observer):
-    """Calls them in the thread that does the steps, in the order in which they were passed.
+def observing(callbacks: Sequence[Any], turn: Turns) -> list[Observer]:
+    """An observer for each; objects have the names of their classes in snapshots, with numbers from the second on."""
+    observers: list[Observer] = []
+    seen: Counter[str] = Counter()
+    for callback in callbacks:
+        kind = type(callback).__name__
+        seen[kind] += is_object(callback)
+        name = "" if not is_object(callback) else kind if seen[kind] == 1 else f"{kind}-{seen[kind]}"
+        observers.append(Called(callback, name, turn))
+    return observers
 
-    While they run, this thread's turn is lent, so that a callback may wait for a thread that uses the same run, and
-    Ctrl-C is the caller's: nothing of the run is half done there.
+
+class Called(Observer):
+    """Calls a user's callback in the thread that does the steps.
+
+    Meanwhile this thread's turn is lent, so that a callback may wait for a thread that uses the same run.
 
     Parameters
     ----------
-    callbacks : sequence
+    callback : callable, or object with hooks
+    name : str
+        Of an object's state in snapshots; "" for a function.
     turn : Turns
         The run's own.
     """
 
     runs_user_code = True
 
-    def __init__(self, callbacks: Sequence[Any], turn: Turns) -> None:
-        self._functions = [callback for callback in callbacks if not is_object(callback)]
-        self._objects: dict[str, Any] = {}
-        seen: Counter[str] = Counter()
-        for callback in callbacks:
-            if is_object(callback):
-                kind = type(callback).__name__
-                seen[kind] += 1
-                self._objects[kind if seen[kind] == 1 else f"{kind}-{seen[kind]}"] = callback
-        self._turn = turn
+    def __init__(self, callback: Any, name: str, turn: Turns) -> None:
+        self._callback, self._name, self._turn = callback, name, turn
         self._run: Any = None
 
     def begin(self, engine: Engine, run: Any = None) -> None:
-        """Give each the state that it left in the snapshot from which the run goes on; then call ``begin(run)``."""
-        self._run = run
-        states, engine.run_state.states = engine.run_state.callbacks, self._states
-        for name in [name for name in states if name in self._objects]:
-            self._call(name, "load", states.pop(name))
-        for name in self._objects:
-            self._call(name, "begin", run)
+        """Give it the state that it left in the snapshot from which the run goes on; then call ``begin(run)``."""
+        self._run, state = run, engine.run_state
+        if self._name in state.callbacks:
+            self._call("load", state.callbacks.pop(self._name))
+        if self._name and hasattr(self._callback, "state"):
+            others = state.states
+            state.states = lambda: {**others(), self._name: self._callback.state()}
+        self._call("begin", run)
 
     def horizon(self, steps: int) -> int:
         """A callback may look at the state, so no step is done ahead of the one that it is told of."""
         return steps + 1
 
     def advanced(self, report: StepReport) -> None:
-        """Call ``step(report)`` of each object."""
-        for name in self._objects:
-            self._call(name, "step", report)
+        """Call an object's ``step(report)``."""
+        self._call("step", report)
 
     def evaluated(self, values: Mapping[str, float]) -> None:
-        """Call ``evaluated(values)`` of each object."""
-        for name in self._objects:
-            self._call(name, "evaluated", values)
+        """Call an object's ``evaluated(values)``."""
+        self._call("evaluated", values)
 
     def step(self, report: StepReport) -> None:
-        """Call all functions in order; what one raises reaches the caller, and the others are not called."""
-        for callback in self._functions:
-            with self._turn.lent(), interrupts.opened():
-                callback(report)
+        """Call a function."""
+        if not self._name:
+            self._guarded(self._callback, report)
 
     def left(self) -> dict[str, Any]:
         """See ``Observer.left``."""
-        found: dict[str, Any] = {}
-        for callback in self._objects.values():
-            for name in LEFT:
-                if (value := getattr(callback, name, None)) is not None:
-                    found.setdefault(name, value)
-        return found
+        found = {name: getattr(self._callback, name, None) for name in LEFT} if self._name else {}
+        return {name: value for name, value in found.items() if value is not None}
 
     def end(self) -> None:
-        """Call ``end(result)`` of each; with None if there is no whole state."""
-        ending = [name for name, callback in self._objects.items() if callable(getattr(callback, "end", None))]
-        if not ending or self._run is None:
+        """Call ``end(result)``; with None if there is no whole state."""
+        if self._run is None or not callable(getattr(self._callback, "end", None)):
             return
         result = None
         with contextlib.suppress(PhalanxError):  # the state may be lost
             result = self._run.result()
-        for name in ending:
-            self._call(name, "end", result)
+        self._call("end", result)
 
-    def _states(self) -> dict[str, Any]:
-        return {name: callback.state() for name, callback in self._objects.items() if hasattr(callback, "state")}
+    def _call(self, hook: str, argument: Any) -> None:
+        if self._name and (function := getattr(self._callback, hook, None)) is not None:
+            self._guarded(function, argument)
 
-    def _call(self, name: str, hook: str, argument: Any) -> None:
-        function = getattr(self._objects[name], hook, None)
-        if function is not None:
-            with self._turn.lent(), interrupts.opened():
-                function(argument)
+    def _guarded(self, function: Any, argument: Any) -> None:
+        with self._turn.lent(), interrupts.user_code():
+            function(argument)

@@ -62,7 +62,7 @@ class Outcomes:
     def hand_over(self, error: BaseException | None) -> None:
         """Set ``error.result`` to the last good state, unless it is set or the class has no room for it."""
         if getattr(error, "result", None) is None:
-            with contextlib.suppress(AttributeError, TypeError), interrupts.shielded():
+            with contextlib.suppress(AttributeError, TypeError), interrupts.held():
                 error.result = self._last_good()  # type: ignore[union-attr]
 
     def _last_good(self) -> Result | None:

@@ -1,19 +1,36 @@
-"""The loop of a run: steps one after another, evaluated where that is due, and shown to whoever looks on."""
+"""The loop of a run: steps one after another, evaluated where that is due, and shown to whoever looks on.
+
+A step is complete when its update, its evaluation, the schedule that depends on it, and the calls of all observers are
+done. What an exception or Ctrl-C left of that is done first by whatever is asked next, and no snapshot is written
+before. An observer that raised had its call; an evaluation is made again until it succeeds.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from phalanx.definition.batches import Unchanged
 from phalanx.definition.evaluation import Evaluation
 from phalanx.definition.evaluation.metrics import Metrics, Predictions
 from phalanx.definition.fields import Definition
-from phalanx.errors import PhalanxError, UsageError, WorkerError
+from phalanx.errors import PhalanxError, RunError, UsageError, WorkerError
 from phalanx.seams import Dealer, Engine, Weights
 from phalanx.seams.events import Evaluated, PhaseReport, StepReport
 from phalanx.seams.observer import Observer
+from phalanx.surroundings import interrupts
+
+T = TypeVar("T")
+
+
+class Due(NamedTuple):
+    """Something that completes a step: to be done once, or ``again`` until it succeeds; an evaluation may take long."""
+
+    do: Callable[[], object]
+    again: bool = False
+    evaluates: bool = False
 
 
 class Loop:
@@ -45,7 +62,12 @@ class Loop:
         self._evaluations = tuple(evaluations)
         self._observers = tuple(observers)
         self._data = Unchanged(definition.source)
-        self._told = 0  # incidents that the observers have heard of
+        self._heard = 0  # incidents that the observers have heard of
+        self._ended = ""  # why no step can follow
+        self._completing = False
+        self._due: Due | None = None  # what was begun of what completes a step
+        self._after: Iterator[Due] = iter(())  # and what follows it
+        engine.run_state.told = len(engine.run_state.loss_history)
         self._begun: list[StepReport] = []  # the phases of the present step that are done
 
     @property
@@ -76,7 +98,74 @@ class Loop:
 
     def advance(self, batch: Any, *, watched: bool) -> StepReport:
         """Do a step, on ``batch`` or the next planned one; ``watched``: the caller may look at the state after it."""
+        self.complete()
+        self.check_able()
+        if self._completing:
+            raise UsageError(
+                f"a step was asked for while callbacks are told of step {self.steps - 1}; ask for it when they have "
+                "returned: after the step, not in a callback"
+            )
         self._data.check(contents=False)
+        report = self._unbroken(functools.partial(self._updated, batch, watched=watched))
+        self._after = self._completion(report)
+        self.complete()
+        return self._report
+
+    def complete(self, *, evaluate: bool = True) -> None:
+        """Do what is left of the steps that are done, if something is; without ``evaluate`` as far as that goes."""
+        state = self._engine.run_state
+        if self._completing or state.complete:
+            return
+        self.check_able()
+        self._completing = True
+        try:
+            while self._completed(evaluate=evaluate) and state.unseen:
+                # Done by workers when the caller was on its way out.
+                if (report := self._whole(state.unseen.popleft())) is not None:
+                    self._after = self._completion(report)
+        finally:
+            self._completing = False
+
+    def check_able(self) -> None:
+        """Refuse, by a RunError, to go on after user code or an observer was broken off."""
+        if self._ended:
+            raise RunError(f"this run cannot go on: {self._ended}; start another")
+
+    def _completed(self, *, evaluate: bool) -> bool:
+        """Do what completes a step, and say whether all is done: not with an evaluation that is not to be made."""
+        while (due := self._due or next(self._after, None)) is not None:
+            self._due = due
+            if due.evaluates and not evaluate:
+                return False
+            broken = interrupts.PROCESS.broken
+            try:
+                if due.again:
+                    due.do()
+                else:
+                    self._unbroken(due.do)
+            except BaseException:
+                if not due.again and broken == interrupts.PROCESS.broken:
+                    self._due = None
+                raise
+            self._due = None
+        return True
+
+    def _unbroken(self, do: Callable[[], T]) -> T:
+        """Do something that Ctrl-C waits for; a second one breaks it off, and ends the run."""
+        broken = interrupts.PROCESS.broken
+        try:
+            with interrupts.held():
+                return do()
+        except BaseException:
+            if interrupts.PROCESS.broken != broken:
+                self._ended = (
+                    f"a second Ctrl-C broke off what was being done after {self.steps} steps, which may have left your "
+                    "code half done in this process; a run_dir goes on exactly"
+                )
+            raise
+
+    def _updated(self, batch: Any, *, watched: bool) -> StepReport:
+        """Do the updates of a step."""
         epoch = None
         try:
             if self._supply is not None and batch is None:
@@ -96,28 +185,67 @@ class Loop:
             report = report._replace(epoch=epoch)
         for observer in self._observers if batch is not None else ():
             observer.brought(batch)
-        if len(self._engine.run_state.incidents) != self._told:
-            self._tell_incidents()
-        try:
-            for observer in self._observers:
-                observer.advanced(report)
-            if report.epoch is not None:
-                report = self._evaluated(report)
-        except BaseException:  # the step is done all the same, and they see it
-            self._show(report, [observer for observer in self._observers if not observer.needs_evaluation])
-            raise
-        self._show(report, self._observers)
         return report
 
     def _advanced(self, batch: Any, horizon: int) -> StepReport:
         """What is left of a step: a step with phases may have been broken off between two."""
-        rounds = self._definition.rounds
         while True:
-            report = self._engine.advance(batch, rounds.updates(horizon))
-            moment = rounds.at(report.step)
-            self._begun = [report] if moment.first else [*self._begun, report]
-            if moment.last:
-                return merged(self._begun, self._definition)
+            report = self._whole(self._engine.advance(batch, self._definition.rounds.updates(horizon)))
+            if report is not None:
+                return report
+
+    def _whole(self, report: StepReport) -> StepReport | None:
+        """The report of a step, once that of its last update is there."""
+        moment = self._definition.rounds.at(report.step)
+        self._begun = [report] if moment.first else [*self._begun, report]
+        return merged(self._begun, self._definition) if moment.last else None
+
+    def _completion(self, report: StepReport) -> Iterator[Due]:
+        """What completes a step, in order."""
+        self._report = report
+        if len(self._engine.run_state.incidents) != self._heard:
+            self._tell_incidents()
+        for observer in self._observers:
+            yield Due(functools.partial(observer.advanced, report))
+        if report.epoch is not None:
+            yield from self._evaluation(report)
+        for observer in self._observers:
+            yield Due(functools.partial(observer.step, self._report))
+        self._engine.run_state.told = self._definition.rounds.updates(report.step + 1)
+
+    def _evaluation(self, report: StepReport) -> Iterator[Due]:
+        """What is due after a planned step: evaluations, who is told of them, the schedule that depends on one."""
+        steps, epoch = report.step + 1, report.epoch
+        assert epoch is not None, "who asks has looked"
+        if self._supply is None:
+            epoch_ended = steps % self._definition.plan.steps_per_epoch == 0
+            finished = steps == self._definition.total
+        else:
+            epoch_ended, finished = self._supply.epochs(steps) > epoch, self.finished
+        if epoch_ended or finished:
+            yield Due(functools.partial(self._data.check, contents=True), again=True)
+        values: dict[str, float] = {}
+        for due in self._evaluations:
+            if finished or due.is_due(steps, epoch, epoch_ended=epoch_ended):
+                yield Due(functools.partial(self._evaluate_into, values, due), again=True, evaluates=True)
+        if not values:
+            return
+        self._report = report._replace(metric=next(iter(values.values())), metrics=values)
+        for observer in self._observers:
+            yield Due(functools.partial(observer.evaluated, values))
+        if epoch_ended and self._definition.schedule_on is not None:
+            yield Due(functools.partial(self._schedule, values, epoch), again=True)
+
+    def _evaluate_into(self, values: dict[str, float], due: Evaluation) -> None:
+        values |= self.evaluate(due.metric_fn, due.data, due.batch_size, due.name)
+
+    def _schedule(self, values: dict[str, float], epoch: int) -> None:
+        name = self._definition.schedule_on
+        if name not in values:
+            raise UsageError(
+                f"schedule_on is {name!r}, but what was evaluated is {', '.join(values)}; name one of those"
+            )
+        self._engine.schedule(values[name], epoch)
 
     def evaluate(self, metric_fn: Any, data: Any, batch_size: int, name: str = "") -> dict[str, float]:
         """Evaluate the current state, averaged if it is; note the values, by their metrics' names after ``name``."""
@@ -137,19 +265,25 @@ class Loop:
 
     def left(self) -> dict[str, Any]:
         """What observers leave for a result."""
-        return {name: value for observer in self._observers for name, value in observer.left().items()}
+        return {name: value for observer in reversed(self._observers) for name, value in observer.left().items()}
 
     def end(self) -> None:
-        """End the observers, from the last to the first, then the engine; what one raises does not keep the others."""
+        """End the observers, from the last to the first, then the engine; what one raises does not keep the others.
+
+        They are told of the last step before, if that waits for no evaluation.
+        """
         with contextlib.ExitStack() as endings:
             if self._supply is not None:
                 endings.callback(self._supply.close)
             endings.callback(self._engine.close)
             for observer in self._observers:
                 endings.callback(observer.end)
+            if not self._ended:
+                endings.callback(self.complete, evaluate=False)
 
     def _measured(self, metrics: Metrics, data: Any, batch_size: int, weights: Weights | None = None) -> dict[str, Any]:
         """What metrics come to over all of ``data``."""
+        self.check_able()
         readings = self._engine.evaluate(metrics, data, batch_size, weights or self.left().get("averaged"))
         try:
             return metrics.fold(readings)
@@ -158,33 +292,6 @@ class Loop:
         except Exception as error:
             message = f"{type(error).__name__} in user code while evaluating all samples: {error}"
             raise WorkerError(message) from error
-
-    def _evaluated(self, report: StepReport) -> StepReport:
-        """Evaluate what is due after a planned step; the report with its values."""
-        steps, epoch, finished = report.step + 1, report.epoch, self.finished
-        assert epoch is not None, "who asks has looked"
-        if self._supply is None:
-            epoch_ended = steps % self._definition.plan.steps_per_epoch == 0
-        else:
-            epoch_ended = self._supply.epochs(steps) > epoch
-        if epoch_ended or finished:
-            self._data.check(contents=True)
-        values: dict[str, float] = {}
-        for due in self._evaluations:
-            if finished or due.is_due(steps, epoch, epoch_ended=epoch_ended):
-                values |= self.evaluate(due.metric_fn, due.data, due.batch_size, due.name)
-        if not values:
-            return report
-        for observer in self._observers:
-            observer.evaluated(values)
-        name = self._definition.schedule_on
-        if epoch_ended and name is not None:
-            if name not in values:
-                raise UsageError(
-                    f"schedule_on is {name!r}, but what was evaluated is {', '.join(values)}; name one of those"
-                )
-            self._engine.schedule(values[name], epoch)
-        return report._replace(metric=next(iter(values.values())), metrics=values)
 
     def _horizon(self) -> int:
         """How many steps may be done before somebody looks at the state."""
@@ -195,15 +302,10 @@ class Loop:
 
     def _tell_incidents(self) -> None:
         incidents = self._engine.run_state.incidents
-        for incident in incidents[self._told :]:
+        for incident in incidents[self._heard :]:
             for observer in self._observers:
                 observer.happened(incident)
-        self._told = len(incidents)
-
-    @staticmethod
-    def _show(report: StepReport, observers: Sequence[Observer]) -> None:
-        for observer in observers:
-            observer.step(report)
+        self._heard = len(incidents)
 
 
 def merged(reports: Sequence[StepReport], definition: Definition) -> StepReport:

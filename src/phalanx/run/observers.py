@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from phalanx.run.callbacks import Callbacks
+from phalanx.run.callbacks import observing
 from phalanx.seams import Engine
 from phalanx.seams.events import Evaluated, StepReport
 from phalanx.seams.observer import Observer
@@ -33,9 +33,7 @@ def watching(progress: bool | str, callbacks: Sequence[Any], total: int | None, 
     observers: list[Observer] = []
     if progress is True or (progress == "auto" and sys.stderr.isatty()):
         observers.append(ProgressBar(total, 0.0 if progress is True else DELAY_SECONDS))
-    if callbacks:
-        observers.append(Callbacks(callbacks, turn))
-    return observers
+    return [*observers, *observing(callbacks, turn)]
 
 
 def reading_again(progress: bool | str) -> Callable[[Iterable[int], str], Iterable[int]]:

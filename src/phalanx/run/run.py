@@ -55,7 +55,7 @@ class Run:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         interrupted = isinstance(error, KeyboardInterrupt)
-        with interrupts.guarded(leaving=interrupted), interrupts.shielded(), self.turn:
+        with interrupts.guarded(leaving=interrupted), interrupts.held(), self.turn:
             try:
                 if interrupted:
                     self._outcomes.hand_over(error)
@@ -80,6 +80,7 @@ class Run:
         """
         if self._definition.data is None:
             raise UsageError("there is no data to iterate over (data=None): bring each batch with run.step(batch)")
+        self._complete()
         if self._closed or self._loop.finished or (self.stopped and self._engine.pause()):
             raise StopIteration
         try:
@@ -170,6 +171,7 @@ class Run:
         UsageError
             The run is closed, or has no planned step left; the batch cannot be dealt; data or weights were changed.
         """
+        self._complete()
         if batch is None:
             if self._definition.data is None:
                 raise UsageError("step() was called without a batch, but data is None; bring one: run.step((x, y))")
@@ -200,6 +202,7 @@ class Run:
             The call is wrong; ``metric_fn``, the model or the data raised (the run can go on); workers were lost.
         """
         self._check_open()
+        self._complete()
         check_evaluation(metric_fn, data, batch_size)
         with self._outcomes.handed_over():
             values = self._loop.evaluate(metric_fn, data, batch_size)
@@ -241,6 +244,7 @@ class Run:
         target = checks.path("path", path, hint="give the name of a folder that is to be made")
         if target.exists() or target.is_symlink():
             raise UsageError(f"path is {str(path)!r}, which exists already; choose another name, or remove it")
+        self._complete()
         write_apart(target, self._definition, self._engine, self._outcomes.now(copy=False).digest)
 
     @verb
@@ -263,6 +267,12 @@ class Run:
     def terminate(self) -> None:
         """After the step that is being done, save (in ``run_dir``) and raise ``Preempted``; for signal handlers."""
         self._terminated = True
+
+    def _complete(self) -> None:
+        """Do first what an exception or Ctrl-C left of the last step."""
+        if not (self._closed or self._engine.run_state.complete):
+            with self._outcomes.handed_over():
+                self._loop.complete()
 
     def _until_wanted(self) -> bool:
         """Do what is left, or steps until another thread waits for its turn; whether that is so."""

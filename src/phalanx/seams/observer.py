@@ -17,21 +17,18 @@ class Observer:
     """What a run tells those who look on. Each method does nothing here; an observer defines those that it needs.
 
     A run without observers pays nothing for them. With several, each step is told to all of them in one order, and
-    ``end`` in the reverse: who began first ends last. What an observer raises reaches the caller, and those behind it
-    do not see that step. An observer must not change the state. Nobody hears of single replicas yet: engines fold
-    gradients piece by piece, so there is no whole one to show.
+    ``end`` in the reverse: who began first ends last. What an observer raises reaches the caller; those behind it are
+    told of that step before anything else is done. An observer must not change the state. Nobody hears of single
+    replicas yet: engines fold gradients piece by piece, so there is no whole one to show.
 
     Attributes
     ----------
     runs_user_code : bool
         Whether ``step`` calls the caller's own functions. They find generators, threads and modes as the caller has
         them, so the run leaves its environment for every step.
-    needs_evaluation : bool
-        Whether it is not to see a step whose evaluation was due and failed: a snapshot would lack it for ever.
     """
 
     runs_user_code: ClassVar[bool] = False
-    needs_evaluation: ClassVar[bool] = False
 
     def begin(self, engine: Engine, run: Any = None) -> None:
         """Look on from here: ``engine`` has the state, ``engine.run_state`` what was done so far, ``run`` shows it."""
@@ -60,7 +57,7 @@ class Observer:
         """Hear what was evaluated after a step that was due, by name, before ``step``."""
 
     def step(self, report: StepReport) -> None:
-        """See a finished step, with the value of its evaluation where one was due and did not fail."""
+        """See a finished step, with the value of its evaluation where one was due."""
 
     def left(self) -> dict[str, Any]:
         """What a result gets from this: "averaged", parameters by name that are evaluated in place of the state's."""

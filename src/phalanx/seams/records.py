@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 from phalanx.definition.data import Share
 from phalanx.plan.audit import Audit
 from phalanx.plan.rounds import Rounds
-from phalanx.seams.events import Evaluated, Incident
+from phalanx.seams.events import Evaluated, Incident, StepReport
 from phalanx.seams.sharing import Vector
 
 Measurement = Callable[[], list[Any]]  # waits for metrics over a chunk of samples: what each read
@@ -137,6 +138,10 @@ class RunState:
         Which updates are audited, if some are.
     audited : int
         How many were.
+    told : int
+        How many updates observers were told of, with all that completes a step.
+    unseen : deque of StepReport
+        Updates that turned out to be done when nobody waited for them.
     """
 
     loss_history: list[float] = field(default_factory=list[float])
@@ -154,6 +159,13 @@ class RunState:
     stopped_by: str | None = None
     audit: Audit | None = None
     audited: int = 0
+    told: int = 0
+    unseen: deque[StepReport] = field(default_factory=deque[StepReport])
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing of a step that was begun is left to be done."""
+        return self.told == len(self.loss_history)
 
     @property
     def steps(self) -> int:

@@ -1,12 +1,15 @@
-"""Ctrl-C, delivered only where nothing is held.
+"""Ctrl-C, delivered only where nothing is half done; a second one at once.
 
 Python raises ``KeyboardInterrupt`` between any two bytecodes: also inside ``__enter__`` and ``__exit__`` of a context
-manager, so that what it set stays set. A run goes on after Ctrl-C, so that must not happen to anything a run uses. The
-rule: inside ``guarded`` a SIGINT is kept, and delivered at the next ``check``, or at the end. ``check`` stands between
-replicas, between chunks of an evaluation, between steps, and in waits: where user code is not running and nothing of
-ours is half done. User code that does not come to such a point is broken off after all (``breakable``): at another
-Ctrl-C half a second after the first or later, or some seconds after it. Whoever allows that must not go on with what
-user code left behind.
+manager, so that what it set stays set. A run may go on after Ctrl-C, so that must not happen to anything a run uses.
+So inside ``guarded`` a SIGINT is kept, and one of two states says until when:
+
+* Inside ``held`` something is half done: a step whose observers have not all been called, or what ends a run. The first
+  SIGINT waits for its end. A second one does not wait: whoever it breaks off must not go on in this process.
+* Elsewhere the first SIGINT is delivered at the next ``check``, in ``user_code``, or at the end of the block.
+
+``check`` stands in waits and between two pieces of work. ``user_code`` may take for ever, so there a SIGINT that needs
+not wait breaks it off.
 
 SIGTERM, which schedulers of clusters send before they take a machine back, only notes that the run is to end
 (``on_sigterm``).
@@ -21,15 +24,13 @@ import contextlib
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-PATIENCE_SECONDS = 10.0  # that user code has, after the first Ctrl-C, to come to a point where nothing is held
-AGAIN_SECONDS = 0.5  # from when on another Ctrl-C says that this takes too long
 SIGINT = int(signal.SIGINT)
 HANDLERS: Any = getattr(signal, "_signal", signal)  # without what turns numbers into enums and back: 15 us a step
+HINT = b"\nphalanx: Ctrl-C comes when this step is done; press it again to stop at once\n"
 
 
 class _Process:
@@ -45,95 +46,68 @@ class _Process:
         Whether SIGINT comes here.
     pressed : int
         SIGINTs that are kept.
-    opened : bool
-        Whether SIGINT is the caller's at the moment.
-    breakable, at_once : bool
-        Whether user code is running that may be broken off, and whether the first SIGINT does.
-    shields : int
-        How many ``shielded`` blocks are open.
-    breaks : int
-        How often user code was broken off.
+    held : int
+        How many ``held`` blocks are open.
+    breakable : bool
+        Whether user code is running.
+    broken : int
+        How often user code, or what was held, was broken off.
     """
 
     def __init__(self) -> None:
         self.before: Any = None
-        self.installed = False
-        self.thread = threading.get_ident()
+        self.installed = self.breakable = False
         self.main = threading.main_thread().ident
-        self.pressed = 0
-        self.opened = self.breakable = self.at_once = False
-        self.shields = 0
-        self.breaks = 0
+        self.thread = threading.get_ident()  # that installed the handler
+        self.pressed = self.held = self.broken = 0
         self._frame: FrameType | None = None
-        self._serial = 0  # of what was delivered; an alarm is for what was pressed before the next one
-        self._late = False
-        self._since = 0.0  # when the first of what is kept was pressed
 
     def received(self, number: int, frame: FrameType | None) -> None:
-        """Handle SIGINT: keep it, unless user code had its time to finish."""
-        if self.opened:
-            self.opened = False  # first: the handler usually raises, and who is above in the stack must be guarded then
-            self.before(number, frame)
-            self.opened = True  # the handler did not raise
-            return
-        now, late = time.monotonic(), self._late  # late: our own alarm sent it, and nobody pressed anything
-        self._late = False
-        if not self.pressed:
-            self._since = now
-        if not late:
-            self.pressed += 1
-        self._frame = frame if self.pressed else None
-        if self.breakable and self.pressed and (late or self.at_once or now - self._since > AGAIN_SECONDS):
-            self._break_off()
-        elif self.breakable and self.pressed == 1:
-            alarm = threading.Timer(PATIENCE_SECONDS, self._ring, [self._serial])
-            alarm.daemon = True
-            alarm.start()
+        """Handle SIGINT."""
+        self.pressed += 1
+        self._frame = frame
+        if self.breakable and self.due:
+            self.deliver()
+        elif self.pressed == 1 and self.held and os.isatty(2):
+            os.write(2, HINT)  # not through sys.stderr, which the main thread may be writing to
 
-    def forked(self) -> None:
-        """In the child of a fork: if another thread forked it, nobody is there who would deliver what is kept."""
-        self.main = threading.get_ident()
-        if self.installed and threading.get_ident() != self.thread:
-            # The thread that installed the handler, and would put the caller's back, does not exist in the child.
-            self.installed = self.breakable = self.opened = False
-            self.shields = self.pressed = 0
-            signal.signal(signal.SIGINT, self.before)
+    @property
+    def due(self) -> bool:
+        """Whether something is kept that need not wait."""
+        return self.pressed > (1 if self.held else 0)
 
     def deliver(self) -> None:
         """Give what was kept to the caller's handler, which usually raises."""
-        frame = self._frame
+        frame, breakable, broken = self._frame, self.breakable, self.broken
+        self.breakable = False  # first: the handler usually raises, and who is above must be guarded then
         self.take()
+        self.broken += breakable or self.held > 0
         self.before(signal.SIGINT, frame)
+        self.breakable, self.broken = breakable, broken  # the handler did not raise: nothing was broken off
 
     def take(self) -> int:
         """Forget what was kept, and say how many there were."""
         self._frame = None  # it holds all that its function and those above know, as whole arenas
-        self._serial += 1
         taken, self.pressed = self.pressed, 0  # nothing is handled within this line
         return taken
 
-    def _break_off(self) -> None:
-        self.breakable = False
-        self.breaks += 1
-        self.deliver()
-        self.breaks -= 1  # the handler did not raise: nothing was broken off
-        self.breakable = True
-
-    def _ring(self, serial: int) -> None:
-        """Wake the main thread, in the alarm's thread, if what was pressed is still kept."""
-        if serial == self._serial and self.pressed and self.breakable:
-            self._late = True
-            # To the main thread itself: a signal to the process may reach another, and then no system call is woken.
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+    def forked(self) -> None:
+        """In the child of a fork: if another thread forked it, nobody is there who would deliver what is kept."""
+        self.main = threading.get_ident()
+        if self.installed and self.main != self.thread:
+            # The thread that installed the handler, and would put the caller's back, does not exist in the child.
+            self.installed = self.breakable = False
+            self.held = self.pressed = 0
+            signal.signal(signal.SIGINT, self.before)
 
 
-_PROCESS = _Process()
+PROCESS = _Process()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_PROCESS.forked)
+    os.register_at_fork(after_in_child=PROCESS.forked)
 
 
 class guarded(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a function
-    """Inside, SIGINT is kept until ``check`` or the end of the block; may be nested.
+    """Inside, SIGINT is kept until ``check`` or the end of the block; may be nested, also in user code.
 
     Parameters
     ----------
@@ -143,121 +117,72 @@ class guarded(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a
 
     def __init__(self, *, leaving: bool = False) -> None:
         self._leaving = leaving
-        self._outer: tuple[Any, bool] = None, False
-        self._mine = self._within = False  # whether this block set the handler; whether it is in an opened one
+        self._mine = self._within = False  # whether this block set the handler; whether user code is around it
 
     def __enter__(self) -> None:
-        # Until the handler is set, or the opened block closed, Ctrl-C may raise here: nothing is held yet.
-        if not _here() or (_PROCESS.installed and not _PROCESS.opened):
+        # Until the handler is set Ctrl-C may raise here: nothing is held yet.
+        if not _here():
+            return
+        if PROCESS.installed:
+            self._within, PROCESS.breakable = PROCESS.breakable, False
             return
         before = HANDLERS.getsignal(SIGINT)
-        if before == _PROCESS.received:
-            self._within = _PROCESS.opened
-            _PROCESS.opened = False
-        elif callable(before):
-            if not _PROCESS.installed:
-                _PROCESS.take()  # what the end of another block was broken off with
-            self._outer = _PROCESS.before, _PROCESS.installed
-            _PROCESS.before = before
-            HANDLERS.signal(SIGINT, _PROCESS.received)
-            _PROCESS.thread = threading.get_ident()
-            self._mine = _PROCESS.installed = True
+        if callable(before):
+            PROCESS.take()  # what the end of another block was broken off with
+            PROCESS.held = 0
+            PROCESS.before, PROCESS.thread = before, threading.get_ident()
+            HANDLERS.signal(SIGINT, PROCESS.received)
+            self._mine = PROCESS.installed = True
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if not (self._mine or self._within):
+        if self._within:
+            PROCESS.breakable = not isinstance(error, KeyboardInterrupt)  # which is not to be overtaken by another
+        if not self._mine:
             return
-        before = _PROCESS.before
-        if self._mine:
-            self._mine = False
-            _PROCESS.before, _PROCESS.installed = self._outer
-            if before is not None:  # None: user code set a handler that is not Python's, which cannot be set again
-                HANDLERS.signal(SIGINT, before)
+        self._mine = PROCESS.installed = False
+        before = PROCESS.before
+        if HANDLERS.getsignal(SIGINT) == PROCESS.received:  # else user code chose another, which stays
+            HANDLERS.signal(SIGINT, before)
         # Only now, so that nothing can be kept any more that nobody would hear of.
-        due = _PROCESS.take() and not self._leaving and not isinstance(error, KeyboardInterrupt)
-        if due and callable(before):
+        if PROCESS.take() and not self._leaving and not isinstance(error, KeyboardInterrupt):
             before(signal.SIGINT, None)
-        if self._within:  # an exception leaves the opened block too, so that it stays closed then
-            _PROCESS.opened = True
 
 
-class opened(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a function
-    """Inside, user code runs between steps (a callback): SIGINT is the caller's, at once.
-
-    The first one that raises closes the block: the exception is on its way out, and must not be overtaken by another
-    before everything is guarded again.
-    """
-
-    def __init__(self) -> None:
-        self._mine = False
+class held(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a function
+    """Inside something is half done: the first SIGINT waits for the end of the outermost block, a second does not."""
 
     def __enter__(self) -> None:
-        self._mine = _here() and _PROCESS.installed
-        if self._mine:
-            check()
-            _PROCESS.opened = True
+        if _here():
+            PROCESS.held += 1
 
     def __exit__(self, *_: object) -> None:
-        _PROCESS.opened = False
-        before = signal.getsignal(signal.SIGINT) if self._mine else None
-        if callable(before) and before != _PROCESS.received:  # user code chose another handler
-            _PROCESS.before = before
-            signal.signal(signal.SIGINT, _PROCESS.received)
+        if PROCESS.held and _here():
+            PROCESS.held -= 1
 
 
-class breakable(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a function
-    """Inside, user code runs that may be broken off, if what it leaves behind is not used any more.
+class user_code(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a function
+    """Inside, user code runs. What it leaves behind when it is broken off must not be used any more."""
 
-    Parameters
-    ----------
-    at_once : bool
-        Whether the first SIGINT does that, because nobody goes on from here: while a run is being made.
-    """
-
-    def __init__(self, *, at_once: bool = False) -> None:
-        self._at_once = at_once
-        self._breaks: int | None = None
+    def __init__(self) -> None:
+        self._broken: int | None = None
 
     def __enter__(self) -> None:
-        if _PROCESS.installed and not _PROCESS.shields and threading.get_ident() == _PROCESS.main:
-            if _PROCESS.pressed:
-                _PROCESS.deliver()
-            self._breaks = _PROCESS.breaks
-            _PROCESS.at_once = self._at_once
-            _PROCESS.breakable = True
+        if PROCESS.installed and _here():
+            self._broken = PROCESS.broken
+            PROCESS.breakable = True
+            check()
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if self._breaks is not None:
-            _PROCESS.breakable = False
-            if _PROCESS.breaks != self._breaks and error is None:
+        if self._broken is not None:
+            PROCESS.breakable = False
+            if PROCESS.broken != self._broken and error is None:
                 raise KeyboardInterrupt("user code swallowed it")
 
 
-class shielded(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a function
-    """Inside, ``check`` delivers nothing; whatever is waited for has to have a bound of its own."""
-
-    def __enter__(self) -> None:
-        if _here():
-            _PROCESS.shields += 1
-
-    def __exit__(self, *_: object) -> None:
-        if _here():
-            _PROCESS.shields -= 1
-
-
 def check() -> None:
-    """Deliver a SIGINT that was kept; call it where nothing is held, and in every wait."""
-    if _PROCESS.pressed and not _PROCESS.shields and _here():
-        _PROCESS.deliver()
-
-
-def pressed() -> int:
-    """How many SIGINTs are kept: somebody wants this to end soon."""
-    return _PROCESS.pressed
-
-
-def breaks() -> int:
-    """How often user code was broken off in this process; if that changes, its state may be half done."""
-    return _PROCESS.breaks
+    """Deliver a SIGINT that need not wait any longer; call it where nothing is half done, and in every wait."""
+    if PROCESS.pressed and PROCESS.due and _here():
+        PROCESS.deliver()
 
 
 @contextlib.contextmanager
@@ -288,4 +213,4 @@ def on_sigterm(terminate: Callable[[], None] | None) -> Iterator[None]:
 
 
 def _here() -> bool:
-    return threading.get_ident() == _PROCESS.main
+    return threading.get_ident() == PROCESS.main

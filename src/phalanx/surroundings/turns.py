@@ -69,7 +69,8 @@ class Turns(contextlib.AbstractContextManager["Turns"]):
         """Whether somebody waits for a turn."""
         return bool(self._waiting)
 
-    def __enter__(self) -> Turns:
+    def __enter__(self, check: Callable[[], object] = interrupts.check) -> Turns:
+        """Wait for the turn, and call ``check`` now and then meanwhile."""
         me = threading.get_ident()
         if self._owner != me:
             turn = None
@@ -82,7 +83,7 @@ class Turns(contextlib.AbstractContextManager["Turns"]):
                 else:
                     self._owner = me
             if turn is not None:
-                self._wait(turn)
+                self._wait(turn, check)
         self._depth += 1
         return self
 
@@ -94,21 +95,23 @@ class Turns(contextlib.AbstractContextManager["Turns"]):
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
-        """Inside, others may have their turn, though this thread is in the middle of one."""
+        """Inside, others may have their turn, though this thread is in the middle of one; if it is."""
+        if not self.mine:
+            yield
+            return
         depth, self._depth = self._depth, 0
         with self._lock:
             self._pass_on()
         try:
             yield
         finally:
-            with interrupts.shielded():
-                self.__enter__()
+            self.__enter__(check=bool)  # whatever comes: what follows relies on the turn
             self._depth = depth
 
-    def _wait(self, turn: _Turn) -> None:
+    def _wait(self, turn: _Turn, check: Callable[[], object]) -> None:
         try:
             while not turn.come.is_set() and not turn.come.wait(SLICE_SECONDS):
-                interrupts.check()
+                check()
         except BaseException:
             # Ctrl-C: the turn may have come meanwhile. It is passed on then, or those behind would wait for ever.
             with self._lock:

@@ -150,7 +150,7 @@ class Reading:
     def _user_code(self, when: str, number: int | None = None) -> Iterator[None]:
         """What it raises becomes a WorkerError; an iterator that raised, or was broken off, is not asked again."""
         try:
-            with interrupts.breakable():
+            with interrupts.user_code():
                 yield
         except PhalanxError:
             raise

@@ -173,7 +173,7 @@ class Processes:
         """Take the state home and end the workers."""
         if not self.closed:
             try:
-                with interrupts.shielded():
+                with interrupts.held():
                     self.fetch(save=False)
             except BaseException as error:
                 self.lost, self.ended = True, self.ended or f"its state could not be taken home: {error!r}"
@@ -248,7 +248,7 @@ class Processes:
             self._settle()
         self.supervisor.steady()
         while self.counters.done > self._steps:
-            self._absorb()
+            self.run_state.unseen.append(self._absorb())
 
     def fetch(self, *, save: bool = True, metric: tuple[float, int] | None = None) -> None:
         """Copy the state out of the arena, at a step boundary; ``save``: the workers will go on from there."""

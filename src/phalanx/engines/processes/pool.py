@@ -132,9 +132,8 @@ class WorkerPool:
     def halt(self, *, replaceable: bool) -> None:
         """Have all workers stop where nothing is held: between two replicas, chunks of an evaluation, or steps.
 
-        Those that stay in user code for a second are ended, and count as dead; so they are if Ctrl-C is pressed again.
-        If nobody can take their places, the state would be lost with them, so only two more Ctrl-C end them. Ctrl-C is
-        not delivered meanwhile.
+        Those that stay in user code for a second are ended, and count as dead. If nobody can take their places, the
+        state would be lost with them, so they are waited for; two more Ctrl-C end that.
         """
         end = time.monotonic() + (PATIENCE_SECONDS if replaceable else math.inf)
         self.counters.pause = LEAVE
@@ -144,11 +143,8 @@ class WorkerPool:
                 self.counters.trouble = 1
             return self.counters.all_idle(self.alive)
 
-        def late() -> bool:
-            return time.monotonic() > end or interrupts.pressed() >= (1 if replaceable else 2)
-
-        with interrupts.shielded():
-            self.wait(lambda: idle() or late(), LONG)
+        with interrupts.held():
+            self.wait(lambda: idle() or time.monotonic() > end, LONG)
             for handle in self._living() if not idle() else ():
                 if self._in_user_code(handle.number):
                     self._died(handle, (BROKEN_OFF, Cause.CALLER))
@@ -200,7 +196,7 @@ class WorkerPool:
         """End the workers, print what they still have to say, give everything back."""
         if self._abandoned.detach() is None:
             return
-        with interrupts.shielded():
+        with interrupts.held():
             for handle in self._handles.values():
                 handle.dismiss()
             deadline = time.monotonic() + FAREWELL_SECONDS
@@ -260,7 +256,7 @@ class WorkerPool:
         self._output.forget(handle.pipes)
         self._starting.discard(handle.number)
         self._lived += time.monotonic() - handle.born
-        with interrupts.shielded():
+        with interrupts.held():
             status = handle.end()
         why, cause = known or ended(None if status is None else os.waitstatus_to_exitcode(status))
         self._vacancies.fell(handle.number, End(why, cause, handle.ready, handle.since, time.monotonic()))

@@ -207,7 +207,7 @@ class StreamReader:
             poller.register(fd, select.POLLIN)
         channel = handle.channel.fileno()
         while True:
-            with interrupts.breakable():
+            with interrupts.user_code():
                 ready = {fd for fd, _ in poller.poll(1000 * LOOK_SECONDS)}
             for fd in self._output.carry(ready):
                 poller.unregister(fd)

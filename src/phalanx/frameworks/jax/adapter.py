@@ -151,7 +151,7 @@ class Jax:
 
     def measure(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Measurement:
         """See ``seams.Framework.measure``."""
-        with interrupts.breakable():
+        with interrupts.held(), interrupts.user_code():
             samples = jax.device_put(self._batch(key, share), self._device)
             params = replaced(self._params_on(self._device), weights or {})
             if metrics.forward_fn is None:

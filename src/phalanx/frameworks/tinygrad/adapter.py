@@ -131,7 +131,7 @@ class Tinygrad:
                 "averaged weights (callbacks.EMA) and forward_fn in predict() are for torch and jax: programs of "
                 "tinygrad are captured with the recipe's own; leave them out"
             )
-        with interrupts.breakable(), Context(TRAINING=0):
+        with interrupts.held(), interrupts.user_code(), Context(TRAINING=0):
             output, target = self._lanes[0].output(self._batch(key, share), key, self._starts)
             generators.seed(key, self._owned)  # a trace may have drawn
             values = batch.numbers(metrics.see(output, target if metrics.targets else None, _home))

@@ -50,7 +50,7 @@ class Torch:
         self.arithmetic = arithmetic
         self._shapes = StaticShapes()
         self.environment = Reentrant(Environment(definition.threads, definition.generators), self._shapes)
-        with self.environment, interrupts.breakable(at_once=True):
+        with self.environment, interrupts.user_code():
             self._build(definition, checked(model))
 
     def _build(self, definition: Definition, model: torch.nn.Module) -> None:

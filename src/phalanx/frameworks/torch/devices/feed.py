@@ -53,7 +53,7 @@ class DeviceFeed:
         """
         address = todo.key, todo.share.origin
         if self._may_read_ahead and address not in self._ready:
-            with contextlib.suppress(Exception), interrupts.breakable():
+            with contextlib.suppress(Exception), interrupts.user_code():
                 samples = todo.share.read(todo.share.samples)
                 self._ready[address] = self._copied(as_batch(samples, todo.share, self._host.collate))
 

@@ -83,7 +83,7 @@ class TorchLanes:
         self._shapes = StaticShapes()
         surroundings = accelerators.Surroundings(devices, allow=allow)
         self.environment = Reentrant(Environment(definition.threads, definition.generators), self._shapes, surroundings)
-        with self.environment, interrupts.breakable(at_once=True):
+        with self.environment, interrupts.user_code():
             rank, processes = part
             placement = hosts(definition.replicas, processes, len(devices))[1][rank]
             first = checked(model)

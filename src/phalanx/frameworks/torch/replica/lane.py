@@ -223,7 +223,7 @@ class Lane:
         with evaluating(self.model), torch.no_grad(), substituted(self.named, weights or {}):
             self.buffers.begin()
             try:
-                with interrupts.breakable():
+                with interrupts.held(), interrupts.user_code():
                     values = self._forwards[0].evaluated(metrics, self.feed.batch(key, share), share.origin)
             finally:
                 self.buffers.restore()
