@@ -159,8 +159,8 @@ class Loop:
         except BaseException:
             if interrupts.PROCESS.broken != broken:
                 self._ended = (
-                    f"a second Ctrl-C broke off what was being done after {self.steps} steps, which may have left your "
-                    "code half done in this process; a run_dir goes on exactly"
+                    f"another Ctrl-C broke off your code after {self.steps} steps, which may have left things half done "
+                    "in this process; result() has the last whole state, and a run_dir goes on exactly"
                 )
             raise
 

@@ -74,7 +74,7 @@ class _Process:
     @property
     def due(self) -> bool:
         """Whether something is kept that need not wait."""
-        return self.pressed > (1 if self.held else 0)
+        return self.pressed > self.held
 
     def deliver(self) -> None:
         """Give what was kept to the caller's handler, which usually raises."""
@@ -135,8 +135,9 @@ class guarded(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a
             self._mine = PROCESS.installed = True
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if self._within:
-            PROCESS.breakable = not isinstance(error, KeyboardInterrupt)  # which is not to be overtaken by another
+        if self._within and not isinstance(error, KeyboardInterrupt):  # which is not to be overtaken by another
+            PROCESS.breakable = True
+            check()
         if not self._mine:
             return
         self._mine = PROCESS.installed = False
@@ -149,7 +150,10 @@ class guarded(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a
 
 
 class held(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a function
-    """Inside something is half done: the first SIGINT waits for the end of the outermost block, a second does not."""
+    """Inside something is half done: the first SIGINT waits for the end of the block, a second one does not.
+
+    A block inside another waits for one SIGINT more: what ends a run after a second one is not broken off by the next.
+    """
 
     def __enter__(self) -> None:
         if _here():
