@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from phalanx.checkpoint.chain import BROUGHT, CHAIN, ChainFile
 from phalanx.checkpoint.directory import RunDirectory
 from phalanx.checkpoint.origin import origin_of, remember
 from phalanx.checkpoint.pacing import Pacing
+from phalanx.checkpoint.snapshot import tensors_of
 from phalanx.checkpoint.tensors import leaf
 from phalanx.definition.fields import Definition
 from phalanx.definition.fingerprint import hashed
@@ -101,7 +101,9 @@ class Chained(Observer):
         began = time.monotonic()
         captured = self._engine.capture()
         try:
-            self._chain.record("state", step=steps, leaves=leaves_of(captured))
+            leaves = leaves_of(captured)
+            self._chain.record("state", step=steps, leaves=leaves)
+            self._directory.digested = steps, leaves
         finally:
             captured.release()
         self._pacing.took(began)
@@ -131,9 +133,3 @@ def brought_as(batch: Any) -> str:
 def leaves_of(captured: Captured) -> dict[str, str]:
     """A hash of each tensor of a state, by name: parameters, buffers, optimizer state; as snapshots have them, too."""
     return {name: leaf(tensor) for name, tensor in tensors_of(captured.weights, captured.training).items()}
-
-
-def tensors_of(weights: Mapping[str, Any], training: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors of a state, or what is noted of them, under the names that differences are told by."""
-    own = {name: value for name, value in training.items() if name.startswith("optimizer")}
-    return {**weights, **own}

@@ -9,7 +9,7 @@ import os
 import pathlib
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from phalanx.checkpoint import files, lock, snapshot, tensors
@@ -42,6 +42,8 @@ class RunDirectory:
         Where it leads now, whatever becomes of links on the way.
     before_writing : list of callable
         What is to be done before a snapshot is written.
+    digested : (int, mapping of str to str)
+        A step, and the hashes of the state's tensors after it, as the chain has them.
 
     Raises
     ------
@@ -53,6 +55,7 @@ class RunDirectory:
         self.path = pathlib.Path(path)
         self._keep = keep
         self.before_writing: list[Callable[[], None]] = []
+        self.digested: tuple[int, Mapping[str, str]] = -1, {}
         self._held = lock.Held()
         try:
             self.root = _made(self.path)
@@ -87,13 +90,13 @@ class RunDirectory:
         """The newest snapshot that is whole; None if there is none at all. See ``newest_of``."""
         return newest_of(self.root)
 
-    def write(self, state: Snapshot) -> None:
+    def write(self, state: Snapshot, leaves: Mapping[str, str] | None = None) -> None:
         """Write a snapshot, then remove those that are too old; what is good is removed only after that.
 
         Raises
         ------
         OSError
-            It could not be written; those that were there still are.
+            It could not be written, or is not what ``leaves`` says; those that were there still are.
         """
         folder = self.root / SNAPSHOTS
         if not self.held:
@@ -105,7 +108,7 @@ class RunDirectory:
         target = folder / f"step-{state.step:012d}"
         if os.path.lexists(target):  # of an earlier run, and damaged, or it would not be written again
             files.remove(target)
-        snapshot.write(state, target)
+        snapshot.write(state, target, leaves)
         older = [
             path for path in snapshot_folders(self.root) if path.name <= target.name
         ]  # newer ones could not be read

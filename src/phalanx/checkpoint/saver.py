@@ -7,6 +7,7 @@ import contextlib
 import pathlib
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from phalanx.checkpoint import snapshot
@@ -20,7 +21,7 @@ from phalanx.definition.fingerprint import fingerprint
 from phalanx.errors import PhalanxError, RunError, SnapshotError, UsageError
 from phalanx.frameworks.registry import recorded_environment
 from phalanx.seams import Engine, RunState
-from phalanx.seams.events import StepReport
+from phalanx.seams.events import Incident, StepReport
 from phalanx.seams.observer import Observer
 from phalanx.seams.snapshots import Captured, Tensor
 from phalanx.surroundings import interrupts
@@ -107,7 +108,9 @@ class Saver(Observer):
         captured = self._engine.capture()
         try:
             state = snapshot_of(self._engine.run_state, captured, self._recipe, self._environment)
-            thread = threading.Thread(target=self._write, args=(state, captured, began), name="phalanx-snapshot")
+            step, leaves = self._directory.digested
+            facts = state, captured, began, leaves if step == state.step else None
+            thread = threading.Thread(target=self._write, args=facts, name="phalanx-snapshot")
             thread.start()
         except BaseException:
             captured.release()
@@ -190,9 +193,16 @@ class Saver(Observer):
             return error
         return None
 
-    def _write(self, state: Snapshot, captured: Captured, began: float) -> None:
+    def _write(self, state: Snapshot, captured: Captured, began: float, leaves: Mapping[str, str] | None) -> None:
         try:
-            self._directory.write(state)
+            try:
+                self._directory.write(state, leaves)
+            except snapshot.TornError as error:
+                assert self._engine is not None, "nobody saves before begin"
+                self._engine.run_state.incidents.append(
+                    Incident(time.perf_counter(), "torn", -1, state.step, f"{error}; the snapshot was written again")
+                )
+                self._directory.write(state, leaves)
             self._directory.note("snapshot", step=state.step, seconds=time.monotonic() - began)
         except Exception as error:  # whatever it is: nobody else would see it
             self._error = error

@@ -63,13 +63,31 @@ class Snapshot:
         return found if isinstance(found, dict) else {}
 
 
-def write(snapshot: Snapshot, target: pathlib.Path) -> None:
+class TornError(OSError):
+    """What was written of a state is not that state."""
+
+
+def tensors_of(weights: Mapping[str, Any], training: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors of a state, or what is noted of them, under the names that differences are told by."""
+    return {**weights, **{name: value for name, value in training.items() if name.startswith("optimizer")}}
+
+
+def write(snapshot: Snapshot, target: pathlib.Path, leaves: Mapping[str, str] | None = None) -> None:
     """Write ``snapshot`` as the folder ``target``: durable and whole when this returns, else not there.
+
+    Parameters
+    ----------
+    snapshot : Snapshot
+    target : path
+    leaves : mapping of str to str, optional
+        A hash of each tensor of the state, where somebody has made that before.
 
     Raises
     ------
     OSError
         The disk is full, or may not be written.
+    TornError
+        The tensors that were written are others than ``leaves`` says: they changed meanwhile.
     """
     with files.whole_folder(target) as draft:
         parts = {WEIGHTS: snapshot.weights, TRAINING: snapshot.training}
@@ -77,6 +95,9 @@ def write(snapshot: Snapshot, target: pathlib.Path) -> None:
             name: files.write(draft / name, functools.partial(tensors.write, tensors=part))
             for name, part in parts.items()
         }
+        written = tensors_of(hashes[WEIGHTS], hashes[TRAINING])
+        if leaves is not None and (other := [name for name in leaves if written.get(name) != leaves[name]]):
+            raise TornError(f"{other[0]!r} was written otherwise than the chain has it")
         text = json.dumps({
             "step": snapshot.step, "samples": snapshot.samples, "digest": snapshot.digest, "recipe": snapshot.recipe,
             "environment": snapshot.environment, "facts": snapshot.facts, "metrics": snapshot.metrics,

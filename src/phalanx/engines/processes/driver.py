@@ -251,10 +251,14 @@ class Processes:
             self.run_state.unseen.append(self._absorb())
 
     def fetch(self, *, save: bool = True, metric: tuple[float, int] | None = None) -> None:
-        """Copy the state out of the arena, at a step boundary; ``save``: the workers will go on from there."""
+        """Copy the state out of the arena, at a step boundary; ``save``: the workers will go on from there.
+
+        Where it is copied to a snapshot may be written down from: that is waited for.
+        """
         if self.lost:
             return
         with self._watching():
+            self.supervisor.wait_for_readers()
             self._halt()
         if save:
             self.supervisor.forget()

@@ -6,6 +6,7 @@ has to be told where, and what else belongs to the state of a step: ``state_reco
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, assert_never
 
@@ -21,6 +22,8 @@ from phalanx.plan.lifecycle import Action, Decision, Repair, Seen, Situation, de
 from phalanx.plan.placement import Placement
 from phalanx.shared.counters import BATCH, STEPS, TASK
 from phalanx.shared.memory import Memory
+from phalanx.surroundings import interrupts
+from phalanx.surroundings.turns import SLICE_SECONDS
 
 MOST_BATCHES = 1 << 28  # bytes of batches that are kept from one snapshot to the next
 EAGER_STEPS = 10  # after a state was taken back, each of as many steps is followed by a snapshot
@@ -56,6 +59,7 @@ class Supervisor:
         self._mailbox = mailbox
         self._orders = orders
         self._failures = failures
+        self._readers = threading.Condition()
         self._first = record.seen  # the first step of the latest grant
         self._repair: Repair | None = None
 
@@ -125,8 +129,17 @@ class Supervisor:
         self._counters.snapshot_step, self._counters.snapshot_due = NEVER, self._counters.done
 
     def hold(self, *, reading: bool) -> None:
-        """While somebody reads the snapshot it stays as it is."""
-        self._counters.held = reading
+        """Somebody begins to read the snapshot, or is done; while anybody reads it stays as it is."""
+        with self._readers:
+            self._counters.held += 1 if reading else -1
+            self._readers.notify_all()
+
+    def wait_for_readers(self) -> None:
+        """Wait until nobody reads the snapshot."""
+        with self._readers:
+            while self.held:
+                self._readers.wait(SLICE_SECONDS)
+                interrupts.check()
 
     @property
     def held(self) -> bool:
