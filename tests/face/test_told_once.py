@@ -144,7 +144,7 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("way", WAYS)
 def test_whoever_goes_on_is_told_every_step_once(way, place, act, number, whole, tmp_path):
-    """A run that is broken off once anywhere, and goes on in the process, ends and is told of like an undisturbed one."""
+    """A run that is broken off once anywhere, and goes on, ends and is told of like an undisturbed one."""
     job, breaks = Job(tmp_path, place, act, number), 0
     with job.begin(**WAYS[way]) as run:
         for _ in range(3):
@@ -194,8 +194,7 @@ def test_an_evaluation_that_is_left_out_would_be_seen(whole, tmp_path):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_no_snapshot_is_written_of_a_step_whose_evaluation_is_due(way, tmp_path):
-    """While an evaluation fails, every verb that goes on fails too, and neither ``save`` nor the end writes the step."""
-
+    """While an evaluation fails every verb that goes on fails, and neither ``save`` nor the end writes the step."""
     job = Job(tmp_path / "run")
     job.metric = no_metric
     with contextlib.suppress(phalanx.WorkerError), job.begin(**WAYS[way]) as run:

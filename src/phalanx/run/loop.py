@@ -25,11 +25,10 @@ from phalanx.surroundings import interrupts
 T = TypeVar("T")
 
 
-class Due(NamedTuple):
-    """Something that completes a step: to be done once, or ``again`` until it succeeds; an evaluation may take long."""
+class Again(NamedTuple):
+    """What is done again until it succeeds; an evaluation may take long."""
 
     do: Callable[[], object]
-    again: bool = False
     evaluates: bool = False
 
 
@@ -65,8 +64,8 @@ class Loop:
         self._heard = 0  # incidents that the observers have heard of
         self._ended = ""  # why no step can follow
         self._completing = False
-        self._due: Due | None = None  # what was begun of what completes a step
-        self._after: Iterator[Due] = iter(())  # and what follows it
+        self._due: Again | None = None  # what was begun of what completes a step
+        self._after: Iterator[Callable[[], object] | Again] = iter(())  # and what follows it
         engine.run_state.told = len(engine.run_state.loss_history)
         self._begun: list[StepReport] = []  # the phases of the present step that are done
 
@@ -106,63 +105,63 @@ class Loop:
                 "returned: after the step, not in a callback"
             )
         self._data.check(contents=False)
-        report = self._unbroken(functools.partial(self._updated, batch, watched=watched))
-        self._after = self._completion(report)
-        self.complete()
+        self._unbroken(functools.partial(self._updated, batch, watched=watched))
         return self._report
 
     def complete(self, *, evaluate: bool = True) -> None:
         """Do what is left of the steps that are done, if something is; without ``evaluate`` as far as that goes."""
         state = self._engine.run_state
-        if self._completing or state.complete:
-            return
-        self.check_able()
-        self._completing = True
-        try:
-            while self._completed(evaluate=evaluate) and state.unseen:
-                # Done by workers when the caller was on its way out.
-                if (report := self._whole(state.unseen.popleft())) is not None:
-                    self._after = self._completion(report)
-        finally:
-            self._completing = False
+        if state.told != len(state.loss_history) and not self._completing:
+            self.check_able()
+            self._after = self._and_unseen(self._after)
+            self._unbroken(evaluate=evaluate)
 
     def check_able(self) -> None:
         """Refuse, by a RunError, to go on after user code or an observer was broken off."""
         if self._ended:
             raise RunError(f"this run cannot go on: {self._ended}; start another")
 
-    def _completed(self, *, evaluate: bool) -> bool:
-        """Do what completes a step, and say whether all is done: not with an evaluation that is not to be made."""
-        while (due := self._due or next(self._after, None)) is not None:
-            self._due = due
-            if due.evaluates and not evaluate:
-                return False
-            broken = interrupts.PROCESS.broken
-            try:
-                if due.again:
-                    due.do()
-                else:
-                    self._unbroken(due.do)
-            except BaseException:
-                if not due.again and broken == interrupts.PROCESS.broken:
-                    self._due = None
-                raise
-            self._due = None
-        return True
+    def _unbroken(self, update: Callable[[], StepReport] | None = None, *, evaluate: bool = True) -> None:
+        """Do the updates of a step, and what completes it; Ctrl-C comes after that, or in an evaluation.
 
-    def _unbroken(self, do: Callable[[], T]) -> T:
-        """Do something that Ctrl-C waits for; a second one breaks it off, and ends the run."""
-        broken = interrupts.PROCESS.broken
+        Another one breaks off what is being done, and ends the run.
+        """
+        broken, self._completing = interrupts.PROCESS.broken, True
         try:
             with interrupts.held():
-                return do()
+                if update is not None:
+                    self._after = self._completion(update())
+                self._tell()
+            while (due := self._due) is not None and (evaluate or not due.evaluates):
+                due.do()
+                self._due = None
+                with interrupts.held():
+                    self._tell()
         except BaseException:
             if interrupts.PROCESS.broken != broken:
                 self._ended = (
-                    f"another Ctrl-C broke off your code after {self.steps} steps, which may have left things half done "
-                    "in this process; result() has the last whole state, and a run_dir goes on exactly"
+                    f"another Ctrl-C broke off your code after {self.steps} steps, and may have left things half done; "
+                    "result() has the last whole state, and a run_dir goes on exactly"
                 )
             raise
+        finally:
+            self._completing = False
+
+    def _tell(self) -> None:
+        """Call observers, up to what is done again until it succeeds. One that raised had its call."""
+        if self._due is not None:
+            return
+        broken = interrupts.PROCESS.broken
+        for due in self._after:
+            if isinstance(due, Again):
+                self._due = due
+                return
+            try:
+                due()
+            except BaseException:
+                if interrupts.PROCESS.broken != broken:
+                    self._due = Again(due)  # never: the run has ended, and no snapshot has this step
+                raise
 
     def _updated(self, batch: Any, *, watched: bool) -> StepReport:
         """Do the updates of a step."""
@@ -190,8 +189,8 @@ class Loop:
     def _advanced(self, batch: Any, horizon: int) -> StepReport:
         """What is left of a step: a step with phases may have been broken off between two."""
         while True:
-            report = self._whole(self._engine.advance(batch, self._definition.rounds.updates(horizon)))
-            if report is not None:
+            report = self._engine.advance(batch, self._definition.rounds.updates(horizon))
+            if self._definition.phases is None or (report := self._whole(report)) is not None:
                 return report
 
     def _whole(self, report: StepReport) -> StepReport | None:
@@ -200,20 +199,27 @@ class Loop:
         self._begun = [report] if moment.first else [*self._begun, report]
         return merged(self._begun, self._definition) if moment.last else None
 
-    def _completion(self, report: StepReport) -> Iterator[Due]:
+    def _completion(self, report: StepReport) -> Iterator[Callable[[], object] | Again]:
         """What completes a step, in order."""
-        self._report = report
-        if len(self._engine.run_state.incidents) != self._heard:
+        self._report, state = report, self._engine.run_state
+        if len(state.incidents) != self._heard:
             self._tell_incidents()
         for observer in self._observers:
-            yield Due(functools.partial(observer.advanced, report))
+            yield functools.partial(observer.advanced, report)
         if report.epoch is not None:
             yield from self._evaluation(report)
         for observer in self._observers:
-            yield Due(functools.partial(observer.step, self._report))
-        self._engine.run_state.told = self._definition.rounds.updates(report.step + 1)
+            yield functools.partial(observer.step, self._report)
+        state.told = self._definition.rounds.updates(report.step + 1)
 
-    def _evaluation(self, report: StepReport) -> Iterator[Due]:
+    def _and_unseen(self, after: Iterator[Callable[[], object] | Again]) -> Iterator[Callable[[], object] | Again]:
+        """The same, and what completes steps that workers did when the caller was on its way out."""
+        yield from after
+        while self._engine.run_state.unseen:
+            if (report := self._whole(self._engine.run_state.unseen.popleft())) is not None:
+                yield from self._completion(report)
+
+    def _evaluation(self, report: StepReport) -> Iterator[Callable[[], object] | Again]:
         """What is due after a planned step: evaluations, who is told of them, the schedule that depends on one."""
         steps, epoch = report.step + 1, report.epoch
         assert epoch is not None, "who asks has looked"
@@ -223,18 +229,18 @@ class Loop:
         else:
             epoch_ended, finished = self._supply.epochs(steps) > epoch, self.finished
         if epoch_ended or finished:
-            yield Due(functools.partial(self._data.check, contents=True), again=True)
+            yield Again(functools.partial(self._data.check, contents=True))
         values: dict[str, float] = {}
         for due in self._evaluations:
             if finished or due.is_due(steps, epoch, epoch_ended=epoch_ended):
-                yield Due(functools.partial(self._evaluate_into, values, due), again=True, evaluates=True)
+                yield Again(functools.partial(self._evaluate_into, values, due), evaluates=True)
         if not values:
             return
         self._report = report._replace(metric=next(iter(values.values())), metrics=values)
         for observer in self._observers:
-            yield Due(functools.partial(observer.evaluated, values))
+            yield functools.partial(observer.evaluated, values)
         if epoch_ended and self._definition.schedule_on is not None:
-            yield Due(functools.partial(self._schedule, values, epoch), again=True)
+            yield Again(functools.partial(self._schedule, values, epoch))
 
     def _evaluate_into(self, values: dict[str, float], due: Evaluation) -> None:
         values |= self.evaluate(due.metric_fn, due.data, due.batch_size, due.name)

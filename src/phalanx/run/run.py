@@ -80,7 +80,9 @@ class Run:
         """
         if self._definition.data is None:
             raise UsageError("there is no data to iterate over (data=None): bring each batch with run.step(batch)")
-        self._complete()
+        state = self._engine.run_state
+        if state.told != len(state.loss_history):
+            self._complete()
         if self._closed or self._loop.finished or (self.stopped and self._engine.pause()):
             raise StopIteration
         try:
@@ -171,7 +173,9 @@ class Run:
         UsageError
             The run is closed, or has no planned step left; the batch cannot be dealt; data or weights were changed.
         """
-        self._complete()
+        state = self._engine.run_state
+        if state.told != len(state.loss_history):
+            self._complete()
         if batch is None:
             if self._definition.data is None:
                 raise UsageError("step() was called without a batch, but data is None; bring one: run.step((x, y))")
@@ -270,7 +274,7 @@ class Run:
 
     def _complete(self) -> None:
         """Do first what an exception or Ctrl-C left of the last step."""
-        if not (self._closed or self._engine.run_state.complete):
+        if not self._closed:
             with self._outcomes.handed_over():
                 self._loop.complete()
 

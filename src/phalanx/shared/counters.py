@@ -148,7 +148,7 @@ class Counters:
     asleep = word(OF_PARENT + LINE, "Written by the parent: whether it has to be woken to see anything.")
     awaited = word(OF_PARENT + LINE + 1, "Written by the parent: how many finished steps are worth waking it for.")
     eager = word(OF_PARENT + LINE + 2, "Written by the parent: each step before this one is followed by a snapshot.")
-    held = word(OF_PARENT + LINE + 3, "Written by the parent: how many read the snapshot; while somebody does, it stays.")
+    held = word(OF_PARENT + LINE + 3, "Written by the parent: how many read the snapshot, which stays meanwhile.")
     confirmed = word(OF_PARENT + LINE + 4, "Written by the parent: steps that are done though nobody reported that.")
     agreed = word(OF_FIRST, "Written by the first worker, before the last barrier of a step: which one ends the grant.")
     reported = word(OF_FIRST + 1, "Written by the first worker: how many steps it has reported as done.")

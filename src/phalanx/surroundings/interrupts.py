@@ -156,11 +156,11 @@ class held(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a fu
     """
 
     def __enter__(self) -> None:
-        if _here():
+        if threading.get_ident() == PROCESS.main:
             PROCESS.held += 1
 
     def __exit__(self, *_: object) -> None:
-        if PROCESS.held and _here():
+        if PROCESS.held and threading.get_ident() == PROCESS.main:
             PROCESS.held -= 1
 
 
@@ -171,10 +171,11 @@ class user_code(contextlib.AbstractContextManager[None]):  # noqa: N801  used as
         self._broken: int | None = None
 
     def __enter__(self) -> None:
-        if PROCESS.installed and _here():
+        if PROCESS.installed and threading.get_ident() == PROCESS.main:
             self._broken = PROCESS.broken
             PROCESS.breakable = True
-            check()
+            if PROCESS.pressed:
+                check()
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._broken is not None:
