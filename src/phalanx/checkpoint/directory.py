@@ -90,13 +90,13 @@ class RunDirectory:
         """The newest snapshot that is whole; None if there is none at all. See ``newest_of``."""
         return newest_of(self.root)
 
-    def write(self, state: Snapshot, leaves: Mapping[str, str] | None = None) -> None:
+    def write(self, state: Snapshot) -> None:
         """Write a snapshot, then remove those that are too old; what is good is removed only after that.
 
         Raises
         ------
         OSError
-            It could not be written, or is not what ``leaves`` says; those that were there still are.
+            It could not be written; those that were there still are.
         """
         folder = self.root / SNAPSHOTS
         if not self.held:
@@ -108,7 +108,7 @@ class RunDirectory:
         target = folder / f"step-{state.step:012d}"
         if os.path.lexists(target):  # of an earlier run, and damaged, or it would not be written again
             files.remove(target)
-        snapshot.write(state, target, leaves)
+        snapshot.write(state, target)
         older = [
             path for path in snapshot_folders(self.root) if path.name <= target.name
         ]  # newer ones could not be read

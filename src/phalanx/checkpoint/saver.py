@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import array
 import contextlib
+import dataclasses
 import pathlib
 import threading
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from phalanx.checkpoint import snapshot
@@ -109,8 +109,9 @@ class Saver(Observer):
         try:
             state = snapshot_of(self._engine.run_state, captured, self._recipe, self._environment)
             step, leaves = self._directory.digested
-            facts = state, captured, began, leaves if step == state.step else None
-            thread = threading.Thread(target=self._write, args=facts, name="phalanx-snapshot")
+            if step == state.step:
+                state = dataclasses.replace(state, leaves=leaves)
+            thread = threading.Thread(target=self._write, args=(state, captured, began), name="phalanx-snapshot")
             thread.start()
         except BaseException:
             captured.release()
@@ -193,16 +194,16 @@ class Saver(Observer):
             return error
         return None
 
-    def _write(self, state: Snapshot, captured: Captured, began: float, leaves: Mapping[str, str] | None) -> None:
+    def _write(self, state: Snapshot, captured: Captured, began: float) -> None:
         try:
             try:
-                self._directory.write(state, leaves)
+                self._directory.write(state)
             except snapshot.TornError as error:
                 assert self._engine is not None, "nobody saves before begin"
                 self._engine.run_state.incidents.append(
                     Incident(time.perf_counter(), "torn", -1, state.step, f"{error}; the snapshot was written again")
                 )
-                self._directory.write(state, leaves)
+                self._directory.write(state)
             self._directory.note("snapshot", step=state.step, seconds=time.monotonic() - began)
         except Exception as error:  # whatever it is: nobody else would see it
             self._error = error

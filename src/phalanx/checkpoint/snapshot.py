@@ -45,6 +45,8 @@ class Snapshot:
         Evaluations so far: (steps, value, name).
     recipe, environment : dict
         What defined the answer, and what else decides bits.
+    leaves : mapping of str to str
+        Hashes of the tensors, as far as somebody has made them before.
     """
 
     step: int
@@ -56,6 +58,7 @@ class Snapshot:
     metrics: list[Any] = field(default_factory=list[Any], repr=False)
     recipe: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
     environment: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
+    leaves: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
 
     def noted(self, part: str) -> dict[str, Any]:
         """A part of the recipe's fingerprint; empty where there is none, as nobody has checked that it is one."""
@@ -72,22 +75,15 @@ def tensors_of(weights: Mapping[str, Any], training: Mapping[str, Any]) -> dict[
     return {**weights, **{name: value for name, value in training.items() if name.startswith("optimizer")}}
 
 
-def write(snapshot: Snapshot, target: pathlib.Path, leaves: Mapping[str, str] | None = None) -> None:
+def write(snapshot: Snapshot, target: pathlib.Path) -> None:
     """Write ``snapshot`` as the folder ``target``: durable and whole when this returns, else not there.
-
-    Parameters
-    ----------
-    snapshot : Snapshot
-    target : path
-    leaves : mapping of str to str, optional
-        A hash of each tensor of the state, where somebody has made that before.
 
     Raises
     ------
     OSError
         The disk is full, or may not be written.
     TornError
-        The tensors that were written are others than ``leaves`` says: they changed meanwhile.
+        The tensors that were written are others than ``snapshot.leaves`` says.
     """
     with files.whole_folder(target) as draft:
         parts = {WEIGHTS: snapshot.weights, TRAINING: snapshot.training}
@@ -96,7 +92,7 @@ def write(snapshot: Snapshot, target: pathlib.Path, leaves: Mapping[str, str] | 
             for name, part in parts.items()
         }
         written = tensors_of(hashes[WEIGHTS], hashes[TRAINING])
-        if leaves is not None and (other := [name for name in leaves if written.get(name) != leaves[name]]):
+        if other := [name for name, known in snapshot.leaves.items() if written.get(name) != known]:
             raise TornError(f"{other[0]!r} was written otherwise than the chain has it")
         text = json.dumps({
             "step": snapshot.step, "samples": snapshot.samples, "digest": snapshot.digest, "recipe": snapshot.recipe,

@@ -26,10 +26,9 @@ T = TypeVar("T")
 
 
 class Again(NamedTuple):
-    """What is done again until it succeeds; an evaluation may take long."""
+    """What is done again until it succeeds."""
 
     do: Callable[[], object]
-    evaluates: bool = False
 
 
 class Loop:
@@ -108,20 +107,20 @@ class Loop:
         self._unbroken(functools.partial(self._updated, batch, watched=watched))
         return self._report
 
-    def complete(self, *, evaluate: bool = True) -> None:
-        """Do what is left of the steps that are done, if something is; without ``evaluate`` as far as that goes."""
+    def complete(self, *, again: bool = True) -> None:
+        """Do what is left of the steps that are done, if something is; without ``again`` up to what has to succeed."""
         state = self._engine.run_state
         if state.told != len(state.loss_history) and not self._completing:
             self.check_able()
             self._after = self._and_unseen(self._after)
-            self._unbroken(evaluate=evaluate)
+            self._unbroken(again=again)
 
     def check_able(self) -> None:
         """Refuse, by a RunError, to go on after user code or an observer was broken off."""
         if self._ended:
             raise RunError(f"this run cannot go on: {self._ended}; start another")
 
-    def _unbroken(self, update: Callable[[], StepReport] | None = None, *, evaluate: bool = True) -> None:
+    def _unbroken(self, update: Callable[[], StepReport] | None = None, *, again: bool = True) -> None:
         """Do the updates of a step, and what completes it; Ctrl-C comes after that, or in an evaluation.
 
         Another one breaks off what is being done, and ends the run.
@@ -132,7 +131,7 @@ class Loop:
                 if update is not None:
                     self._after = self._completion(update())
                 self._tell()
-            while (due := self._due) is not None and (evaluate or not due.evaluates):
+            while again and (due := self._due) is not None:
                 due.do()
                 self._due = None
                 with interrupts.held():
@@ -233,7 +232,7 @@ class Loop:
         values: dict[str, float] = {}
         for due in self._evaluations:
             if finished or due.is_due(steps, epoch, epoch_ended=epoch_ended):
-                yield Again(functools.partial(self._evaluate_into, values, due), evaluates=True)
+                yield Again(functools.partial(self._evaluate_into, values, due))
         if not values:
             return
         self._report = report._replace(metric=next(iter(values.values())), metrics=values)
@@ -276,7 +275,7 @@ class Loop:
     def end(self) -> None:
         """End the observers, from the last to the first, then the engine; what one raises does not keep the others.
 
-        They are told of the last step before, if that waits for no evaluation.
+        They are told of the last step before, up to an evaluation that is still to be made.
         """
         with contextlib.ExitStack() as endings:
             if self._supply is not None:
@@ -285,7 +284,7 @@ class Loop:
             for observer in self._observers:
                 endings.callback(observer.end)
             if not self._ended:
-                endings.callback(self.complete, evaluate=False)
+                endings.callback(self.complete, again=False)
 
     def _measured(self, metrics: Metrics, data: Any, batch_size: int, weights: Weights | None = None) -> dict[str, Any]:
         """What metrics come to over all of ``data``."""
