@@ -138,7 +138,7 @@ def test_a_snapshot_in_memory_is_checked(tmp_path, wanted, monkeypatch, flipped)
     monkeypatch.setattr(Supervisor, "_told", flip)
     recipe = norm_recipe(Trapped(conv_norm, tmp_path, 1, LATER, "half updated"))
     if flipped:
-        with pytest.raises(phalanx.RunError, match="snapshot in memory is damaged: its checksum differs"):
+        with pytest.raises(phalanx.RunError, match="snapshot in memory is damaged, or"):
             recipe.train(workers=3, engine="processes")
     else:
         assert_same(recipe.train(workers=3, engine="processes"), wanted)

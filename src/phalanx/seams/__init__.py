@@ -59,6 +59,11 @@ class Steppable(Protocol):
         """How gradients are added, scaled and divided."""
         ...
 
+    @property
+    def told(self) -> tuple[float, float]:
+        """A checksum of the optimizers' options, and a learning rate: workers compare them before an update."""
+        ...
+
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
         """Compute some replicas in turn, from the state at the step's start; runs user code.
 
