@@ -136,7 +136,16 @@ def weighed(loss: Any, returned: float | None, known: float, samples: int, repli
 
 
 def check_consistent(parts: Sequence[Part]) -> None:
-    """Refuse a step in which some replicas told their weights and others did not: those would not be comparable."""
+    """Refuse a step in which some replicas told their weights and others did not, or workers have unlike options."""
+    for replica, part in enumerate(parts):
+        if part.options != parts[0].options:
+            raise UsageError(
+                "workers have come to different options of the optimizer, which each takes from its own scheduler: lr "
+                f"is {parts[0].lr} for replica 0 and {part.lr} for replica {replica}, checksums of all options are "
+                f"{parts[0].options:.0f} and {part.options:.0f}; nothing was updated. What a scheduler does must "
+                "follow from the step and the loss, not from a clock, a process id, weights, or a counter outside of "
+                "it; random numbers that it draws are the same everywhere"
+            )
     if len({part.returned for part in parts if part.samples}) > 1:
         raise UsageError("loss_fn returned a weight for some replicas and none for others; return it always or never")
 

@@ -75,7 +75,7 @@ def test_meetings_hold_with_and_without_the_kernel(monkeypatch, ordered):
     def work(worker):
         barrier = Barrier(counters, worker)
         for number in range(rounds):
-            counters.parts.write(worker, [(number, 0, 0, 0)])
+            counters.parts.write(worker, [(number, 0, 0, 0, 0, 0)], (0, 0))
             barrier.wait(COMPUTE)
             seen[worker].append([row[0] for row in counters.parts.read()])
             barrier.wait(FOLD)

@@ -64,13 +64,16 @@ def stack(width=WIDTH):
 class Thawing(LRScheduler):
     """Thaws some frozen weights after step 3, freezes them again after step 5, and thaws more after step 6."""
 
+    def __init__(self, optimizer):
+        frozen = [one for group in optimizer.param_groups for one in group["params"] if one.shape[0] == WIDTH]
+        self.chosen = [one for one in frozen if one.shape[-1] == WIDTH]  # weights and biases of frozen layers, biases
+        super().__init__(optimizer)
+
     def get_lr(self):
-        frozen = [one for group in self.optimizer.param_groups for one in group["params"] if one.shape[0] == WIDTH]
-        chosen = [one for one in frozen if one.shape[-1] == WIDTH]  # weights and biases of frozen layers, and biases
         if self.last_epoch in (3, 5):
-            chosen[2].requires_grad_(self.last_epoch == 3)
+            self.chosen[2].requires_grad_(self.last_epoch == 3)
         if self.last_epoch == 6:
-            chosen[0].requires_grad_(True)
+            self.chosen[0].requires_grad_(True)
         return [group["lr"] for group in self.optimizer.param_groups]
 
 
@@ -264,10 +267,13 @@ def test_two_runs_over_one_base_of_which_one_thaws_it():
 class Thaw(LRScheduler):
     """Thaws everything."""
 
+    def __init__(self, optimizer):
+        self.all = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        super().__init__(optimizer)
+
     def get_lr(self):
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.requires_grad_(self.last_epoch > 0 or parameter.requires_grad)
+        for parameter in self.all:
+            parameter.requires_grad_(self.last_epoch > 0 or parameter.requires_grad)
         return [group["lr"] for group in self.optimizer.param_groups]
 
 

@@ -1,19 +1,24 @@
-"""Schedulers that look at parameters change no bit, whoever steps them, after deaths too; writing is refused."""
+"""Schedulers give one rate to all workers, after deaths too; what each worker would see its own way is refused."""
 
 import functools
 import itertools
+import math
+import os
+import random
 import sys
+import time
 
 import cloudpickle
+import numpy as np
 import pytest
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import phalanx
-from phalanx.engines.processes.worker import Worker
-from phalanx.frameworks.torch.optimizer import Update
 from tests.engines.deaths import Trapped, sprung
+from tests.engines.moving import hurry, moves
 from tests.families import ADAMW, FAMILIES, OPTIMIZERS, SCHEDULERS
+from tests.hosts.worlds import world
 from tests.sampling import sample
 
 MLP = FAMILIES["mlp"]
@@ -25,9 +30,10 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class Plain(LRScheduler):
-    """Leaves the rate as it is; what it does beside that is in ``act``."""
+    """Leaves the rate as it is; what it does beside that is in ``act``. Keeps the parameters that it is made with."""
 
     def __init__(self, optimizer):
+        self.kept = [group["params"] for group in optimizer.param_groups]
         super().__init__(optimizer)
 
     def get_lr(self):
@@ -40,7 +46,7 @@ class Plain(LRScheduler):
 
     @property
     def parameters(self):
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return [parameter for group in self.kept for parameter in group]
 
 
 class Freezing(Plain):
@@ -52,89 +58,55 @@ class Freezing(Plain):
                 parameter.requires_grad = self.last_epoch == 5
 
 
-class Keeping(Plain):
-    """Freezes what it found when it was made, and keeps that in its state."""
+class Stopping(Plain):
+    """Freezes two parameters after step 2, for good."""
+
+    def act(self):
+        if self.last_epoch == 2:
+            for parameter in self.parameters[1:3]:
+                parameter.requires_grad_(False)
+
+
+def drawn(step):
+    """A factor out of three kinds of generators."""
+    return 0.5 + random.random() + float(np.random.random()) + torch.rand(()).item()
+
+
+class Drawing(Plain):
+    """The rate follows a generator of its own and the last rate, the decay a global one, every second step."""
 
     def __init__(self, optimizer):
-        self.frozen = [parameter for group in optimizer.param_groups for parameter in group["params"]][1:3]
+        self.generator = np.random.default_rng(3)
         super().__init__(optimizer)
-
-    def act(self):
-        for parameter in self.frozen:
-            parameter.requires_grad = self.last_epoch not in (3, 4)
-
-
-class Norm(Plain):
-    """The rate follows the norm of all weights so far."""
 
     def get_lr(self):
-        norm = sum(parameter.detach().square().sum() for parameter in self.parameters).sqrt().item()
-        return [0.5 * group["lr"] + 0.005 * norm for group in self.optimizer.param_groups]
+        if self.last_epoch % 2:
+            self.optimizer.param_groups[0]["weight_decay"] = random.random() / 10
+            return [group["lr"] * (0.5 + self.generator.random()) for group in self.optimizer.param_groups]
+        return [group["lr"] for group in self.optimizer.param_groups]
 
 
-def first_layer_later(named):
-    """An optimizer of all parameters but the first two."""
-    return torch.optim.AdamW([parameter for _, parameter in named[2:]], lr=0.01)
+def drawing(optimizer):
+    return LambdaLR(optimizer, drawn)
 
 
-class Adding:
-    """Makes a model, and schedulers that add its first two parameters to the optimizer after step 3."""
-
-    def __call__(self):
-        self.model = MAKE()
-        return self.model
-
-    def scheduler(self, optimizer):
-        return AddingSchedule(optimizer, list(self.model.parameters())[:2])
-
-    def __reduce__(self):
-        return Adding, ()
-
-
-class AddingSchedule(Plain):
-    """Adds ``later`` to the optimizer after step 3."""
-
-    def __init__(self, optimizer, later):
-        self.later = later
-        super().__init__(optimizer)
-
-    def act(self):
-        if self.last_epoch == 3:
-            self.optimizer.add_param_group({"params": self.later, "lr": 0.02, "initial_lr": 0.02})
-            self.base_lrs.append(0.02)
-
-
-class Moving(Plain):
-    """Moves a parameter from one group to another after step 3."""
-
-    def act(self):
-        if self.last_epoch == 3:
-            first, second = self.optimizer.param_groups
-            second["params"].append(first["params"].pop())
-
-
-def two_groups(named):
-    named = list(named)
-    return torch.optim.AdamW([{"params": named[:2], "lr": 0.001}, {"params": named[2:], "lr": 0.02}])
-
-
-def give(scheduler, optimizer=ADAMW, make_model=MAKE, **changes):
+def give(scheduler, optimizer=ADAMW, make_model=MAKE, count=3, **changes):
     return MLP.recipe(
-        3, make_model=make_model, **({"steps": STEPS, "scheduler": scheduler, "optimizer": optimizer} | changes)
+        count, make_model=make_model, **({"steps": STEPS, "scheduler": scheduler, "optimizer": optimizer} | changes)
     )
 
 
 CASES = {
     "freeze": (Freezing, ADAMW),
-    "freeze, kept": (Keeping, SGD),
-    "norm": (Norm, SGD),
-    "move": (Moving, two_groups),
+    "freeze for good": (Stopping, SGD),
+    "draw": (drawing, SGD),
+    "draw, own generator": (Drawing, SGD),
 }
 
 
-@pytest.mark.parametrize(("name", "workers"), sample("schedules that look", itertools.product(CASES, [1, 2, 3]), 2))
+@pytest.mark.parametrize(("name", "workers"), sample("schedules that act", itertools.product(CASES, [1, 2, 3]), 2))
 def test_workers_change_nothing(name, workers):
-    """A scheduler that looks at parameters ends in the inline digest, which is not that of a plain one."""
+    """A scheduler that freezes parameters, or draws random numbers, ends in the inline digest; a plain one does not."""
     recipe = give(*CASES[name])
     wanted = recipe.train(engine="inline")
     assert wanted.digest != give(Plain, CASES[name][1]).train(engine="inline").digest
@@ -152,7 +124,7 @@ FALLS = [(0, 4, "COMPUTING"), (1, 6, "half updated"), (0, 5, "UPDATED")]
     sample("deaths in schedules", [(name, *fall) for name in CASES for fall in FALLS], 1),
 )
 def test_deaths_change_nothing(tmp_path, name, worker, step, place):
-    """A worker that ends after the scheduler looked at parameters is replaced; nothing is done again with others."""
+    """Who replaces a worker comes to the same rates and frozen parameters, and so do all that go back to a snapshot."""
     scheduler, optimizer = CASES[name]
     wanted = give(scheduler, optimizer).train(engine="inline").digest
     trapped = Trapped(MAKE, tmp_path, worker, step, place)
@@ -160,20 +132,46 @@ def test_deaths_change_nothing(tmp_path, name, worker, step, place):
     assert sprung(tmp_path) == 1
 
 
-class Untold(Trapped):
-    """Worker 0 keeps to itself what its scheduler came to, so that replacements do it again, with later weights."""
+class Replanted(Trapped):
+    """Beside the trap, a fault: each worker has keys of its own for what a scheduler draws."""
 
     def set(self):
+        from phalanx.frameworks.torch import schedules
+
         super().set()
-        Worker._tell_scheduled = lambda worker, step: None
+        schedules.update_key = lambda seed, step: os.getpid()
 
 
-def test_a_planted_fault_shows(tmp_path):
-    """The tests of deaths can fail: a rate that is found again from later weights is another one."""
-    wanted = give(*CASES["norm"]).train(engine="inline").digest
-    trapped = Untold(MAKE, tmp_path, 1, 6, "COMPUTING")
-    assert give(*CASES["norm"], trapped).train(engine="processes", workers=2).digest != wanted
-    assert sprung(tmp_path) == 1
+@pytest.mark.parametrize("name", ["draw", "draw, own generator"])
+def test_a_planted_fault_shows(tmp_path, name):
+    """The tests above can fail: keys that follow from the process give other rates, which is refused, not hidden."""
+    trapped = Replanted(MAKE, tmp_path, 1, STEPS, "COMPUTING")
+    with pytest.raises(phalanx.UsageError, match="different options of the optimizer"):
+        give(*CASES[name], trapped).train(engine="processes", workers=2)
+
+
+def test_draws_are_keyed_by_the_step():
+    """What a scheduler draws after a step is what ``plan.seeded_update`` has for that step, whatever ran before."""
+    recipe = give(drawing, SGD)
+    wanted = []
+    for step in range(STEPS - 1):
+        with recipe.plan.seeded_update(step):
+            wanted.append(0.1 * drawn(step))
+    random.seed()
+    with recipe.start(engine="inline") as run:
+        rates = [report.lr for report in run]
+    assert rates[1:] == wanted
+    assert len(set(wanted)) == STEPS - 1
+
+
+def test_an_automatic_run_draws_on(monkeypatch):
+    """A run that moves into workers after some steps draws there what one process would have drawn."""
+    recipe = give(*CASES["draw, own generator"], steps=12)
+    wanted = recipe.train(engine="inline").digest
+    hurry(monkeypatch, recipe)
+    counts, result = moves(recipe)
+    assert {1, 2} <= set(counts)
+    assert result.digest == wanted
 
 
 @pytest.mark.parametrize(("name", "half"), sample("resumed schedules", itertools.product(CASES, [2, 4, 6]), 1))
@@ -184,20 +182,105 @@ def test_a_resumed_run_goes_on_alike(tmp_path, name, half):
     assert give(*CASES[name]).train(engine="processes", workers=2, run_dir=tmp_path).digest == wanted
 
 
+def by_clock(optimizer):
+    return LambdaLR(optimizer, lambda step: 1 + time.time_ns() % 10**9 / 1e9 if step else 1.0)
+
+
+def by_process(optimizer):
+    return LambdaLR(optimizer, lambda step: 1 / os.getpid() if step == 3 else 1.0)
+
+
+class DecayByProcess(Plain):
+    """Leaves the rate, and changes another option."""
+
+    def act(self):
+        self.optimizer.param_groups[-1]["weight_decay"] = 1 / os.getpid()
+
+
+@pytest.mark.parametrize(("scheduler", "step"), [(by_clock, 1), (by_process, 3), (DecayByProcess, 1)])
+def test_workers_that_differ_are_refused(scheduler, step):
+    """Before weights change, with the rates of two workers; one process has nothing to compare."""
+    recipe = give(scheduler, SGD)
+    with recipe.start(engine="processes", workers=2) as run:
+        for _ in range(step):
+            run.step()
+        with pytest.raises(
+            phalanx.UsageError, match=r"lr is [\d.e-]+ for replica 0 and .*checksums of all options are .*clock"
+        ) as caught:
+            run.finish()
+        assert run.steps == step
+        result = run.result()
+    assert result.digest == give(None, SGD, steps=step).train(engine="inline").digest or step == 1
+    assert ("lr is 0.1 for replica 0 and 0.1" in str(caught.value)) == (scheduler is DecayByProcess)
+    recipe.train(engine="inline")
+    recipe.train(engine="processes", workers=1)
+
+
 @pytest.mark.long
-def test_a_group_added_later(tmp_path):
-    """Parameters that a scheduler gives to the optimizer after some steps are updated from there on, by any engine."""
+def test_hosts_that_differ_are_refused():
+    """Two processes as two hosts, of one worker each: both refuse the step that their own would have passed."""
+    code = """
+from tests.engines.test_schedules import SGD, by_process, drawing, give
+told.append(give(drawing, SGD, count=4).train(workers=2).digest)
+tried(lambda: give(by_process, SGD, count=4).train(workers=2).digest)
+"""
+    told = world(code)
+    assert {first for first, _ in told} == {give(drawing, SGD, count=4).train(engine="inline").digest}
+    assert all("different options of the optimizer" in second for _, second in told)
 
-    def recipe(steps=STEPS):
-        adding = Adding()
-        return give(adding.scheduler, first_layer_later, adding, steps=steps)
 
-    wanted = recipe().train(engine="inline").digest
-    assert wanted != give(Plain, first_layer_later).train(engine="inline").digest
-    for workers in (1, 2, 3):
-        assert recipe().train(engine="processes", workers=workers).digest == wanted
-    recipe(5).train(engine="processes", workers=2, run_dir=tmp_path)
-    assert recipe().train(engine="inline", run_dir=tmp_path).digest == wanted
+class Norm(Plain):
+    """The rate follows the norm of all weights, which it keeps from when it was made."""
+
+    def get_lr(self):
+        norm = math.sqrt(sum(parameter.detach().double().square().sum().item() for parameter in self.parameters))
+        return [0.5 * group["lr"] + 0.005 * norm for group in self.optimizer.param_groups]
+
+
+@pytest.mark.parametrize(
+    ("workers", "place", "told"),
+    [
+        (2, "COMPUTING", "different options of the optimizer"),
+        (2, "half updated", "scheduler, stepped again, came to other options"),
+        (1, "half updated", "scheduler, stepped again, came to other options"),
+    ],
+)
+def test_a_replaced_worker_that_differs_is_refused(tmp_path, workers, place, told):
+    """What a scheduler took from weights cannot be done again: the run ends, and no other bits are trained with."""
+    wanted = give(Norm, SGD).train(engine="inline").digest
+    assert give(Norm, SGD).train(engine="processes", workers=workers).digest == wanted
+    trapped = Trapped(MAKE, tmp_path, workers - 1, 6, place)
+    with pytest.raises(phalanx.PhalanxError, match=told):
+        give(Norm, SGD, trapped).train(engine="processes", workers=workers)
+    assert sprung(tmp_path) == 1
+
+
+class Looking(Plain):
+    """Looks at the parameters of its optimizer."""
+
+    def act(self):
+        return [group["params"][0] for group in self.optimizer.param_groups]
+
+
+class Adding(Plain):
+    """Adds a group, which looks at all others."""
+
+    def act(self):
+        self.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+
+
+class Moving(Plain):
+    """Gives a group other parameters, which it kept."""
+
+    def act(self):
+        self.optimizer.param_groups[0]["params"] = self.parameters[:1]
+
+
+class Removing(Plain):
+    """Drops a group."""
+
+    def act(self):
+        self.optimizer.param_groups.pop()
 
 
 class Clamping(Plain):
@@ -207,22 +290,6 @@ class Clamping(Plain):
         with torch.no_grad():
             for parameter in self.parameters:
                 parameter.clamp_(-0.1, 0.1)
-
-
-class ClampingData(Plain):
-    """Clamps weights past torch's version counters."""
-
-    def act(self):
-        for parameter in self.parameters:
-            parameter.data.clamp_(-0.1, 0.1)
-
-
-class Replacing(Plain):
-    """Gives weights other memory."""
-
-    def act(self):
-        for parameter in self.parameters:
-            parameter.data = parameter.data.clone()
 
 
 class Forgetting(Plain):
@@ -241,10 +308,7 @@ class Renewing(Plain):
 
 WRITING = [
     (Clamping, "wrote parameter"),
-    (ClampingData, "wrote parameter"),
-    (Replacing, "wrote parameter"),
-    (Forgetting, "optimizer's state"),
-    (Renewing, "optimizer's state"),
+    *((kind, "optimizer's state") for kind in (Looking, Adding, Moving, Removing, Forgetting, Renewing)),
 ]
 
 
@@ -255,8 +319,8 @@ WRITING = [
         *sample("writing schedules", [({"engine": "processes", "workers": 2}, *case) for case in WRITING], 2),
     ],
 )
-def test_writing_is_refused(options, scheduler, told):
-    """A scheduler that writes weights or looks at optimizer state is refused in every engine, with a way out."""
+def test_what_is_withheld_is_refused(options, scheduler, told):
+    """A scheduler that writes weights, or uses parameters or optimizer state in a step, is refused in every engine."""
     with pytest.raises(phalanx.UsageError, match=rf"(?s){told}.*register_step_post_hook"):
         give(scheduler).train(**options)
 
@@ -287,12 +351,8 @@ def test_the_way_out_is_exact():
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("optimizer", ["sgd_nesterov", "adam_tensor_lr"])
-def test_ordinary_schedulers_look_at_nothing(name, optimizer):
-    """Torch's own schedulers are not taken for such as look at parameters: nothing is told or copied for them."""
+def test_ordinary_schedulers_are_refused_nothing(name, optimizer):
+    """Torch's own schedulers need neither parameters nor state, and end in one digest."""
     changes = {} if name != "one_cycle" else {"optimizer": OPTIMIZERS["sgd_nesterov"]}
-    recipe = MLP.recipe(1, scheduler=SCHEDULERS[name], **({"optimizer": OPTIMIZERS[optimizer]} | changes))
-    with recipe.start(engine="inline") as run:
-        next(run)
-        update: Update = run._engine._framework._updates
-        assert not update.touched
-        assert len(update.options()) == 3
+    recipe = MLP.recipe(2, scheduler=SCHEDULERS[name], **({"optimizer": OPTIMIZERS[optimizer]} | changes))
+    assert recipe.train(engine="processes", workers=2).digest == recipe.train(engine="inline").digest

@@ -49,7 +49,6 @@ class Framework:
 
     arrays = types.SimpleNamespace(view=view, write=write)
     buckets = None
-    scheduled = None
 
     def __init__(self, pieces=()):
         self.starts = [np.arange(7, dtype=np.float32)]

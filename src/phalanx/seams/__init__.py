@@ -59,6 +59,11 @@ class Steppable(Protocol):
         """How gradients are added, scaled and divided."""
         ...
 
+    @property
+    def told(self) -> tuple[float, float]:
+        """A checksum of the optimizers' options, and a learning rate: workers compare them before an update."""
+        ...
+
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
         """Compute some replicas in turn, from the state at the step's start; runs user code.
 
@@ -72,10 +77,7 @@ class Steppable(Protocol):
         ...
 
     def update(self, step: int, gradient: Vector, buffers: Sequence[tuple[int, list[Any]]] | None) -> None:
-        """Clip, do the optimizer's ``step``, settle the buffers of (samples, buffers) per replica that ran.
-
-        None: another worker settles them.
-        """
+        """Clip, do the optimizer's ``step``, settle (samples, buffers) of who ran; None: another worker settles them."""
         ...
 
     def rewind(self) -> None:
@@ -154,10 +156,7 @@ class Framework(Steppable, Protocol):
         ...
 
     def schedule(self, value: float, epoch: int | None = None) -> None:
-        """Tell the scheduler of a step that was done or skipped, and its mean loss.
-
-        ``epoch``: of an epoch instead, and the value of a metric after it, if it was not told yet.
-        """
+        """Tell the scheduler the mean loss of a step, done or skipped; or a metric after an ``epoch``, if it is news."""
         ...
 
     def measure(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Measurement:

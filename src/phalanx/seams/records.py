@@ -85,12 +85,16 @@ class Part(NamedTuple):
         Whether the loss told its weight.
     samples : float
         0 where the replica did not run.
+    options, lr : float
+        A checksum of all options of the optimizers where it ran, if workers have to compare them; a learning rate.
     """
 
     loss: Any
     weight: float
     returned: bool
     samples: float
+    options: float = 0.0
+    lr: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,11 +113,6 @@ class WorkerState(Protocol):
         """Options of optimizers and schedules; can be pickled."""
         ...
 
-    @property
-    def scheduled(self) -> Any:
-        """Options after the schedulers' last step, if that cannot be done again from a loss; else None."""
-        ...
-
     def take(self, foreign: Any, options: Any) -> None:
         """Continue from state that no place is known for, and from options."""
         ...

@@ -11,7 +11,7 @@ from phalanx.shared.ordering import order
 RING: Final = 1024  # reports that the parent may be behind
 REPORT: Final = 6  # loss, norm, lr, samples, started, ended; loss and weight of each replica come behind
 TOLD: Final = 2  # numbers of each replica in a report
-PART: Final = 4  # loss, weight, returned, samples
+PART: Final = 6  # loss, weight, returned, samples; options and lr of the worker
 
 
 class Parts:
@@ -20,11 +20,11 @@ class Parts:
     def __init__(self, floats: memoryview[float]) -> None:
         self._floats = floats
 
-    def write(self, first: int, rows: Iterable[Sequence[float]]) -> None:
-        """Write the rows of a worker's replicas, which are in a row from ``first`` on."""
+    def write(self, first: int, rows: Iterable[Sequence[float]], told: Sequence[float]) -> None:
+        """Write the rows of a worker's replicas, in a row from ``first`` on; each ends in what it ``told``."""
         position = first * PART
         for row in rows:
-            for value in row:
+            for value in (*row[: -len(told)], *told):
                 self._floats[position] = value
                 position += 1
 

@@ -100,11 +100,6 @@ class Shard:
         """What of the state is not weights or buffers, as far as this worker owns it; can be pickled."""
         return {"foreign": self._local.foreign(), "options": self._local.options()}
 
-    @property
-    def scheduled(self) -> Any:
-        """Options after the schedulers' last step, if that cannot be done again from a loss; else None."""
-        return self._local.scheduled
-
     def take(self, foreign: Any, options: Any) -> None:
         """Continue from what lies in the arena, from optimizer state that no place is known for, and from options."""
         self._local.take(foreign, options)

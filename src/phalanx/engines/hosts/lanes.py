@@ -53,7 +53,8 @@ class HostLaneLink:
         """See ``seams.Link.all_gather``."""
         mine = self._within.all_gather(parts)
         losses = self._framework.arithmetic.read([part.loss for part in mine])
-        mine = [part._replace(loss=loss) for part, loss in zip(mine, losses, strict=True)]
+        options, lr = self._framework.told
+        mine = [part._replace(loss=loss, options=options, lr=lr) for part, loss in zip(mine, losses, strict=True)]
         self._sums = self._within.sums()
         masks = [
             bytes(self._entries) if vector is None else bytes(entry is not None for entry in vector)

@@ -149,7 +149,7 @@ class ArenaLink:
 
     def all_gather(self, parts: Sequence[Part]) -> list[Part]:
         """See ``seams.Link.all_gather``."""
-        self._counters.parts.write(self.hosted.start, parts)
+        self._counters.parts.write(self.hosted.start, parts, self._framework.told)
         self._mine = self._publish()
         self._barrier.at(Phase.COMPUTED)
         self._barrier.wait(COMPUTE)

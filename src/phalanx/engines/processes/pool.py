@@ -232,9 +232,6 @@ class WorkerPool:
             handle.ready, handle.since = True, time.monotonic()
             self._starting.discard(handle.number)
             self.started += 1
-        elif kind == "scheduled":
-            step, options = facts
-            self._record.note_scheduled(step, options, kept=self.counters.snapshot_step)
         elif kind == "warning":
             self._output.warn(*facts)
         elif kind == "imported":

@@ -114,14 +114,14 @@ class Worker:
         self._framework.rewind()
         self._shard.frozen.enter(orders["step"])
         self._shard.take(orders["foreign"], orders["options"])
-        if orders["restore"] and self._shard.restore() != self._own.checksum:
-            raise LostError(
-                f"worker {self._number}'s part of the snapshot in memory is damaged: its checksum differs, so that "
-                "what was lost cannot be done again; run again, with a run_dir from the newest snapshot there"
-            )
         for loss in orders["losses"]:  # schedules are not kept, but done again
             self._framework.schedule(loss)
-        self._tell_scheduled(orders["step"])
+        if orders["restore"] and self._checksum(self._shard.restore()) != self._own.checksum:
+            raise LostError(
+                f"worker {self._number}'s part of the snapshot in memory is damaged, or its scheduler, stepped again, "
+                "came to other options (it reads a clock or weights): the checksum differs, so that what was lost "
+                "cannot be done again; run again, with a run_dir from the newest snapshot there"
+            )
         self._come_to(orders["step"])
 
     def resume(self, step: int, loss: float) -> None:
@@ -129,7 +129,6 @@ class Worker:
         self._framework.rewind()
         if self._step < step:
             self._framework.schedule(loss)
-            self._tell_scheduled(step)
         self._come_to(step)
 
     def serve(self, grant: int, *, joining: bool) -> None:
@@ -194,7 +193,6 @@ class Worker:
         failed = None
         try:
             self._framework.schedule(proposal.loss)
-            self._tell_scheduled(t + 1)
         except Exception as error:
             self._fail()
             self._caller.tell("unscheduled", *as_told(error), t)
@@ -210,12 +208,6 @@ class Worker:
             self._settled = True
             give_back()  # optimizer state as the first update made it
             self._caller.tell_imports()
-
-    def _tell_scheduled(self, step: int) -> None:
-        """Tell what schedulers came to before ``step`` if nobody could find it out again, before weights change."""
-        options = self._shard.scheduled if self._number == 0 else None
-        if options is not None:
-            self._caller.tell("scheduled", step, options)
 
     def _announce(self, t: int, done: Proposal, lr: float, samples: int, started: float) -> None:
         """What the first worker writes before a step is finished: nobody else could, should it end after that."""
@@ -244,7 +236,11 @@ class Worker:
         return self._shard.state()
 
     def _save(self) -> None:
-        self._own.checksum = self._shard.save()
+        self._own.checksum = self._checksum(self._shard.save())
+
+    def _checksum(self, contents: int) -> int:
+        """Of the part of the snapshot in memory whose checksum is ``contents``, and of the options that go with it."""
+        return contents ^ int(self._framework.told[0])
 
     def _fail(self) -> None:
         """Have the others leave what was granted; a barrier that this worker came to lets them pass."""

@@ -1,7 +1,7 @@
 """What the caller's process knows of the state of a step, besides what lies in the arena.
 
 Weights, buffers, optimizer state lie in the arena, and in the snapshot there. Options of optimizers and schedules
-follow from those of an earlier step and the losses since, or the first worker told them.
+follow from those of an earlier step and the losses since.
 Batches that the caller brought cannot be read again, so they are kept as long as a step may have to be done again.
 """
 
@@ -43,7 +43,6 @@ class StateRecord:
         self.batches: dict[int, bytes] = {}
         self._base: tuple[int, Any] = (self.seen, None)  # a step, and the options before it
         self._foreign: Any = None  # state of an optimizer that is not the framework's own, as the caller has it
-        self._scheduled: list[tuple[int, Any]] = []  # before a step: options that do not follow from losses
 
     @property
     def seen(self) -> int:
@@ -67,11 +66,6 @@ class StateRecord:
         """A snapshot before ``step`` has taken the place of the caller's own state, which may change from here on."""
         self.home, self._base = None, (step, options)
 
-    def note_scheduled(self, step: int, options: Any, *, kept: int) -> None:
-        """The first worker told options before ``step``; ``kept``: the step of the newest snapshot, or negative."""
-        since = kept if kept >= 0 else step - 1
-        self._scheduled = [item for item in self._scheduled if since <= item[0] != step] + [(step, options)]
-
     def note_batch(self, step: int, batch: bytes, *, kept: int) -> int:
         """The caller brought a batch; those that the snapshot covers may go. Returns the bytes of all that are kept."""
         self.batches = {earlier: kept_batch for earlier, kept_batch in self.batches.items() if earlier >= kept}
@@ -84,9 +78,7 @@ class StateRecord:
 
     def described(self, step: int) -> dict[str, Any]:
         """What to tell a worker that is to be at the beginning of ``step``."""
-        begun, options = max(
-            [self._base, *(item for item in self._scheduled if item[0] <= step)], key=lambda item: item[0]
-        )
+        begun, options = self._base
         return {
             "step": step,
             "foreign": self._foreign,

@@ -61,6 +61,7 @@ class Jax:
     name = "jax"
     compiles = True
     lanes: Lanes | None = None
+    told = (0.0, 0.0)
 
     def __init__(self, definition: Definition, devices: Sequence[str], params: Any) -> None:
         _check(definition)

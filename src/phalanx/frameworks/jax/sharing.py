@@ -126,7 +126,6 @@ class WorkerState:
         self.buckets = GradientBuckets(layout, arena, worker)
         self.starts = [view(arena, *pair) for pair in zip(layout.starts, layout.contents.buffers, strict=True)]
         state.buffers = jax.tree.unflatten(jax.tree.structure(state.buffers), self.starts)
-        self.scheduled = None  # schedules are the optimizer's own
         pieces = layout.contents.state
         owned, mine = layout.owned(worker), layout.kept(worker)
         self._weights = weights = [

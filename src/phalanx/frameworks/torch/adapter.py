@@ -69,6 +69,11 @@ class Torch:
         return self._updates.lr
 
     @property
+    def told(self) -> tuple[float, float]:
+        """See ``seams.Steppable.told``."""
+        return self._updates.told
+
+    @property
     def snapshots(self) -> Snapshots:
         """How this state becomes a snapshot, and is made again out of one."""
         self.rewind()

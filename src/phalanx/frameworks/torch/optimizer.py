@@ -49,7 +49,6 @@ class Update:
         self.optimizers = build_optimizers(definition, named if chosen is None else chosen, model)
         self.foreign = any(map(_foreign, self.optimizers))
         self._idle = False
-        self._stepped = False
         self._seed = definition.seed
         self._schedules = Schedules(definition, self.optimizers, named)
         self.group_of = self._schedules.group_of
@@ -80,19 +79,17 @@ class Update:
         return functools.partial(_clip, self._max_norm, self.norm_dtype)
 
     @property
-    def touched(self) -> bool:
-        """Whether a scheduler looked at parameters, so that it cannot be stepped again later."""
-        return self._schedules.touched
+    def told(self) -> tuple[float, float]:
+        """See ``Schedules.told``; nothing of an optimizer from elsewhere, whose options one worker alone has."""
+        return (0.0, 0.0) if self.foreign else self._schedules.told
 
     def options(self) -> list[Any]:
         """Options of parameter groups and the state of schedules, for a process that continues."""
-        groups, states, *structure = self._schedules.options()
-        return [groups, states, self._stepped, *structure]
+        return self._schedules.options()
 
     def take_options(self, options: list[Any]) -> None:
         """Continue with the options and schedules of another process."""
-        groups, states, self._stepped, *structure = options
-        self._schedules.take_options(groups, states, *structure)
+        self._schedules.take_options(*options)
 
     def restrict(self, owned: Sequence[int]) -> None:
         """Update only these parameters; groups keep their options and the schedule."""
@@ -140,16 +137,15 @@ class Update:
             generators.seed(update_key(self._seed, step))
         for optimizer in self.optimizers if not self._idle else ():
             _step(optimizer)
-        self._stepped = True
         for parameter in self._parameters:
             parameter.grad = None
 
     def schedule(self, value: float, epoch: int | None = None) -> None:
         """See ``seams.Framework.schedule``."""
         if epoch is None:
-            self._schedules.step(value, expected=self._stepped)
+            self._schedules.step(value)
         else:
-            self._schedules.step_metric(epoch, value, expected=self._stepped)
+            self._schedules.step_metric(epoch, value)
 
 
 def _gathered_norms(gradient: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

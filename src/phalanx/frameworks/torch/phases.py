@@ -63,9 +63,9 @@ class Phased:
         return torch.float64 if self.whole else self._phases[0].norm_dtype
 
     @property
-    def touched(self) -> bool:
-        """See ``Update.touched``: of any phase."""
-        return any(phase.touched for phase in self._phases)
+    def told(self) -> tuple[float, float]:
+        """See ``Update.told``: of the next phase."""
+        return self._next.told
 
     @property
     def clip(self) -> Callable[[Sequence[torch.Tensor], torch.Tensor | float], None]:

@@ -136,6 +136,11 @@ class TorchLanes:
         return self._updates.lr
 
     @property
+    def told(self) -> tuple[float, float]:
+        """See ``seams.Steppable.told``."""
+        return self._updates.told
+
+    @property
     def snapshots(self) -> Snapshots:
         """How this state becomes a snapshot, and is made again out of one."""
         self.rewind()
@@ -197,8 +202,7 @@ class TorchLanes:
     def schedule(self, value: float, epoch: int | None = None) -> None:
         """See ``seams.Framework.schedule``; a schedule may freeze parameters."""
         self._updates.schedule(value, epoch)
-        if self._updates.touched or self._updates.foreign:
-            self._freeze_alike()
+        self._freeze_alike()
 
     def rewind(self) -> None:
         """See ``seams.Steppable.rewind``."""
@@ -276,7 +280,7 @@ class TorchLanes:
         self._freeze_alike()
 
     def _freeze_alike(self) -> None:
-        for index, (_, parameter) in enumerate(self._updates.named):
+        for index, (_, parameter) in enumerate(self._updates.named if len(self._lanes) > 1 else ()):
             for lane in self._lanes:
                 if lane.parameters[index].requires_grad != parameter.requires_grad:
                     lane.parameters[index].requires_grad_(parameter.requires_grad)

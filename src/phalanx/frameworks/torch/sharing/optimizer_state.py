@@ -146,33 +146,29 @@ class OptimizerState:
 
 
 def find_pieces(updates: Updates, parameters: Sequence[torch.Tensor]) -> list[StatePiece]:
-    """All that the optimizers may keep of each parameter: what they keep now, and what updates will add to it.
-
-    A scheduler may move a parameter to another group of its optimizer, or into one if it is in none.
-    """
+    """All that the optimizers may keep of each parameter: what they keep now, and what updates will add to it."""
     if updates.foreign:
         return []
-    grouped = [_members(optimizer) for optimizer in updates.optimizers]
-    anywhere = set[int]().union(*grouped)
+    homes = {
+        (number, id(parameter)): (position, group)
+        for number, optimizer in enumerate(updates.optimizers)
+        for position, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    }
     known: dict[Any, dict[str, Spec]] = {}
     pieces: list[StatePiece] = []
     for index, parameter in enumerate(parameters):
-        shape = tuple(parameter.shape), parameter.stride(), parameter.dtype
-        for number, optimizer in enumerate(updates.optimizers):
-            if id(parameter) not in grouped[number] and id(parameter) in anywhere:
+        for number, optimizer in enumerate(updates.optimizers):  # several, if phases share it
+            position, group = homes.get((number, id(parameter)), (-1, None))
+            if group is None:
                 continue
+            alike = number, position, tuple(parameter.shape), parameter.stride(), parameter.dtype
+            if alike not in known:
+                known[alike] = _tried(optimizer, group, parameter)
             kept = optimizer.state.get(parameter, {}).items()
-            specs = {key: _spec(value) for key, value in kept if value is not None}
-            for position, group in enumerate(optimizer.param_groups):
-                if (number, position, shape) not in known:
-                    known[number, position, shape] = _tried(optimizer, group, parameter)
-                specs = {**known[number, position, shape], **specs}
+            specs = {**known[alike], **{key: _spec(value) for key, value in kept if value is not None}}
             pieces += [StatePiece(index, f"{number}.{key}", spec) for key, spec in specs.items()]
     return pieces
-
-
-def _members(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _tried(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Spec]:

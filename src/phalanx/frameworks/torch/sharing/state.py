@@ -161,11 +161,6 @@ class WorkerState:
         """See ``seams.sharing.WorkerState.options``."""
         return self._updates.options()
 
-    @property
-    def scheduled(self) -> list[Any] | None:
-        """Options and schedules now, if a scheduler looked at parameters: later they are others."""
-        return self._updates.options() if self._updates.touched else None
-
     def take(self, foreign: list[Any] | None, options: list[Any]) -> None:
         """See ``seams.sharing.WorkerState.take``."""
         self._state.take_foreign(foreign, self._owned)
