@@ -125,16 +125,18 @@ class Run:
 
     @property
     def model(self) -> Any:
-        """The model as it is now, to look at until the next step; no copy where its memory can be shared.
+        """The model as it is now, to look at until the next step: another object than the one that is trained.
 
-        Writes that torch counts are refused at the next step; those through ``.data`` or numpy nobody sees.
+        Its weights and buffers are views where memory can be shared. What is changed on it is refused at the next step,
+        in every engine: modes, ``requires_grad``, attributes, and writes that torch counts. Writes through ``.data``
+        or numpy nobody sees.
         """
         return self._look().model
 
     @property
     def params(self) -> dict[str, Any]:
         """Its parameters by name, without gradients; views, as of ``model``."""
-        return self._look().params
+        return dict(self._look().params)
 
     @property
     def averaged(self) -> dict[str, Any] | None:
@@ -284,7 +286,7 @@ class Run:
     @verb
     def _look(self) -> Exported:
         shown = self._engine.export(copy=False, digest=False)
-        self._views.give(shown.params)
+        self._views.give(shown)
         return shown
 
     def _preempted(self) -> Preempted:

@@ -1,42 +1,36 @@
-"""Views of a run's state that were given out, and whether somebody wrote through them."""
+"""Views of a run's state that were given out, and whether somebody changed them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
 
 from phalanx.errors import UsageError
+from phalanx.seams import Exported
 
 
 class Views:
-    """Parameters that a caller may look at until the next step.
-
-    Tensors that count their changes are watched; what is written past the counters (through ``.data``, or numpy) is not
-    seen.
-    """
+    """Models and parameters that a caller may look at. Who keeps one may change it at any later step."""
 
     def __init__(self) -> None:
-        self._given: dict[str, tuple[Any, int]] = {}
+        self._given: set[Callable[[], str]] = set()
 
-    def give(self, params: Mapping[str, Any]) -> None:
+    def give(self, shown: Exported) -> None:
         """Watch these from now on."""
-        for name, view in params.items():
-            if name not in self._given and (version := getattr(view, "_version", None)) is not None:
-                self._given[name] = view, version
+        self._given.add(shown.changed)
 
     def check(self) -> None:
-        """Before the state changes: forget the views, unless one was written.
+        """Before the state changes: whether all of them are as they were.
 
         Raises
         ------
         UsageError
-            It was.
+            One is not.
         """
-        for name, (view, version) in self._given.items():
-            if view._version != version:
+        for changed in self._given:
+            if told := changed():
                 raise UsageError(
-                    f"parameter {name!r} was written through run.model or run.params, which are for looking, so no "
-                    "step can follow: the weights are not those of any step. Change a copy (run.result()), or begin "
-                    "from changed weights: make_model returns them, or warm_start"
+                    f"{told} through run.model or run.params, which are for looking, in every engine, so no step can "
+                    "follow. Put back what is no weight; use run.predict or run.evaluate for outputs. For training, "
+                    "make it so in make_model; in user code, let it follow from phalanx.current_step(); or begin "
+                    "another run from a changed copy of run.result().model, with warm_start for its weights"
                 )
-        self._given.clear()

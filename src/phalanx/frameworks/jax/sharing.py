@@ -81,7 +81,7 @@ class Sharing:
         params = copied(self.state.params, [view(arena, *pair) for pair in pairs])
         beside = [view(arena, *pair).copy() for pair in zip(layout.starts, layout.contents.buffers, strict=True)]
         state = jax.tree.unflatten(jax.tree.structure(self.state.buffers), beside)
-        return Exported((params, state) if beside else params, named(params), "")
+        return Exported(lambda: (params, state) if beside else params, named(params), "")
 
     def _dealt(self, workers: int) -> tuple[Contents, list[int]]:
         """What the state consists of, and who owns each parameter: the first worker all, if updates cannot be dealt."""
