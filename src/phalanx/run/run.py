@@ -16,7 +16,6 @@ from phalanx.errors import LeftError, Preempted, SnapshotError, UsageError
 from phalanx.run.handover import Outcomes
 from phalanx.run.loop import Loop
 from phalanx.run.result import Result
-from phalanx.run.views import Views
 from phalanx.seams import Engine, Exported
 from phalanx.seams.events import Incident, StepReport
 from phalanx.surroundings import interrupts
@@ -46,7 +45,8 @@ class Run:
         self._loop = loop
         self._saver = saver  # also one of the observers in the loop
         self._terminated = self._closed = False
-        self._views, self._outcomes = Views(), Outcomes(definition, engine, loop, saver, called, predictor)
+        self._given: set[Callable[[], object]] = set()  # checks of what was given out: who keeps it may change it later
+        self._outcomes = Outcomes(definition, engine, loop, saver, called, predictor)
         self._watched = True  # whether the caller may look at the state after each step
         self.turn, self.metric_history = turn, engine.run_state.evaluated
 
@@ -272,7 +272,8 @@ class Run:
 
     def _advance(self, batch: Any) -> StepReport:
         self._check_open()
-        self._views.check()
+        for check in self._given:
+            check()
         interrupts.check()
         with self._outcomes.handed_over():
             try:
@@ -286,7 +287,7 @@ class Run:
     @verb
     def _look(self) -> Exported:
         shown = self._engine.export(copy=False, digest=False)
-        self._views.give(shown)
+        self._given.add(shown.check)
         return shown
 
     def _preempted(self) -> Preempted:

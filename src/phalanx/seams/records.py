@@ -104,14 +104,14 @@ class Exported:
         Its parameters by name.
     digest : str
         Of all of the state, if asked for.
-    changed : callable
-        Of what is for looking: what somebody changed in it, in words; "" if nothing.
+    check : callable
+        Of what is for looking: refuses what somebody changed in it.
     """
 
     make: Callable[[], Any]
     params: dict[str, Any]
     digest: str
-    changed: Callable[[], str] = str
+    check: Callable[[], object] = object
 
     @property
     def model(self) -> Any:

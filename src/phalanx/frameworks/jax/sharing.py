@@ -37,7 +37,6 @@ class Sharing:
     device: Any
     arrays: ClassVar[Arrays] = arithmetic
     moving_seconds: ClassVar[float] = 3.0  # of compiling
-    lasting: ClassVar[bool] = False  # jax's arrays are never written
 
     @property
     def count(self) -> int:

@@ -120,8 +120,7 @@ class Torch:
         """See ``seams.Framework.export``."""
         self.rewind()
         self._lane.collector.forget()
-        look = not (copy or digest)
-        return self._lane.shown.follow() if look else exported(self._lane.model, self._updates, steps, apart=copy)
+        return exported(self._lane.shown, self._updates, steps, apart=copy, digest=digest)
 
 
 @contextlib.contextmanager

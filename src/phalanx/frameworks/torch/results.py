@@ -6,7 +6,7 @@ import copy
 import dis
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -20,21 +20,23 @@ from phalanx.frameworks.torch.replica.buffers import Buffers
 from phalanx.frameworks.torch.snapshot import entries
 from phalanx.seams import Exported
 
-FIELDS: Final = [name for name, value in vars(torch.nn.Module()).items() if isinstance(value, dict)]
-Watched = list[tuple[str, torch.Tensor, tuple[int, bool]]]
+DICTS: Final = [name for name, value in vars(torch.nn.Module()).items() if isinstance(value, dict)]
+ATTRIBUTES: Final = "in the attributes"
 
 
-def exported(model: torch.nn.Module, updates: Updates, steps: int, *, apart: bool) -> Exported:
-    """The state as the caller gets it; ``apart`` makes it independent of the run."""
-    told = digest_of(entries(model, updates.optimizers, updates.named), steps)
-    given = copied(model) if apart else model
+def exported(shown: Shown, updates: Updates, steps: int, *, apart: bool, digest: bool) -> Exported:
+    """The state as the caller gets it; ``apart`` makes it independent of the run; with neither it is for looking."""
+    if not (apart or digest):
+        return shown.follow()
+    told = digest_of(entries(shown.trained, updates.optimizers, updates.named), steps)
+    given = copied(shown.trained) if apart else shown.trained
     return Exported(lambda: given, {name: parameter.detach() for name, parameter in given.named_parameters()}, told)
 
 
 class Shown:
     """A model to look at: another object than the one that is trained, over the same memory.
 
-    Tensors have counters of their own, so that what moves them is the caller's. What is written past those (through
+    Its tensors have counters of their own, so that only those who look move them. What is written past those (through
     ``.data``, or numpy) is not seen.
 
     Parameters
@@ -48,54 +50,65 @@ class Shown:
     def __init__(
         self, trained: torch.nn.Module, weights: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
     ) -> None:
-        self._trained, self._weights, self._buffers = trained, weights, buffers
+        self.trained, self._weights, self._buffers = trained, weights, buffers
         names = [name for name, _ in trained.named_parameters()]
-        self._params = {name: weight.data for name, weight in zip(names, weights, strict=True)}
+        self._tensors = self._params = {name: weight.data for name, weight in zip(names, weights, strict=True)}
         self._pairs = list(zip(self._params.values(), weights, strict=True))
-        self._watched = _watched("parameter", self._params.items())
-        self._kept: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = []
+        self._fields: dict[str, dict[str, Any]] = {}  # of modules, by what is said of an entry that changed
         self._stored: set[str] = set()
+        self._before = self._now()
 
     @functools.cached_property
     def model(self) -> torch.nn.Module:
         """Its parameters, buffers and views of weights are views; all else is a copy as of the first look."""
-        trained, params = self._trained, self._params.values()
-        pairs = list(zip(trained.parameters(), params, strict=True))
-        memo: dict[Any, Any] = {"torch": {_address(old): new.untyped_storage() for old, new in pairs}}
-        for old, new in pairs:
-            if type(old) is torch.nn.Parameter:  # others know how to be copied
-                memo[id(old)] = torch.nn.Parameter(new, old.requires_grad)
-        model = copied(trained, memo)
+        self._check()
+        pairs = list(zip(self.trained.parameters(), self._params.values(), strict=True))
+        storages = {old.untyped_storage()._cdata: new.untyped_storage() for old, new in pairs}
+        plain = [pair for pair in pairs if type(pair[0]) is torch.nn.Parameter]  # others know how to be copied
+        views = {id(old): torch.nn.Parameter(new, old.requires_grad) for old, new in plain}
+        model = copied(self.trained, {"torch": storages, **views})
         self._pairs += zip(model.parameters(), self._weights, strict=True)
         self._pairs += zip(Buffers(model).tensors, self._buffers, strict=True)
         self.follow()
-        self._watched += _watched("parameter", model.named_parameters()) + _watched("buffer", model.named_buffers())
-        self._stored = _stored_by_forward(model)
+        self._tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         for path, module in model.named_modules():
-            where = f"module {path!r} ({type(module).__name__})" if path else f"the model ({type(module).__name__})"
-            own = vars(module)
-            self._kept.append(("attribute", where, own, dict(own)))
-            self._kept += [(_singular(name), where, own[name], dict(own[name])) for name in FIELDS if name in own]
+            own, of = vars(module), f"of {f'run.model.{path}'.rstrip('.')} ({type(module).__name__}) went"
+            self._fields |= {f"in {name} {of}": own[name] for name in DICTS if name in own}
+            self._fields[f"{ATTRIBUTES} {of}"] = own
+        self._stored = _stored_by_forward(model)
+        self._before = {told: dict(now) for told, now in self._now().items()}
         return model
 
     def follow(self) -> Exported:
-        """The same, after user code may have put weights elsewhere."""
+        """What may be looked at, after user code may have put weights elsewhere."""
         for mine, weight in self._pairs:
             mine.data = weight.data
-        return Exported(lambda: self.model, self._params, "", self.changed)
+        return Exported(lambda: self.model, self._params, "", self._check)
 
-    def changed(self) -> str:
-        """What the caller changed, in words; not what the model's own forward pass leaves in attributes."""
-        for name, tensor, kept in self._watched:
-            if (tensor._version, tensor.requires_grad) != kept:
-                return f"{name} was written" if tensor._version != kept[0] else f"requires_grad of {name} was changed"
-        for kind, where, now, kept in self._kept:
-            for name in [] if _equal(now, kept) else {**kept, **now}:
-                old, new = kept.get(name), now.get(name)
-                ours = kind == "attribute" and (name in self._stored or isinstance(new, torch.Tensor))
-                if not ours and not _equal(old, new):
-                    return f"{kind} {name!r} of {where} went from {checks.described(old)} to {checks.described(new)}"
-        return ""
+    def _now(self) -> dict[str, dict[str, Any]]:
+        versions = {name: tensor._version for name, tensor in self._tensors.items()}
+        trained = {name: tensor.requires_grad for name, tensor in self._tensors.items()}
+        return {
+            "was written: torch's counter of that went": versions,
+            "was frozen or thawed: requires_grad went": trained,
+            **self._fields,
+        }
+
+    def _check(self) -> None:
+        """Refuse what was changed, but for attributes that the model's own forward pass leaves."""
+        now = self._now()
+        for told in () if _equal(now, self._before) else now:
+            before, after = self._before[told], now[told]
+            for name in () if _equal(before, after) else {**before, **after}:
+                old, new = before.get(name), after.get(name)
+                left = told.startswith(ATTRIBUTES) and (name in self._stored or isinstance(new, torch.Tensor))
+                if not left and not _equal(old, new):
+                    raise UsageError(
+                        f"{name!r} {told} from {checks.described(old)} to {checks.described(new)}. run.model and "
+                        "run.params are for looking, in every engine, so no step can follow: put back what is no "
+                        "weight. For training, make it so in make_model, or in user code by phalanx.current_step(); or "
+                        "begin another run from a changed copy (run.result().model), with warm_start for its weights"
+                    )
 
 
 class Detached(TorchFunctionMode):
@@ -128,21 +141,6 @@ def copied(model: torch.nn.Module, memo: dict[Any, Any] | None = None) -> torch.
             "run.result() are other objects than the one that is trained; use run.params, run.predict and "
             "run.evaluate, or take result() after the run"
         ) from error
-
-
-def _watched(kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> Watched:
-    return [(f"{kind} {name!r}", tensor, (tensor._version, tensor.requires_grad)) for name, tensor in named]
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """By which torch finds a storage that was copied already."""
-    storage: Any = tensor.untyped_storage()
-    return storage._cdata
-
-
-def _singular(field: str) -> str:
-    """What one entry is called: "forward hook", of the field ``_forward_hooks``."""
-    return field.strip("_").removesuffix("s").replace("_", " ")
 
 
 def _stored_by_forward(model: torch.nn.Module) -> set[str]:

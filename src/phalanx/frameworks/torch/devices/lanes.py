@@ -229,8 +229,7 @@ class TorchLanes:
             self.rewind()
             for lane in self._lanes:
                 lane.collector.forget()
-            look = not (copy or digest)
-            return self._first.shown.follow() if look else exported(self._first.model, self._updates, steps, apart=copy)
+            return exported(self._first.shown, self._updates, steps, apart=copy, digest=digest)
 
     def _begin(self, todo: Todo, watch: Watch | None) -> Computed:
         """Give a device a replica to compute; runs user code."""
