@@ -9,6 +9,7 @@ import functools
 import math
 import random
 import signal
+import threading
 
 import numpy as np
 import pytest
@@ -535,12 +536,12 @@ def test_an_exit_in_the_update_is_not_taken_for_a_whole_step(error):
             run.result()
 
 
-class Caching(TrappedNet):
-    """Keeps an activation as an attribute, as many models do; such a module cannot be deep-copied."""
+class Locking(TrappedNet):
+    """Keeps a lock as an attribute; such a module cannot be deep-copied."""
 
     def forward(self, x):
-        self.cached = super().forward(x)
-        return self.cached
+        self.lock = threading.Lock()
+        return super().forward(x)
 
 
 def uncopyable_failures():
@@ -558,10 +559,10 @@ def test_a_model_that_cannot_be_copied_does_not_hide_the_error(kind):
     """Where the last good state cannot be copied, the error is still the real one, and hands over the state itself."""
     changes, due = uncopyable_failures()[kind]
     with pytest.raises(due) as caught:
-        recipe(make_model=Caching, **changes).train()
+        recipe(make_model=Locking, **changes).train()
     plain = failing_at("loss", 3, lambda: None) if kind == "interrupt" else {}  # Ctrl-C comes after that step
     assert caught.value.result.digest == digest_after(caught.value.result.steps, **plain)
-    assert isinstance(caught.value.result.model, Caching)
+    assert isinstance(caught.value.result.model, Locking)
 
 
 # The caller's own callbacks

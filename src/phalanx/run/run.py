@@ -16,7 +16,6 @@ from phalanx.errors import LeftError, Preempted, SnapshotError, UsageError
 from phalanx.run.handover import Outcomes
 from phalanx.run.loop import Loop
 from phalanx.run.result import Result
-from phalanx.run.views import Views
 from phalanx.seams import Engine, Exported
 from phalanx.seams.events import Incident, StepReport
 from phalanx.surroundings import interrupts
@@ -46,7 +45,8 @@ class Run:
         self._loop = loop
         self._saver = saver  # also one of the observers in the loop
         self._terminated = self._closed = False
-        self._views, self._outcomes = Views(), Outcomes(definition, engine, loop, saver, called, predictor)
+        self._given: set[Callable[[], object]] = set()  # checks of what was given out: who keeps it may change it later
+        self._outcomes = Outcomes(definition, engine, loop, saver, called, predictor)
         self._watched = True  # whether the caller may look at the state after each step
         self.turn, self.metric_history = turn, engine.run_state.evaluated
 
@@ -128,16 +128,18 @@ class Run:
 
     @property
     def model(self) -> Any:
-        """The model as it is now, to look at until the next step; no copy where its memory can be shared.
+        """The model as it is now, to look at until the next step: another object than the one that is trained.
 
-        Writes that torch counts are refused at the next step; those through ``.data`` or numpy nobody sees.
+        Its weights and buffers are views where memory can be shared. What is changed on it is refused at the next step,
+        in every engine: modes, ``requires_grad``, attributes, and writes that torch counts. Writes through ``.data``
+        or numpy nobody sees.
         """
         return self._look().model
 
     @property
     def params(self) -> dict[str, Any]:
         """Its parameters by name, without gradients; views, as of ``model``."""
-        return self._look().params
+        return dict(self._look().params)
 
     @property
     def averaged(self) -> dict[str, Any] | None:
@@ -284,7 +286,8 @@ class Run:
 
     def _advance(self, batch: Any) -> StepReport:
         self._check_open()
-        self._views.check()
+        for check in self._given:
+            check()
         interrupts.check()
         with self._outcomes.handed_over():
             try:
@@ -298,7 +301,7 @@ class Run:
     @verb
     def _look(self) -> Exported:
         shown = self._engine.export(copy=False, digest=False)
-        self._views.give(shown.params)
+        self._given.add(shown.check)
         return shown
 
     def _preempted(self) -> Preempted:

@@ -99,11 +99,29 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A state as the caller gets it: the model, its parameters by name, and the digest of all of it, if asked for."""
+    """A state as the caller gets it.
 
-    model: Any
+    Attributes
+    ----------
+    make : callable
+        Gives the model, which may have to be copied first.
+    params : dict
+        Its parameters by name.
+    digest : str
+        Of all of the state, if asked for.
+    check : callable
+        Of what is for looking: refuses what somebody changed in it.
+    """
+
+    make: Callable[[], Any]
     params: dict[str, Any]
     digest: str
+    check: Callable[[], object] = object
+
+    @property
+    def model(self) -> Any:
+        """The model."""
+        return self.make()
 
 
 @dataclass(slots=True)

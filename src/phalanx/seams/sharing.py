@@ -185,13 +185,10 @@ class Sharing(Protocol):
     moving_seconds : float
         About how long it takes until worker processes are ready, with the framework imported.
     arrays : Arrays
-    lasting : bool
-        Whether what ``look`` gives goes on showing what lies in the arena.
     """
 
     moving_seconds: ClassVar[float]
     arrays: ClassVar[Arrays]
-    lasting: ClassVar[bool]
 
     @property
     def count(self) -> int:

@@ -188,8 +188,6 @@ class Mirror:
         self._layout = layout
         self._arena = arena
         self._sharing = sharing
-        self._shown: Any = None
-        self._resting: list[int] = []
 
     def put(self) -> dict[str, Any]:
         """Copy the state into the arena; returns what describes the rest."""
@@ -221,10 +219,7 @@ class Mirror:
     def look(self) -> Any:
         """What lies in the arena as a state is exported, without a copy where the framework's arrays may be written."""
         resting = [number for number in self._layout.frozen if self._frozen.resting(number)]
-        if self._shown is None or not self._sharing.lasting or resting != self._resting:
-            self._resting = resting
-            self._shown = self._sharing.look(self._layout, self._arena, resting)
-        return self._shown
+        return self._sharing.look(self._layout, self._arena, resting)
 
     def _piece(self, piece: int, offset: int) -> Any:
         return self._arrays.view(self._arena, offset, self._layout.contents.state[piece].spec)

@@ -172,7 +172,7 @@ class Jax:
         """See ``seams.Framework.export``; containers are the caller's own, arrays cannot be written."""
         params = jax.tree.map(lambda leaf: leaf, self._params_on(self._device))
         told = digest_of(entries(params, self._state.optimizer, self._state.buffers), steps) if digest else ""
-        return Exported(self._whole(params), named(params), told)
+        return Exported(lambda: self._whole(params), named(params), told)
 
     def _whole(self, params: Any) -> Any:
         """What ``make_model`` returns, with these parameters."""

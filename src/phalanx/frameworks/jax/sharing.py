@@ -37,7 +37,6 @@ class Sharing:
     device: Any
     arrays: ClassVar[Arrays] = arithmetic
     moving_seconds: ClassVar[float] = 3.0  # of compiling
-    lasting: ClassVar[bool] = False  # jax's arrays are never written
 
     @property
     def count(self) -> int:
@@ -81,7 +80,7 @@ class Sharing:
         params = copied(self.state.params, [view(arena, *pair) for pair in pairs])
         beside = [view(arena, *pair).copy() for pair in zip(layout.starts, layout.contents.buffers, strict=True)]
         state = jax.tree.unflatten(jax.tree.structure(self.state.buffers), beside)
-        return Exported((params, state) if beside else params, named(params), "")
+        return Exported(lambda: (params, state) if beside else params, named(params), "")
 
     def _dealt(self, workers: int) -> tuple[Contents, list[int]]:
         """What the state consists of, and who owns each parameter: the first worker all, if updates cannot be dealt."""

@@ -150,7 +150,7 @@ class Tinygrad:
         whole = self._model.copied({**state.params, **state.buffers}, self._lanes[0].device)
         named = get_state_dict(whole)
         params = {name: named[name] for name in self._model.params}
-        return Exported(whole, params, digest_of(entries(state), steps) if digest else "")
+        return Exported(lambda: whole, params, digest_of(entries(state), steps) if digest else "")
 
     def _read(self) -> State:
         params = {name: plain(tensor) for name, tensor in zip(self._model.params, self._lanes[0].params, strict=True)}

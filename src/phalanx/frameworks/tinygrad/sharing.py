@@ -27,7 +27,6 @@ class Sharing:
     portable: ClassVar[bool] = False
     arrays: ClassVar[Arrays] = arithmetic
     moving_seconds: ClassVar[float] = 0.0
-    lasting: ClassVar[bool] = False
 
     def lay_out(self, placement: Placement, take: Callable[[int], int], known: Any = None) -> Any:
         """Refuse."""

@@ -125,7 +125,7 @@ class Torch:
         """See ``seams.Framework.export``."""
         self.rewind()
         self._lane.collector.forget()
-        return exported(self._lane.model, self._updates, steps, apart=copy, digest=digest)
+        return exported(self._lane.shown, self._updates, steps, apart=copy, digest=digest)
 
 
 @contextlib.contextmanager

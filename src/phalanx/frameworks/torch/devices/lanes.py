@@ -233,7 +233,7 @@ class TorchLanes:
             self.rewind()
             for lane in self._lanes:
                 lane.collector.forget()
-            return exported(self._first.model, self._updates, steps, apart=copy, digest=digest)
+            return exported(self._first.shown, self._updates, steps, apart=copy, digest=digest)
 
     def _begin(self, todo: Todo, watch: Watch | None) -> Computed:
         """Give a device a replica to compute; runs user code."""

@@ -100,6 +100,11 @@ class Buffers:
         return [start for start in self._start if start is not None]
 
     @property
+    def tensors(self) -> Left:
+        """The model's own, those that are not None."""
+        return [tensor for tensor in self._tensors if tensor is not None]
+
+    @property
     def paths(self) -> list[str]:
         """Their names in the model, in the same order."""
         return [path for (path, _, _), start in zip(self._places, self._start, strict=True) if start is not None]
@@ -118,12 +123,6 @@ class Buffers:
         values = iter(starts)
         self._start = [None if start is None else next(values) for start in self._start]
         self._write()
-
-    def bind(self, homes: Left) -> None:
-        """Make the model's buffers lie in this memory; there are no steps with such a model."""
-        there = [tensor for tensor in self._tensors if tensor is not None]
-        for tensor, home in zip(there, homes, strict=True):
-            tensor.data = home
 
     def expect(self) -> None:
         """Another worker settles the step's start: look there before the next forward pass."""

@@ -26,6 +26,7 @@ from phalanx.frameworks.torch.replica.denormals import Denormals
 from phalanx.frameworks.torch.replica.forward import Forward
 from phalanx.frameworks.torch.replica.gradient import Collector, drop
 from phalanx.frameworks.torch.replica.watching import watching
+from phalanx.frameworks.torch.results import Shown
 from phalanx.plan.parts import Parts
 from phalanx.seams import Computed, Measurement, Todo, Watch, Weights
 from phalanx.surroundings import interrupts
@@ -211,6 +212,11 @@ class Lane:
         """Compute one replica by itself, and tell what comes on the way."""
         with watching(self.model, watch):
             return self.gradient(todo, watch=watch)
+
+    @functools.cached_property
+    def shown(self) -> Shown:
+        """The model to look at, with the weights and buffers of now."""
+        return Shown(self.model, self.parameters, self.buffers.tensors)
 
     def rewind(self) -> None:
         """Undo what computing gradients left behind."""

@@ -11,7 +11,7 @@ import functools
 import mmap
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,10 +24,10 @@ from phalanx.frameworks.torch.optimizer import check_no_global_hooks
 from phalanx.frameworks.torch.phases import Updates
 from phalanx.frameworks.torch.replica.buffers import Buffers, Left
 from phalanx.frameworks.torch.replica.gradient import Collector
-from phalanx.frameworks.torch.results import copied, shown
+from phalanx.frameworks.torch.results import Shown
 from phalanx.frameworks.torch.sharing.buckets import GradientBuckets
 from phalanx.frameworks.torch.sharing.optimizer_state import OptimizerState, find_pieces
-from phalanx.frameworks.torch.sharing.storages import bytes_of, rebind, storages_of
+from phalanx.frameworks.torch.sharing.storages import bytes_of, home_at, placed, rebind, storages_of
 from phalanx.plan.placement import Placement
 from phalanx.seams import Exported
 from phalanx.seams.sharing import Arrays, Places
@@ -47,7 +47,7 @@ class Sharing:
     environment: AbstractContextManager[None]
     arrays: ClassVar[Arrays] = arithmetic
     moving_seconds: ClassVar[float] = 0.2  # of making the arena and forking workers
-    lasting: ClassVar[bool] = True
+    looks: dict[tuple[int, ...], Shown] = field(default_factory=dict[tuple[int, ...], Shown], compare=False)
 
     @functools.cached_property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -95,15 +95,15 @@ class Sharing:
 
     def look(self, layout: Layout, arena: mmap.mmap, resting: Sequence[int]) -> Exported:
         """See ``seams.sharing.Sharing.look``: a model whose weights and buffers are the arena's."""
-        storages = layout.contents.storage_of
-        same = [parameter for parameter, at in zip(self.parameters, storages, strict=True) if at in resting]
-        model = copied(self.model, same)
-        places = {number: (arena, offset) for number, offset in enumerate(layout.weights) if number not in resting}
-        rebind(list(model.parameters()), storages, places)
-        Buffers(model).bind(
-            [view(arena, *placed) for placed in zip(layout.starts, layout.contents.buffers, strict=True)]
-        )
-        return shown(model)
+        if (known := tuple(resting)) not in self.looks:
+            sizes = layout.contents.storages
+            weights = [
+                mine if at in resting else placed(mine, home_at((arena, layout.weights[at]), sizes[at]))
+                for mine, at in zip(self.parameters, layout.contents.storage_of, strict=True)
+            ]
+            buffers = [view(arena, *place) for place in zip(layout.starts, layout.contents.buffers, strict=True)]
+            self.looks[known] = Shown(self.model, weights, buffers)
+        return self.looks[known].follow()
 
     def _contents(self, state: list[StatePiece], replicas: int) -> Contents:
         """A lone replica may write its weights in forward, and an optimizer from elsewhere those without a gradient."""

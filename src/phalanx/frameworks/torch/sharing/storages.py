@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import mmap
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ def rebind(parameters: Sequence[torch.Tensor], storages: Sequence[int], places: 
     for parameter, number in zip(parameters, storages, strict=True):
         storage = parameter.untyped_storage()
         if number in places and storage.nbytes() and storage.data_ptr() not in homes:
-            homes[storage.data_ptr()] = view(*places[number], _raw(storage.nbytes())).untyped_storage()
+            homes[storage.data_ptr()] = home_at(places[number], storage.nbytes())
     if not homes:
         return
     tensors = _tensors()
@@ -46,10 +47,20 @@ def rebind(parameters: Sequence[torch.Tensor], storages: Sequence[int], places: 
     for tensor in tensors:
         home = homes.get(_address(tensor))
         if home is not None:
-            place = (tensor.storage_offset(), tensor.size(), tensor.stride())
-            moved = torch.empty(0, dtype=tensor.dtype).set_(home, *place)
-            moved = moved.conj() if tensor.is_conj() else moved
-            tensor.data = NEGATIVE._neg_view(moved) if tensor.is_neg() else moved
+            tensor.data = placed(tensor, home)
+
+
+def home_at(place: tuple[mmap.mmap, int], size: int) -> torch.UntypedStorage:
+    """A stretch of memory as a storage."""
+    return view(*place, Spec((size,), (1,), "uint8", 1)).untyped_storage()
+
+
+def placed(tensor: torch.Tensor, home: torch.UntypedStorage) -> torch.Tensor:
+    """What a tensor would be if its storage were this one."""
+    place = (tensor.storage_offset(), tensor.size(), tensor.stride())
+    moved = torch.empty(0, dtype=tensor.dtype).set_(home, *place)
+    moved = moved.conj() if tensor.is_conj() else moved
+    return NEGATIVE._neg_view(moved) if tensor.is_neg() else moved
 
 
 def storages_of(parameters: Sequence[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
@@ -69,10 +80,6 @@ def _address(tensor: torch.Tensor) -> int:
     with contextlib.suppress(RuntimeError):  # what is left of a function transform that has ended
         return tensor.untyped_storage().data_ptr()
     return 0
-
-
-def _raw(size: int) -> Spec:
-    return Spec((size,), (1,), "uint8", 1)
 
 
 def bytes_of(storage: torch.UntypedStorage) -> np.ndarray:
