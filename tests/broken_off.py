@@ -102,7 +102,7 @@ class Job:
         )
 
     def end(self, run):
-        """All that can be told of the run."""
+        """All that can be told of a run that is closed."""
         result = run.result()
         averaged = phalanx.digest(torch.nn.ParameterDict(result.averaged))
         best = {name: tensor.tolist() for name, tensor in result.best.weights.items()}
@@ -121,4 +121,4 @@ def undisturbed(folder, **options):
     job = Job(folder)
     with job.begin(**options) as run:
         run.finish()
-        return job.end(run), job.told()
+    return job.end(run), job.told()

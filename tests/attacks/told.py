@@ -59,7 +59,7 @@ def gone_on(job: Job, **options: Any) -> str | None:
                 break
             except BROKEN:
                 continue
-        return difference(job.end(run), whole()[0]) or difference(job.told(), whole()[1])
+    return difference(job.end(run), whole()[0]) or difference(job.told(), whole()[1])
 
 
 def called_again(job: Job, fresh: Callable[[], Job], **options: Any) -> str | None:
@@ -68,7 +68,7 @@ def called_again(job: Job, fresh: Callable[[], Job], **options: Any) -> str | No
         try:
             with job.begin(**options) as run:
                 run.finish()
-                return difference(job.end(run), whole()[0])
+            return difference(job.end(run), whole()[0])
         except BROKEN:
             job = fresh()
 

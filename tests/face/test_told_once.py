@@ -41,7 +41,7 @@ def test_whoever_goes_on_is_told_every_step_once(way, place, act, number, whole,
             except (OSError, KeyboardInterrupt, phalanx.WorkerError):
                 breaks += 1
         assert breaks == 1, "it was broken off"
-        assert (job.end(run), job.told()) == whole
+    assert (job.end(run), job.told()) == whole
 
 
 @pytest.mark.long
@@ -61,7 +61,7 @@ def test_the_same_call_again_ends_as_if_nothing_had_been(way, place, act, number
     again = Job(tmp_path, place, act, number)  # all calls that it counts are over
     with again.begin(**WAYS[way]) as run:
         run.finish()
-        assert again.end(run) == whole[0]
+    assert again.end(run) == whole[0]
 
 
 def test_an_evaluation_that_is_left_out_would_be_seen(whole, tmp_path):
@@ -73,7 +73,7 @@ def test_an_evaluation_that_is_left_out_would_be_seen(whole, tmp_path):
                 run._loop._observers[1].advanced = lambda report: None  # planted
             if report.step == 2:
                 run._engine.schedule = lambda value, epoch: None  # planted
-        ended, told = job.end(run), job.told()
+    ended, told = job.end(run), job.told()
     assert ended["digest"] != whole[0]["digest"] or ended["losses"] != whole[0]["losses"]
     assert told["steps"] != whole[1]["steps"]
     assert hashlib.sha256(str(ended).encode()).digest() != hashlib.sha256(str(whole[0]).encode()).digest()
