@@ -156,6 +156,17 @@ def test_results_stay_as_they_are():
     assert end.params["last.w"] is end.model["last"]["w"]
 
 
+@pytest.mark.parametrize("options", [{"engine": "inline"}, {"workers": 2}, {}])
+def test_what_is_looked_at_is_the_callers_own(options):
+    """Dicts that run.model and run.params give may be changed: the next step, and the next look, know nothing of it."""
+    with MLP.recipe(2).start(**options) as run:
+        for _ in run:
+            run.model["last"]["w"] = jnp.zeros_like(run.model["last"]["w"])
+            run.params.clear()
+            assert run.params["last.w"].any()
+        assert run.result().digest == trained(MLP.recipe(2))[0]
+
+
 def test_one_bit_changes_the_digest():
     """One bit of a parameter or of the optimizer's state, or the step, changes the digest."""
     params, state, _ = folded(MLP.recipe(2, optimizer=optax.adam(0.1)), 2)

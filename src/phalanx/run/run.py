@@ -130,9 +130,8 @@ class Run:
     def model(self) -> Any:
         """The model as it is now, to look at until the next step: another object than the one that is trained.
 
-        Its weights and buffers are views where memory can be shared. What is changed on it is refused at the next step,
-        in every engine: modes, ``requires_grad``, attributes, and writes that torch counts. Writes through ``.data``
-        or numpy nobody sees.
+        Weights and buffers are views where memory can be shared. What is changed is refused at the next step: modes,
+        ``requires_grad``, attributes, writes that torch counts (others, through ``.data`` or numpy, nobody sees).
         """
         return self._look().model
 
