@@ -77,7 +77,7 @@ class Steppable(Protocol):
         ...
 
     def update(self, step: int, gradient: Vector, buffers: Sequence[tuple[int, list[Any]]] | None) -> None:
-        """Clip, do the optimizer's ``step``, settle (samples, buffers) of who ran; None: another worker settles them."""
+        """Clip, do the optimizer's ``step``, settle (samples, buffers) of who ran; None: another worker settles."""
         ...
 
     def rewind(self) -> None:
@@ -156,7 +156,7 @@ class Framework(Steppable, Protocol):
         ...
 
     def schedule(self, value: float, epoch: int | None = None) -> None:
-        """Tell the scheduler the mean loss of a step, done or skipped; or a metric after an ``epoch``, if it is news."""
+        """Tell the scheduler the mean loss of a step, done or skipped; or a metric after an ``epoch``, if new."""
         ...
 
     def measure(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Measurement:
