@@ -88,6 +88,7 @@ def test_a_loop_by_hand_is_seeded(fake):
         with plan.seeded(step, 1):
             return [torch.rand(3, device=device).cpu().tolist() for device in devices]
 
+    torch.ones(1, device=devices[0])  # from here on accelerators are in use
     before = [torch.fake.get_rng_state(device).tolist() for device in devices]
     assert drawn(0) == drawn(0) != drawn(1)
     assert [torch.fake.get_rng_state(device).tolist() for device in devices] == before
