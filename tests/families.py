@@ -19,6 +19,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import default_collate
 
 import phalanx
+from tests.orders import triples
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, fused=True)
@@ -335,7 +336,7 @@ def forward_bfloat16(model, batch):
 
 
 class WideSum(nn.Module):
-    """Its output adds so many numbers, several times, that two threads add them in another order than one."""
+    """Its output adds so many numbers that two threads share them, several times."""
 
     def __init__(self):
         super().__init__()
@@ -347,6 +348,60 @@ class WideSum(nn.Module):
 
 def wide_loss(output, target):
     return (output * target).square().mean()
+
+
+class Terms(nn.Module):
+    """The gradient of its weight is the sum of its rows, added one after the other; there is no rounding but that."""
+
+    def __init__(self, columns):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(columns))
+
+    def forward(self, x):
+        return _Terms.apply(self.weight, x)
+
+
+class _Terms(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight, x):
+        ctx.save_for_backward(x)
+        return (weight * x).sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return functools.reduce(torch.add, ctx.saved_tensors[0].unbind()) * gradient, None
+
+
+def output_only(output, target):
+    return output
+
+
+def mean_of_terms(output, target):
+    return output / len(target)
+
+
+def terms(replicas, samples=None, **changes):
+    """A recipe with a sample for each replica, which has other bits if gradients are added in any other order."""
+    rows = torch.tensor(triples(samples or replicas))
+    family = Family(
+        make_model=functools.partial(Terms, rows.shape[1]), data=(rows, torch.zeros(len(rows))),
+        loss_fn=mean_of_terms, batch_size=len(rows), steps=2, optimizer=functools.partial(torch.optim.SGD, lr=1.0),
+    )  # fmt: skip
+    return family.recipe(replicas, **{"shuffle": False, **changes})
+
+
+class Circumstances(nn.Module):
+    """A linear layer whose output tells the number of threads, and the strides of its input.
+
+    Kernels look at both, too, but whether their bits differ for it depends on the processor.
+    """
+
+    def __init__(self, *sizes):
+        super().__init__()
+        self.body = nn.Linear(*sizes)
+
+    def forward(self, x):
+        return self.body(x.flatten(1)) * (torch.get_num_threads() / sum(x.stride()[1:]))
 
 
 def masked_tokens(samples=20, tokens=6):

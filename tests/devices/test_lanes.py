@@ -11,7 +11,7 @@ import phalanx
 from phalanx.engines import links
 from phalanx.frameworks.torch.devices import exchange, lanes, names
 from tests.by_hand import answer
-from tests.families import DATA, FAMILIES, OPTIMIZERS, SCHEDULERS
+from tests.families import DATA, FAMILIES, OPTIMIZERS, SCHEDULERS, terms
 
 MLP = FAMILIES["mlp"]
 NORM = FAMILIES["conv_norm"]
@@ -64,14 +64,15 @@ def without_seeding(monkeypatch):
     monkeypatch.setattr("phalanx.frameworks.torch.replica.feed.Feed.seed", lambda *_: None)
 
 
+def dropping():
+    return nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 3))
+
+
 @pytest.mark.parametrize("fault", [in_order_of_arrival, not_spread, buffers_of_the_first, without_seeding])
 def test_faults_are_seen(monkeypatch, fault):
     """These tests can fail: sums in another order, stale copies, one replica's buffers, or seeds left out differ."""
-
-    def make():
-        return nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 3))
-
-    recipe = MLP.recipe(6, batch_size=18, steps=3, drop_last=True, make_model=make)
+    noisy = MLP.recipe(6, batch_size=18, steps=3, drop_last=True, make_model=dropping)
+    recipe = terms(6) if fault is in_order_of_arrival else noisy
     wanted = trained(recipe, 1)
     assert trained(recipe, 3) == wanted
     fault(monkeypatch)

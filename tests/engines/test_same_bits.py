@@ -20,7 +20,19 @@ from phalanx.engines.processes.driver import Processes
 from phalanx.frameworks.registry import open_framework
 from phalanx.plan.placement import Placement
 from phalanx.shared.reports import RING
-from tests.families import DATA, FAMILIES, FEATURES, OPTIMIZERS, SAMPLES, SCHEDULERS, muon_and_adamw, normal, whole
+from tests.families import (
+    DATA,
+    FAMILIES,
+    FEATURES,
+    OPTIMIZERS,
+    SAMPLES,
+    SCHEDULERS,
+    Circumstances,
+    muon_and_adamw,
+    normal,
+    terms,
+    whole,
+)  # fmt: skip
 from tests.sampling import cover, sample
 
 MLP = FAMILIES["mlp"]
@@ -199,8 +211,9 @@ def test_seeds(seed, workers):
 @pytest.mark.long
 @two_or_three("threads")
 def test_threads(workers):
-    """Workers compute with the recipe's threads."""
-    answers = [same(FAMILIES["wide_sum"].recipe(3, threads=threads), workers) for threads in (1, 2)]
+    """Workers compute with the recipe's threads, and user code finds so many there."""
+    same(FAMILIES["wide_sum"].recipe(3, threads=2), workers)
+    answers = [same(MLP.recipe(3, make_model=lambda: Circumstances(5, 3), threads=n), workers) for n in (1, 2)]
     assert answers[0] != answers[1]
 
 
@@ -540,7 +553,7 @@ def test_planned_and_brought_steps_mixed(workers):
     assert mixed(engine="processes", workers=workers) == mixed(engine="inline")
 
 
-# Memory layout is part of the data: convolutions have other bits where pixels lie before channels.
+# Memory layout is part of the data: convolutions may have other bits where pixels lie before channels.
 
 PIXELS = normal(SAMPLES, 16, 16, 3).numpy()
 LAYOUTS = {
@@ -559,8 +572,8 @@ def convolutions():
     return nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.Flatten(), nn.Linear(512, 3))
 
 
-def images(data, **changes):
-    return phalanx.Recipe(convolutions, data, F.cross_entropy, replicas=2, batch_size=8, **changes)
+def images(data, make_model=convolutions, **changes):
+    return phalanx.Recipe(make_model, data, F.cross_entropy, replicas=2, batch_size=8, **changes)
 
 
 @pytest.mark.parametrize("layout", sample("layouts of columns", LAYOUTS, 1))
@@ -612,10 +625,10 @@ def test_memory_layouts_of_mapped_files(cut, tmp_path):
 
 
 def test_memory_layout_is_part_of_the_answer():
-    """The same numbers in another layout do end in other bits: what the tests above compare can differ."""
-    view = LAYOUTS["cropped_channels_last_view"]
-    one, other = (images((x, FEATURES[1]), steps=3) for x in (view, np.ascontiguousarray(view)))
-    assert course(one, engine="inline")[0] != course(other, engine="inline")[0]
+    """A model that looks at strides, as convolutions do, finds those of the data, in workers too."""
+    view, make = LAYOUTS["cropped_channels_last_view"], lambda: Circumstances(432, 3)
+    one, other = (images((x, FEATURES[1]), make, steps=3) for x in (view, np.ascontiguousarray(view)))
+    assert same(one, 2)[0] != same(other, 2)[0]
 
 
 class Late(nn.Module):
@@ -778,15 +791,6 @@ def seeded_by_worker():
 
 FAULTS = [
     *sample(
-        "faults of arrival order",
-        [
-            (arrival_order, "mlp", 5, 5, {"batch_size": 13}),
-            (arrival_order, "mlp", 8, 8, {}),
-            (arrival_order, "lenet", 8, 3, {}),
-        ],
-        1,
-    ),
-    *sample(
         "faults of buffers",
         [(buffers_left_out, "conv_norm", 5, 2, {}), (buffers_left_out, "counting", 8, 8, {})],
         1,
@@ -806,26 +810,33 @@ FAULTS = [
 @pytest.mark.parametrize(("fault", "name", "replicas", "workers", "changes"), FAULTS)
 def test_faults_in_the_workers(fault, name, replicas, workers, changes):
     """Each named mistake ends in another digest, and the same run without it does not."""
-    family = FAMILIES[name]
-    expected = course(family.recipe(replicas, **changes), engine="inline")[0]
-    digests = [
-        course(
-            family.recipe(replicas, make_model=Planted(family.make_model, plant), **changes),
-            engine="processes",
-            workers=workers,
-        )[0]
-        for plant in (nothing, fault)
-    ]
+    notice(FAMILIES[name].recipe(replicas, **changes), fault, workers)
+
+
+def notice(recipe, fault, workers):
+    """A run ends in another digest with the fault than without it."""
+    expected = course(recipe, engine="inline")[0]
+    digests = [course(planted(recipe, plant), engine="processes", workers=workers)[0] for plant in (nothing, fault)]
     assert digests[0] == expected
     assert digests[1] != expected
+
+
+def planted(recipe, plant):
+    return dataclasses.replace(recipe, make_model=Planted(recipe.make_model, plant))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("replicas", "workers"), sample("arrival order", [(5, 5), (8, 8), (8, 3)], 1))
+def test_arrival_order_is_noticed(replicas, workers):
+    """Additions from left to right end in another digest."""
+    notice(terms(replicas), arrival_order, workers)
 
 
 @pytest.mark.long
 def test_arrival_order_goes_unnoticed_where_there_is_no_other():
     """The planted order is the right one for two workers with half of the replicas each: it is the only fault."""
-    family = FAMILIES["mlp"]
-    recipe = family.recipe(8, make_model=Planted(family.make_model, arrival_order))
-    assert course(recipe, engine="processes", workers=2) == course(family.recipe(8), engine="inline")
+    recipe = planted(terms(8), arrival_order)
+    assert course(recipe, engine="processes", workers=2) == course(terms(8), engine="inline")
     with pytest.raises(AssertionError, match="8 workers"):
         same(recipe, 8)
 

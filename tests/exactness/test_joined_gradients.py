@@ -1,5 +1,6 @@
 """Autograd adds the gradient of an odd replica onto its neighbour's; the bits are those of adding them afterwards."""
 
+import functools
 import warnings
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import phalanx
 from phalanx.frameworks.torch.replica import gradient, lane
 from tests.by_hand import answer
-from tests.families import FAMILIES
+from tests.families import FAMILIES, output_only
 
 
 class InParts(nn.Module):
@@ -31,25 +32,48 @@ class InParts(nn.Module):
         return torch.tanh(self.again(h))
 
 
-def recipe(make_model, **changes):
+class Large(nn.Module):
+    """The second part of an odd replica's gradient takes back what the first one added, which leaves nothing of 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x):
+        one = torch.ones((), requires_grad=True)
+        return sum(checkpoint(self._part, one, part, use_reentrant=True) for part in x.unbind(1))
+
+    def _part(self, one, part):
+        return (one * self.weight * part).sum()
+
+
+def large():
+    """A sample for each of four replicas: 1 and 0, then 1e8 and -1e8."""
+    x = torch.tensor([[1.0, 0.0], [1e8, -1e8]] * 2)[:, :, None]
+    return recipe(Large, data=(x, torch.zeros(4)), loss_fn=output_only, batch_size=4, steps=2, shuffle=False)
+
+
+def recipe(make_model, data=None, loss_fn=F.cross_entropy, **changes):
     x, y = torch.randn(64, 20, generator=torch.Generator().manual_seed(3)), torch.arange(64) % 5
     options = {"replicas": 4, "batch_size": 16, "steps": 6, "optimizer": torch.optim.SGD, **changes}
-    return phalanx.Recipe(make_model, (x, y), F.cross_entropy, **options)
+    return phalanx.Recipe(make_model, data or (x, y), loss_fn, **options)
 
 
+@pytest.mark.parametrize("made", [functools.partial(recipe, InParts), large])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_gradients_that_come_in_parts(workers):
+def test_gradients_that_come_in_parts(workers, made):
     """A replica whose gradient autograd delivers in parts is computed again, and its neighbour too: same bits."""
-    parts = recipe(InParts)
+    parts = made()
     engine = "inline" if workers == 1 else "processes"
     assert parts.train(workers=workers, engine=engine).digest == answer(parts)[0]
 
 
 def test_parts_that_nobody_notices_are_found(monkeypatch):
-    """Without the look at how often a sum was written, the bits would be others."""
+    """Without the look at how often a sum was written, it would be 1 + 1e8 - 1e8 = 0, not 1 + (1e8 - 1e8) = 1."""
     monkeypatch.setattr(gradient, "_check_once", lambda *_: None)  # planted
-    parts = recipe(InParts)
-    assert parts.train(engine="inline").digest != answer(parts)[0]
+    result = large().train(engine="inline")
+    assert result.digest != answer(large())[0]
+    assert result.params["weight"].tolist() == [0] * 3
 
 
 def test_hooks_see_the_gradient_of_one_replica():

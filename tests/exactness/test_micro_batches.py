@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import phalanx
 from tests import by_hand
-from tests.families import DATA, FAMILIES, normal
+from tests.families import DATA, FAMILIES, normal, terms
 from tests.jax import by_hand as jax_by_hand
 from tests.jax import families as jax_families
 
@@ -57,9 +57,18 @@ def test_workers(kit):
 
 @pytest.mark.parametrize("fault", ["mean_of_parts", "parts_reversed"])
 def test_faults_are_noticed(fault):
-    """Means of parts that ignore their sizes, and another order of adding, have other bits."""
+    """Means of parts that ignore their sizes, and parts that draw in another order, have other bits."""
     recipe = FAMILIES["transformer"].recipe(2, micro_batches=3, batch_size=11)
     assert trained(recipe)[0] != by_hand.answer(recipe, fault)[0]
+
+
+@pytest.mark.parametrize("parts", [3, 4, 5])
+def test_another_order_of_parts_is_noticed(parts):
+    """Gradients of parts that are added from the last to the first have other bits, where nothing is drawn."""
+    recipe = terms(1, parts, micro_batches=parts)
+    expected = trained(recipe)
+    assert expected == by_hand.answer(recipe)
+    assert expected[0] != by_hand.answer(recipe, "parts_reversed")[0]
 
 
 @pytest.mark.long

@@ -11,7 +11,18 @@ from torch.optim import lr_scheduler
 
 import phalanx
 from tests.by_hand import answer, folded, one
-from tests.families import DATA, FAMILIES, FEATURES, OPTIMIZERS, SAMPLES, SCHEDULERS, Unused, mlp, muon_and_adamw
+from tests.families import (
+    DATA,
+    FAMILIES,
+    FEATURES,
+    OPTIMIZERS,
+    SAMPLES,
+    SCHEDULERS,
+    Circumstances,
+    Unused,
+    mlp,
+    muon_and_adamw,
+)  # fmt: skip
 from tests.sampling import cover
 
 MLP = FAMILIES["mlp"]
@@ -177,9 +188,15 @@ def test_faults_in_the_loop(fault, name):
     assert answer(recipe, fault)[0] != trained(recipe)[0]
 
 
-def test_channels_last_has_bits_of_its_own():
-    """Memory format changes bits, so the channels_last family does test that it is kept."""
-    assert trained(FAMILIES["channels_last"].recipe(1)) != trained(FAMILIES["conv_norm"].recipe(1))
+def doubled_if_channels_last(model, batch):
+    last = model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    return model(batch[0]) * (2.0 if last else 1.0)
+
+
+def test_channels_last_is_kept():
+    """A model comes to forward in the memory format that it was made in, after updates too."""
+    last, first = (FAMILIES[n].recipe(1, forward_fn=doubled_if_channels_last) for n in ("channels_last", "conv_norm"))
+    assert trained(last) == answer(last) != trained(first)
 
 
 def state():
@@ -228,12 +245,16 @@ def test_the_step_is_in_the_digest():
 
 
 def test_threads_are_part_of_the_answer():
-    """Two threads have the bits of the plain loop with two threads, which are not those of one."""
-    alone, both = (FAMILIES["wide_sum"].recipe(1, threads=threads) for threads in (1, 2))
-    assert trained(alone) == answer(alone)
-    torch.set_num_threads(2)
-    assert trained(alone) != trained(both) == answer(both)
-    assert torch.get_num_threads() == 2
+    """Two threads have the bits of the plain loop with two threads, and user code finds two."""
+    told = {"make_model": lambda: Circumstances(5, 3)}
+    for family, changes in ((FAMILIES["wide_sum"], {}), (MLP, told)):
+        torch.set_num_threads(1)
+        alone, both = (family.recipe(1, threads=threads, **changes) for threads in (1, 2))
+        assert trained(alone) == answer(alone)
+        torch.set_num_threads(2)
+        assert trained(both) == answer(both)
+        assert torch.get_num_threads() == 2
+    assert trained(alone) != trained(both)
 
 
 def test_shared_gradients_are_clipped_once():

@@ -179,6 +179,6 @@ def test_the_callers_default_device_decides_nothing():
 
 
 def test_an_inverse_that_is_rounded_would_be_another_answer():
-    """By a third instead of over three: some last bits differ, so that only powers of two may become factors."""
-    values = torch.randn(1000)
+    """By a third instead of over three: 5 comes to another last bit, so that only powers of two may become factors."""
+    values = torch.tensor([5.0])
     assert not torch.equal(values / 3.0, values * (1 / 3.0))

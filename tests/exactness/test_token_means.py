@@ -16,6 +16,7 @@ IDS = torch.randint(5, 60, (16, 12), generator=RANDOM)
 MASK = torch.arange(12) < torch.randint(2, 13, (16, 1), generator=RANDOM)
 LABELS = torch.where(MASK, IDS, -100)
 SGD = functools.partial(torch.optim.SGD, lr=1.0)
+CLOSE = 1e-5  # float32 rounds to 4e-7 here
 
 
 class Language(nn.Module):
@@ -51,7 +52,7 @@ def test_the_gradient_is_that_of_the_whole_batch(shift):
     labels[7, 1:] = -100  # where positions predict the next, this row has nothing to predict
     whole, alone = first_step(lambda: Language(shift), 1, labels)
     parts, result = first_step(lambda: Language(shift), 8, labels)
-    assert float((whole - parts).norm() / whole.norm()) < 1e-6
+    assert float((whole - parts).norm() / whole.norm()) < CLOSE
     assert result.loss == pytest.approx(alone.loss, rel=1e-6)
     assert first_step(lambda: Language(shift), 8, labels, workers=3)[1].digest == result.digest
 
@@ -100,7 +101,7 @@ def test_the_whole_output_of_forward_fn_is_recognised():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         parts, result = first_step(Summed, 8, forward_fn=counted)
-    assert float((whole - parts).norm() / whole.norm()) < 1e-6
+    assert float((whole - parts).norm() / whole.norm()) < CLOSE
     assert first_step(Summed, 8, forward_fn=counted, workers=3)[1].digest == result.digest
 
 
@@ -110,7 +111,7 @@ def test_nothing_is_said_where_nothing_is_wrong():
         warnings.simplefilter("error")
         whole, _ = first_step(lambda: Language(True), 1, IDS)
         parts, _ = first_step(lambda: Language(True), 8, IDS)
-    assert float((whole - parts).norm() / whole.norm()) < 1e-6
+    assert float((whole - parts).norm() / whole.norm()) < CLOSE
 
 
 class Lazy(dict):

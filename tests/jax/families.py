@@ -13,6 +13,7 @@ import optax
 from jax import lax
 
 import phalanx
+from tests.orders import triples
 
 SAMPLES = 20
 
@@ -182,6 +183,17 @@ FAMILIES = {
     "bfloat16": Family(**MLP | {"make_model": mlp_bfloat16, "forward_fn": forward_bfloat16}),
     "whole_loss": Family(**MLP | {"forward_fn": whole_loss, "loss_fn": None}),
 }  # fmt: skip
+
+
+def terms(replicas):
+    """As that of ``tests.families``: other bits where gradients are added in any other order."""
+    rows = np.array(triples(replicas), np.float32)
+    return phalanx.Recipe(
+        lambda: {"w": jnp.zeros(rows.shape[1])}, (rows, np.zeros(replicas, np.float32)),
+        lambda output, target: output.mean(), lambda params, x: (params["w"] * x).sum(1),
+        replicas=replicas, batch_size=replicas, steps=2, optimizer=optax.sgd(1.0),
+    )  # fmt: skip
+
 
 OPTIMIZERS = {
     "default": lambda: None,

@@ -26,7 +26,7 @@ def forward(params, x, factor=1.5):
 
 def scaled(params, x):
     """The same with another factor."""
-    return forward(params, x, 1.5000001)
+    return forward(params, x, 1.75)
 
 
 def drawn(params, x, key):

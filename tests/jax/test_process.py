@@ -56,9 +56,10 @@ def test_threads_are_the_recipe_s(tmp_path):
 
 
 @pytest.mark.long
-def test_threads_change_bits():
-    """Two threads end in other bits with a wide layer, so their number does matter."""
-    assert ran(WIDE + "print(run(2))") != [run_here(1)]
+def test_two_threads_are_two():
+    """XLA has as many threads as the recipe says; whether they change bits is up to the processor."""
+    counted = "from phalanx.frameworks.jax.outside import running_threads\nrun(2)\nprint(running_threads())"
+    assert ran(WIDE + counted) == ["2"]
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@ import torch
 
 import phalanx
 from phalanx.plan.audit import Audit
+from tests.families import terms
 from tests.proof.faults import Fault, in_workers
 from tests.proof.jobs import recipe
 from tests.proof.test_audit import Plain, done
@@ -14,10 +15,9 @@ from tests.proof.test_audit import Plain, done
 
 def test_an_addition_in_another_order_is_found(tmp_path):
     """Eight replicas' gradients are added from left to right in one step, and no bit is flipped: that step's fold."""
-    options = {"make_model": Plain, "replicas": 8, "batch_size": 16, "steps": 8}
-    right = done(recipe(**options), engine="inline")
+    right = done(terms(8, steps=8), engine="inline")
     with Fault("order", str(tmp_path / "pid"), 7).planted():
-        result = done(recipe(**options), engine="inline", audit=1.0)
+        result = done(terms(8, steps=8), engine="inline", audit=1.0)
     assert [(found.kind, found.worker, found.step) for found in result.incidents] == [("corruption", 0, 6)]
     assert "a slice of parameter 0 was folded" in result.incidents[0].why
     assert result.digest == right.digest

@@ -10,6 +10,7 @@ import numpy as np
 from tinygrad import Tensor, nn
 
 import phalanx
+from tests.orders import triples
 
 SAMPLES = 20
 SGD = functools.partial(nn.optim.SGD, lr=0.1, momentum=0.9)
@@ -125,6 +126,25 @@ FAMILIES = {
     "masked": Family(**MLP | {"data": (FEATURES[0], MASKED), "loss_fn": phalanx.weighted(masked_loss, count)}),
     "whole_loss": Family(**MLP | {"forward_fn": whole_loss, "loss_fn": None}),
 }
+
+
+class Terms:
+    """Its gradient is the sum of its rows."""
+
+    def __init__(self, columns):
+        self.weight = Tensor.zeros(columns).contiguous()
+
+
+def terms(replicas):
+    """As that of ``tests.families``: other bits where gradients are added in any other order."""
+    rows = np.array(triples(replicas), np.float32)
+    return phalanx.Recipe(
+        lambda: Terms(rows.shape[1]), (rows, np.zeros(replicas, np.float32)), None,
+        lambda model, batch: (model.weight * batch[0]).sum(),
+        replicas=replicas, batch_size=replicas, steps=2, optimizer=functools.partial(nn.optim.SGD, lr=1.0),
+    )  # fmt: skip
+
+
 OPTIMIZERS = {
     "sgd": functools.partial(nn.optim.SGD, lr=0.1),
     "adam": functools.partial(nn.optim.Adam, lr=0.01),
