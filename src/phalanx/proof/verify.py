@@ -13,7 +13,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from phalanx.checkpoint.chain import BEGINNING, body_of, link_after
+from phalanx.checkpoint.chain import body_of, line_after
 from phalanx.checkpoint.chained import fields_of, leaves_of
 from phalanx.definition import checks
 from phalanx.definition.fields import Definition
@@ -253,15 +253,13 @@ def _step_of(instant: Instant, run: Side, ahead: int) -> str:
     """Do a step, maybe up to ``ahead`` of them; how its link differs from that of the run, in words."""
     links, step = run.links, instant.step
     assert links is not None, "who asks has looked"
-    told = links[step]
-    report = instant.advance(ahead)
-    fields = fields_of(report, instant.definition, instant.brought)
-    previous = links[step - 1]["link"] if step > links.first else BEGINNING
-    found = parted(step, json.loads(body_of(fields)), told)
-    if found is None and link_after(previous, body_of(fields)) == told["link"]:
+    body = body_of(fields_of(instant.advance(ahead), instant.definition, instant.brought))
+    told = links.told(step)
+    if line_after(links.before(step), body, links.width) == links.line(step):
         return ""
+    found = parted(step, json.loads(body), told)
     if found is None:
-        return f"step {step}: the link is not what its own numbers and the link before make: the file was changed"
+        return f"step {step}: the line is not the one that computing it again makes: the file was changed"
     whose = "" if found.replica is None else f" of replica {found.replica}"
     return (
         f"step {step} differs: {found.phase}{whose}: {found.field} is {found.values[0]} computed again, and "
