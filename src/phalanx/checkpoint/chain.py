@@ -222,8 +222,9 @@ class Links:
             if whole and line_after(self.before(step), body, self.width) != line:
                 raise ValueError("its link is not that of what it says and of the link before")
             float(found.get("loss", 0))
-            if not all(isinstance(found.get(name, []), list) for name in ("losses", "weights")):
-                raise ValueError("losses and weights are no lists")
+            lists = [found.get("losses", []), found.get("weights", []), *found.get("phases", {}).values()]
+            if not all(isinstance(one, list) for one in lists):
+                raise ValueError("losses, weights or phases are no lists")
         except MALFORMED as error:
             raise SnapshotError(f"{self.path} is damaged at step {step}: {error}") from error
         return found
@@ -236,6 +237,11 @@ class Links:
     def brought(self, step: int) -> bool:
         """Whether the caller brought the batch of a step."""
         return str(self.told(step).get("samples")).startswith(BROUGHT)
+
+    def losses(self, step: int) -> list[Any]:
+        """The loss of each update of a step: of each of its phases, if it has some."""
+        told = self.told(step)
+        return [loss for phase in told.get("phases", {"": [told.get("loss")]}).values() for loss in phase[:1]]
 
     def before(self, step: int) -> str:
         """The link before that of a step."""

@@ -9,12 +9,14 @@ import pathlib
 import sys
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from phalanx.checkpoint.chain import body_of, line_after
 from phalanx.checkpoint.chained import fields_of, leaves_of
+from phalanx.checkpoint.resume import losses_in
+from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.definition import checks
 from phalanx.definition.fields import Definition
 from phalanx.definition.fingerprint import compare, fingerprint
@@ -95,7 +97,7 @@ def verify(
             return Verified(UNKNOWN, 0, reason)
         stretches = _stretches(with_chain, path, steps, sample)
         found = _verified(recipe, with_chain, stretches, workers, progress)
-        damaged = _damaged(path, stretches) if found.status == SAME else ""
+        damaged = _damaged(recipe, with_chain, stretches) if found.status == SAME else ""
         return Verified(UNKNOWN, found.steps, f"{found.text}, but {damaged}") if damaged else found
     finally:
         with_chain.close()
@@ -113,16 +115,28 @@ def _cut(run: Side, *, whole: bool) -> str:
     return "" if count > run.links.first else f"it cannot be told: {run.links.path} has no steps yet"
 
 
-def _damaged(path: pathlib.Path, stretches: Sequence[tuple[int, int]]) -> str:
+def _damaged(recipe: Definition, run: Side, stretches: Sequence[tuple[int, int]]) -> str:
     """Which snapshot of these steps cannot be used, if one cannot; one that went away meanwhile is none."""
-    for step in steps_in(path):
+    for step in steps_in(run.folder):
         if any(first <= step <= end for first, end in stretches):
             try:
-                snapshot_at(path, step)
+                known = itertools.chain(*(range(first, min(step, end)) for first, end in stretches))
+                _check_losses(recipe, run, snapshot_at(run.folder, step), known)
             except SnapshotError as error:
-                if step in steps_in(path):
+                if step in steps_in(run.folder):
                     return f"{error}; remove that folder, which a run that goes on does not use either"
     return ""
+
+
+def _check_losses(recipe: Definition, run: Side, saved: Snapshot, steps: Iterable[int]) -> None:
+    """Raise if a snapshot has another loss of one of these steps than the chain."""
+    assert run.links is not None, "who asks has looked"
+    rounds = recipe.rounds
+    history = losses_in(saved, rounds.updates(saved.step))
+    for step in steps:
+        mine = history[rounds.updates(step) : rounds.updates(step + 1)]
+        if list(map(str, mine)) != list(map(str, run.links.losses(step))):
+            raise SnapshotError(f"the snapshot of step {saved.step} has another loss of step {step} than the chain")
 
 
 def _unlike(recipe: Definition, run: Side) -> str:

@@ -284,7 +284,7 @@ def _measured(one: Side, other: Side, state: int, leaf: str) -> Unequal:
 
 def _losses(one: Side, other: Side) -> tuple[list[float], list[float]]:
     return tuple(  # type: ignore[return-value]
-        [float(side.links[step].get("loss", "nan")) for step in range(side.links.first, len(side.links))]
+        [float(side.links.told(step).get("loss", "nan")) for step in range(side.links.first, len(side.links))]
         if side.links is not None and len(side.links) <= 100_000
         else []
         for side in (one, other)
