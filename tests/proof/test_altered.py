@@ -9,12 +9,14 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import phalanx
 from phalanx.checkpoint import snapshot
 from phalanx.checkpoint.chain import CHAIN
 from phalanx.cli.app import app
+from phalanx.definition.fingerprint.arrays import other_row, row_sums
 from tests.exactness.test_phases import recipe as with_phases
 from tests.proof.jobs import X, Y, ran, recipe
 
@@ -218,3 +220,56 @@ def test_losses_in_a_snapshot_are_those_of_the_chain(tmp_path, way, make, saved)
         shutil.rmtree(place)
         shutil.copytree(tmp_path / "kept", place)
     assert phalanx.verify(job, folder, progress=False).status == 0
+
+
+def other_in(rows, kind):
+    """The data with other values in some rows, in arrays of a kind."""
+    changed = X.clone()
+    changed[rows, 2] = 1e8
+    return kind(changed), Y
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(
+    "kind", [torch.Tensor, np.asarray, lambda data: data.double() * 3, lambda data: data.bfloat16()]
+)
+def test_a_refused_resume_names_the_row(tmp_path, way, kind):
+    """Where one row of an array is another it is named, first and last too; several are told as such."""
+    ran(tmp_path, recipe(steps=2, data=other_in([], kind)), **way)
+    for rows, said in (([17], "row 17 alone"), ([0], "row 0 alone"), ([39], "row 39 alone"), ([3, 4], "several rows")):
+        with pytest.raises(
+            phalanx.UsageError, match=rf"data: item 0 is another \w+\[40, 5\] here than there, in {said}"
+        ):
+            ran(tmp_path, recipe(steps=3, data=other_in(rows, kind)), **way)
+    with pytest.raises(phalanx.UsageError, match="data: item 1 is another int64.40. here than there, in row 5 alone"):
+        ran(tmp_path, recipe(steps=3, data=(kind(X), Y.index_fill(0, torch.tensor([5]), 9))), **way)
+
+
+def test_a_run_that_told_of_no_rows_is_gone_on_with(tmp_path):
+    """Snapshots from before rows were told of name the array, and their own recipe goes on."""
+    ran(tmp_path, recipe(steps=2))
+    for place in sorted((tmp_path / "snapshots").iterdir()):
+        saved = snapshot.read(place)
+        parts = saved.recipe["fields"]["data"]["parts"]
+        assert any(len(told) == 4 for told in parts.values())
+        saved.recipe["fields"]["data"]["parts"] = {path: told[:3] for path, told in parts.items()}
+        shutil.rmtree(place)
+        snapshot.write(saved, place)
+    with pytest.raises(phalanx.UsageError, match=r"data: item 0 is another float32.40, 5. here than there\. Use"):
+        ran(tmp_path, recipe(steps=3, data=other_in([17], torch.Tensor)))
+    ran(tmp_path, recipe(steps=3))
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.int64, np.uint8, np.float16])
+def test_any_lone_row_is_found(dtype):
+    """Whatever is changed in a row, if only in one bit, by a power of two, or all of it, it is that row."""
+    data = np.random.default_rng(0).integers(0, 100, (5000, 3)).astype(dtype)
+    told = ["array", "", "", row_sums(data)]
+    assert other_row(told, told) == ", in several rows"  # nobody asks of equal ones
+    for row in (0, 1, 2500, 4999):
+        for change in (lambda line: line * 0 + 101, lambda line: line + 64, lambda line: line[[1, 2, 0]] + 1):
+            other = data.copy()
+            other[row] = change(other[row])
+            assert other_row(told, ["array", "", "", row_sums(other)]) == f", in row {row} alone"
+            other[(row + 7) % 5000] += 1
+            assert other_row(told, ["array", "", "", row_sums(other)]) == ", in several rows"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import enum
 import functools
 import types
@@ -97,7 +98,10 @@ class Look:
 
     def _array(self, value: Any) -> Part:
         try:
-            return _hashed(*self._contents.array(value))
+            part = _hashed(*self._contents.array(value))
+            with contextlib.suppress(Exception):  # what has no rows of bytes is told as a whole
+                part.rows = arrays.row_sums(value)
+            return part
         except ForeignError:
             return Part("array of objects", [Edge("items", value.tolist())])
         except Exception as error:

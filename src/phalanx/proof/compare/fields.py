@@ -17,7 +17,7 @@ def different_fields(one: Side, other: Side) -> dict[str, str]:
     mine, theirs = (side.run.get("recipe") or {} for side in (one, other))
     try:
         _compare_recipes(mine, theirs, found)
-    except (KeyError, TypeError, AttributeError):  # one of them is none
+    except (KeyError, ValueError, TypeError, AttributeError):  # one of them is none
         found.clear()
     left, right = (side.run.get("environment") or {} for side in (one, other))
     for name in {**left, **right} if left and right else ():
