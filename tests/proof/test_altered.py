@@ -230,9 +230,7 @@ def other_in(rows, kind):
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize(
-    "kind", [torch.Tensor, np.asarray, lambda data: data.double() * 3, lambda data: data.bfloat16()]
-)
+@pytest.mark.parametrize("kind", [torch.Tensor, np.asarray, lambda data: data.T.contiguous().T])
 def test_a_refused_resume_names_the_row(tmp_path, way, kind):
     """Where one row of an array is another it is named, first and last too; several are told as such."""
     ran(tmp_path, recipe(steps=2, data=other_in([], kind)), **way)
@@ -241,7 +239,7 @@ def test_a_refused_resume_names_the_row(tmp_path, way, kind):
             phalanx.UsageError, match=rf"data: item 0 is another \w+\[40, 5\] here than there, in {said}"
         ):
             ran(tmp_path, recipe(steps=3, data=other_in(rows, kind)), **way)
-    with pytest.raises(phalanx.UsageError, match="data: item 1 is another int64.40. here than there, in row 5 alone"):
+    with pytest.raises(phalanx.UsageError, match=r"data: item 1 is another int64.40. here than there, in row 5 alone"):
         ran(tmp_path, recipe(steps=3, data=(kind(X), Y.index_fill(0, torch.tensor([5]), 9))), **way)
 
 
