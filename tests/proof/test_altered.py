@@ -235,9 +235,7 @@ def test_a_refused_resume_names_the_row(tmp_path, way, kind):
     """Where one row of an array is another it is named, first and last too; several are told as such."""
     ran(tmp_path, recipe(steps=2, data=other_in([], kind)), **way)
     for rows, said in (([17], "row 17 alone"), ([0], "row 0 alone"), ([39], "row 39 alone"), ([3, 4], "several rows")):
-        with pytest.raises(
-            phalanx.UsageError, match=rf"data: item 0 is another \w+\[40, 5\] here than there, in {said}"
-        ):
+        with pytest.raises(phalanx.UsageError, match=rf"data: item 0 is another float32.* than there, in {said}"):
             ran(tmp_path, recipe(steps=3, data=other_in(rows, kind)), **way)
     with pytest.raises(phalanx.UsageError, match=r"data: item 1 is another int64.40. here than there, in row 5 alone"):
         ran(tmp_path, recipe(steps=3, data=(kind(X), Y.index_fill(0, torch.tensor([5]), 9))), **way)
