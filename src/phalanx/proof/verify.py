@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from phalanx.checkpoint.chain import body_of, line_after
-from phalanx.checkpoint.chained import fields_of, leaves_of
+from phalanx.checkpoint.chained import fields_of
 from phalanx.checkpoint.resume import losses_in
 from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.definition import checks
 from phalanx.definition.fields import Definition
-from phalanx.definition.fingerprint import compare, fingerprint
 from phalanx.errors import SnapshotError, UsageError
-from phalanx.frameworks.registry import recorded_environment
+from phalanx.frameworks.registry import changed_environment
 from phalanx.plan.keys import splitmix64
+from phalanx.proof.compare.fields import another
 from phalanx.proof.compare.links import parted
 from phalanx.proof.compare.sides import Side, side
 from phalanx.proof.instant import Instant, nearest, snapshot_at, steps_in
@@ -141,15 +141,12 @@ def _check_losses(recipe: Definition, run: Side, saved: Snapshot, steps: Iterabl
 
 def _unlike(recipe: Definition, run: Side) -> str:
     """Why bits may differ here, whatever the run did."""
-    theirs, now = run.run.get("environment") or {}, recorded_environment()
-    for name in {**now, **theirs}:
-        if now.get(name) != theirs.get(name):
-            return f"it cannot be checked here: {name} is {now.get(name)}, and was {theirs.get(name)} in the run"
-    try:
-        differs = compare(recipe, fingerprint(recipe), run.run["recipe"]).differs
-    except (KeyError, ValueError, TypeError):
+    if changes := changed_environment(run.run.get("environment") or {}):
+        return f"it cannot be checked here: {changes[0]} in the run"
+    if not run.run.get("recipe"):
         return "it cannot be checked: the run does not say which recipe it had"
-    return f"it cannot be checked: the recipe is another: {differs[0]}" if differs else ""
+    differs = another(recipe, run.run["recipe"])
+    return f"it cannot be checked: the recipe is another: {differs}" if differs else ""
 
 
 def _stretches(
@@ -286,12 +283,7 @@ def _state_of(instant: Instant, run: Side) -> str:
     known = run.states.get(instant.step)
     if known is None:
         return ""
-    captured = instant.capture()
-    try:
-        mine = leaves_of(captured)
-    finally:
-        captured.release()
-    differing = [name for name, value in mine.items() if known.get(name, value) != value]
+    differing = [name for name, value in instant.leaves.items() if known.get(name, value) != value]
     if not differing:
         return ""
     return f"the state after {instant.step} steps differs in {len(differing)} tensors, the first is {differing[0]}"

@@ -197,14 +197,9 @@ def _ends(one: Side, other: Side, fields: dict[str, str], same: int) -> Differen
     ------
     UsageError
         What they have is not of the same steps.
-    SnapshotError
-        A line that only one of them has is damaged.
     """
-    linked = in_common(one.links, other.links) if one.links and other.links else 0
-    for links in filter(None, (one.links, other.links)):
-        links.check(linked)
+    common = max(same, in_common(one.links, other.links))
     counts = [max([len(side.links or ()), *side.states]) for side in (one, other)]
-    common = max(same, linked)
     states = set(one.states) & set(other.states)
     if common < min(counts) or not (common or states):
         raise UsageError(

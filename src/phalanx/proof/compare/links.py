@@ -57,13 +57,23 @@ def parting(one: Links, other: Links) -> Parting | None:
     return None
 
 
-def in_common(one: Links, other: Links) -> int:
-    """The step up to which two chains that do not part say the same of anything; 0 if they say nothing in common."""
-    first, end = max(one.first, other.first), min(len(one), len(other))
-    if first >= end:
-        return 0
-    last = one[end - 1], other[end - 1]
-    return end if last[0]["link"] == last[1]["link"] or set(last[0]) & set(last[1]) - set(OWN) else 0
+def in_common(one: Links | None, other: Links | None) -> int:
+    """The step up to which two chains that do not part say the same of anything; 0 if they say nothing in common.
+
+    Raises
+    ------
+    SnapshotError
+        A line that only one of them has is damaged.
+    """
+    end = min(len(one), len(other)) if one and other else 0
+    if one and other and end > max(one.first, other.first):
+        left, right = one[end - 1], other[end - 1]
+        end = end if left["link"] == right["link"] or set(left) & set(right) - set(OWN) else 0
+    else:
+        end = 0
+    for links in filter(None, (one, other)):
+        links.check(end)
+    return end
 
 
 def parted(step: int, one: Mapping[str, Any], other: Mapping[str, Any]) -> Parting | None:
