@@ -123,11 +123,9 @@ class ChainFile:
 
     def _goes_on(self, steps: int) -> bool:
         """Whether the file has the links of so many steps; then those behind them are cut off."""
-        if not steps:
-            return False
         try:
             with Links(self._target) as links:
-                if not links.first <= steps <= len(links) or (links.first == steps):
+                if not links.first < steps <= len(links):
                     return False
                 self.root = links[steps - 1]["link"]
                 if links.width < self._width:

@@ -32,8 +32,8 @@ class Contents:
     def __init__(self) -> None:
         self._spent = 0
 
-    def array(self, value: Any) -> tuple[str, str]:
-        """Dtype and shape of an array or tensor, and a hash of what is in it; a single number is shown.
+    def array(self, value: Any) -> tuple[str, str, str]:
+        """Dtype and shape of an array or tensor, a hash of what is in it, and its ``row_sums``; one number is shown.
 
         Raises
         ------
@@ -44,14 +44,15 @@ class Contents:
         if head.startswith(KEYS):
             value = sys.modules["jax"].random.key_data(value)
         if math.prod(value.shape) == 1:
-            return f"{head} {value.tolist()!r}", ""
+            return f"{head} {value.tolist()!r}", "", ""
         limit = WHOLE_BYTES if self._spent < TOTAL_BYTES else SAMPLED_BYTES
         size = _bytes(value)
         sha = hashlib.sha256()
         for piece in [value] if size <= limit else _sample(value):
             sha.update(_content(piece))
         self._spent += min(size, limit)
-        return head + " sampled" * (size > limit), sha.hexdigest()[:16]
+        rows = row_sums(_content(value), value.shape[0]) if size <= limit and value.shape else ""
+        return head + " sampled" * (size > limit), sha.hexdigest()[:16], rows
 
     def container(self, value: Any) -> tuple[str, str]:
         """Length of a list, tuple or dict of plain values, arrays and more such containers, and a hash of its content.
@@ -75,13 +76,12 @@ class Contents:
         return f"{type(value).__name__} of {len(items)}" + " sampled" * (len(items) > most), sha.hexdigest()[:16]
 
 
-def row_sums(value: Any) -> str:
-    """How many rows an array has, and two sums over hashes of them: see ``other_row``; "" where it is large."""
-    length = value.shape[0] if len(value.shape) else 0
-    if not 1 < length <= MOST_ROWS or not 0 < _bytes(value) <= WHOLE_BYTES:
+def row_sums(content: bytes | memoryview, length: int) -> str:
+    """How many rows an array has, and two sums over hashes of them: see ``other_row``; "" where it has too many."""
+    if not 1 < length <= MOST_ROWS or not content or len(content) % length:
         return ""
-    content = np.frombuffer(_content(value), np.uint8).reshape(length, -1)
-    hashes = np.einsum("ij,j->i", content, np.arange(1, 2 * content.shape[1], 2, dtype=np.uint64) * ODD)
+    rows = np.frombuffer(content, np.uint8).reshape(length, -1)
+    hashes = np.einsum("ij,j->i", rows, np.arange(1, 2 * rows.shape[1], 2, dtype=np.uint64) * ODD)
     hashes = (hashes ^ hashes >> np.uint64(29)) * ODD
     return f"{length} {hashes.sum()} {(hashes * np.arange(length, dtype=np.uint64)).sum()}"
 
