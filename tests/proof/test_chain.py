@@ -1,5 +1,6 @@
 """The chain of a run: the same root wherever and however often its parts are done; a file that survives accidents."""
 
+import hashlib
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import phalanx
-from phalanx.checkpoint.chain import CHAIN, ChainFile, Links, link_after
+from phalanx.checkpoint.chain import CHAIN, ChainFile, Links
 from phalanx.proof.compare.links import parting
 from tests.families import FAMILIES
 from tests.proof.jobs import mlp, ran
@@ -144,29 +145,27 @@ def synthetic(path, steps, other_from=None):
     width, link, lines = 200, "0" * 64, []
     for step in range(steps):
         body = f'{{"step": {step}, "loss": {0.5 if other_from is not None and step >= other_from else 0.25}}}'
-        link = link_after(link, body)
+        link = hashlib.sha256(bytes.fromhex(link) + body.encode()).hexdigest()
         lines.append(f'{{"link": "{link}", {body[1:]}'.ljust(width - 1))
     path.write_text(json.dumps({"chain": 1, "width": width, "first": 0}) + "\n" + "\n".join(lines) + "\n")
 
 
 @pytest.mark.long
-def test_a_million_links_are_halved(tmp_path):
-    """In two chains of 1,000,000 links the first that differs is found with at most 2 + log2 reads of each."""
-    steps, planted = 1_000_000, 654_321
+def test_long_chains_are_read_whole(tmp_path):
+    """In two chains of 200,000 links the first that differs is found, and the time that this takes is printed."""
+    steps, planted = 200_000, 154_321
     synthetic(tmp_path / "a.jsonl", steps)
     synthetic(tmp_path / "b.jsonl", steps, planted)
     began = time.perf_counter()
     with Links(tmp_path / "a.jsonl") as one, Links(tmp_path / "b.jsonl") as other:
         found = parting(one, other)
-        seconds = time.perf_counter() - began
-        assert (found.step, found.phase, found.values) == (planted, "loss", (0.25, 0.5))
-        assert max(one.reads, other.reads) <= 20 + 3
-    print(f"{seconds:.4f} s")
+    print(f"{time.perf_counter() - began:.4f} s")
+    assert (found.step, found.phase, found.values) == (planted, "loss", (0.25, 0.5))
     assert phalanx.diff(tmp_path / "a.jsonl", tmp_path / "b.jsonl").step == planted
 
 
 @pytest.mark.parametrize("planted", range(9))
-def test_halving_is_exact(tmp_path, planted):
+def test_the_step_is_exact(tmp_path, planted):
     """Wherever chains part, the step is the right one."""
     synthetic(tmp_path / "a.jsonl", 8)
     synthetic(tmp_path / "b.jsonl", 8, planted)

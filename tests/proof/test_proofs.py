@@ -89,7 +89,7 @@ def test_what_cannot_be_checked(tmp_path):
     finally:
         torch.set_float32_matmul_precision("highest")
     assert (found.status, found.steps) == (2, 0)
-    assert "matmul_precision is 'medium', and was 'highest' in the run" in found.text
+    assert "matmul_precision is 'medium', was 'highest' in the run" in found.text
     (folder / CHAIN).unlink()
     with pytest.raises(phalanx.UsageError, match="no chain"):
         phalanx.verify(job, folder)

@@ -24,6 +24,7 @@ from phalanx.errors import SnapshotError
 CHAIN, RECORDS = "chain.jsonl", ".records.jsonl"
 FORMAT = 1
 BEGINNING = "0" * 64
+LINK = slice(10, 74)  # where a line has its link
 BROUGHT = "brought:"  # begins the hash of a batch that the caller brought
 MOST_HEADER, MOST_STEPS, MOST_WIDTH = 4096, 1 << 60, 1 << 26
 LINE, REPLICA = 320, 54  # bytes that a line takes at most, and each replica's loss and weight in it
@@ -31,9 +32,10 @@ MOST_RECORDS = 1 << 30
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)  # what odd JSON raises
 
 
-def link_after(previous: str, body: str) -> str:
-    """SHA-256, in hexadecimal, over the link before and the JSON text of what a step did."""
-    return hashlib.sha256(bytes.fromhex(previous) + body.encode()).hexdigest()
+def line_after(previous: str, body: str, width: int) -> str:
+    """A step's line: its link, which is the SHA-256 over the link before and ``body``, and ``body``, what it did."""
+    link = hashlib.sha256(bytes.fromhex(previous) + body.encode()).hexdigest()
+    return f'{{"link": "{link}", {body[1:]}'.ljust(width - 1) + "\n"
 
 
 def body_of(fields: dict[str, Any]) -> str:
@@ -91,9 +93,8 @@ class ChainFile:
 
     def add(self, fields: dict[str, Any]) -> str:
         """Add the link of a step; returns it. A disk that is full stops nothing but the file, and is told of once."""
-        body = body_of(fields)
-        self.root = link_after(self.root, body)
-        line = f'{{"link": "{self.root}", {body[1:]}'.ljust(self._width - 1) + "\n"
+        line = line_after(self.root, body_of(fields), self._width)
+        self.root = line[LINK]
         if not self._broken and self._held.mine:
             try:
                 if len(line) != self._width:
@@ -122,11 +123,9 @@ class ChainFile:
 
     def _goes_on(self, steps: int) -> bool:
         """Whether the file has the links of so many steps; then those behind them are cut off."""
-        if not steps:
-            return False
         try:
             with Links(self._target) as links:
-                if not links.first <= steps <= len(links) or (links.first == steps):
+                if not links.first < steps <= len(links):
                     return False
                 self.root = links[steps - 1]["link"]
                 if links.width < self._width:
@@ -169,8 +168,6 @@ class Links:
         The step of the first link: not 0 where earlier ones were lost.
     width : int
         Bytes of a line.
-    reads : int
-        How many links were read.
 
     Raises
     ------
@@ -180,7 +177,6 @@ class Links:
 
     def __init__(self, path: pathlib.Path) -> None:
         self.path = path
-        self.reads = 0
         try:
             self._descriptor = os.open(path, os.O_RDONLY | files.NOFOLLOW | files.NONBLOCK)
         except OSError as error:
@@ -206,29 +202,51 @@ class Links:
         self.close()
 
     def __len__(self) -> int:
-        """After how many steps the last link was made."""
-        return self.first + self._count
+        """After how many steps the last link was made; 0 where there is none."""
+        return self.first + self._count if self._count else 0
 
     def __getitem__(self, step: int) -> dict[str, Any]:
-        """What the link of a step says."""
+        """What the line of a step says; its link is checked, which is that of the link before and of all it says."""
+        return self.told(step, whole=True)
+
+    def told(self, step: int, *, whole: bool = False) -> dict[str, Any]:
+        """What the line of a step says, be it ``whole`` or not."""
         try:
-            found = json.loads(self.line(step))
+            line = self.line(step)
+            found = json.loads(line)
             if found["step"] != step or len(bytes.fromhex(found["link"])) != hashlib.sha256().digest_size:
                 raise ValueError("it is another step's")
+            body = "{" + line[LINK.stop + 3 :].rstrip()
+            if whole and line_after(self.before(step), body, self.width) != line:
+                raise ValueError("its link is not that of what it says and of the link before")
             float(found.get("loss", 0))
-            if not all(isinstance(found.get(name, []), list) for name in ("losses", "weights")):
-                raise ValueError("losses and weights are no lists")
+            lists = [found.get("losses", []), found.get("weights", []), *found.get("phases", {}).values()]
+            if not all(isinstance(one, list) for one in lists):
+                raise ValueError("losses, weights or phases are no lists")
         except MALFORMED as error:
             raise SnapshotError(f"{self.path} is damaged at step {step}: {error}") from error
         return found
 
+    def check(self, begin: int) -> None:
+        """Raise if a line from that of ``begin`` on is not whole."""
+        for step in range(max(begin, self.first), len(self)):
+            self.told(step, whole=True)
+
     def brought(self, step: int) -> bool:
         """Whether the caller brought the batch of a step."""
-        return str(self[step].get("samples")).startswith(BROUGHT)
+        return str(self.told(step).get("samples")).startswith(BROUGHT)
+
+    def losses(self, step: int) -> list[Any]:
+        """The loss of each update of a step: of each of its phases, if it has some."""
+        told = self.told(step)
+        return [loss for phase in told.get("phases", {"": [told.get("loss")]}).values() for loss in phase[:1]]
+
+    def before(self, step: int) -> str:
+        """The link before that of a step."""
+        return self.told(step - 1)["link"] if step > self.first else BEGINNING
 
     def line(self, step: int) -> str:
         """The line of a step as it is in the file."""
-        self.reads += 1
         return os.pread(self._descriptor, self.width, self.offset(step)).decode(errors="replace")
 
     def offset(self, step: int) -> int:

@@ -17,7 +17,7 @@ from phalanx.definition import checks
 from phalanx.definition.fields import Definition
 from phalanx.definition.fingerprint import compare, fingerprint
 from phalanx.errors import SnapshotError, UsageError
-from phalanx.frameworks.registry import recorded_environment
+from phalanx.frameworks.registry import changed_environment
 from phalanx.frameworks.states import tensor_of
 from phalanx.seams import Framework, RunState
 from phalanx.seams.events import Evaluated
@@ -125,10 +125,7 @@ class ResumeState:
                 f"run_dir is {str(run_dir)!r}, which has a run of {earlier.step} steps, and the recipe has "
                 f"{steps}; raise steps or epochs, or choose another directory"
             )
-        now = recorded_environment()
-        differing = [name for name in {**now, **earlier.environment} if now.get(name) != earlier.environment.get(name)]
-        if differing:
-            changes = "; ".join(f"{name} is {now.get(name)}, was {earlier.environment.get(name)}" for name in differing)
+        if changes := "; ".join(changed_environment(earlier.environment)):
             checks.warn(f"bits may differ from an uninterrupted run's, as the numbers' environment does: {changes}")
         return earlier
 

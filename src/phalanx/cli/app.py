@@ -133,14 +133,14 @@ def demo(
     """Train on real data and draw a picture; fashion-mnist with one worker or device, and then with all."""
     from phalanx.cli.demos import CHAPTER
     from phalanx.cli.demos import demo as chosen
-    from phalanx.proof.check import listed
+    from phalanx.proof.check import device_names
 
     check_picture(plot)
     shown = chosen(name, framework, data, digits_instead=digits)
     if not json_:
         typer.echo(f"phalanx: {shown.title}")
     if name == CHAPTER:
-        named = [] if devices == "auto" else listed(devices.split(","), shown.recipe.replicas)
+        named = [] if devices == "auto" else device_names(devices.split(","), shown.recipe.replicas)
         alone = _trained(shown.recipe, shown.evaluation, "1", quiet=quiet, devices=named[:1] or "auto")
         count = "1" if named else (str(min(usable_cores(), 8)) if workers == "auto" else workers)
         result = _trained(shown.recipe, shown.evaluation, count, quiet=quiet, devices=named or "auto")

@@ -88,9 +88,10 @@ def tune(recipe: Recipe, seconds: float, plot: str, *, json_: bool) -> None:
 
 def devices(*, json_: bool) -> None:
     """Print which devices there are, and what is missing for the others."""
-    rows = checked.usable()
+    rows = checked.all_devices()
     if json_:
-        typer.echo(json.dumps([dataclasses.asdict(row) for row in rows]))
+        names = ("framework", "device", "what", "missing")
+        typer.echo(json.dumps([dict(zip(names, row, strict=True)) for row in rows]))
         return
-    for row in rows:
-        typer.echo(f"{row.framework:9} {row.device:8} {row.what or f'not here: {row.missing}'}")
+    for framework, device, what, missing in rows:
+        typer.echo(f"{framework:9} {device:8} {what or f'not here: {missing}'}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -116,6 +116,13 @@ def numeric_environment(framework: str) -> dict[str, Any]:
 
         found["jax"] = environment.settings()
     return found
+
+
+def changed_environment(recorded: Mapping[str, Any]) -> list[str]:
+    """What decides bits and is not as it was when an environment was recorded, in words."""
+    now = recorded_environment()
+    names = [name for name in {**now, **recorded} if now.get(name) != recorded.get(name)]
+    return [f"{name} is {now.get(name)}, was {recorded.get(name)}" for name in names]
 
 
 def recorded_environment() -> dict[str, Any]:

@@ -5,24 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 import pathlib
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 from phalanx.checkpoint.chain import CHAIN, Links
+from phalanx.checkpoint.files import read
 from phalanx.checkpoint.resume import read_any
 from phalanx.definition.data import Columns
 from phalanx.definition.fields import Definition
-from phalanx.definition.fingerprint import compare, fingerprint, hashed
+from phalanx.definition.fingerprint import hashed
 from phalanx.errors import UsageError
-from phalanx.frameworks.registry import recorded_environment
-from phalanx.proof.instant import Instant
+from phalanx.frameworks.registry import changed_environment
+from phalanx.proof.compare.fields import another
+from phalanx.proof.instant import Instant, shown
 from phalanx.proof.verify import DIFFERENT, SAME, UNKNOWN, Verified
 
 FORMAT = 1
 SEAL = "seal"
 MOST_BYTES = 1 << 28
-SLICE = 4096  # samples that are hashed between two looks at the bar
 
 
 def certify(recipe: Definition, run_dir: pathlib.Path, *, progress: bool | str = "auto") -> dict[str, Any]:
@@ -41,9 +41,8 @@ def certify(recipe: Definition, run_dir: pathlib.Path, *, progress: bool | str =
             f"the newest snapshot in {str(run_dir)!r} is of step 0, so that there is nothing to certify; wait for a "
             "later one, or end the run"
         )
-    differs = compare(recipe, fingerprint(recipe), newest.recipe).differs
-    if differs:
-        raise UsageError(f"the run in {str(run_dir)!r} had another recipe: {differs[0]}; give that one")
+    if differs := another(recipe, newest.recipe):
+        raise UsageError(f"the run in {str(run_dir)!r} had another recipe: {differs}; give that one")
     if not (run_dir / CHAIN).exists():
         raise UsageError(f"{str(run_dir)!r} has no chain; give the directory of a run")
     with Links(run_dir / CHAIN) as links:
@@ -87,10 +86,7 @@ def _hashes(recipe: Definition, progress: bool | str) -> Iterator[bytes]:
     """A hash of each sample; one that is drawn at random as it is in the first epoch."""
     source = recipe.source
     assert source is not None, "who asks has looked"
-    shown = progress is True or (progress == "auto" and sys.stderr.isatty())
-    from tqdm import tqdm
-
-    for index in tqdm(range(len(source)), desc="phalanx: data", unit="sample", disable=not shown, leave=False):
+    for index in shown(range(len(source)), "phalanx: data", unit="sample", progress=progress):
         if isinstance(source, Columns):
             yield hashed([array[index] for array in source.arrays])
         else:
@@ -107,25 +103,17 @@ def check_certificate(path: pathlib.Path, recipe: Definition, *, progress: bool 
         It is no certificate.
     """
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise ValueError("it is too long")
-        told = json.loads(path.read_bytes())
+        told = json.loads(read(path.resolve(), MOST_BYTES))
         if told["certificate"] != FORMAT or set(told) < {"recipe", "data", "environment", "chain", "digest", SEAL}:
             raise ValueError("it lacks fields")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{str(path)!r} is no certificate: {error}; give one that phalanx certify wrote") from error
     if sealed(told) != told[SEAL]:
         return Verified(DIFFERENT, 0, "the certificate was changed: its seal is not that of what it says")
-    differs = compare(recipe, fingerprint(recipe), told["recipe"]).differs
-    if differs:
-        return Verified(DIFFERENT, 0, f"the recipe differs: {'; '.join(differs)}")
+    if differs := another(recipe, told["recipe"]):
+        return Verified(DIFFERENT, 0, f"the recipe differs: {differs}")
     if data_root(recipe, progress=progress) != told["data"]:
         return Verified(DIFFERENT, 0, "the data differs: its Merkle root is another")
-    now = recorded_environment()
-    for name in {**now, **told["environment"]}:
-        if now.get(name) != told["environment"].get(name):
-            text = (
-                f"recipe and data are the same, but {name} is {now.get(name)} here, and {told['environment'].get(name)}"
-            )
-            return Verified(UNKNOWN, 0, f"{text} there, so the bits may differ")
+    if changes := changed_environment(told["environment"]):
+        return Verified(UNKNOWN, 0, f"recipe and data are the same, but {changes[0]}, so the bits may differ")
     return Verified(SAME, int(told["steps"]), "the same: recipe, data and environment are those of the certificate")

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from phalanx.errors import PhalanxError, UsageError
-from phalanx.frameworks import devices as known
 from phalanx.frameworks import registry
+from phalanx.frameworks.devices import all_devices as all_devices
+from phalanx.frameworks.devices import device_facts, device_names
 from phalanx.recipe import Recipe
 
 SAME, DIFFERENT, UNKNOWN = 0, 1, 2  # exit statuses
@@ -46,26 +47,6 @@ class Row:
     compared: bool = True
 
 
-@dataclass(frozen=True)
-class Usable:
-    """A device, or a kind that there is none of.
-
-    Attributes
-    ----------
-    framework, device : str
-        Whose name for it that is.
-    what : str
-        What it is; empty where it cannot be used.
-    missing : str
-        What is missing, and how to install it; empty where it can be used.
-    """
-
-    framework: str
-    device: str
-    what: str
-    missing: str
-
-
 def check(recipe: Recipe, devices: Sequence[str], steps: int) -> Iterator[Row]:
     """Train so many steps on one device twice, on two and on all; each row as soon as it is there.
 
@@ -87,7 +68,7 @@ def check(recipe: Recipe, devices: Sequence[str], steps: int) -> Iterator[Row]:
     if recipe.data is None:
         raise UsageError("the recipe has data=None, so there is nothing to train on; check one that has data")
     short = dataclasses.replace(recipe, steps=steps, epochs=None)
-    named = listed(devices, recipe.replicas)
+    named = device_names(devices, recipe.replicas)
     counts = sorted({1, min(2, len(named)), len(named)})
     one = _row(short, "1 device", named[:1])
     yield one
@@ -101,16 +82,6 @@ def check(recipe: Recipe, devices: Sequence[str], steps: int) -> Iterator[Row]:
         yield _row(alone, "1 device, replicas=1: another answer", named[:1], compared=False)
 
 
-def listed(devices: Sequence[str], replicas: int) -> list[str]:
-    """These devices one by one: a kind alone is all that are visible, at most R."""
-    return known.device_names(devices, replicas)
-
-
-def usable() -> list[Usable]:
-    """What every framework can use here, and what is missing for the rest."""
-    return [Usable(*row) for row in known.all_devices()]
-
-
 def verdict(rows: Sequence[Row]) -> int:
     """Whether all runs of the recipe ended in the same digest: ``SAME``, ``DIFFERENT`` or ``UNKNOWN``."""
     digests = {row.digest for row in rows if row.compared}
@@ -121,10 +92,10 @@ def verdict(rows: Sequence[Row]) -> int:
 
 def circumstances(devices: Sequence[str], replicas: int) -> dict[str, str]:
     """What the bits may depend on besides the recipe, and how fast two devices exchange memory."""
-    named = listed(devices, replicas)
+    named = device_names(devices, replicas)
     facts = {"machine": f"{platform.system()} {platform.machine()}", "python": platform.python_version()}
     facts |= {name: str(value) for name, value in registry.recorded_environment().items()}
-    facts |= known.device_facts(named)
+    facts |= device_facts(named)
     return facts
 
 

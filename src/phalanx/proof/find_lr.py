@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -77,11 +78,13 @@ def find_lr(recipe: Recipe, lowest: float = 1e-7, highest: float = 1.0, steps: i
             f"lowest is {lowest}, highest is {highest}, steps is {steps}; find_lr needs 0 < lowest < highest, at least "
             f"{2 * FIRST} steps, and a recipe with data"
         )
+    from phalanx.frameworks.torch.epochs import exponential
+
     growth = (highest / lowest) ** (1 / (steps - 1))
     changes: dict[str, Any] = {
         "steps": steps,
         "epochs": None,
-        "scheduler": growing(lowest, growth),
+        "scheduler": functools.partial(exponential, lowest=lowest, growth=growth),
         "on_nonfinite": "stop",
     }
     made = dataclasses.replace(recipe, **changes, schedule_every=None, schedule_on=None)
@@ -101,17 +104,6 @@ def find_lr(recipe: Recipe, lowest: float = 1e-7, highest: float = 1.0, steps: i
         except NonFiniteError:  # it diverged in one step
             pass
     return Rates(lrs, losses, _steepest(lrs, losses))
-
-
-def growing(lowest: float, growth: float) -> Callable[[Any], Any]:
-    """A scheduler whose rate is ``lowest`` in the first step, and ``growth`` times higher in each that follows."""
-
-    def make(optimizer: Any) -> Any:
-        from phalanx.frameworks.torch.epochs import exponential
-
-        return exponential(optimizer, lowest, growth)
-
-    return make
 
 
 def _steepest(lrs: Sequence[float], losses: Sequence[float]) -> float:

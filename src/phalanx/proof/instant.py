@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from phalanx.checkpoint.chained import brought_as
+from phalanx.checkpoint.chained import brought_as, leaves_of
 from phalanx.checkpoint.directory import SNAPSHOTS, snapshot_folders
 from phalanx.checkpoint.export import found
 from phalanx.checkpoint.resume import losses_in
@@ -203,6 +203,15 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         """The state now; it stays as it is while steps are done."""
         return self._engine.capture()
 
+    @property
+    def leaves(self) -> dict[str, str]:
+        """A hash of each tensor of the state now."""
+        captured = self.capture()
+        try:
+            return leaves_of(captured)
+        finally:
+            captured.release()
+
     def put(self, state: Captured, update: int) -> None:
         """Take back a state that was captured before ``update``; only where steps are computed in this process."""
         with self._framework.environment:
@@ -233,39 +242,13 @@ def of_updates(result: Any, definition: Definition) -> list[float]:
     return [next(history[definition.rounds.at(update).name]) for update in updates]
 
 
-def shown(steps: range, what: str, *, progress: bool | str = "auto") -> Iterable[int]:
-    """Steps that are computed again, with a bar where that takes a while; "auto": if stderr is a terminal."""
+def shown(numbers: range, what: str, *, unit: str = "step", progress: bool | str = "auto") -> Iterable[int]:
+    """Steps, or what else is done again, with a bar where that takes a while; "auto": if stderr is a terminal."""
     from tqdm import tqdm
 
     wanted = progress is True or (progress == "auto" and sys.stderr.isatty())
     delay = 0.0 if progress is True else DELAY_SECONDS
-    return tqdm(steps, desc=what, unit="step", disable=not wanted, delay=delay, leave=False)
-
-
-def at(
-    definition: Definition,
-    folder: pathlib.Path | None,
-    step: int,
-    *,
-    devices: Sequence[str] = (),
-    batch: Any = None,
-    phase: str | None = None,
-    progress: bool | str = "auto",
-) -> Instant:
-    """The state before ``step``, or a phase of it, from the nearest earlier snapshot in ``folder``, or the beginning.
-
-    ``batch``: that the caller brought for it; then there has to be a snapshot of that very step.
-    """
-    begin = nearest(folder, step)
-    if batch is not None and (begin.step if begin else 0) != step:
-        raise SnapshotError(f"there is no snapshot of step {step}, and batches of the steps before it are gone")
-    instant = Instant(definition, begin, devices=devices, batch=batch)
-    try:
-        instant.go_to(step, phase, progress=progress)
-    except BaseException:
-        instant.__exit__()
-        raise
-    return instant
+    return tqdm(numbers, desc=what, unit=unit, disable=not wanted, delay=delay, leave=False)
 
 
 def nearest(folder: pathlib.Path | None, step: int) -> Snapshot | None:

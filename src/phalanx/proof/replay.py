@@ -22,11 +22,11 @@ from phalanx.checkpoint.tensors import read_tree
 from phalanx.definition import checks
 from phalanx.definition.data import map_tree
 from phalanx.definition.fields import Definition
-from phalanx.errors import PhalanxError, RunError, UsageError
+from phalanx.errors import PhalanxError, RunError, SnapshotError, UsageError
 from phalanx.frameworks.registry import as_factory
 from phalanx.proof.compare.fields import another
 from phalanx.proof.compare.sides import side
-from phalanx.proof.instant import Instant, at, of_updates
+from phalanx.proof.instant import Instant, nearest, of_updates
 from phalanx.seams import Watch
 
 MOST_LOG = 1 << 32
@@ -106,6 +106,8 @@ def replay(
     ------
     UsageError
         There is no such step, replica or phase, or the recipe has no data.
+    SnapshotError
+        The batch of the step was brought, and there is no snapshot of that step.
     WorkerError
         User code raised, as it did in the run; ``__cause__`` is its own exception.
     bdb.BdbQuit
@@ -129,7 +131,11 @@ def replay(
     if recipe.data is not None:
         checks.integer("step", step, least=0, most=None if recipe.total is None else max(0, recipe.total - 1))
     checks.integer("replica", replica, least=0, most=recipe.replicas - 1)
-    with at(recipe, folder, step, devices=devices, batch=batch, phase=phase, progress=progress) as instant:
+    begin = nearest(folder, step)
+    if batch is not None and (begin.step if begin else 0) != step:
+        raise SnapshotError(f"there is no snapshot of step {step}, and batches of the steps before it are gone")
+    with Instant(recipe, begin, devices=devices, batch=batch) as instant:
+        instant.go_to(step, phase, progress=progress)
         return replayed(instant, replica, debug=debug)
 
 

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from phalanx.checkpoint.chained import leaves_of
 from phalanx.definition.data import Columns
 from phalanx.definition.fields import Definition
 from phalanx.definition.fingerprint import hashed
@@ -111,7 +110,7 @@ def stable(recipe: Recipe, file: str | None = None, steps: int = 5) -> Iterator[
 def traced(recipe: Definition, *, operations: bool = True) -> list[Seen]:
     """Everything that the first step computes, in order, as hashes."""
     with Instant(recipe) as instant:
-        seen = [Seen("model", name, leaf) for name, leaf in _state(instant).items()]
+        seen = [Seen("model", name, leaf) for name, leaf in instant.leaves.items()]
         for replica, share in enumerate(instant.shares()):
             if not len(share.samples):
                 continue
@@ -120,7 +119,7 @@ def traced(recipe: Definition, *, operations: bool = True) -> list[Seen]:
                 content = _hash({**told.given, **told.values})
                 seen.append(Seen(told.phase, f"{told.name or told.phase} of replica {replica}", content, told.line))
         instant.advance()
-        return seen + [Seen("update", name, leaf) for name, leaf in _state(instant).items()]
+        return seen + [Seen("update", name, leaf) for name, leaf in instant.leaves.items()]
 
 
 def outside(recipe: Definition) -> list[str]:
@@ -136,12 +135,12 @@ def outside(recipe: Definition) -> list[str]:
 def _left_alone(recipe: Definition) -> Finding:
     """Whether a replica leaves weights and buffers as they were before it: others start from the same."""
     with Instant(recipe) as instant:
-        before = _state(instant)
+        before = instant.leaves
         shares = instant.shares() if recipe.replicas > 1 else []  # a lone one may write
         for replica, share in enumerate(shares):
             if len(share.samples):
                 instant.replica(replica)
-                written = [name for name, leaf in _state(instant).items() if leaf != before.get(name)]
+                written = [name for name, leaf in instant.leaves.items() if leaf != before.get(name)]
                 if written:
                     why = (
                         f"replica {replica} wrote {', '.join(written)} in forward, loss or a hook, maybe through .data"
@@ -154,14 +153,6 @@ def verdict(findings: Sequence[Finding]) -> int:
     """The exit status; what merely may depend on more than the recipe does not count."""
     compared = [finding.same for finding in findings if not finding.what.startswith(("state outside", "operations"))]
     return DIFFERENT if False in compared else UNKNOWN if None in compared else SAME
-
-
-def _state(instant: Instant) -> dict[str, str]:
-    captured = instant.capture()
-    try:
-        return leaves_of(captured)
-    finally:
-        captured.release()
 
 
 def _read(recipe: Definition, samples: Any) -> list[Seen]:

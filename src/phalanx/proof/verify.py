@@ -9,18 +9,20 @@ import pathlib
 import sys
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from phalanx.checkpoint.chain import BEGINNING, body_of, link_after
-from phalanx.checkpoint.chained import fields_of, leaves_of
+from phalanx.checkpoint.chain import body_of, line_after
+from phalanx.checkpoint.chained import fields_of
+from phalanx.checkpoint.resume import losses_in
+from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.definition import checks
 from phalanx.definition.fields import Definition
-from phalanx.definition.fingerprint import compare, fingerprint
 from phalanx.errors import SnapshotError, UsageError
-from phalanx.frameworks.registry import recorded_environment
+from phalanx.frameworks.registry import changed_environment
 from phalanx.plan.keys import splitmix64
+from phalanx.proof.compare.fields import another
 from phalanx.proof.compare.links import parted
 from phalanx.proof.compare.sides import Side, side
 from phalanx.proof.instant import Instant, nearest, snapshot_at, steps_in
@@ -95,7 +97,7 @@ def verify(
             return Verified(UNKNOWN, 0, reason)
         stretches = _stretches(with_chain, path, steps, sample)
         found = _verified(recipe, with_chain, stretches, workers, progress)
-        damaged = _damaged(path, stretches) if found.status == SAME else ""
+        damaged = _damaged(recipe, with_chain, stretches) if found.status == SAME else ""
         return Verified(UNKNOWN, found.steps, f"{found.text}, but {damaged}") if damaged else found
     finally:
         with_chain.close()
@@ -113,29 +115,38 @@ def _cut(run: Side, *, whole: bool) -> str:
     return "" if count > run.links.first else f"it cannot be told: {run.links.path} has no steps yet"
 
 
-def _damaged(path: pathlib.Path, stretches: Sequence[tuple[int, int]]) -> str:
+def _damaged(recipe: Definition, run: Side, stretches: Sequence[tuple[int, int]]) -> str:
     """Which snapshot of these steps cannot be used, if one cannot; one that went away meanwhile is none."""
-    for step in steps_in(path):
+    for step in steps_in(run.folder):
         if any(first <= step <= end for first, end in stretches):
             try:
-                snapshot_at(path, step)
+                known = itertools.chain(*(range(first, min(step, end)) for first, end in stretches))
+                _check_losses(recipe, run, snapshot_at(run.folder, step), known)
             except SnapshotError as error:
-                if step in steps_in(path):
+                if step in steps_in(run.folder):
                     return f"{error}; remove that folder, which a run that goes on does not use either"
     return ""
 
 
+def _check_losses(recipe: Definition, run: Side, saved: Snapshot, steps: Iterable[int]) -> None:
+    """Raise if a snapshot has another loss of one of these steps than the chain."""
+    assert run.links is not None, "who asks has looked"
+    rounds = recipe.rounds
+    history = losses_in(saved, rounds.updates(saved.step))
+    for step in steps:
+        mine = history[rounds.updates(step) : rounds.updates(step + 1)]
+        if list(map(str, mine)) != list(map(str, run.links.losses(step))):
+            raise SnapshotError(f"the snapshot of step {saved.step} has another loss of step {step} than the chain")
+
+
 def _unlike(recipe: Definition, run: Side) -> str:
     """Why bits may differ here, whatever the run did."""
-    theirs, now = run.run.get("environment") or {}, recorded_environment()
-    for name in {**now, **theirs}:
-        if now.get(name) != theirs.get(name):
-            return f"it cannot be checked here: {name} is {now.get(name)}, and was {theirs.get(name)} in the run"
-    try:
-        differs = compare(recipe, fingerprint(recipe), run.run["recipe"]).differs
-    except (KeyError, ValueError, TypeError):
+    if changes := changed_environment(run.run.get("environment") or {}):
+        return f"it cannot be checked here: {changes[0]} in the run"
+    if not run.run.get("recipe"):
         return "it cannot be checked: the run does not say which recipe it had"
-    return f"it cannot be checked: the recipe is another: {differs[0]}" if differs else ""
+    differs = another(recipe, run.run["recipe"])
+    return f"it cannot be checked: the recipe is another: {differs}" if differs else ""
 
 
 def _stretches(
@@ -253,15 +264,13 @@ def _step_of(instant: Instant, run: Side, ahead: int) -> str:
     """Do a step, maybe up to ``ahead`` of them; how its link differs from that of the run, in words."""
     links, step = run.links, instant.step
     assert links is not None, "who asks has looked"
-    told = links[step]
-    report = instant.advance(ahead)
-    fields = fields_of(report, instant.definition, instant.brought)
-    previous = links[step - 1]["link"] if step > links.first else BEGINNING
-    found = parted(step, json.loads(body_of(fields)), told)
-    if found is None and link_after(previous, body_of(fields)) == told["link"]:
+    body = body_of(fields_of(instant.advance(ahead), instant.definition, instant.brought))
+    told = links.told(step)
+    if line_after(links.before(step), body, links.width) == links.line(step):
         return ""
+    found = parted(step, json.loads(body), told)
     if found is None:
-        return f"step {step}: the link is not what its own numbers and the link before make: the file was changed"
+        return f"step {step}: the line is not the one that computing it again makes: the file was changed"
     whose = "" if found.replica is None else f" of replica {found.replica}"
     return (
         f"step {step} differs: {found.phase}{whose}: {found.field} is {found.values[0]} computed again, and "
@@ -274,12 +283,7 @@ def _state_of(instant: Instant, run: Side) -> str:
     known = run.states.get(instant.step)
     if known is None:
         return ""
-    captured = instant.capture()
-    try:
-        mine = leaves_of(captured)
-    finally:
-        captured.release()
-    differing = [name for name, value in mine.items() if known.get(name, value) != value]
+    differing = [name for name, value in instant.leaves.items() if known.get(name, value) != value]
     if not differing:
         return ""
     return f"the state after {instant.step} steps differs in {len(differing)} tensors, the first is {differing[0]}"

@@ -50,7 +50,7 @@ def shared(definition: Definition) -> tuple[dict[str, str], dict[str, str]]:
     should: dict[str, str] = {}
     for name, graph in _graphs(definition, look).items():
         for path, told in graph.named(SHARED).items():  # the nearest to the root first, each without what it holds
-            must[placed(name, path)] = " ".join([told[0], *told[2:]])
+            must[placed(name, path)] = " ".join([told[0], *told[2:3]])
         must[f"{name} as a whole"] = graph.hash(SHARED)
         should |= {placed(name, path): told for path, told in graph.ambient().items()}
     return must | {f"version of {name}": version for name, version in look.packages.versions().items()}, should

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.definition.fields import Definition
+from phalanx.definition.fingerprint.arrays import other_row
 
 VALUES = ("replicas", "batch_size", "lr", "max_norm", "shuffle", "drop_last", "seed", "precision", "threads",
           "on_nonfinite")  # fmt: skip
@@ -96,15 +97,19 @@ def _told(name: str, one: Mapping[str, list[str]], other: Mapping[str, list[str]
     paths = [path for path in {**one, **other} if _own(one.get(path)) != _own(other.get(path))]
     nearest = [path for path in paths if not any(_is_below(path, above) for above in paths)]
     if not nearest:
-        paths = [path for path in one if one[path] != other.get(path)]
+        paths = [path for path in one if one[path][:3] != other.get(path, [])[:3]]
         nearest = [path for path in paths if not any(_is_below(deeper, path) for deeper in paths)]
-    told = [between(placed(name, path), _shown(one, path), _shown(other, path)) for path in nearest or [""]]
+    told = [
+        between(placed(name, path), _shown(one, path), _shown(other, path))
+        + other_row(one.get(path, []), other.get(path, []))
+        for path in nearest or [""]
+    ]
     return told[:MOST] + [f"{name} differs in {len(told) - MOST} more places"] * (len(told) > MOST)
 
 
 def _own(told: list[str] | None) -> list[str] | None:
     """What is noted of a part without what it holds."""
-    return None if told is None else [told[0], *told[2:]]
+    return None if told is None else [told[0], *told[2:3]]
 
 
 def between(where: str, one: Any, other: Any) -> str:

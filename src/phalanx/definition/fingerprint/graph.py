@@ -53,6 +53,8 @@ class Part:
         What it is called in messages; "" is ``text``.
     code : tuple of str or None
         Of a function: hashes of its syntax tree (of the code object where there is none), and of its code object.
+    rows : str
+        What tells the rows of an array apart; no part of what it is.
     unordered : bool
         What it holds comes in any order.
     unseen : str
@@ -63,6 +65,7 @@ class Part:
     edges: list[Edge] = field(default_factory=list[Edge])
     shown: str = ""
     code: tuple[str, str] | None = None
+    rows: str = ""
     unordered: bool = False
     unseen: str = ""
 
@@ -131,7 +134,7 @@ class Graph:
     def named(self, mode: int) -> dict[str, list[str]]:
         """The parts nearest to the root by their paths: the name of each, and its hashes with what it holds and alone.
 
-        One that holds nothing has no hashes; its name says all.
+        One that holds nothing has no hashes; its name says all. An array's rows are told last.
         """
         kinds, _ = self._kinds(mode)
         parts: dict[str, list[str]] = {}
@@ -141,7 +144,7 @@ class Graph:
             if not edge.soft and not (edge.ambient and mode == SHARED):
                 part = self._parts[number]
                 whole = kinds[number] if number else self.hash(mode)  # in a circle, kinds do for a name
-                hashes = [whole, self._own(number, mode)]
+                hashes = [whole, self._own(number, mode), *filter(None, [part.rows])]
                 parts[path] = [part.shown or part.text, *(hashes if part.edges or part.code or part.shown else ())]
         return parts
 

@@ -78,7 +78,8 @@ class Look:
         if isinstance(value, CONTAINERS):
             return self._container(value, kind)
         if hasattr(kind, "__array_interface__"):  # pictures
-            return _hashed(f"a {kind.__qualname__}", *self._contents.array(np.asarray(value)))
+            head, *rest = self._contents.array(np.asarray(value))
+            return _hashed(f"a {kind.__qualname__} {head}", *rest)
         wrapped = getattr(value, "__wrapped__", None) if callable(value) else None
         if wrapped is not None and self.packages.has(kind.__module__):  # a function that was compiled or cached
             attributes = {name: item for name, item in sorted(held_by(value).items()) if not name.startswith("_")}
@@ -185,9 +186,9 @@ def _holding(value: Any, **parts: Any) -> Part:
     return Part(type(value).__qualname__, [Edge(name, part) for name, part in parts.items() if part is not None])
 
 
-def _hashed(*texts: str) -> Part:
+def _hashed(shown: str, content: str, rows: str = "") -> Part:
     """What is shown, and a hash that is not."""
-    return Part(" ".join(texts), shown=" ".join(texts[:-1]))
+    return Part(f"{shown} {content}", shown=shown, rows=rows)
 
 
 def _described(value: Any) -> Part:

@@ -198,8 +198,8 @@ def _ends(one: Side, other: Side, fields: dict[str, str], same: int) -> Differen
     UsageError
         What they have is not of the same steps.
     """
+    common = max(same, in_common(one.links, other.links))
     counts = [max([len(side.links or ()), *side.states]) for side in (one, other)]
-    common = max([same] + ([in_common(one.links, other.links)] if one.links and other.links else []))
     states = set(one.states) & set(other.states)
     if common < min(counts) or not (common or states):
         raise UsageError(
@@ -279,7 +279,7 @@ def _measured(one: Side, other: Side, state: int, leaf: str) -> Unequal:
 
 def _losses(one: Side, other: Side) -> tuple[list[float], list[float]]:
     return tuple(  # type: ignore[return-value]
-        [float(side.links[step].get("loss", "nan")) for step in range(side.links.first, len(side.links))]
+        [float(side.links.told(step).get("loss", "nan")) for step in range(side.links.first, len(side.links))]
         if side.links is not None and len(side.links) <= 100_000
         else []
         for side in (one, other)

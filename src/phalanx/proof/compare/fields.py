@@ -17,7 +17,7 @@ def different_fields(one: Side, other: Side) -> dict[str, str]:
     mine, theirs = (side.run.get("recipe") or {} for side in (one, other))
     try:
         _compare_recipes(mine, theirs, found)
-    except (KeyError, TypeError, AttributeError):  # one of them is none
+    except (KeyError, ValueError, TypeError, AttributeError):  # one of them is none
         found.clear()
     left, right = (side.run.get("environment") or {} for side in (one, other))
     for name in {**left, **right} if left and right else ():
@@ -29,10 +29,9 @@ def different_fields(one: Side, other: Side) -> dict[str, str]:
 def another(recipe: Definition, recorded: Any) -> str:
     """How a recipe differs from the one that a run has recorded, in words; empty if it does not, or nobody knows."""
     try:
-        differs = compare(recipe, fingerprint(recipe), recorded).differs if recorded else []
+        return next(iter(compare(recipe, fingerprint(recipe), recorded).differs), "") if recorded else ""
     except (KeyError, ValueError, TypeError):
-        return ""
-    return differs[0] if differs else ""
+        return "what is told of it cannot be read"
 
 
 def _compare_recipes(mine: dict[str, Any], theirs: dict[str, Any], found: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""The first link in which two chains differ, and what of the step it says; found by halving, not by reading all."""
+"""The first line in which two chains differ, and what of the step it says."""
 
 from __future__ import annotations
 
@@ -37,44 +37,43 @@ class Parting(NamedTuple):
 
 
 def parting(one: Links, other: Links) -> Parting | None:
-    """The first step whose links differ; None if all do agree that both have.
+    """The first step of which the two say something else; None if there is none that both have.
 
-    Where both were written by the same writer, at most ``log2(steps)`` links of each are read: a link stands for all
-    before it. A chain of a hand-written loop may say less; then links are compared field by field, one after the other.
+    All lines that both have are read. A chain of a hand-written loop may say less: what both say is compared then.
 
     Raises
     ------
     SnapshotError
-        A link that is needed is damaged.
+        A line that differs is damaged: its link is not that of what it says and of the link before.
     """
     first, end = max(one.first, other.first), min(len(one), len(other))
-    if first >= end:
-        return None
-    comparable = one.first == other.first and set(one[first]) == set(other[first])
-    if comparable and one[end - 1]["link"] == other[end - 1]["link"]:
-        return None
-    if not comparable:
-        found = (parted(step, one[step], other[step]) for step in range(first, end))
-        return next((part for part in found if part is not None), None)
-    low, high = first, end - 1  # the links of ``high`` differ, and those before ``low`` do not
-    while low < high:
-        middle = (low + high) // 2
-        if one[middle]["link"] == other[middle]["link"]:
-            low = middle + 1
-        else:
-            high = middle
-    told = one[low], other[low]
-    links = told[0]["link"], told[1]["link"]
-    return parted(low, *told) or Parting(low, "samples", "link", None, links)
+    alike = first < end and one.first == other.first and set(one[first]) == set(other[first])
+    for step in range(first, end):
+        if one.line(step).rstrip() != other.line(step).rstrip():
+            told = one[step], other[step]
+            found = parted(step, *told)
+            if found is not None or alike:
+                return found or Parting(step, "samples", "link", None, (told[0]["link"], told[1]["link"]))
+    return None
 
 
-def in_common(one: Links, other: Links) -> int:
-    """The step up to which two chains that do not part say the same of anything; 0 if they say nothing in common."""
-    first, end = max(one.first, other.first), min(len(one), len(other))
-    if first >= end:
-        return 0
-    last = one[end - 1], other[end - 1]
-    return end if last[0]["link"] == last[1]["link"] or set(last[0]) & set(last[1]) - set(OWN) else 0
+def in_common(one: Links | None, other: Links | None) -> int:
+    """The step up to which two chains that do not part say the same of anything; 0 if they say nothing in common.
+
+    Raises
+    ------
+    SnapshotError
+        A line that only one of them has is damaged.
+    """
+    end = min(len(one), len(other)) if one and other else 0
+    if one and other and end > max(one.first, other.first):
+        left, right = one[end - 1], other[end - 1]
+        end = end if left["link"] == right["link"] or set(left) & set(right) - set(OWN) else 0
+    else:
+        end = 0
+    for links in filter(None, (one, other)):
+        links.check(end)
+    return end
 
 
 def parted(step: int, one: Mapping[str, Any], other: Mapping[str, Any]) -> Parting | None:

@@ -105,10 +105,8 @@ def _within_replicas(one: Instant, other: Instant, operations: bool) -> Found | 
             return Found(one.step, replica, "samples", found)
         if len(shares[0][replica].samples):
             found = replica_difference(one, other, replica)
-            if found is not None and operations:
-                return replica_difference(one, other, replica, operations=True) or found
             if found is not None:
-                return found
+                return (operations and replica_difference(one, other, replica, operations=True)) or found
     return None
 
 

@@ -152,9 +152,9 @@ def _objects(facts: dict[str, Any], name: str) -> dict[str, Any]:
 def _bound(links: Links, told: dict[str, Any]) -> bool:
     """Whether a record belongs to the chain as it is now; steps may have been done again since, and differently."""
     step = told["step"]
-    if step <= links.first or step > len(links):
-        return step == links.first
-    return links[step - 1]["link"] == told["link"]
+    if step == links.first:
+        return step <= len(links)
+    return links.first < step <= len(links) and links.before(step) == told["link"]
 
 
 def _loose(path: pathlib.Path) -> dict[str, Tensor]:
