@@ -128,6 +128,41 @@ def test_a_class_with_super_and_inheritance_arrives(called):
 
 
 @pytest.mark.long
+class Asking:
+    """Asks for arguments where it is made, which pickle has none of."""
+
+    def __new__(cls, value, *, doubled=False):
+        made = super().__new__(cls)
+        made.value = 2 * value if doubled else value
+        return made
+
+
+class AskingRow(Asking, list):
+    """So does a list of its own."""
+
+    def __init__(self, *_, **__):
+        super().__init__()
+
+
+class Given(Asking):
+    """An object that has some."""
+
+    def __getnewargs__(self):
+        return (self.value + 1,)
+
+    def __getstate__(self):
+        return None
+
+
+def test_objects_that_ask_for_arguments_arrive(called, sent):
+    """An object whose class has no arguments for pickle is made without them; one that has some is made with them."""
+    row = AskingRow(3, doubled=True)
+    row += [1, 2]
+    one = Asking(5)
+    assert called(lambda: (one.value, row.value, list(row), type(row).__name__)) == "(5, 6, [1, 2], 'AskingRow')"
+    assert sent(Given(7)).value == 8
+
+
 def test_recursive_functions_arrive(called):
     """A function that calls itself, and two that call each other."""
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import copyreg
 import importlib
+import inspect
 import io
 import pickle
 import struct
@@ -16,7 +18,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from importlib.machinery import EXTENSION_SUFFIXES
-from types import FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -76,6 +78,8 @@ class Packer(cloudpickle.Pickler):
             reduced = super().reducer_override(obj)
             if isinstance(obj, type) and isinstance(reduced, tuple) and len(reduced) == 6:  # by value, with a setter
                 reduced = (*reduced[:5], _define)
+            elif isinstance(type(obj).__new__, FunctionType) and not isinstance(obj, type):
+                reduced = _unasked(obj)
         return reduced
 
     def _consider(self, name: str) -> None:
@@ -186,6 +190,24 @@ def _define(kind: type, state: Any) -> type:
         _DEFINED.add(kind)
         cloudpickle.cloudpickle._class_setstate(kind, state)
     return kind
+
+
+def _unasked(thing: Any) -> Any:
+    """How to pickle an object whose class asks for arguments where it makes one, and leaves pickle none."""
+    kind = type(thing)
+    try:
+        inspect.signature(kind.__new__).bind(kind)
+    except TypeError:
+        reduced = thing.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if reduced[0] is copyreg.__newobj__ and len(reduced[1]) == 1:  # type: ignore[attr-defined]
+            return _bare, *reduced[1:]
+    return NotImplemented
+
+
+def _bare(kind: type) -> Any:
+    """An object of a class as Python itself makes it, before anything is done with it."""
+    native: Any = next(each for each in kind.__mro__ if isinstance(vars(each).get("__new__"), BuiltinFunctionType))
+    return native.__new__(kind)
 
 
 def _importable(module: ModuleType) -> bool:
