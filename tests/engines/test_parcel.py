@@ -1,5 +1,6 @@
 """Parcels: what a caller hands to its workers arrives as it was, or is refused with the path to it."""
 
+import contextlib
 import copyreg
 import ctypes
 import functools
@@ -676,6 +677,44 @@ def test_a_refused_parcel_is_no_harm(memory):
         losses = run.result().loss_history
     assert losses == MLP.recipe(2).train(engine="inline").loss_history
     assert losses[0] == first
+
+
+class Opening:
+    """Opens its file in the first reading, and leaves it open."""
+
+    def __init__(self, path):
+        self.path, self.file = path, None
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        if self.file is None:
+            self.file = self.path.open("rb")
+        return MLP.data[0][index], MLP.data[1][index]
+
+
+class Closing(Opening):
+    """Leaves it out of what is sent."""
+
+    def __getstate__(self):
+        return {**vars(self), "file": None}
+
+
+@pytest.mark.parametrize("look", [lambda data: data[0], lambda data: MLP.recipe(2, data=data).train(engine="inline")])
+def test_what_a_first_reading_left(look, tmp_path):
+    """A file that was opened here is no harm if the class leaves it out; else the message says how it does."""
+    (tmp_path / "file").touch()
+    expected = MLP.recipe(2, data=Opening(tmp_path / "file")).train(engine="processes", workers=2)
+    for kind in (Closing, Opening):
+        data = kind(tmp_path / "file")
+        look(data)
+        with contextlib.ExitStack() as stack:
+            if kind is Opening:
+                told = r"data\.file .* def __getstate__\(self\): return {\*\*vars\(self\), 'file': None}"
+                stack.enter_context(pytest.raises(UsageError, match=told))
+            assert MLP.recipe(2, data=data).train(engine="processes", workers=2).digest == expected.digest
+        data.file.close()
 
 
 def test_a_module_with_a_lock_says_so():

@@ -167,7 +167,9 @@ def _pickled(thing: Any, reducer: Reducer, buffers: list[pickle.PickleBuffer], *
         path = path.removeprefix("fields.")
         raise UsageError(
             f"{path} ({checks.shown(culprit)}) cannot be sent to a worker process: {error}; make it where it is used, "
-            "in the worker, for instance at the first __getitem__ or forward, or use engine='inline' (same answer)"
+            "in the worker, for instance at the first __getitem__ or forward. If this process has done so, "
+            "let its class leave it out: def __getstate__(self): return {**vars(self), 'file': None}. Or use "
+            "engine='inline' (same answer)"
         ) from error
     return file.getvalue()
 
