@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import pathlib
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from phalanx.errors import UsageError
 from phalanx.frameworks.registry import recorded_environment
 from phalanx.proof.instant import Instant
 from phalanx.proof.verify import DIFFERENT, SAME, UNKNOWN, Verified
+from phalanx.surroundings.presence import shows
 
 FORMAT = 1
 SEAL = "seal"
@@ -87,10 +87,10 @@ def _hashes(recipe: Definition, progress: bool | str) -> Iterator[bytes]:
     """A hash of each sample; one that is drawn at random as it is in the first epoch."""
     source = recipe.source
     assert source is not None, "who asks has looked"
-    shown = progress is True or (progress == "auto" and sys.stderr.isatty())
+    hidden = not shows(progress)
     from tqdm import tqdm
 
-    for index in tqdm(range(len(source)), desc="phalanx: data", unit="sample", disable=not shown, leave=False):
+    for index in tqdm(range(len(source)), desc="phalanx: data", unit="sample", disable=hidden, leave=False):
         if isinstance(source, Columns):
             yield hashed([array[index] for array in source.arrays])
         else:
