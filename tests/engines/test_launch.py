@@ -688,9 +688,8 @@ def test_interpreter_flags_reach_workers():
 # Little room
 
 
-def small_shm_command():
-    """A command prefix that gives a program a /dev/shm of 64 KB, or None where that is not permitted."""
-    mount = "mount -t tmpfs -o size=64k tmpfs /dev/shm"
+def mounting(mount):
+    """A command prefix with which a program has something mounted, or None where that is not permitted."""
     for flags in (["-m"], ["-Urm"]):
         prefix = ["unshare", *flags, "sh", "-c", f'{mount} && exec "$@"', "sh"]
         if (
@@ -704,7 +703,7 @@ def small_shm_command():
 @pytest.mark.long
 def test_a_container_with_little_shared_memory(verdict):
     """With a /dev/shm of 64 KB, as in containers, and a model that is larger, training goes as everywhere."""
-    prefix = small_shm_command()
+    prefix = mounting("mount -t tmpfs -o size=64k tmpfs /dev/shm")
     if prefix is None:
         pytest.skip("this sandbox permits no mounts of its own")
     larger = textwrap.dedent("""
@@ -720,6 +719,64 @@ def test_a_container_with_little_shared_memory(verdict):
         print(os.listdir("/dev/shm"))
     """)
     assert_says(python("-c", JOB + VERDICT + larger, before=prefix), verdict, "65536", "True", "[]")
+
+
+@pytest.mark.longest
+def test_a_system_without_proc():
+    """Where /proc tells nothing, workers start all the same; torch may see another processor there, and other bits."""
+    prefix = mounting("mount -t tmpfs tmpfs /proc")
+    if prefix is None:
+        pytest.skip("this sandbox permits no mounts of its own")
+    done = python("-c", JOB + VERDICT, before=prefix)
+    assert done.returncode == 0, done
+    assert done.stdout.startswith("verdict True 2 ")
+
+
+TAKING = """
+import os, sys
+taken = open(sys.argv[1], "x") if sys.argv[2:] else None  # it gets the first number that is free
+"""
+WRITTEN = """
+with open(sys.argv[1], "a") as told:
+    print(several.digest == alone.digest, several.workers, several.digest, file=told)
+"""
+
+
+@pytest.mark.longest
+@pytest.mark.parametrize(
+    ("closed", "taken"), [("1>&-", []), ("1>&-", ["taken"]), ("2>&-", []), ("0<&- 1>&- 2>&-", []), ("2>&-", ["taken"])]
+)
+def test_standard_streams_that_are_closed(closed, taken, verdict, tmp_path):
+    """A job may be started with any of them closed, and have opened another file in its place."""
+    (tmp_path / "job.py").write_text(TAKING + JOB + VERDICT + WRITTEN)
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh"]
+    done = python(tmp_path / "job.py", tmp_path / "told", *taken, before=command)
+    assert done.returncode == 0, done
+    assert (tmp_path / "told").read_text().splitlines() == [verdict.removeprefix("verdict ")]
+
+
+LIMITED = """
+import resource
+def tried(**options):
+    try:
+        print(recipe.train(**options).digest == recipe.train(engine="inline").digest)
+    except phalanx.UsageError as error:
+        print(error)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
+"""
+TOO_LARGE = r"shared memory may take 4\.096e-06 GB, but files .* 1\.024e-06 GB; raise that limit \(ulimit -f\)"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("signal", ["", "import signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_DFL)\n"])
+def test_a_limit_on_files(signal):
+    """Shared memory that a limit on the length of files forbids is told in words, also where that is a signal."""
+    ways = "tried(engine='processes', workers=2)\ntried(workers='auto')\ntried(engine='inline')"
+    done = python("-c", JOB + LIMITED + signal + ways)
+    assert done.returncode == 0, done
+    refused, *same = done.stdout.splitlines()
+    assert re.search(TOO_LARGE, refused)
+    assert same == ["True", "True"]
 
 
 def forbidden(*_):

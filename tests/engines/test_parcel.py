@@ -1,5 +1,6 @@
 """Parcels: what a caller hands to its workers arrives as it was, or is refused with the path to it."""
 
+import contextlib
 import copyreg
 import ctypes
 import functools
@@ -128,6 +129,41 @@ def test_a_class_with_super_and_inheritance_arrives(called):
 
 
 @pytest.mark.long
+class Asking:
+    """Asks for arguments where it is made, which pickle has none of."""
+
+    def __new__(cls, value, *, doubled=False):
+        made = super().__new__(cls)
+        made.value = 2 * value if doubled else value
+        return made
+
+
+class AskingRow(Asking, list):
+    """So does a list of its own."""
+
+    def __init__(self, *_, **__):
+        super().__init__()
+
+
+class Given(Asking):
+    """An object that has some."""
+
+    def __getnewargs__(self):
+        return (self.value + 1,)
+
+    def __getstate__(self):
+        return None
+
+
+def test_objects_that_ask_for_arguments_arrive(called, sent):
+    """An object whose class has no arguments for pickle is made without them; one that has some is made with them."""
+    row = AskingRow(3, doubled=True)
+    row += [1, 2]
+    one = Asking(5)
+    assert called(lambda: (one.value, row.value, list(row), type(row).__name__)) == "(5, 6, [1, 2], 'AskingRow')"
+    assert sent(Given(7)).value == 8
+
+
 def test_recursive_functions_arrive(called):
     """A function that calls itself, and two that call each other."""
 
@@ -641,6 +677,44 @@ def test_a_refused_parcel_is_no_harm(memory):
         losses = run.result().loss_history
     assert losses == MLP.recipe(2).train(engine="inline").loss_history
     assert losses[0] == first
+
+
+class Opening:
+    """Opens its file in the first reading, and leaves it open."""
+
+    def __init__(self, path):
+        self.path, self.file = path, None
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        if self.file is None:
+            self.file = self.path.open("rb")
+        return MLP.data[0][index], MLP.data[1][index]
+
+
+class Closing(Opening):
+    """Leaves it out of what is sent."""
+
+    def __getstate__(self):
+        return {**vars(self), "file": None}
+
+
+@pytest.mark.parametrize("look", [lambda data: data[0], lambda data: MLP.recipe(2, data=data).train(engine="inline")])
+def test_what_a_first_reading_left(look, tmp_path):
+    """A file that was opened here is no harm if the class leaves it out; else the message says how it does."""
+    (tmp_path / "file").touch()
+    expected = MLP.recipe(2, data=Opening(tmp_path / "file")).train(engine="processes", workers=2)
+    for kind in (Closing, Opening):
+        data = kind(tmp_path / "file")
+        look(data)
+        with contextlib.ExitStack() as stack:
+            if kind is Opening:
+                told = r"data\.file .* def __getstate__\(self\): return {\*\*vars\(self\), 'file': None}"
+                stack.enter_context(pytest.raises(UsageError, match=told))
+            assert MLP.recipe(2, data=data).train(engine="processes", workers=2).digest == expected.digest
+        data.file.close()
 
 
 def test_a_module_with_a_lock_says_so():

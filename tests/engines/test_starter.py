@@ -137,6 +137,28 @@ def test_one_that_never_starts_ends_the_run_and_says_why(monkeypatch, capfd):
     phalanx.close()
 
 
+FAILING = """
+import sys
+sys.path[:] = {path!r}
+from phalanx.engines.processes import zygote
+def fail(*_):
+    raise ValueError("no such thing as /proc")
+zygote.Nursery._answer = fail
+zygote.main({arguments})  # {homes}
+"""
+
+
+@pytest.mark.longest
+def test_one_that_fails_at_work_ends_the_run_and_says_why(monkeypatch, capfd):
+    """It raises when it is asked for something: after two of them an error names the status, and nobody was killed."""
+    phalanx.close()
+    monkeypatch.setattr(environment, "START", FAILING)
+    with pytest.raises(phalanx.RunError, match=r"2 times in a row.*exited with status 1.*stderr says why"):
+        recipe().train(workers=2, engine="processes")
+    assert capfd.readouterr().err.count("no such thing") >= 2
+    phalanx.close()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("moment", sample("stopped", ["start", "death", "close"], 2))
 def test_it_may_be_stopped(moment):

@@ -1,5 +1,7 @@
 """``diff`` of jax recipes down to the first equation whose output differs, with the line of user code."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -100,3 +102,25 @@ def test_equations_with_a_key_are_done_as_in_a_step():
     assert {"tanh", "dot_general"} <= set(names)
     expected = loss(replayed.output, replayed.batch[1])
     assert np.isclose(expected, replayed.loss, rtol=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("nondiff", [(), (1,)])
+@pytest.mark.parametrize("options", [{"engine": "processes", "workers": 2}, {"workers": "auto"}])
+def test_gradients_of_ones_own_travel(nondiff, options):
+    """A function with a gradient of its own that a closure holds goes to workers, and is used there."""
+
+    def made(factor):
+        @functools.partial(jax.custom_vjp, nondiff_argnums=nondiff)
+        def own(x, by):
+            return x
+
+        def backward(*given):
+            return (given[-1] * factor, None)[: 2 - len(nondiff)]
+
+        own.defvjp(lambda x, by: (x, None), backward)
+        return job(forward_fn=lambda params, x: own(forward(params, x), 1.0))
+
+    expected = made(0.5).train(engine="inline").digest
+    assert made(0.5).train(**options).digest == expected
+    assert job().train(engine="inline").digest != expected

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.definition import checks, generators
+from phalanx.definition import generators
 from phalanx.definition.copies import own
-from phalanx.definition.data import Columns, Samples, SeedSample, Share, Source, alike, content, open_batch, open_data
+from phalanx.definition.data import Columns, Samples, SeedSample, Share, Source, content, open_batch, open_data
 from phalanx.definition.fields import Definition
+from phalanx.definition.first_readings import FirstReadings
 from phalanx.definition.streams import Drawn
 from phalanx.errors import UsageError
 from phalanx.plan import Indices, evaluation_sample_key
@@ -62,7 +63,8 @@ class BatchShares:
         self._definition = definition
         self._opened = opened
         self._source = None if definition.source is None else opened(definition.source)
-        self._first = _First("data", definition.generators, lambda: generators.find(definition.holders))
+        holders = functools.partial(getattr, definition, "holders")
+        self._first = FirstReadings("data", definition.generators, holders)
 
     def planned(self, update: int) -> list[Share]:
         """The shares of an update's planned step; a sample's generator seeds follow from (seed, epoch, index)."""
@@ -131,7 +133,7 @@ class BatchShares:
         seed, roots = self._definition.seed, {EVALUATION: data} if isinstance(source, Samples) and source.random else {}
         own = generators.find(roots)
         owned = {**self._definition.generators, **own}
-        first = _First(EVALUATION, owned, functools.partial(generators.find, roots))
+        first = FirstReadings(EVALUATION, owned, lambda: roots)
         read, collated = self._reader(
             source, lambda index: generators.seed(evaluation_sample_key(seed, index), owned), first
         )
@@ -140,14 +142,15 @@ class BatchShares:
         return Chunks(len(source), size, read, collated)
 
     def _reader(
-        self, source: Source, seed: SeedSample, first: _First | None = None
+        self, source: Source, seed: SeedSample, first: FirstReadings | None = None
     ) -> tuple[Callable[[Indices], Any], bool]:
         """How a share of ``source`` is read, and whether that gives a batch or a list still to be collated."""
         one = self._definition.batch_size is None
         if not one and isinstance(source, Columns) and self._definition.collate_fn is None:
             return source.batch, True
 
-        given = own if self._changeable and isinstance(source, Samples) else _as_it_is
+        foreign = isinstance(source, Samples) and (source.random or self._changeable)
+        given = own if foreign else _as_it_is
 
         def read(indices: Indices) -> list[Any]:
             return [given(source.sample(int(index), seed)) for index in indices]
@@ -165,44 +168,6 @@ def _as_it_is(sample: Any) -> Any:
 def _restoring(read: Callable[[Indices], Any], owned: generators.Owned, indices: Indices) -> Any:
     with generators.kept(owned):
         return read(indices)
-
-
-class _First:
-    """Looks at the first share of samples that is read here: whether reading is repeated alike under the same seed.
-
-    Parameters
-    ----------
-    origin : str
-        What the data is called in a warning.
-    owned : dict
-        The generators that are seeded before each sample; those that the dataset made when it was first used are added.
-    find : callable
-        Finds all that there are.
-    """
-
-    def __init__(self, origin: str, owned: generators.Owned, find: Callable[[], generators.Owned]) -> None:
-        self._origin = origin
-        self._owned = owned
-        self._find = find
-        self._due = True
-
-    def read(self, read: Callable[[Indices], list[Any]], indices: Indices) -> list[Any]:
-        """What ``read(indices)`` gives, with all generators seeded that can be found."""
-        samples = read(indices)
-        if not self._due:
-            return samples
-        self._due = False
-        owned = self._find()
-        if owned.keys() - self._owned.keys():
-            self._owned.update(owned)
-            samples = read(indices)
-        if not alike(samples[0], read(indices[:1])[0]):
-            checks.warn(
-                f"sample {indices[0]} of {self._origin} was another when it was read again with the same seeds, so the "
-                "answer depends on who reads it: let the dataset draw from random, numpy.random or torch, or keep its "
-                "generator in an attribute, where phalanx finds and seeds it"
-            )
-        return samples
 
 
 @dataclass(frozen=True)

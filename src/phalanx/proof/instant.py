@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import pathlib
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -28,6 +27,7 @@ from phalanx.seams import Computed, Framework, RunState, Watch
 from phalanx.seams.events import StepReport
 from phalanx.seams.snapshots import Captured
 from phalanx.step import compute, propose, todo
+from phalanx.surroundings.presence import shows
 
 DELAY_SECONDS = 1.0  # until recomputing shows its progress
 
@@ -246,9 +246,8 @@ def shown(numbers: range, what: str, *, unit: str = "step", progress: bool | str
     """Steps, or what else is done again, with a bar where that takes a while; "auto": if stderr is a terminal."""
     from tqdm import tqdm
 
-    wanted = progress is True or (progress == "auto" and sys.stderr.isatty())
     delay = 0.0 if progress is True else DELAY_SECONDS
-    return tqdm(numbers, desc=what, unit=unit, disable=not wanted, delay=delay, leave=False)
+    return tqdm(numbers, desc=what, unit=unit, disable=not shows(progress), delay=delay, leave=False)
 
 
 def nearest(folder: pathlib.Path | None, step: int) -> Snapshot | None:

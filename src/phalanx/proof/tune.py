@@ -11,7 +11,6 @@ import dataclasses
 import math
 import os
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import tqdm
 from phalanx.errors import UsageError
 from phalanx.proof.phases import phases
 from phalanx.recipe import Recipe
-from phalanx.surroundings.presence import usable_cores
+from phalanx.surroundings.presence import shows, usable_cores
 
 REPLICAS = (1, 2, 4, 8, 16)
 WARM_STEPS = 3  # of each way, left out: the first ones fault memory in and fill caches
@@ -126,8 +125,7 @@ def tune(recipe: Recipe, seconds: float = 60.0, *, progress: bool | str = "auto"
     if not (isinstance(seconds, (int, float)) and 0 < seconds < math.inf):
         raise UsageError(f"seconds is {seconds!r}; give how long all measurements may take, as in seconds=60")
     ways = candidates(recipe, usable_cores())
-    shown = sys.stderr.isatty() if progress == "auto" else bool(progress)
-    rows = list(tqdm.tqdm(measured(recipe, ways, seconds), total=len(ways), disable=not shown, unit="way"))
+    rows = list(tqdm.tqdm(measured(recipe, ways, seconds), total=len(ways), disable=not shows(progress), unit="way"))
     most = recipe.plan.samples or recipe.global_batch
     return advised(None if recipe.batch_size is None else min(recipe.batch_size, most), rows)
 

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import pathlib
-import sys
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
@@ -26,7 +25,7 @@ from phalanx.proof.compare.fields import another
 from phalanx.proof.compare.links import parted
 from phalanx.proof.compare.sides import Side, side
 from phalanx.proof.instant import Instant, nearest, snapshot_at, steps_in
-from phalanx.surroundings.presence import usable_cores
+from phalanx.surroundings.presence import shows, usable_cores
 
 SAME, DIFFERENT, UNKNOWN = 0, 1, 2  # exit statuses
 ALONE_SECONDS = 2.0  # that are computed in this process, before it is worth starting others
@@ -182,7 +181,6 @@ def _verified(
 
     What takes more than a moment is computed side by side, as many stretches as there are cores for.
     """
-    shown = progress is True or (progress == "auto" and sys.stderr.isatty())
     from tqdm import tqdm
 
     began, beside, done, differs = time.monotonic(), usable_cores() // workers, 0, ""
@@ -191,7 +189,7 @@ def _verified(
     waiting, going = deque(enumerate(stretches)), deque[_Going]()
     with (
         contextlib.ExitStack() as opened,
-        tqdm(total=total, unit="step", disable=not shown) as bar,
+        tqdm(total=total, unit="step", disable=not shows(progress)) as bar,
     ):
         while waiting or going:
             apart = beside > 1 and time.monotonic() - began > ALONE_SECONDS

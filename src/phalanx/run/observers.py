@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ from phalanx.run.callbacks import observing
 from phalanx.seams import Engine
 from phalanx.seams.events import Evaluated, StepReport
 from phalanx.seams.observer import Observer
+from phalanx.surroundings.presence import shows
 from phalanx.surroundings.turns import Turns
 
 REFRESH_SECONDS = 0.1
@@ -31,7 +31,7 @@ def watching(progress: bool | str, callbacks: Sequence[Any], total: int | None, 
         The run's own, which is lent to others while callbacks run.
     """
     observers: list[Observer] = []
-    if progress is True or (progress == "auto" and sys.stderr.isatty()):
+    if shows(progress):
         observers.append(ProgressBar(total, 0.0 if progress is True else DELAY_SECONDS))
     return [*observers, *observing(callbacks, turn)]
 
@@ -40,8 +40,8 @@ def reading_again(progress: bool | str) -> Callable[[Iterable[int], str], Iterab
     """How a stream that goes on where an earlier run was shows how far it is, if that takes a while."""
     from tqdm import tqdm
 
-    wanted = progress is True or (progress == "auto" and sys.stderr.isatty())
-    return lambda numbers, title: tqdm(numbers, desc=title, unit="sample", disable=not wanted, delay=DELAY_SECONDS)
+    hidden = not shows(progress)
+    return lambda numbers, title: tqdm(numbers, desc=title, unit="sample", disable=hidden, delay=DELAY_SECONDS)
 
 
 class ProgressBar(Observer):

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import pathlib
+import resource
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -45,8 +46,10 @@ class Memory:
         if size > self.size:
             if self._on_disk:
                 _check_disk(size)
-            self.size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-            os.ftruncate(self.fd, self.size)
+            size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+            _check_limit(size)
+            os.ftruncate(self.fd, size)
+            self.size = size
 
     def map(self, *, private: bool = False) -> mmap.mmap:
         """All of it; ``private``: what is written stays with the writer."""
@@ -150,6 +153,16 @@ def _anonymous() -> tuple[int, bool]:
             pass  # a sandbox may forbid it
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno()), True
+
+
+def _check_limit(size: int) -> None:
+    """Shared memory counts as a file, and one that is longer than the limit may end the process (SIGXFSZ)."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit != resource.RLIM_INFINITY and size > limit:
+        raise UsageError(
+            f"the workers' shared memory may take {size / 1e9:.4g} GB, but files of this process may take "
+            f"{limit / 1e9:.4g} GB; raise that limit (ulimit -f), or use engine='inline' (same answer)"
+        )
 
 
 def _check_disk(size: int) -> None:

@@ -53,8 +53,11 @@ def installed(names: Iterable[str]) -> dict[str, str]:
 def take(modules: Mapping[str, str], left_out: Collection[str]) -> Harm | None:
     """Import these modules of installed packages, but those of packages in ``left_out``.
 
-    One whose package would be found elsewhere is passed over. Stops at the first package that does harm.
+    One whose package would be found elsewhere is passed over. Stops at the first package that does harm. Where /proc
+    does not tell of harm, nothing is imported.
     """
+    if not TASKS.exists():
+        return None
     before, sources = _descriptors(), SOURCES.names()
     packages: dict[str, list[str]] = {}
     for name in modules:

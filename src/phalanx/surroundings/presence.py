@@ -1,8 +1,9 @@
-"""Where this process is: whether it is one of several, and which processors it may use."""
+"""Where this process is: whether it is one of several, which processors it may use, who looks at what it shows."""
 
 from __future__ import annotations
 
 import os
+import sys
 
 from torch import distributed as dist
 
@@ -29,3 +30,8 @@ def processors() -> list[int]:
 def usable_cores() -> int:
     """How many they are."""
     return len(processors())
+
+
+def shows(progress: bool | str) -> bool:
+    """Whether there is to be a progress bar; "auto": if stderr is a terminal."""
+    return sys.stderr is not None and (progress is True or (progress == "auto" and sys.stderr.isatty()))

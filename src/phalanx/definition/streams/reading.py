@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.definition import checks, generators
+from phalanx.definition.copies import own
 from phalanx.definition.data import is_array
 from phalanx.definition.fields import Definition
 from phalanx.definition.fingerprint.arrays import hashed
@@ -103,7 +104,7 @@ class Reading:
         generators.seed(stream_sample_key(self._seed, self._before + self.number), self._owned)
         end = object()
         with self._user_code(f"while sample {self.number} of epoch {self._epoch} was read", self.number):
-            sample = next(self.iterator, end)
+            sample = own(next(self.iterator, end))
         if sample is end:
             self.ended = True
             if size is not None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import copyreg
 import importlib
+import inspect
 import io
 import pickle
 import struct
@@ -16,7 +18,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from importlib.machinery import EXTENSION_SUFFIXES
-from types import FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -76,6 +78,8 @@ class Packer(cloudpickle.Pickler):
             reduced = super().reducer_override(obj)
             if isinstance(obj, type) and isinstance(reduced, tuple) and len(reduced) == 6:  # by value, with a setter
                 reduced = (*reduced[:5], _define)
+            elif isinstance(type(obj).__new__, FunctionType) and not isinstance(obj, type):
+                reduced = _unasked(obj)
         return reduced
 
     def _consider(self, name: str) -> None:
@@ -163,7 +167,9 @@ def _pickled(thing: Any, reducer: Reducer, buffers: list[pickle.PickleBuffer], *
         path = path.removeprefix("fields.")
         raise UsageError(
             f"{path} ({checks.shown(culprit)}) cannot be sent to a worker process: {error}; make it where it is used, "
-            "in the worker, for instance at the first __getitem__ or forward, or use engine='inline' (same answer)"
+            "in the worker, for instance at the first __getitem__ or forward. If this process has done so, "
+            "let its class leave it out: def __getstate__(self): return {**vars(self), 'file': None}. Or use "
+            "engine='inline' (same answer)"
         ) from error
     return file.getvalue()
 
@@ -186,6 +192,24 @@ def _define(kind: type, state: Any) -> type:
         _DEFINED.add(kind)
         cloudpickle.cloudpickle._class_setstate(kind, state)
     return kind
+
+
+def _unasked(thing: Any) -> Any:
+    """How to pickle an object whose class asks for arguments where it makes one, and leaves pickle none."""
+    kind = type(thing)
+    try:
+        inspect.signature(kind.__new__).bind(kind)
+    except TypeError:
+        reduced = thing.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if reduced[0] is copyreg.__newobj__ and len(reduced[1]) == 1:  # type: ignore[attr-defined]
+            return _bare, *reduced[1:]
+    return NotImplemented
+
+
+def _bare(kind: type) -> Any:
+    """An object of a class as Python itself makes it, before anything is done with it."""
+    native: Any = next(each for each in kind.__mro__ if isinstance(vars(each).get("__new__"), BuiltinFunctionType))
+    return native.__new__(kind)
 
 
 def _importable(module: ModuleType) -> bool:

@@ -50,6 +50,7 @@ class Zygote:
                 "worker processes need the Python interpreter, and sys.executable is empty here; set it, or use "
                 "engine='inline' (same answer)"
             )
+        _fill_standard()
         self._socket, theirs = socket.socketpair()
         self._lock = threading.Lock()
         self.owner = os.getpid()
@@ -58,6 +59,8 @@ class Zygote:
             environment.command(theirs.fileno(), self.owner, self._cache),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
+            stdout=_standard(1),
+            stderr=_standard(2),
             start_new_session=True,
             env=environment.variables(),
         )
@@ -211,6 +214,9 @@ class Zygote:
 
     def _lost(self, error: Exception) -> StartError:
         """The error to raise when it is of no use any more; it has ended then."""
+        if isinstance(error, ConnectionError):  # it ends by itself, and its status says why
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(FAREWELL_SECONDS)
         self._kill()
         silent = isinstance(error, TimeoutError)
         why, cause = ended(self._process.returncode)
@@ -221,6 +227,18 @@ class Zygote:
             "engine='inline'",
             outside=outside,
         )
+
+
+def _fill_standard() -> None:
+    """Lead standard streams that are closed nowhere, so that nothing takes their numbers and is printed to."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+
+
+def _standard(fd: int) -> int:
+    """What a child has for a standard stream: nothing if this process had opened something else in its place."""
+    return fd if os.get_inheritable(fd) else subprocess.DEVNULL
 
 
 def _readable(end: socket.socket, seconds: float) -> bool:

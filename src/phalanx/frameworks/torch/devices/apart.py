@@ -34,13 +34,19 @@ def check_apart(definition: Definition, models: Sequence[torch.nn.Module]) -> No
 
 
 def same(first: torch.nn.Module, other: torch.nn.Module) -> torch.nn.Module:
-    """Another model for another device, if it begins with the same bytes.
+    """Another model for another device, if it begins with the same bytes, and others can be written to it.
 
     Raises
     ------
     UsageError
-        It does not.
+        It does not, or they cannot.
     """
+    for name, parameter in other.named_parameters():
+        if any(length > 1 and not stride for length, stride in zip(parameter.shape, parameter.stride(), strict=True)):
+            raise UsageError(
+                f"parameter {name!r} of shape {tuple(parameter.shape)} is expanded: its elements lie in one place, so "
+                "it cannot be copied from device to device; .clone() it in make_model, or name one device"
+            )
     pairs = [(list(one.named_parameters()), list(one.named_buffers())) for one in (first, other)]
     for mine, theirs in zip(*pairs, strict=True):
         same = [name for name, _ in mine] == [name for name, _ in theirs] and all(
