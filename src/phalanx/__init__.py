@@ -8,6 +8,7 @@ from __future__ import annotations
 from phalanx import callbacks as callbacks
 from phalanx import testing as testing
 from phalanx.checkpoint.resume import Loaded, load
+from phalanx.definition.current import current_step
 from phalanx.definition.evaluation import Evaluation
 from phalanx.definition.evaluation.metrics import whole
 from phalanx.definition.phases import Phase
@@ -20,6 +21,7 @@ from phalanx.errors import (
     Preempted,
     RunError,
     SnapshotError,
+    StateError,
     UsageError,
     WorkerError,
 )
@@ -61,12 +63,14 @@ __all__ = [
     "Run",
     "RunError",
     "SnapshotError",
+    "StateError",
     "StepReport",
     "Stream",
     "UsageError",
     "Verified",
     "WorkerError",
     "close",
+    "current_step",
     "diff",
     "digest",
     "find_lr",

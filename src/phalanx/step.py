@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from phalanx.definition.current import CURRENT
 from phalanx.definition.data import READING, Share
 from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
@@ -87,6 +88,8 @@ def propose(framework: Steppable, link: Link, definition: Definition, t: int, sh
     except BaseException:
         framework.rewind()
         raise
+    finally:
+        CURRENT.step = None
     told = [value for loss_of, part in zip(losses, parts, strict=True) for value in (loss_of, part.weight)]
     return Proposal(loss, norm, gradient, accepted, told)
 
@@ -181,9 +184,10 @@ def begin(
 
 
 def todo(definition: Definition, t: int, replicas: Sequence[int], shares: Sequence[Share]) -> list[Todo]:
-    """What there is to compute for these replicas in step ``t``."""
+    """What there is to compute for these replicas in step ``t``, which is the current one from here on."""
     seed, count = definition.seed, definition.replicas
     step, phase, first, *_ = definition.rounds.at(t)
+    CURRENT.step = step
     weights = share_weights([len(share.samples) for share in shares])
     if not first:  # what is carried began anew in the phase before
         shares = [replace(share, fresh=False) for share in shares]

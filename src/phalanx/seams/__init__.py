@@ -46,6 +46,10 @@ class Arithmetic(Protocol):
         """Whether every element is finite."""
         ...
 
+    def checksum(self, vector: Sequence[Any]) -> int:
+        """Of the bytes of all entries; waits for the devices that compute them."""
+        ...
+
     def read(self, scalars: list[Any]) -> list[float]:
         """Losses as numbers; waits for the devices that compute them."""
         ...

@@ -30,6 +30,7 @@ from phalanx.engines.processes.messages import DriverChannel, as_told
 from phalanx.engines.processes.serialization import remarked, unpack
 from phalanx.engines.reading.taking import Taking
 from phalanx.engines.recovery.deadline import SnapshotTimer
+from phalanx.engines.twice import Twice
 from phalanx.errors import CorruptionError, LostError, Trouble, UsageError
 from phalanx.frameworks.jax.outside import threads
 from phalanx.frameworks.registry import open_framework, sparing
@@ -84,6 +85,7 @@ class Worker:
         ahead = Taking(inputs, self._definition).read if setup["ahead"] else None
         self._dealer = BatchShares(self._definition, self._framework.opened, ahead)
         self._settled = False
+        self._twice: Any = Twice(self._definition, self._framework, allow=setup["allow"])
         give_back()  # the model as it was made, before it moved into the arena
 
     def _share(self, memory: Memory, base: Memory, setup: dict[str, Any]) -> None:
@@ -121,6 +123,7 @@ class Worker:
             )
         for loss in orders["losses"]:  # schedules are not kept, but done again
             self._framework.schedule(loss)
+        self._twice.begin(orders["step"])
         self._tell_scheduled(orders["step"])
         self._come_to(orders["step"])
 
@@ -178,7 +181,8 @@ class Worker:
         if isinstance(self._link, AuditedLink):
             self._link.aim(t, None if t < self._counters.done else shares)  # what was lost is done again as it was
         self._link.begin(even=len({len(share.samples) for share in shares}) == 1)
-        proposal = propose(self._framework, self._link, self._definition, t, shares)
+        framework = self._twice if t in self._twice.due else self._framework
+        proposal = propose(framework, self._link, self._definition, t, shares)
         if self._number == 0:
             samples = sum([len(share.samples) for share in shares])
             self._announce(t, proposal, lr, samples, started)

@@ -10,6 +10,7 @@ from typing import Any
 
 from phalanx.definition import generators
 from phalanx.definition.batches import BatchShares, Collated
+from phalanx.definition.current import CURRENT
 from phalanx.definition.data import Share
 from phalanx.definition.fields import Definition
 from phalanx.engines.processes.environment import adopt_environment
@@ -93,6 +94,7 @@ def _serve(caller: DriverChannel, definition: Definition, shares: BatchShares, r
             caller.sleep(NAP_MILLISECONDS)  # ends this process if the caller is gone
             continue
         dealt = shares.planned(definition.rounds.updates(step))
+        CURRENT.step = step
         seed, count = definition.seed, definition.replicas
         for replica in ring.mine(step):
             if ring.begun() > step:  # they read the rest of it by themselves meanwhile: the next one helps them more

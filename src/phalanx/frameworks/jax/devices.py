@@ -133,6 +133,10 @@ class DeviceArithmetic:
         """Losses are read when they are computed, so they are numbers already."""
         return list(scalars)
 
+    def checksum(self, vector: Sequence[Any]) -> int:
+        """See ``seams.Arithmetic.checksum``."""
+        return arithmetic.checksum(vector)
+
     def finite(self, vector: Gradient) -> bool:
         """See ``seams.Arithmetic.finite``."""
         return all(bool(jnp.isfinite(entry).all()) for entry in vector)

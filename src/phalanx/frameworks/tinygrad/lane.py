@@ -17,6 +17,7 @@ from tinygrad.engine.jit import TinyJit
 from tinygrad.helpers import Context
 from tinygrad.tensor import Tensor
 
+from phalanx.definition.current import outside as no_step
 from phalanx.definition.data import map_tree
 from phalanx.errors import UsageError
 from phalanx.frameworks.tinygrad import outside
@@ -124,7 +125,7 @@ class Lane:
         before = [(tensor, tensor.uop) for pair in pairs for tensor in pair]
         counter = Tensor([0, 0], device=self.device, dtype=dtypes.uint32)
         try:
-            with outside.kept():
+            with outside.kept(), no_step():
                 self._forward.seed()
                 streams = 0, {self.device: self._key}, {self.device: counter}
                 for name, value in zip(outside.RANDOM, streams, strict=True):

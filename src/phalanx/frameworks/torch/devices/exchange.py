@@ -159,6 +159,10 @@ class DeviceArithmetic:
         """See ``seams.Arithmetic.finite``."""
         return arithmetic.finite(vector)
 
+    def checksum(self, vector: Gradient) -> int:
+        """See ``seams.Arithmetic.checksum``."""
+        return arithmetic.checksum(vector)
+
     def read(self, scalars: Sequence[Any]) -> list[float]:
         """See ``seams.Arithmetic.read``: one copy from each device."""
         found = [0.0 if isinstance(scalar, torch.Tensor) else scalar for scalar in scalars]
