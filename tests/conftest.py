@@ -45,3 +45,9 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def computed_once(monkeypatch):
+    """This process computes no replica twice: for tests that count calls of user code."""
+    monkeypatch.setattr("phalanx.engines.twice.Twice.gradients", lambda self, todo: self._framework.gradients(todo))
