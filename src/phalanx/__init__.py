@@ -8,7 +8,6 @@ from __future__ import annotations
 from phalanx import callbacks as callbacks
 from phalanx import testing as testing
 from phalanx.checkpoint.resume import Loaded, load
-from phalanx.definition.current import current_step
 from phalanx.definition.evaluation import Evaluation
 from phalanx.definition.evaluation.metrics import whole
 from phalanx.definition.phases import Phase
@@ -38,6 +37,7 @@ from phalanx.recipe import Recipe, close, train
 from phalanx.run.result import Result
 from phalanx.run.run import Run
 from phalanx.seams.events import Evaluated, Incident, StepReport
+from phalanx.surroundings.current import current_step
 from phalanx.surroundings.sources import SOURCES
 
 SOURCES.install()

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from phalanx.definition.current import CURRENT
 from phalanx.definition.data import READING, Share
 from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
@@ -25,6 +24,7 @@ from phalanx.plan.rounds import Moment
 from phalanx.plan.shares import share_weights
 from phalanx.seams import Arithmetic, Computed, Framework, Link, Measurement, Part, Steppable, Todo, Vector, Weights
 from phalanx.surroundings import interrupts
+from phalanx.surroundings.current import CURRENT
 
 T = TypeVar("T")
 ABSENT = Part(0.0, 0.0, returned=False, samples=0)

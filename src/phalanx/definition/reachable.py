@@ -65,7 +65,8 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str
 
 def _checksum(array: Any) -> Any:
     try:
-        return (zlib.crc32(np.ascontiguousarray(array.detach() if hasattr(array, "detach") else array)),)
+        plain = np.ascontiguousarray(array.detach() if hasattr(array, "detach") else array)
+        return (zlib.crc32(plain.data),)
     except Exception:  # no array of numbers in host memory that numpy knows
         return id(array), getattr(array, "_version", None)
 

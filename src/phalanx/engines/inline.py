@@ -88,7 +88,7 @@ class Inline:
         self.ended = ""
         self.closed = False
         self._price = Price(definition, framework, self.run_state)
-        self._twice: Any = Twice(definition, framework, allow=self.run_state.allow)
+        self._twice = Twice(definition, framework, allow=self.run_state.allow)
         self._twice.begin(len(self.run_state.loss_history))
         RUNS.begin()
         self._memory = weakref.finalize(self, RUNS.end)
@@ -181,8 +181,7 @@ class Inline:
                 self._audited.aim(t, shares)
             self._link.begin()
             try:
-                framework = self._twice if t in self._twice.due else self._framework
-                proposal = propose(framework, self._link, self._definition, t, shares)
+                proposal = propose(self._twice.due.get(t, self._framework), self._link, self._definition, t, shares)
                 self._commit(t, proposal, samples)
                 return proposal
             except CorruptionError as error:

@@ -85,7 +85,7 @@ class Worker:
         ahead = Taking(inputs, self._definition).read if setup["ahead"] else None
         self._dealer = BatchShares(self._definition, self._framework.opened, ahead)
         self._settled = False
-        self._twice: Any = Twice(self._definition, self._framework, allow=setup["allow"])
+        self._twice = Twice(self._definition, self._framework, allow=setup["allow"])
         give_back()  # the model as it was made, before it moved into the arena
 
     def _share(self, memory: Memory, base: Memory, setup: dict[str, Any]) -> None:
@@ -181,8 +181,7 @@ class Worker:
         if isinstance(self._link, AuditedLink):
             self._link.aim(t, None if t < self._counters.done else shares)  # what was lost is done again as it was
         self._link.begin(even=len({len(share.samples) for share in shares}) == 1)
-        framework = self._twice if t in self._twice.due else self._framework
-        proposal = propose(framework, self._link, self._definition, t, shares)
+        proposal = propose(self._twice.due.get(t, self._framework), self._link, self._definition, t, shares)
         if self._number == 0:
             samples = sum([len(share.samples) for share in shares])
             self._announce(t, proposal, lr, samples, started)

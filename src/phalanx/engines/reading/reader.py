@@ -10,7 +10,6 @@ from typing import Any
 
 from phalanx.definition import generators
 from phalanx.definition.batches import BatchShares, Collated
-from phalanx.definition.current import CURRENT
 from phalanx.definition.data import Share
 from phalanx.definition.fields import Definition
 from phalanx.engines.processes.environment import adopt_environment
@@ -22,6 +21,7 @@ from phalanx.plan import replica_key
 from phalanx.shared.inputs import Inputs
 from phalanx.shared.inputs.ring import Ring
 from phalanx.shared.memory import Memory
+from phalanx.surroundings.current import CURRENT
 
 NAP_MILLISECONDS = 1
 

@@ -13,13 +13,13 @@ import numpy as np
 from jax import tree_util
 
 from phalanx.definition import checks, generators
-from phalanx.definition.current import outside as no_step
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks.jax.outside import takes_key, takes_state
 from phalanx.frameworks.jax.tree import prng_key, words
 from phalanx.frameworks.jax.watching import tell_equations
 from phalanx.seams import Computed, Watch
+from phalanx.surroundings.current import outside as no_step
 
 
 class Forward:

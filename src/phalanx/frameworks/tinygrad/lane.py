@@ -17,7 +17,6 @@ from tinygrad.engine.jit import TinyJit
 from tinygrad.helpers import Context
 from tinygrad.tensor import Tensor
 
-from phalanx.definition.current import outside as no_step
 from phalanx.definition.data import map_tree
 from phalanx.errors import UsageError
 from phalanx.frameworks.tinygrad import outside
@@ -25,6 +24,7 @@ from phalanx.frameworks.tinygrad.forward import Batch, Forward, plain
 from phalanx.frameworks.tinygrad.model import Model, owned, write
 from phalanx.plan.keys import MASK32
 from phalanx.seams import Computed
+from phalanx.surroundings.current import outside as no_step
 
 # What ``Tensor.manual_seed`` puts before the seed for the device that is used first after it.
 FIRST = int.from_bytes(hashlib.sha256((0).to_bytes(4, "big")).digest()[-4:], "big")

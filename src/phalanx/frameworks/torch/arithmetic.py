@@ -46,10 +46,10 @@ def read(scalars: list[float]) -> list[float]:
     return scalars
 
 
-def checksum(vector: Gradient) -> int:
+def checksum(vector: Sequence[torch.Tensor | None]) -> int:
     """Of the bytes of all entries."""
     return functools.reduce(
-        lambda total, entry: zlib.crc32(b"-" if entry is None else bytes_of(entry).cpu().numpy(), total), vector, 0
+        lambda total, entry: zlib.crc32(b"-" if entry is None else bytes_of(entry).cpu().numpy().data, total), vector, 0
     )
 
 

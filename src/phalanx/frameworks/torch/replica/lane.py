@@ -20,12 +20,12 @@ from phalanx.frameworks.torch.environment import explain
 from phalanx.frameworks.torch.model import check_mode
 from phalanx.frameworks.torch.phases import covered
 from phalanx.frameworks.torch.replica.ambiguous import AmbiguousMean
-from phalanx.frameworks.torch.replica.buffers import Buffers, word_sum
+from phalanx.frameworks.torch.replica.buffers import Buffers
 from phalanx.frameworks.torch.replica.carried import Carried
 from phalanx.frameworks.torch.replica.denormals import Denormals
 from phalanx.frameworks.torch.replica.forward import Forward
 from phalanx.frameworks.torch.replica.gradient import Collector, drop
-from phalanx.frameworks.torch.replica.watching import watching
+from phalanx.frameworks.torch.replica.watching import looking_after, watching
 from phalanx.plan.parts import Parts
 from phalanx.seams import Computed, Measurement, Todo, Watch, Weights
 from phalanx.surroundings import interrupts
@@ -210,26 +210,10 @@ class Lane:
     def watched(self, todo: Todo, watch: Watch) -> Computed:
         """Compute one replica by itself, and tell what comes on the way."""
         if watch.parameters:
-            return self._looked_after(todo, watch)
+            with looking_after(self.model, self.collector, watch):
+                return self.gradient(todo)
         with watching(self.model, watch):
             return self.gradient(todo, watch=watch)
-
-    def _looked_after(self, todo: Todo, watch: Watch) -> Computed:
-        """Compute one replica, and tell what user code did to parameters."""
-        watch.told("model", "model", self.model)
-        self.collector.early = early = []
-        before = [(parameter.data_ptr(), word_sum(parameter)) for parameter in self.parameters]
-        try:
-            computed = self.gradient(todo)
-        finally:
-            self.collector.early = None
-        for name in early:
-            watch.told("early", name, None)
-        for (name, parameter), (place, total) in zip(self.named, before, strict=True):
-            if (parameter.data_ptr(), word_sum(parameter)) != (place, total):
-                how = "was written" if parameter.data_ptr() == place else "was given other memory (.data = ...)"
-                watch.told("written", name, how)
-        return computed
 
     def rewind(self) -> None:
         """Undo what computing gradients left behind."""

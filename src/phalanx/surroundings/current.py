@@ -42,10 +42,10 @@ def current_step() -> int:
     """
     if CURRENT.step is None:
         raise UsageError(
-            "phalanx.current_step() was called where no step is computed: in an evaluation, in a call of your own, in "
-            "a stream, or in code that jax or tinygrad compile (it would be a constant there); call it in a step's "
-            "dataset, collate_fn, forward_fn, model or loss_fn. What evaluations need, too, keep in a buffer: "
-            "self.tau.fill_(...) if self.training"
+            "phalanx.current_step() was called where no step is computed: in an evaluation, a call of your own, a "
+            "stream, or code that is compiled (where it would be a constant); call it in a step's dataset, collate_fn, "
+            "forward_fn, model or loss_fn. What evaluations need, too, keep in a buffer: self.tau.fill_(...) if "
+            "self.training"
         )
     return CURRENT.step
 
