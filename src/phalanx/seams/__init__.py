@@ -66,8 +66,7 @@ class Steppable(Protocol):
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
         """Compute some replicas in turn, from the state at the step's start; runs user code.
 
-        One is computed when it is asked for; others may have been begun by then, if that is not seen. Who watches does
-        not change a bit of it.
+        One is computed when it is asked for; others may have been begun by then. Who watches changes no bit.
         """
         ...
 
@@ -76,10 +75,7 @@ class Steppable(Protocol):
         ...
 
     def update(self, step: int, gradient: Vector, buffers: Sequence[tuple[int, list[Any]]] | None) -> None:
-        """Clip, do the optimizer's ``step``, settle the buffers of (samples, buffers) per replica that ran.
-
-        None: another worker settles them.
-        """
+        """Clip, do the optimizer's ``step``, settle the (samples, buffers) of replicas that ran; None: others do."""
         ...
 
     def rewind(self) -> None:
@@ -167,8 +163,7 @@ class Framework(Steppable, Protocol):
     def measure(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Measurement:
         """Begin metrics over one chunk of samples, in evaluation mode; changes nothing.
 
-        What it returns waits for the devices that compute it, and gives a reading of each. Another chunk may be begun
-        before. ``weights``: values of parameters, by name, that stand in for the state's own.
+        What it returns waits for the devices, and gives a reading of each. ``weights`` stand in for parameters.
         """
         ...
 

@@ -1,7 +1,6 @@
 """A worker's life: build the recipe's state over the arena, then go from step to step with the others.
 
-Between grants it sleeps. Whatever goes wrong is told to the caller's process; the worker goes idle and can go on. One
-that replaces another takes up the state as it is, in the step in which the other ended if the rest still wait there.
+Between grants it sleeps. What goes wrong is told to the caller's process. One that replaces another takes up its step.
 """
 
 from __future__ import annotations
@@ -84,8 +83,7 @@ class Worker:
         self._share(arena, base, setup)
         ahead = Taking(inputs, self._definition).read if setup["ahead"] else None
         self._dealer = BatchShares(self._definition, self._framework.opened, ahead)
-        self._settled = False
-        self._twice = Twice(self._definition, self._framework, allow=setup["allow"])
+        self._settled, self._twice = False, Twice(self._definition, self._framework, allow=setup["allow"])
         give_back()  # the model as it was made, before it moved into the arena
 
     def _share(self, memory: Memory, base: Memory, setup: dict[str, Any]) -> None:
