@@ -78,9 +78,15 @@ def test_without_turns_it_would_be_seen(monkeypatch):
             pass
 
     monkeypatch.setattr(generators, "ALONE", Free())
+
+    def trained(seed):
+        try:
+            return recipe(seed).train(engine="inline", progress=False).digest
+        except phalanx.StateError:  # a replica that was computed twice drew other numbers the second time
+            return None
+
     with ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(lambda seed: recipe(seed).train(engine="inline", progress=False), range(4)))
-    assert [result.digest for result in results] != due
+        assert list(pool.map(trained, range(4))) != due
 
 
 def test_runs_in_threads_take_turns_step_by_step():
