@@ -45,3 +45,9 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def computed_once(monkeypatch):
+    """No replica is computed twice in this process: for tests that count calls of user code."""
+    monkeypatch.setattr("phalanx.engines.twice.Twice.begin", lambda *_: None)

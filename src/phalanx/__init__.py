@@ -20,6 +20,7 @@ from phalanx.errors import (
     Preempted,
     RunError,
     SnapshotError,
+    StateError,
     UsageError,
     WorkerError,
 )
@@ -36,6 +37,7 @@ from phalanx.recipe import Recipe, close, train
 from phalanx.run.result import Result
 from phalanx.run.run import Run
 from phalanx.seams.events import Evaluated, Incident, StepReport
+from phalanx.surroundings.current import current_step
 from phalanx.surroundings.sources import SOURCES
 
 SOURCES.install()
@@ -61,12 +63,14 @@ __all__ = [
     "Run",
     "RunError",
     "SnapshotError",
+    "StateError",
     "StepReport",
     "Stream",
     "UsageError",
     "Verified",
     "WorkerError",
     "close",
+    "current_step",
     "diff",
     "digest",
     "find_lr",

@@ -5,6 +5,7 @@ PhalanxError
 └── RunError            the run went wrong; ``result`` is the last good state
     ├── WorkerError     user code raised; always raised from the user's own exception
     ├── NonFiniteError  a loss or a gradient is not finite
+    ├── StateError      a replica came out differently when it was computed again: user code keeps state of its own
     ├── CorruptionError a part of a step was done twice and came out differently; on_corruption says what then
     ├── SnapshotError   a snapshot cannot be written or used
     ├── LeftError       another process of the world ended the run early
@@ -87,6 +88,10 @@ class WorkerError(RunError):
 
 class NonFiniteError(RunError):
     """A loss or a gradient is NaN or infinite; nothing was updated."""
+
+
+class StateError(RunError):
+    """A replica came to something else when it was computed again from the same state; nothing was updated."""
 
 
 class CorruptionError(RunError):

@@ -129,7 +129,8 @@ class Recipe(Definition):
             "cuda": all that are visible; "local": the one that torchrun means; "cpu" may come several times. Worker
             processes compute on "cpu" only. "auto": where ``make_model`` puts the model.
         nondeterministic : "error" or "allow"
-            On accelerators, what an operation without a deterministic kernel is; "allow" gives the promise up.
+            On accelerators, what an operation without a deterministic kernel is, and everywhere a replica that comes
+            out differently when it is computed again; "allow" gives the promise up.
         evaluation : Evaluation, or list or dict of them, optional
             Due after every epoch, or as often as each says, and after the last step; kept in ``result.metric_history``.
         callbacks : sequence

@@ -24,6 +24,7 @@ from phalanx.plan.rounds import Moment
 from phalanx.plan.shares import share_weights
 from phalanx.seams import Arithmetic, Computed, Framework, Link, Measurement, Part, Steppable, Todo, Vector, Weights
 from phalanx.surroundings import interrupts
+from phalanx.surroundings.current import CURRENT
 
 T = TypeVar("T")
 ABSENT = Part(0.0, 0.0, returned=False, samples=0)
@@ -87,6 +88,8 @@ def propose(framework: Steppable, link: Link, definition: Definition, t: int, sh
     except BaseException:
         framework.rewind()
         raise
+    finally:
+        CURRENT.step = None
     told = [value for loss_of, part in zip(losses, parts, strict=True) for value in (loss_of, part.weight)]
     return Proposal(loss, norm, gradient, accepted, told)
 
@@ -190,9 +193,10 @@ def begin(
 
 
 def todo(definition: Definition, t: int, replicas: Sequence[int], shares: Sequence[Share]) -> list[Todo]:
-    """What there is to compute for these replicas in step ``t``."""
+    """What there is to compute for these replicas in step ``t``, which is the current one from here on."""
     seed, count = definition.seed, definition.replicas
     step, phase, first, *_ = definition.rounds.at(t)
+    CURRENT.step = step
     weights = share_weights([len(share.samples) for share in shares])
     if not first:  # what is carried began anew in the phase before
         shares = [replace(share, fresh=False) for share in shares]

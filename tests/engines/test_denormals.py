@@ -64,6 +64,7 @@ def test_what_is_slow_for_another_reason_is_not_blamed_on_denormals():
     assert bool(torch.tensor(1e-40) * 1.0)
 
 
+@pytest.mark.usefixtures("computed_once")
 def test_who_flushes_already_is_not_told():
     """Where the caller flushes denormals, nothing is slow and nothing is computed twice."""
     calls = []

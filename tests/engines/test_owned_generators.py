@@ -217,8 +217,11 @@ def counting():
 
 @pytest.mark.parametrize("options", [{"engine": "inline"}, {"engine": "processes", "workers": 2}], ids=["inline", "2"])
 def test_what_is_not_found_is_told(options):
-    """A dataset that gives another sample under the same seeds, for a reason that nobody finds, is warned of once."""
-    with pytest.warns(UserWarning, match=r"of data was another when it was read again.*attribute") as told:
+    """A dataset that gives another sample under the same seeds, for a reason that nobody finds, is told of once."""
+    with (
+        pytest.warns(UserWarning, match=r"of data was another when it was read again.*attribute") as told,
+        pytest.raises(phalanx.StateError, match="when it was computed again"),
+    ):
         regression(Noisy(counting())).train(**options)
     assert len([item for item in told if "read again" in str(item.message)]) <= 2
 

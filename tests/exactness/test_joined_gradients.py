@@ -76,6 +76,7 @@ def test_parts_that_nobody_notices_are_found(monkeypatch):
     assert result.params["weight"].tolist() == [0] * 3
 
 
+@pytest.mark.usefixtures("computed_once")
 def test_hooks_see_the_gradient_of_one_replica():
     """A hook of the model's own finds its replica's gradient in ``.grad``, not a sum, and may change it."""
     seen = []
@@ -106,6 +107,7 @@ def test_neighbours_that_weigh_something_else_are_not_joined(monkeypatch):
     assert family.train(engine="inline").digest != expected
 
 
+@pytest.mark.usefixtures("computed_once")
 def test_odd_replicas_are_joined(monkeypatch):
     """With shares of one size half of all gradients are added by autograd, never in a pass of their own."""
     joined = []

@@ -37,11 +37,13 @@ def masks(replicas, steps=4):
     return drawn
 
 
+@pytest.mark.usefixtures("computed_once")
 def test_masks_differ_between_replicas_and_steps():
     """No two replica-steps of a run draw the same dropout mask."""
     assert len(set(masks(4))) == 16
 
 
+@pytest.mark.usefixtures("computed_once")
 def test_masks_are_the_same_on_rerun():
     """A second run draws the same masks, whatever was drawn in between, and however long it is."""
     first = masks(3)
@@ -50,6 +52,7 @@ def test_masks_are_the_same_on_rerun():
     assert masks(3, steps=2) == first[:6]
 
 
+@pytest.mark.usefixtures("computed_once")
 def test_masks_are_those_of_the_plan():
     """``recipe.plan.seeded`` gives a hand-written loop the masks of the run."""
     plan, by_hand = FAMILIES["mlp"].recipe(3).plan, []
@@ -250,6 +253,7 @@ def test_failures_leave_the_surroundings(name, mode):
         assert surroundings() == before
 
 
+@pytest.mark.usefixtures("computed_once")
 @pytest.mark.parametrize("kind", [Planned, KeyboardInterrupt, SystemExit])
 def test_a_failure_in_the_middle_of_an_iterated_run_leaves_the_surroundings(kind):
     """An exception or an exit out of a held run's step leaves the surroundings and the state before that step."""

@@ -88,16 +88,10 @@ def detached(output, target):
     return F.cross_entropy(output.detach(), target)
 
 
-class Sometimes:
-    """A loss that returns a weight only every other time."""
-
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, output, target):
-        self.calls += 1
-        loss = F.cross_entropy(output, target)
-        return (loss, 1.0) if self.calls % 2 else loss
+def sometimes(output, target):
+    """A loss that returns a weight only for some shares."""
+    loss = F.cross_entropy(output, target)
+    return (loss, 1.0) if target.sum() % 2 else loss
 
 
 def weighing(weight):
@@ -467,7 +461,7 @@ LOSSES = [
     ("weight-inf", lambda: go(loss_fn=weighing(float("inf"))), "loss_fn returned the weight inf", "finite"),
     ("weight-vector", lambda: go(loss_fn=weighing(torch.ones(3))), "loss_fn returned the weight", "(3,)", "number"),
     ("weight-string", lambda: go(loss_fn=weighing("many")), "loss_fn returned the weight 'many'", "number"),
-    ("weight-sometimes", lambda: go(loss_fn=Sometimes()), "loss_fn", "weight for some replicas", "always or never"),
+    ("weight-sometimes", lambda: go(loss_fn=sometimes), "loss_fn", "weight for some replicas", "always or never"),
     ("forward-not-callable", lambda: recipe(forward_fn=3), "forward_fn is 3", "int", "callable"),
     ("target-not-callable", lambda: recipe(target_fn="label"), "target_fn is 'label'", "str", "callable"),
     ("collate-not-callable", lambda: recipe(collate_fn=[]), "collate_fn is []", "list", "callable"),

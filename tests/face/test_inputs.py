@@ -129,6 +129,7 @@ def test_a_short_last_batch_is_dealt_alike_in_any_form(form):
     assert digest(data=data, **changes, **ragged) == digest(**ragged)
 
 
+@pytest.mark.usefixtures("computed_once")
 def test_a_custom_collate_fn_gets_lists_of_samples():
     """collate_fn is given the samples of one share in the plan's order, without a batch axis, columns or not."""
     seen = []
@@ -273,6 +274,7 @@ def test_single_samples_in_any_form_give_equal_digests(form):
     assert digest(data=data, batch_size=None, **changes) == digest(batch_size=None)
 
 
+@pytest.mark.usefixtures("computed_once")
 @pytest.mark.parametrize("form", ["columns", "dataset", "list"])
 def test_batch_size_none_hands_over_samples_as_they_are(form):
     """One sample per replica per step, with no added axis, in the plan's order."""
@@ -555,6 +557,7 @@ def test_planned_and_brought_steps_may_be_mixed():
         assert run.result().digest == reference()
 
 
+@pytest.mark.usefixtures("computed_once")
 def test_a_short_brought_batch_is_split_like_a_planned_one():
     """A batch of any size is cut as numpy.array_split cuts it; replicas without a share are skipped."""
     sizes = []

@@ -85,10 +85,16 @@ def test_without_turns_it_would_be_seen(monkeypatch):
             pass
 
     monkeypatch.setattr(generators, "ALONE", Free())
-    recipes = [dataclasses.replace(recipe(seed), loss_fn=meeting_loss) for seed in range(2)]
+
+    def trained(seed):
+        one = dataclasses.replace(recipe(seed), loss_fn=meeting_loss)
+        try:
+            return one.train(engine="inline", progress=False).digest
+        except phalanx.StateError:  # a replica that was computed twice drew other numbers the second time
+            return None
+
     with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(lambda one: one.train(engine="inline", progress=False), recipes))
-    assert [result.digest for result in results] != due
+        assert list(pool.map(trained, range(2))) != due
 
 
 def test_runs_in_threads_take_turns_step_by_step():

@@ -28,6 +28,7 @@ FIRST_RUNG = {
     "close",
     "digest",
     "weighted",
+    "current_step",
     "whole",
     "find_lr",
 }
@@ -35,7 +36,7 @@ PROOF = {"Chain", "Difference", "Replayed", "Verified", "diff", "replay", "verif
 SECOND_RUNG = {"Phase", "Run", "StepReport", "Evaluation", "Evaluated", "Incident", "Loaded"}
 ERRORS = {
     "PhalanxError", "UsageError", "RunError", "WorkerError", "NonFiniteError", "SnapshotError", "LeftError",
-    "Preempted", "CorruptionError",
+    "Preempted", "CorruptionError", "StateError",
 }  # fmt: skip
 
 

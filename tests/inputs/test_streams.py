@@ -78,6 +78,7 @@ def test_hosts():
     assert "the batch of step 0 is another in process 1 than in process 0" in told[0][1]
 
 
+@pytest.mark.usefixtures("computed_once")
 def test_the_buffer_shuffles():
     """Each epoch has each sample once, each in another order; an order as far as the buffer reaches, by keys."""
     seen = epochs_of(buffer=6)

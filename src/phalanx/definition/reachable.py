@@ -12,16 +12,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
+
+import numpy as np
 
 from phalanx.definition.packages import installed
 from phalanx.surroundings.sources import nested
 
 MOST = 1000  # items of a container
 ALL = 100_000  # objects
+SHORT = 60  # letters of two values that are shown
 PLAIN = (str, bytes, bytearray, int, float, complex, type(None), range)
 
 
@@ -35,6 +39,36 @@ def reachable(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             seen[id(value)] = value
             yield path, value
             left.extend((path + step, part) for step, part in _parts(value))
+
+
+def values(roots: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``roots`` lead to now, by path: plain values as text, lengths of containers, checksums of arrays."""
+    found: dict[str, Any] = {}
+    for path, value in reachable(roots):
+        found |= {path + step: repr(part) for step, part in _parts(value) if isinstance(part, PLAIN)}
+        if isinstance(value, (list, dict, set, deque)):
+            found[f"{path} (its length)"] = len(value)
+        elif hasattr(type(value), "__array__"):
+            found[path] = _checksum(value)
+    return found
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Where two of ``values`` differ, with what is there if that is short."""
+    changed = {path: (before.get(path), after.get(path)) for path in {**before, **after}}
+    return [
+        f"{path} ({one}, then {other})" if isinstance(one, (int, str)) and len(f"{one}{other}") < SHORT else path
+        for path, (one, other) in changed.items()
+        if one != other
+    ]
+
+
+def _checksum(array: Any) -> Any:
+    try:
+        plain = np.ascontiguousarray(array.detach() if hasattr(array, "detach") else array)
+        return (zlib.crc32(plain.data),)
+    except Exception:  # no array of numbers in host memory that numpy knows
+        return id(array), getattr(array, "_version", None)
 
 
 def held_by(value: Any) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from phalanx.engines.ballots import OwnBallot
 from phalanx.engines.links import LaneLink, LocalLink, ProcessLink
 from phalanx.engines.own_pieces import OwnPieces
 from phalanx.engines.price import Price
+from phalanx.engines.twice import Twice
 from phalanx.engines.verdict import MOST, Open, decided, endless
 from phalanx.errors import CorruptionError, PhalanxError, RunError, WorkerError
 from phalanx.plan import evaluation_key
@@ -87,6 +88,8 @@ class Inline:
         self.ended = ""
         self.closed = False
         self._price = Price(definition, framework, self.run_state)
+        self._twice = Twice(definition, framework, allow=self.run_state.allow)
+        self._twice.begin(len(self.run_state.loss_history))
         RUNS.begin()
         self._memory = weakref.finalize(self, RUNS.end)
         self.environment = self.reading = framework.environment
@@ -167,7 +170,7 @@ class Inline:
                 self._audited.aim(t, shares)
             self._link.begin()
             try:
-                proposal = propose(self._framework, self._link, self._definition, t, shares)
+                proposal = propose(self._twice.due.get(t, self._framework), self._link, self._definition, t, shares)
                 self._commit(t, proposal, samples)
                 return proposal
             except CorruptionError as error:

@@ -53,7 +53,7 @@ def open_engine(
 
     def begun() -> RunState:
         run_state = begin(framework)
-        run_state.audit = audit
+        run_state.audit, run_state.allow = audit, allow
         return run_state
 
     deadline = Deadline(deadline_seconds)

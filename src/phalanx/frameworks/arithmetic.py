@@ -6,8 +6,10 @@ has one user becomes a product with its reciprocal. Implements ``seams.sharing.A
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,6 +44,11 @@ def divide(vector: Gradient, divisor: float) -> Gradient:
 def read(scalars: Sequence[float]) -> list[float]:
     """Losses are read when they are computed, so they are numbers already."""
     return list(scalars)
+
+
+def checksum(vector: Sequence[Any]) -> int:
+    """Of the bytes of all entries."""
+    return functools.reduce(lambda total, entry: zlib.crc32(np.ascontiguousarray(_plain(entry)).data, total), vector, 0)
 
 
 def finite(vector: Gradient) -> bool:

@@ -46,6 +46,10 @@ class Arithmetic(Protocol):
         """Whether every element is finite."""
         ...
 
+    def checksum(self, vector: Sequence[Any]) -> int:
+        """Of the bytes of all entries; waits for the devices that compute them."""
+        ...
+
     def read(self, scalars: list[Any]) -> list[float]:
         """Losses as numbers; waits for the devices that compute them."""
         ...
@@ -67,8 +71,7 @@ class Steppable(Protocol):
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
         """Compute some replicas in turn, from the state at the step's start; runs user code.
 
-        One is computed when it is asked for; others may have been begun by then, if that is not seen. Who watches does
-        not change a bit of it.
+        One is computed when it is asked for; others may have been begun by then. Who watches changes no bit.
         """
         ...
 
@@ -77,7 +80,7 @@ class Steppable(Protocol):
         ...
 
     def update(self, step: int, gradient: Vector, buffers: Sequence[tuple[int, list[Any]]] | None) -> None:
-        """Clip, do the optimizer's ``step``, settle (samples, buffers) of who ran; None: another worker settles."""
+        """Clip, do the optimizer's ``step``, settle the (samples, buffers) of replicas that ran; None: others do."""
         ...
 
     def rewind(self) -> None:
@@ -162,8 +165,7 @@ class Framework(Steppable, Protocol):
     def measure(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Measurement:
         """Begin metrics over one chunk of samples, in evaluation mode; changes nothing.
 
-        What it returns waits for the devices that compute it, and gives a reading of each. Another chunk may be begun
-        before. ``weights``: values of parameters, by name, that stand in for the state's own.
+        What it returns waits for the devices, and gives a reading of each. ``weights`` stand in for parameters.
         """
         ...
 

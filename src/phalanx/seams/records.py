@@ -38,11 +38,13 @@ class Watch:
     was left), or, with ``operations``, "operation" and, within the backward pass, "backward" (its
     name; the value is all inputs, all outputs and, where user code is not being run, file and line of each frame in
     which it was written, from the innermost outwards). What is told may be written to later. A framework tells what it
-    can.
+    can. With ``parameters`` it tells neither modules nor operations, but "model" (what is trained), "written" (a
+    parameter that user code wrote or moved, and how) and "early" (one that had a gradient before the backward pass).
     """
 
     told: Callable[[str, str, Any], None]
     operations: bool = False
+    parameters: bool = False
 
 
 @dataclass(slots=True)
@@ -160,6 +162,8 @@ class RunState:
         Which updates are audited, if some are.
     audited : int
         How many were.
+    allow : bool
+        Whether what is nondeterministic is allowed.
     told : int
         How many updates observers were told of, with all that completes a step.
     unseen : deque of StepReport
@@ -181,6 +185,7 @@ class RunState:
     stopped_by: str | None = None
     audit: Audit | None = None
     audited: int = 0
+    allow: bool = False
     told: int = 0
     unseen: deque[StepReport] = field(default_factory=deque[StepReport])
 

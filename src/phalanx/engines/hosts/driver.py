@@ -183,6 +183,7 @@ def open_distributed(
         count = max(1, min(room if workers is None else workers // world.size, definition.replicas // world.size))
         count = 1 if framework.lanes is not None else count
         run_state = _same_start(world, framework, begin, definition.rounds)
+        run_state.allow = allow
         return Distributed(definition, framework, run_state, world, count, readers)
     except SeveredError as error:
         failure = world.lost(error, 0)

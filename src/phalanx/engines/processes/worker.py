@@ -1,7 +1,6 @@
 """A worker's life: build the recipe's state over the arena, then go from step to step with the others.
 
-Between grants it sleeps. Whatever goes wrong is told to the caller's process; the worker goes idle and can go on. One
-that replaces another takes up the state as it is, in the step in which the other ended if the rest still wait there.
+Between grants it sleeps. What goes wrong is told to the caller's process. One that replaces another takes up its step.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from phalanx.engines.processes.messages import DriverChannel, as_told
 from phalanx.engines.processes.serialization import remarked, unpack
 from phalanx.engines.reading.taking import Taking
 from phalanx.engines.recovery.deadline import SnapshotTimer
+from phalanx.engines.twice import Twice
 from phalanx.errors import CorruptionError, LostError, Trouble, UsageError
 from phalanx.frameworks.jax.outside import threads
 from phalanx.frameworks.registry import open_framework, sparing
@@ -83,7 +83,7 @@ class Worker:
         self._share(arena, base, setup)
         ahead = Taking(inputs, self._definition).read if setup["ahead"] else None
         self._dealer = BatchShares(self._definition, self._framework.opened, ahead)
-        self._settled = False
+        self._settled, self._twice = False, Twice(self._definition, self._framework, allow=setup["allow"])
         give_back()  # the model as it was made, before it moved into the arena
 
     def _share(self, memory: Memory, base: Memory, setup: dict[str, Any]) -> None:
@@ -122,6 +122,7 @@ class Worker:
                 "came to other options (it reads a clock or weights): the checksum differs, so that what was lost "
                 "cannot be done again; run again, with a run_dir from the newest snapshot there"
             )
+        self._twice.begin(orders["step"])
         self._come_to(orders["step"])
 
     def resume(self, step: int, loss: float) -> None:
@@ -177,7 +178,7 @@ class Worker:
         if isinstance(self._link, AuditedLink):
             self._link.aim(t, None if t < self._counters.done else shares)  # what was lost is done again as it was
         self._link.begin(even=len({len(share.samples) for share in shares}) == 1)
-        proposal = propose(self._framework, self._link, self._definition, t, shares)
+        proposal = propose(self._twice.due.get(t, self._framework), self._link, self._definition, t, shares)
         if self._number == 0:
             samples = sum([len(share.samples) for share in shares])
             self._announce(t, proposal, lr, samples, started)

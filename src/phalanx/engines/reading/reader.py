@@ -21,6 +21,7 @@ from phalanx.plan import replica_key
 from phalanx.shared.inputs import Inputs
 from phalanx.shared.inputs.ring import Ring
 from phalanx.shared.memory import Memory
+from phalanx.surroundings.current import CURRENT
 
 NAP_MILLISECONDS = 1
 
@@ -93,6 +94,7 @@ def _serve(caller: DriverChannel, definition: Definition, shares: BatchShares, r
             caller.sleep(NAP_MILLISECONDS)  # ends this process if the caller is gone
             continue
         dealt = shares.planned(definition.rounds.updates(step))
+        CURRENT.step = step
         seed, count = definition.seed, definition.replicas
         for replica in ring.mine(step):
             if ring.begun() > step:  # they read the rest of it by themselves meanwhile: the next one helps them more

@@ -121,7 +121,7 @@ class Jax:
         begun: deque[Callable[[], Computed]] = deque()
         for replica, key, share, *_ in todo:
             params = self._params_on(self._device if self._blocks is None else self._blocks.device_of(replica))
-            if watch is not None:
+            if watch is not None and not watch.parameters:
                 self._tell(watch, params, key, share)
             begun.append(self._begun(params, key, share))
             if len(begun) >= len(self._homes):

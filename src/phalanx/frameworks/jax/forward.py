@@ -19,6 +19,7 @@ from phalanx.frameworks.jax.outside import takes_key, takes_state
 from phalanx.frameworks.jax.tree import prng_key, words
 from phalanx.frameworks.jax.watching import tell_equations
 from phalanx.seams import Computed, Watch
+from phalanx.surroundings.current import outside as no_step
 
 
 class Forward:
@@ -84,6 +85,7 @@ class Forward:
             return target_fn(batch)
         return batch[1] if _is_pair(batch) else batch
 
+    @no_step()
     def _output(self, params: Any, batch: Any, data: Any, state: Any) -> tuple[Any, Any]:
         """The output, and the state after it.
 
@@ -103,6 +105,7 @@ class Forward:
             )
         return told
 
+    @no_step()
     def _loss(self, params: Any, batch: Any, data: Any, state: Any) -> tuple[Any, tuple[Any, Any]]:
         output, after = self._output(params, batch, data, state)
         loss_fn = self._definition.loss_fn

@@ -24,6 +24,7 @@ from phalanx.frameworks.tinygrad.forward import Batch, Forward, plain
 from phalanx.frameworks.tinygrad.model import Model, owned, write
 from phalanx.plan.keys import MASK32
 from phalanx.seams import Computed
+from phalanx.surroundings.current import outside as no_step
 
 # What ``Tensor.manual_seed`` puts before the seed for the device that is used first after it.
 FIRST = int.from_bytes(hashlib.sha256((0).to_bytes(4, "big")).digest()[-4:], "big")
@@ -124,7 +125,7 @@ class Lane:
         before = [(tensor, tensor.uop) for pair in pairs for tensor in pair]
         counter = Tensor([0, 0], device=self.device, dtype=dtypes.uint32)
         try:
-            with outside.kept():
+            with outside.kept(), no_step():
                 self._forward.seed()
                 streams = 0, {self.device: self._key}, {self.device: counter}
                 for name, value in zip(outside.RANDOM, streams, strict=True):

@@ -8,11 +8,13 @@ from __future__ import annotations
 import functools
 import math
 import mmap
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from phalanx.frameworks.torch.replica.buffers import bytes_of
 from phalanx.shared.layout import Spec, row_major
 
 Gradient = list[torch.Tensor | None]
@@ -42,6 +44,13 @@ def divide(vector: Gradient, divisor: float) -> Gradient:
 def read(scalars: list[float]) -> list[float]:
     """Losses are read when they are computed, so they are numbers already."""
     return scalars
+
+
+def checksum(vector: Sequence[torch.Tensor | None]) -> int:
+    """Of the bytes of all entries."""
+    return functools.reduce(
+        lambda total, entry: zlib.crc32(b"-" if entry is None else bytes_of(entry).cpu().numpy().data, total), vector, 0
+    )
 
 
 def finite(vector: Gradient) -> bool:

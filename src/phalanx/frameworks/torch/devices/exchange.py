@@ -147,17 +147,10 @@ class DeviceArithmetic:
             FOREACH._foreach_add_(mine, theirs)
         return [b if a is None else a for a, b in zip(left, right, strict=True)]
 
-    def scale(self, vector: Gradient, factor: float) -> Gradient:
-        """See ``seams.Arithmetic.scale``."""
-        return arithmetic.scale(vector, factor)
-
-    def divide(self, vector: Gradient, divisor: float) -> Gradient:
-        """See ``seams.Arithmetic.divide``."""
-        return arithmetic.divide(vector, divisor)
-
-    def finite(self, vector: Gradient) -> bool:
-        """See ``seams.Arithmetic.finite``."""
-        return arithmetic.finite(vector)
+    scale = staticmethod(arithmetic.scale)
+    divide = staticmethod(arithmetic.divide)
+    finite = staticmethod(arithmetic.finite)
+    checksum = staticmethod(arithmetic.checksum)
 
     def read(self, scalars: Sequence[Any]) -> list[float]:
         """See ``seams.Arithmetic.read``: one copy from each device."""

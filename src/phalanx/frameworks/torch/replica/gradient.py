@@ -27,9 +27,15 @@ class Collector:
     named : sequence of (str, torch.nn.Parameter)
     written : bool
         Whether gradients will be written, and so may share no memory.
+
+    Attributes
+    ----------
+    early : list of str or None
+        Where it is a list, parameters are added that have a gradient before a backward pass.
     """
 
     def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]], *, written: bool) -> None:
+        self.early: list[str] | None = None
         self._named = named
         self._written = written
         self._homes: Gradient | None = None
@@ -118,8 +124,10 @@ class Collector:
         )
 
     def forget(self) -> None:
-        """Free what the last backward pass left."""
+        """Free what the last backward pass left; what the next one would find in ``.grad`` is not its own."""
         self._spent = None
+        if self.early is not None:
+            self.early += [name for name, parameter in self._named if parameter.grad is not None]
 
     def watch(self, indices: Sequence[int]) -> None:
         """Move big gradients of these parameters to their homes as soon as they are there."""

@@ -25,7 +25,7 @@ from phalanx.frameworks.torch.replica.carried import Carried
 from phalanx.frameworks.torch.replica.denormals import Denormals
 from phalanx.frameworks.torch.replica.forward import Forward
 from phalanx.frameworks.torch.replica.gradient import Collector, drop
-from phalanx.frameworks.torch.replica.watching import watching
+from phalanx.frameworks.torch.replica.watching import looking_after, watching
 from phalanx.frameworks.torch.results import Shown
 from phalanx.plan.parts import Parts
 from phalanx.seams import Computed, Measurement, Todo, Watch, Weights
@@ -210,6 +210,9 @@ class Lane:
 
     def watched(self, todo: Todo, watch: Watch) -> Computed:
         """Compute one replica by itself, and tell what comes on the way."""
+        if watch.parameters:
+            with looking_after(self.model, self.collector, watch):
+                return self.gradient(todo)
         with watching(self.model, watch):
             return self.gradient(todo, watch=watch)
 
