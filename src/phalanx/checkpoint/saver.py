@@ -18,7 +18,7 @@ from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.definition import checks
 from phalanx.definition.fields import Definition
 from phalanx.definition.fingerprint import fingerprint
-from phalanx.errors import PhalanxError, RunError, SnapshotError, UsageError
+from phalanx.errors import PhalanxError, RunError, SnapshotError, TornError, UsageError
 from phalanx.frameworks.registry import recorded_environment
 from phalanx.seams import Engine, RunState
 from phalanx.seams.events import Incident, StepReport
@@ -198,7 +198,7 @@ class Saver(Observer):
         try:
             try:
                 self._directory.write(state)
-            except snapshot.TornError as error:
+            except TornError as error:
                 assert self._engine is not None, "nobody saves before begin"
                 self._engine.run_state.incidents.append(
                     Incident(time.perf_counter(), "torn", -1, state.step, f"{error}; the snapshot was written again")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.checkpoint import files, tensors
-from phalanx.errors import SnapshotError
+from phalanx.errors import SnapshotError, TornError
 from phalanx.seams.snapshots import Tensor
 
 SCHEMA = 1
@@ -64,10 +64,6 @@ class Snapshot:
         """A part of the recipe's fingerprint; empty where there is none, as nobody has checked that it is one."""
         found = self.recipe.get(part)
         return found if isinstance(found, dict) else {}
-
-
-class TornError(OSError):
-    """What was written of a state is not that state."""
 
 
 def tensors_of(weights: Mapping[str, Any], training: Mapping[str, Any]) -> dict[str, Any]:

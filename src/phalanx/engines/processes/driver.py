@@ -187,7 +187,7 @@ class Processes:
 
     def hand_back(self) -> bool:
         """Take the state home for another engine, or raise; False while steps are unseen, or the snapshot is read."""
-        if not self.closed and (not self.pause() or self.supervisor.held):
+        if not self.closed and (not self.pause() or self.counters.held):
             return False
         self.close()
         if self.lost:

@@ -137,14 +137,9 @@ class Supervisor:
     def wait_for_readers(self) -> None:
         """Wait until nobody reads the snapshot."""
         with self._readers:
-            while self.held:
+            while self._counters.held:
                 self._readers.wait(SLICE_SECONDS)
                 interrupts.check()
-
-    @property
-    def held(self) -> bool:
-        """Whether somebody reads the snapshot."""
-        return bool(self._counters.held)
 
     def _situation(self, granted: range) -> Situation:
         """What the table has to know; ``granted``: the steps in which a replacement may join."""
