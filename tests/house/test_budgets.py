@@ -39,6 +39,7 @@ MANY_PARAMETERS = {
 MANY_METHODS = {
     "phalanx.seams.observer.Observer": "what a run tells: whoever looks on defines those that it needs",
     "phalanx.run.run.Run": "the face: what can be done with a run that one holds",
+    "phalanx.engines.recovery.supervisor.Supervisor": "what the driver asks of it",
     "phalanx.engines.processes.driver.Processes": "seams.Engine, and what engines that hold it ask of it",
     "phalanx.backend.group.Group": "torch.distributed says which methods a process group has",
 }
