@@ -16,7 +16,7 @@ import phalanx
 from phalanx.checkpoint import snapshot
 from phalanx.checkpoint.chain import CHAIN
 from phalanx.cli.app import app
-from phalanx.definition.fingerprint.arrays import other_row, row_sums
+from phalanx.definition.fingerprint import arrays
 from tests.exactness.test_phases import recipe as with_phases
 from tests.proof.jobs import X, Y, ran, recipe
 
@@ -260,13 +260,18 @@ def test_a_run_that_told_of_no_rows_is_gone_on_with(tmp_path):
 def test_any_lone_row_is_found(dtype):
     """Whatever is changed in a row, if only in one bit, by a power of two, or all of it, it is that row."""
     data = np.random.default_rng(0).integers(0, 100, (5000, 3)).astype(dtype)
-    assert row_sums(b"", 3) == row_sums(b"12345", 3) == row_sums(b"1", 1) == ""
-    told = ["array", "", "", row_sums(data.tobytes(), 5000)]
-    assert other_row(told, told) == ", in several rows"  # nobody asks of equal ones
+    assert arrays.row_sums(b"", 3) == arrays.row_sums(b"12345", 3) == arrays.row_sums(b"1", 1) == ""
+    told = ["array", "", "", arrays.row_sums(data.tobytes(), 5000)]
+    assert arrays.other_row(told, told) == ", in several rows"  # nobody asks of equal ones
     for row in (0, 1, 2500, 4999):
         for change in (lambda line: line * 0 + 101, lambda line: line + 64, lambda line: line[[1, 2, 0]] + 1):
             other = data.copy()
             other[row] = change(other[row])
-            assert other_row(told, ["array", "", "", row_sums(other.tobytes(), 5000)]) == f", in row {row} alone"
+            assert (
+                arrays.other_row(told, ["array", "", "", arrays.row_sums(other.tobytes(), 5000)])
+                == f", in row {row} alone"
+            )
             other[(row + 7) % 5000] += 1
-            assert other_row(told, ["array", "", "", row_sums(other.tobytes(), 5000)]) == ", in several rows"
+            assert (
+                arrays.other_row(told, ["array", "", "", arrays.row_sums(other.tobytes(), 5000)]) == ", in several rows"
+            )

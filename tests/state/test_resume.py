@@ -578,13 +578,13 @@ def test_a_fingerprint_that_is_none(tmp_path, recipe):
 @pytest.mark.long
 def test_another_environment_is_told(tmp_path, monkeypatch):
     """With another version of torch, a warning says at the caller's line that bits may differ, and in what."""
-    from phalanx.checkpoint import resume
+    from phalanx.frameworks import registry
 
     norm_recipe(2).train(run_dir=tmp_path, engine="inline")
-    found = resume.recorded_environment()
+    found = registry.recorded_environment()
     assert found == json.loads(json.dumps(found))
     name = next(iter(found))
-    monkeypatch.setattr(resume, "recorded_environment", lambda: found | {name: "another"})
+    monkeypatch.setattr(registry, "recorded_environment", lambda: found | {name: "another"})
     with pytest.warns(UserWarning, match=f"bits may differ .*{name} is another, was ") as told:
         result = norm_recipe(4).train(run_dir=tmp_path, engine="inline")
     assert [item.filename for item in told] == [__file__]
