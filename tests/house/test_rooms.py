@@ -49,7 +49,7 @@ NAMED: dict[str, tuple[str, str]] = {
     "manual": ("torch", "one writes torch by hand there"),
     "cli": ("jax optax tinygrad torch", "demos are recipes, and say what to install for them"),
     "frameworks/tinygrad/adapter.py": ("jax torch", "a message says for whom weights are averaged"),
-    "definition/checks/first_readings.py": ("torch", "a message says what a dataset may draw from"),
+    "definition/copies.py": ("torch", "a message explains with torch.Generator why a sample differs from one reading"),
     "definition/data.py": ("torch", "a message says what columns can be"),
     "definition/fields.py": ("torch", "messages show what to write"),
     "definition/generators.py": ("tinygrad torch", "theirs are among those that are seeded"),

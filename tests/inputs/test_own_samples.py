@@ -128,7 +128,7 @@ def test_one_buffer_filled_anew(way, kind):
 @pytest.mark.parametrize("kind", [torch.tensor, np.array])
 def test_writing_to_the_datasets_own_arrays(way, dataset, kind):
     """It is refused, with the name of the array; so it is in evaluation data."""
-    with pytest.raises(phalanx.UsageError, match=r"sample \d+ of data was another .* writes to data\.rows: ch"):
+    with pytest.raises(phalanx.UsageError, match=r"\d+ of data was another .* writes to data\.rows; change a copy"):
         trained(dataset(kind), way)
     with pytest.raises(phalanx.UsageError, match=r"writes to evaluation data\.rows"):
         recipe(Dataset(kind)).train(evaluation=phalanx.Evaluation(LOSS, dataset(kind)), **WAYS[way])

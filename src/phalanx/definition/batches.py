@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.definition import generators
-from phalanx.definition.checks.first_readings import FirstReadings
-from phalanx.definition.copies import own
+from phalanx.definition.copies import FirstReadings, own
 from phalanx.definition.data import Columns, Samples, SeedSample, Share, Source, content, open_batch, open_data
 from phalanx.definition.fields import Definition
 from phalanx.definition.streams import Drawn

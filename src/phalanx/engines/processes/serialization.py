@@ -10,7 +10,6 @@ import abc
 import contextlib
 import copyreg
 import importlib
-import inspect
 import io
 import pickle
 import struct
@@ -78,8 +77,8 @@ class Packer(cloudpickle.Pickler):
             reduced = super().reducer_override(obj)
             if isinstance(obj, type) and isinstance(reduced, tuple) and len(reduced) == 6:  # by value, with a setter
                 reduced = (*reduced[:5], _define)
-            elif isinstance(type(obj).__new__, FunctionType) and not isinstance(obj, type):
-                reduced = _unasked(obj)
+            elif not isinstance(obj, type) and isinstance(type(obj).__new__, FunctionType):
+                reduced = NotImplemented if type(obj) in self.dispatch_table else _unasked(obj)
         return reduced
 
     def _consider(self, name: str) -> None:
@@ -195,21 +194,18 @@ def _define(kind: type, state: Any) -> type:
 
 
 def _unasked(thing: Any) -> Any:
-    """How to pickle an object whose class asks for arguments where it makes one, and leaves pickle none."""
-    kind = type(thing)
+    """How to pickle an object whose class has a ``__new__`` of its own, for which pickle may have no arguments."""
+    way, *rest = thing.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    plain = way is copyreg.__newobj__ and len(rest[0]) == 1  # type: ignore[attr-defined]
+    return (_made, *rest) if plain else NotImplemented
+
+
+def _made(kind: Any) -> Any:
     try:
-        inspect.signature(kind.__new__).bind(kind)
-    except TypeError:
-        reduced = thing.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        if reduced[0] is copyreg.__newobj__ and len(reduced[1]) == 1:  # type: ignore[attr-defined]
-            return _bare, *reduced[1:]
-    return NotImplemented
-
-
-def _bare(kind: type) -> Any:
-    """An object of a class as Python itself makes it, before anything is done with it."""
-    native: Any = next(each for each in kind.__mro__ if isinstance(vars(each).get("__new__"), BuiltinFunctionType))
-    return native.__new__(kind)
+        return kind.__new__(kind)
+    except TypeError:  # it asks for some; the state that follows has what came of them
+        known = [vars(each).get("__new__") for each in kind.__mro__]
+        return next(new for new in known if isinstance(new, BuiltinFunctionType))(kind)
 
 
 def _importable(module: ModuleType) -> bool:
