@@ -103,8 +103,7 @@ class RunDirectory:
         for prepare in self.before_writing:
             prepare()
         target = folder / f"step-{state.step:012d}"
-        if os.path.lexists(target):  # of an earlier run, and damaged, or it would not be written again
-            files.remove(target)
+        files.remove(target)  # of an earlier run, and damaged, or it would not be written again
         snapshot.write(state, target)
         older = [
             path for path in snapshot_folders(self.root) if path.name <= target.name
@@ -201,8 +200,8 @@ def _made(path: pathlib.Path) -> pathlib.Path:
             f"run_dir is {str(path)!r}, which is a snapshot, not a run's directory; choose another, or begin from it "
             "with warm_start"
         )
-    files.make_folder(path)
-    root = path.resolve(strict=True)
+    root = path.resolve(strict=path.is_symlink())
+    files.make_folder(root)
     if (root / SNAPSHOTS).is_symlink():
         raise UsageError(
             f"run_dir is {str(path)!r}, where {SNAPSHOTS!r} is a symbolic link, maybe to those of another run; make it "

@@ -189,7 +189,7 @@ def _range(steps: str) -> tuple[int, int] | None:
 
 def _write(found: Replayed, folder: pathlib.Path, facts: dict[str, Any]) -> None:
     """Write what a replica computed, as safetensors."""
-    make_folder(folder)
+    make_folder(folder.resolve())
     for name in ("batch", "output", "gradients", "buffers"):
         value = getattr(found, name)
         named = flat(value, name) if name in ("batch", "output") else {k: flat(v, k)[k] for k, v in value.items()}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from phalanx.definition import checks
-from phalanx.errors import PhalanxError, UsageError
+from phalanx.definition.plain import taking_over
+from phalanx.errors import PhalanxError, SnapshotError, UsageError
 from phalanx.seams import Engine
 from phalanx.seams.events import StepReport
 from phalanx.seams.observer import Observer
@@ -60,11 +61,14 @@ class Callbacks(Observer):
     callbacks : sequence
     turn : Turns
         The run's own.
+    stop : bool
+        Whether one of the package's own that cannot write, as on a full disk, ends the run, as a snapshot does.
     """
 
     runs_user_code = True
 
-    def __init__(self, callbacks: Sequence[Any], turn: Turns) -> None:
+    def __init__(self, callbacks: Sequence[Any], turn: Turns, *, stop: bool) -> None:
+        self._stop = stop
         self._functions = [callback for callback in callbacks if not is_object(callback)]
         self._objects: dict[str, Any] = {}
         seen: Counter[str] = Counter()
@@ -81,7 +85,8 @@ class Callbacks(Observer):
         self._run = run
         states, engine.run_state.states = engine.run_state.callbacks, self._states
         for name in [name for name in states if name in self._objects]:
-            self._call(name, "load", states.pop(name))
+            with taking_over(f"the state of {name}"):
+                self._call(name, "load", states.pop(name))
         for name in self._objects:
             self._call(name, "begin", run)
 
@@ -131,5 +136,19 @@ class Callbacks(Observer):
     def _call(self, name: str, hook: str, argument: Any) -> None:
         function = getattr(self._objects[name], hook, None)
         if function is not None:
-            with self._turn.lent(), interrupts.opened():
+            with self._writing(name, hook), self._turn.lent(), interrupts.opened():
                 function(argument)
+
+    @contextlib.contextmanager
+    def _writing(self, name: str, hook: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not type(self._objects[name]).__module__.startswith("phalanx."):
+                raise
+            why = f"the callback {name} could not write: {error}"
+            if hook == "begin":
+                raise UsageError(f"{why}; mend that, or leave the callback out") from error
+            if self._stop:
+                raise SnapshotError(why) from error
+            checks.warn(f"{why}; the run goes on")

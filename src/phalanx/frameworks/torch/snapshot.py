@@ -13,11 +13,12 @@ import torch
 
 from phalanx.definition import checks
 from phalanx.definition.digest import Entry, digest_of
-from phalanx.definition.plain import decoded, encoded
+from phalanx.definition.plain import decoded, encoded, taking_over
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.torch.phases import Updates
 from phalanx.frameworks.torch.replica.buffers import Buffers, bytes_of
 from phalanx.frameworks.torch.schedules import Named
+from phalanx.frameworks.torch.sharing.optimizer_state import check_options, check_state, find_pieces
 from phalanx.seams.snapshots import CODES, Captured, Tensor
 
 
@@ -89,19 +90,25 @@ def adopt(model: torch.nn.Module, updates: Updates, state: Captured) -> None:
     """
     adopt_weights(model, state.weights)
     parameters = dict(updates.named)
-    find = functools.partial(_found, state.training)
-    try:
-        for optimizer, (described, beside) in zip(updates.optimizers, state.facts["optimizers"], strict=True):
+    left = {name: tensor for name, tensor in state.training.items() if name.startswith(("optimizer.", "options."))}
+    find = functools.partial(_found, left)
+    with taking_over("the optimizers' state"):
+        pieces = find_pieces(updates, list(parameters.values()))
+        for number, (optimizer, theirs) in enumerate(zip(updates.optimizers, state.facts["optimizers"], strict=True)):
             optimizer.state.clear()
-            for name, value in decoded(described, find).items():
+            described, beside = (decoded(part, find, f"optimizer.{number}") for part in theirs)
+            for name, value in described.items():
                 optimizer.state[parameters[name]] = _placed(value, parameters[name], optimizer)
-            optimizer.state.update(decoded(beside, find))
-        updates.take_options(decoded(state.facts["options"], find))
+            optimizer.state.update(beside)
+        options = decoded(state.facts["options"], find, "options")
+        if left:
+            raise ValueError(f"nothing names the tensors {', '.join(left)}")
+        check_options(updates, options)
+        updates.take_options(options)
         _ = updates.lr  # which is a number, or raises
+        check_state(updates, pieces)
         for optimizer in updates.optimizers:
             _check_fused(optimizer, parameters.values())
-    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
-        raise SnapshotError(f"the optimizers' state in the snapshot does not fit this recipe's: {error}") from error
 
 
 def _check_fused(optimizer: torch.optim.Optimizer, parameters: Collection[torch.Tensor]) -> None:
@@ -164,9 +171,15 @@ def state_dict(model: Any, instead: Mapping[str, Any]) -> dict[str, Tensor | Non
     return {name: stored(others.get(id(item), item)) for name, item in whole.items() if isinstance(item, torch.Tensor)}
 
 
-def _found(training: Mapping[str, Tensor], place: Any) -> torch.Tensor:
+def _found(training: dict[str, Tensor], place: Any, path: str) -> torch.Tensor:
     name, strides, _ = place
-    tensor = tensor_of(training[name])
+    if name != path:
+        raise ValueError(f"{path} is {name!r:.80}")
+    tensor, last = tensor_of(training.pop(path)), 0
+    for stride, length in sorted(zip(strides, tensor.shape, strict=True)):
+        if length > 1 and stride <= last:
+            raise ValueError(f"{path} has rows that overlap: its strides are {strides}")
+        last += stride * (length - 1)
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="cpu").copy_(tensor)
 
 
