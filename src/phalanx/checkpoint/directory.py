@@ -191,9 +191,9 @@ def _made(path: pathlib.Path) -> pathlib.Path:
     Raises
     ------
     UsageError
-        It is something else, or would have snapshots written elsewhere.
+        It is something else.
     OSError
-        It cannot be made.
+        It cannot be made, or would have snapshots written elsewhere.
     """
     if (path / snapshot.MANIFEST).exists():
         raise UsageError(
@@ -202,11 +202,6 @@ def _made(path: pathlib.Path) -> pathlib.Path:
         )
     root = path.resolve(strict=path.is_symlink())
     files.make_folder(root)
-    if (root / SNAPSHOTS).is_symlink():
-        raise UsageError(
-            f"run_dir is {str(path)!r}, where {SNAPSHOTS!r} is a symbolic link, maybe to those of another run; make it "
-            "a folder, or choose another directory (run_dir itself may be a link)"
-        )
     files.make_folder(root / SNAPSHOTS)
     return root
 
@@ -217,7 +212,7 @@ def _refusal(path: pathlib.Path, error: Exception) -> UsageError:
             f"run_dir is {str(path)!r}, in which another run is at work; wait for it, close it if it is one of this "
             "process, or choose another directory"
         )
-    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    why = f"{error.strerror} ({error.filename})" if isinstance(error, OSError) and error.strerror else str(error)
     return UsageError(f"run_dir is {str(path)!r}, which cannot be used: {why}; choose a directory that may be written")
 
 

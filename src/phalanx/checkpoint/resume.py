@@ -16,7 +16,7 @@ from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.definition import checks
 from phalanx.definition.fields import Definition
 from phalanx.definition.fingerprint import compare, fingerprint
-from phalanx.definition.plain import Each, check_like, taking_over
+from phalanx.definition.plain import taking_over, warn_of_bits
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.registry import recorded_environment
 from phalanx.frameworks.states import tensor_of
@@ -85,7 +85,6 @@ class ResumeState:
         with taking_over("the state"), framework.environment:
             framework.snapshots.adopt(Captured(dict(earlier.weights), dict(earlier.training), earlier.facts))
         with taking_over("what was evaluated"):
-            check_like(earlier.metrics, Each([int, str, str]), "metrics")
             metrics = [Evaluated(steps, float(value), name) for steps, value, name in earlier.metrics]
         states = found(earlier.facts, earlier.training)
         losses = losses_in(earlier, rounds.updates(earlier.step))
@@ -125,11 +124,7 @@ class ResumeState:
                 f"run_dir is {str(run_dir)!r}, which has a run of {earlier.step} steps, and the recipe has "
                 f"{steps}; raise steps or epochs, or choose another directory"
             )
-        now = recorded_environment()
-        differing = [name for name in {**now, **earlier.environment} if now.get(name) != earlier.environment.get(name)]
-        if differing:
-            changes = "; ".join(f"{name} is {now.get(name)}, was {earlier.environment.get(name)}" for name in differing)
-            checks.warn(f"bits may differ from an uninterrupted run's, as the numbers' environment does: {changes}")
+        warn_of_bits(recorded_environment(), earlier.environment)
         return earlier
 
     def _brought(self, begin: int, end: int) -> bool:

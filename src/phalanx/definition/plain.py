@@ -5,10 +5,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import UnionType
 from typing import Any, NamedTuple
 
+from phalanx.definition import checks
 from phalanx.errors import PhalanxError, SnapshotError, UsageError
 
 MARK = "!"  # of an object that stands for something that JSON has not
@@ -112,24 +113,25 @@ def check_like(value: Any, like: Any, path: str) -> None:
     ValueError
         It is not; says where.
     """
+    wanted: Any = [like.like] * len(value) if isinstance(like, Each) and value.__class__ is list else like
     pairs: list[tuple[Any, Any, str]] = []
-    if isinstance(like, Each):
-        like = [like.like] * len(value) if isinstance(value, list) else []
-    if isinstance(like, dict) and type(value) is type(like):
-        odd = [key for key in {**like, **value} if key not in like or (key not in value and not _flag(like[key]))]
+    same = value.__class__ is wanted.__class__
+    if isinstance(wanted, dict) and same:
+        odd = [key for key in {**wanted, **value} if key not in wanted or not (key in value or _flag(wanted[key]))]
         if odd:
-            raise ValueError(f"{path} has or lacks {', '.join(map(repr, odd))}")
-        same, pairs = True, [(item, like[key], _below(path, key)) for key, item in value.items()]
-    elif isinstance(like, (list, tuple)):
-        same = type(value) is type(like) and len(value) == len(like)
-        wanted = [float if type(item) is int else item for item in like]
-        pairs = [(*pair, f"{path}.{n}") for n, pair in enumerate(zip(value, wanted, strict=True))] if same else []
-    elif hasattr(like, "dtype"):
-        same = [getattr(value, name, None) for name in ("dtype", "shape")] == [like.dtype, like.shape]
-    else:
-        kind = like if isinstance(like, (type, UnionType)) else type(like)
+            raise ValueError(f"{path} has unknown fields or lacks them: {', '.join(map(repr, odd))}")
+        pairs = [(item, wanted[key], _below(path, key)) for key, item in value.items()]
+    elif isinstance(wanted, (list, tuple)) and same and len(value) == len(wanted):
+        numbers = [float if type(item) is int else item for item in wanted]
+        pairs = [(*pair, f"{path}.{n}") for n, pair in enumerate(zip(value, numbers, strict=True))]
+    elif hasattr(wanted, "dtype"):
+        same = all(getattr(value, name, None) == getattr(wanted, name) for name in ("dtype", "shape"))
+    elif not isinstance(wanted, (dict, list, tuple)):
+        kind = wanted if isinstance(wanted, (type, UnionType)) else type(wanted)
         kind = float | int if kind is float else kind
         same = isinstance(value, kind) and (kind in (bool, object) or not isinstance(value, bool))
+    else:
+        same = False
     if not same:
         raise ValueError(f"{path} is {value!r:.80}, and should be like {like!r:.80}")
     for pair in pairs:
@@ -138,6 +140,29 @@ def check_like(value: Any, like: Any, path: str) -> None:
 
 def _flag(value: Any) -> bool:
     return value is None or isinstance(value, bool)
+
+
+def check_specs(mine: Mapping[str, Any], theirs: Mapping[str, Any], spelled: Callable[[Any], str]) -> None:
+    """Refuse tensors of a snapshot that are not those that are here; names the first that differs, and how.
+
+    Raises
+    ------
+    SnapshotError
+        They are of another model, or of another optimizer.
+    """
+    for name in [*mine, *theirs]:
+        here, there = (spelled(part[name]) if name in part else "missing" for part in (mine, theirs))
+        if here != there:
+            raise SnapshotError(f"{name} is {there} in the snapshot, but {here} here")
+
+
+def warn_of_bits(now: Mapping[str, Any], then: Any) -> None:
+    """Warn if the environment is another than that in which a snapshot was written."""
+    then = then if isinstance(then, dict) else {}
+    differing = [name for name in {**now, **then} if now.get(name) != then.get(name)]
+    if differing:
+        told = "; ".join(f"{name} is {now.get(name)}, was {then.get(name)}" for name in differing)
+        checks.warn(f"bits may differ from an uninterrupted run's, as the environment does: {told}")
 
 
 @contextlib.contextmanager

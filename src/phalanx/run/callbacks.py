@@ -84,6 +84,9 @@ class Callbacks(Observer):
         """Give each the state that it left in the snapshot from which the run goes on; then call ``begin(run)``."""
         self._run = run
         states, engine.run_state.states = engine.run_state.callbacks, self._states
+        missing = ", ".join(name for name, one in self._objects.items() if hasattr(one, "load") and name not in states)
+        if missing and (resumed := engine.run_state.resumed_from):
+            checks.warn(f"the snapshot of step {resumed} has no state of {missing}, which begins anew there")
         for name in [name for name in states if name in self._objects]:
             with taking_over(f"the state of {name}"):
                 self._call(name, "load", states.pop(name))

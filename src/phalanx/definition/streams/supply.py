@@ -50,7 +50,10 @@ def supplied(
     state = run_state.callbacks.pop(STATE, None)
     if state is not None or (run_state.resumed_from is not None and not anyway):
         with taking_over("the place in the stream"):
-            supply.go_on(state, anyway=anyway, shown=shown)
+            supply.go_on(state or {}, anyway=anyway, shown=shown)
+            dealt = supply.dealt if not definition.drop_last else 0  # which leaves some out
+            if dealt > run_state.samples:
+                raise ValueError(f"{STATE} has dealt {dealt} samples, of {run_state.samples}")
     run_state.stream = lambda: {STATE: supply.state(run_state.steps)}
     return supply
 
@@ -150,10 +153,8 @@ class Supply:
         self._epoch, self._before, read = state["epoch"], state["before"], state["read"]
         ready, slots = state.get("ready", []), state.get("slots", [])
         waiting, marks = {*ready, *slots}, [Mark(0, NOTHING, None)]
-        if not waiting <= set(range(read)) or state["given"] != self._before + read - len(slots):
-            raise ValueError(
-                f"{STATE} has samples that wait, {sorted(waiting)} of {read}, which were not read or dealt"
-            )
+        if state["given"] != self._before + read - len(slots) or not all(0 <= number < read for number in waiting):
+            raise ValueError(f"{STATE} has {sorted(waiting)} waiting, of {read} samples that were read")
         if read and state["mark"][0]:
             marks.insert(0, Mark(*state["mark"]))
         epochs = self._definition.epochs
@@ -175,6 +176,11 @@ class Supply:
             with self._surroundings:
                 self._reading.close()
             self._reading = None
+
+    @property
+    def dealt(self) -> int:
+        """How many samples were, in all epochs."""
+        return self._given - len(self._ready)
 
     @property
     def _total(self) -> int:

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
-from phalanx.frameworks.torch.epochs import Epochs, warn_of_units
+from phalanx.frameworks.torch.epochs import Epochs, is_own, warn_of_units
 from phalanx.frameworks.torch.replica.buffers import bytes_of
 from phalanx.frameworks.torch.watched import WAY_OUT, Watched, Withheld, refuse_state
 
@@ -56,14 +56,14 @@ class Schedules:
         self._numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
         self._labels = {id(parameter): name for name, parameter in named}
         self._mine: set[int] | None = None
-        self._withheld = Withheld()
-        self._stepping = False
+        self._withheld, self._stepping = Withheld(), False
         self._before: list[tuple[int, int, torch.Tensor]] | None = None
         self._take_groups()
         self._first = self._structure()
         self._deal()
         self._show()
         self._schedulers = [] if make is None else [_made(make, optimizer) for optimizer in optimizers]
+        self.own = all(map(is_own, self._schedulers))
         warn_of_units(definition, self._schedulers)
         self._always = self.touched  # it may have kept parameters when it was made, and look at those
         self._settle()

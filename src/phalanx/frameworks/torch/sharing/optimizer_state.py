@@ -16,11 +16,10 @@ from typing import Any
 import torch
 
 from phalanx.definition.data import map_tree
-from phalanx.definition.plain import check_like
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.arithmetic import spec_of
 from phalanx.frameworks.torch.optimizer import step_alone
-from phalanx.frameworks.torch.phases import Phased, Updates
+from phalanx.frameworks.torch.phases import Updates
 from phalanx.shared.layout import Spec, StatePiece
 
 Holder = tuple[torch.optim.Optimizer, torch.Tensor]
@@ -172,53 +171,36 @@ def find_pieces(updates: Updates, parameters: Sequence[torch.Tensor]) -> list[St
     return pieces
 
 
-def check_options(updates: Updates, options: list[Any]) -> None:
-    """Refuse options of a snapshot that are not like these, as far as classes are torch's own; see ``check_like``."""
-    if isinstance(updates, Phased):
-        check_like(options[0], int, "options.0")
-        for phase, theirs in zip(updates._phases, options[1:], strict=True):
-            check_options(phase, theirs)
-    elif not updates.foreign and all(map(_own, updates._schedules._schedulers)):
-        groups, *others = updates.options()[:3]
-        rates = [
-            [{name: float(it) if type(it) is int else it for name, it in one.items()} for one in of] for of in groups
-        ]
-        check_like(options[:3], [rates, *others], "options")
-
-
-def _rates(group: dict[str, Any]) -> dict[str, Any]:
-    """Options whose integers may become other numbers."""
-    return {name: float(value) if type(value) is int else value for name, value in group.items()}
-
-
-def _own(scheduler: Any) -> bool:
-    """Whether a scheduler, and what it consists of, is torch's own, and keeps no object of the caller's."""
-    parts = [scheduler, *getattr(scheduler, "_schedulers", ())]
-    kept = any(any(part.state_dict().get("lr_lambdas", ())) for part in parts)
-    return not kept and all(type(part).__module__.startswith("torch.optim") for part in parts)
-
-
 def check_state(updates: Updates, pieces: Sequence[StatePiece]) -> None:
     """Refuse state of torch's own optimizers that their updates do not make. ``pieces``: what they make.
+
+    Fused kernels, of anybody's classes, take for granted that state lies as the parameter does, and write wherever that
+    leads.
 
     Raises
     ------
     ValueError
         There is some; names it.
     """
-    if updates.foreign:
-        return
-    wanted: dict[tuple[int, int], dict[str, Any]] = {}
-    for piece in pieces:
-        number, _, key = piece.name.partition(".")
-        wanted.setdefault((int(number), piece.parameter), {})[key] = (piece.spec.dtype, piece.spec.shape)
+    made = {(piece.parameter, piece.name): piece.spec for piece in pieces}
+    known = {id(parameter): index for index, (_, parameter) in enumerate(updates.named)}
+    tried = {index for index, _ in made}
     for number, optimizer in enumerate(updates.optimizers):
-        known = {parameter: index for index, (_, parameter) in enumerate(updates.named)}
-        for parameter, kept in optimizer.state.items():
-            specs = wanted.get((number, known[parameter]))
-            found = {key: (_spec(value).dtype, tuple(value.shape)) for key, value in kept.items() if value is not None}
-            if specs is not None and not found.items() <= specs.items():
-                raise ValueError(f"{updates.named[known[parameter]][0]} has {found}, and should have {specs}")
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                index = known.get(id(parameter))
+                if index is None:
+                    raise ValueError("its options name other parameters")
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if value is None or (updates.foreign and not (group.get("fused") and hasattr(value, "stride"))):
+                        continue
+                    spec, wanted = _spec(value), made.get((index, f"{number}.{key}"))
+                    same = index not in tried or (wanted is not None and spec[::2] == wanted[::2])
+                    like = _spec(parameter) if group.get("fused") and (key != "step" or value.dim()) else spec
+                    if not same or spec != like or spec.strides != value.stride():
+                        raise ValueError(
+                            f"{key} of {updates.named[index][0]} is {spec}, and should be {wanted or like}"
+                        )
 
 
 def _members(optimizer: torch.optim.Optimizer) -> set[int]:
