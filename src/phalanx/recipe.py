@@ -251,7 +251,7 @@ class Recipe(Definition):
             undo.callback(engine.close)
             turn, stop, anyway = Turns(), settled.on_snapshot_error == "stop", settled.resume == ANYWAY
             keeping = past.observers(settled.snapshot_every, stop=stop, chain=settled.chain)
-            observers = [*watching(settled.progress, settled.callbacks, self.total, turn), *keeping]
+            observers = [*watching(settled.progress, settled.callbacks, self.total, turn, stop=stop), *keeping]
             supply = dealer(self, engine, past, settled.readers, reading_again(settled.progress), anyway=anyway)
             undo.callback(supply.close if supply else bool)
             loop = Loop(self, engine, settled.evaluation, observers, supply)

@@ -57,7 +57,7 @@ def listed(folder):
 
 def contents(found):
     """A snapshot as values that can be compared; in which order an optimizer holds its state is no matter."""
-    facts = {name: decoded(value, repr) for name, value in found.facts.items()}
+    facts = {name: decoded(value, lambda kept, path: repr(kept), "") for name, value in found.facts.items()}
     tensors = [
         {name: (tensor.dtype, tensor.shape, bytes(tensor.content)) for name, tensor in part.items()}
         for part in (found.weights, found.training)

@@ -8,6 +8,7 @@ from typing import Any
 from phalanx.callbacks.better import Better
 from phalanx.definition import checks
 from phalanx.definition.checks.elsewhere import answering
+from phalanx.definition.plain import check_like
 
 
 @answering(monitor="it is called metric: the name of a metric of evaluation=", min_change="it is called min_delta")
@@ -91,6 +92,9 @@ class EarlyStopping:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Count on from there."""
+        ended = {} if state["stopped_at"] is None else {"stopped_by": str}
+        kinds = {"best": float | None, "waited": int, "stopped_at": int | None, **ended}
+        check_like(state, kinds, "EarlyStopping")
         self.best_value, self._waited, self.stopped_at = state["best"], state["waited"], state["stopped_at"]
         self._stopped_by = state.get("stopped_by", self._spelled)
         self._resumed = True

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from phalanx.definition import checks
+from phalanx.definition.plain import check_like, taking_over
 from phalanx.errors import UsageError
 
 FOREACH: Any = torch
@@ -49,6 +50,9 @@ class EMA:
         self._run = run
         if not self._resumed:
             self.averaged = None
+        elif self.averaged is not None:
+            with taking_over("the average"):
+                check_like(self.averaged, {name: _tensor(value) for name, value in run.params.items()}, "averaged")
         self._resumed = False
 
     def step(self, report: Any) -> None:
@@ -70,6 +74,7 @@ class EMA:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Average on from there."""
+        check_like(state, {"averaged": object}, "EMA")
         self.averaged = state["averaged"]
         self._resumed = True
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import csv
 import importlib
 import math
-import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
+from phalanx.callbacks.table import Csv, Row
+from phalanx.checkpoint import files
 from phalanx.definition import checks
+from phalanx.definition.plain import Each, check_like
 from phalanx.errors import UsageError
 
-Row = dict[str, float | int]
+LIKE: dict[str, Any] = {  # what their states have
+    "csv": {"columns": Each(str)}, "tensorboard": {"open": bool}, "wandb": {"id": str}, "mlflow": {"id": str},
+}  # fmt: skip
 
 
 class Writer(Protocol):
@@ -36,66 +39,6 @@ class Writer(Protocol):
         ...
 
 
-class Csv:
-    """A file with a line for each step, and a column for each metric, empty where it was not evaluated.
-
-    After a resume the lines of steps that are done again are cut off first, so that none is there twice.
-    """
-
-    def __init__(self, where: Any, options: Mapping[str, Any]) -> None:
-        if options:
-            raise UsageError(f"Log('csv') takes no {', '.join(options)}")
-        self._target = where
-        self._columns: list[str] = []
-        self._lines: list[list[str]] = []
-        self._file: Any = None
-
-    def open(self, run: Any, state: Mapping[str, Any] | None) -> None:
-        """See ``Writer.open``."""
-        folder = run.run_dir or pathlib.Path()
-        self._csv = pathlib.Path(folder / "log.csv" if self._target is None else self._target)
-        self._csv.parent.mkdir(parents=True, exist_ok=True)
-        self._columns, self._rows = ([], 0) if state is None else (list(state["columns"]), int(state["rows"]))
-        lines: list[list[str]] = []
-        if state is not None and self._csv.exists():
-            with self._csv.open(newline="") as file:
-                lines = [line[: len(self._columns)] for line in list(csv.reader(file))[1 : self._rows + 1]]
-        self._begin(lines)
-
-    def write(self, step: int, row: Row) -> None:
-        """See ``Writer.write``; a new column makes the file anew."""
-        row = {"step": step, **row}
-        new = [name for name in row if name not in self._columns]
-        if new:
-            self._columns += new
-            self._file.close()
-            with self._csv.open(newline="") as file:
-                lines = list(csv.reader(file))[1:]
-            self._begin(lines)
-        csv.writer(self._file).writerow([row.get(name, "") for name in self._columns])
-        self._file.flush()
-        self._rows += 1
-
-    def state(self) -> dict[str, Any]:
-        """See ``Writer.state``."""
-        return {"rows": self._rows, "columns": list(self._columns)}
-
-    def close(self) -> None:
-        """See ``Writer.close``."""
-        if self._file is not None:
-            self._file.close()
-
-    def _begin(self, lines: list[list[str]]) -> None:
-        """A file with the header and these lines takes the place of the one that is there."""
-        draft = self._csv.with_name(f".{self._csv.name}.new")
-        with draft.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(self._columns)
-            writer.writerows(line + [""] * (len(self._columns) - len(line)) for line in lines)
-        os.replace(draft, self._csv)
-        self._file = self._csv.open("a", newline="")
-
-
 class TensorBoard:
     """An event file; after a resume, TensorBoard is told to forget the steps that are done again."""
 
@@ -105,7 +48,9 @@ class TensorBoard:
     def open(self, run: Any, state: Mapping[str, Any] | None) -> None:
         """See ``Writer.open``."""
         module = _module("torch.utils.tensorboard", "tensorboard")
-        folder = self._target or (run.run_dir or pathlib.Path()) / "tensorboard"
+        folder = self._target or (run.run_dir or pathlib.Path()).resolve() / "tensorboard"
+        if self._target is None and run.run_dir is not None:
+            files.make_folder(folder)
         self._writer = module.SummaryWriter(str(folder), purge_step=run.steps if state else None, **self._options)
 
     def write(self, step: int, row: Row) -> None:
@@ -223,6 +168,7 @@ class Log:
 
     def __init__(self, to: str, where: Any = None, **options: Any) -> None:
         checks.choice("to", to, tuple(self.KINDS))
+        self._like = LIKE[to]
         self._writer: Writer = self.KINDS[to](where, options)
         self._state: Mapping[str, Any] | None = None
         self._open = False
@@ -268,6 +214,9 @@ class Log:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
+        check_like(state, dict, "Log")
+        if state:
+            check_like({name: state.get(name) for name in self._like}, self._like, "Log")
         self._state = state or None
 
     def _flush(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import re
 from collections.abc import Mapping
@@ -9,9 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.callbacks.better import Better
-from phalanx.checkpoint.export import copied_weights, read_weights, write_weights
+from phalanx.checkpoint import files, tensors
+from phalanx.checkpoint.export import copied_weights, read_weights, weights_of
 from phalanx.definition import checks
 from phalanx.definition.checks.elsewhere import answering
+from phalanx.definition.plain import Each, check_like
 
 FOLDER = "best"
 NAME = re.compile(r"step-(\d{12})\.safetensors")
@@ -88,13 +91,17 @@ class SaveBest:
     def begin(self, run: Any) -> None:
         """Begin anew, unless the run goes on from a snapshot; files of steps that are done again are written again."""
         self._run, known = run, self._known or []
-        self._folder = None if run.run_dir is None else run.run_dir / FOLDER
+        self._folder = None if run.run_dir is None else run.run_dir.resolve() / FOLDER
         self.kept = [Best(self._better.metric, value, steps, self._file_of(steps)) for value, steps in known]
         self._known = None
+        if self._folder is None:
+            return
+        files.make_folder(self._folder)
+        files.clear_away(self._folder)
         names = {self._file_of(steps) for _, steps in known}
-        for path in [] if self._folder is None else self._folder.glob("step-*.safetensors"):
+        for path in self._folder.iterdir():
             if path not in names and NAME.fullmatch(path.name):
-                path.unlink(missing_ok=True)
+                files.remove(path)
 
     def evaluated(self, values: Mapping[str, float]) -> None:
         """Keep the weights if they are among the best."""
@@ -103,17 +110,18 @@ class SaveBest:
         if value is None or not self._better.is_better(value, self.kept[-1].value if full else None):
             return
         run, steps = self._run, self._run.steps
-        path, averaged = self._file_of(steps), run.averaged or {}
+        path, state = self._file_of(steps), (run.model, run.params, run.averaged or {})
         if path is None:
-            kept = Best(self._better.metric, value, steps, None, copied_weights(run.model, run.params, averaged))
+            kept = Best(self._better.metric, value, steps, None, copied_weights(*state))
         else:
-            write_weights(path, run.model, run.params, averaged)
+            files.make_folder(path.parent)
+            files.replace(path, functools.partial(tensors.write, tensors=weights_of(*state)))
             kept = Best(self._better.metric, value, steps, path)
         ranked = sorted([*self.kept, kept], key=lambda item: (self._better.rank(item.value), item.steps))
         self.kept, gone = ranked[: self._keep], ranked[self._keep :]
         for item in gone:
             if item.path is not None:
-                item.path.unlink(missing_ok=True)
+                files.remove(item.path)
 
     def state(self) -> dict[str, Any]:
         """Which are kept, without their weights."""
@@ -121,7 +129,8 @@ class SaveBest:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from there: their files are in the directory."""
-        self._known = [(float(value), int(steps)) for value, steps in state["kept"]]
+        check_like(state, {"kept": Each([float, int])}, "SaveBest")
+        self._known = [(value, steps) for value, steps in state["kept"]]
 
     def _file_of(self, steps: int) -> pathlib.Path | None:
         return None if self._folder is None else self._folder / f"step-{steps:012d}.safetensors"

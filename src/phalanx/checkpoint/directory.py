@@ -106,8 +106,7 @@ class RunDirectory:
         for prepare in self.before_writing:
             prepare()
         target = folder / f"step-{state.step:012d}"
-        if os.path.lexists(target):  # of an earlier run, and damaged, or it would not be written again
-            files.remove(target)
+        files.remove(target)  # of an earlier run, and damaged, or it would not be written again
         snapshot.write(state, target)
         older = [
             path for path in snapshot_folders(self.root) if path.name <= target.name
@@ -195,22 +194,17 @@ def _made(path: pathlib.Path) -> pathlib.Path:
     Raises
     ------
     UsageError
-        It is something else, or would have snapshots written elsewhere.
+        It is something else.
     OSError
-        It cannot be made.
+        It cannot be made, or would have snapshots written elsewhere.
     """
     if (path / snapshot.MANIFEST).exists():
         raise UsageError(
             f"run_dir is {str(path)!r}, which is a snapshot, not a run's directory; choose another, or begin from it "
             "with warm_start"
         )
-    files.make_folder(path)
-    root = path.resolve(strict=True)
-    if (root / SNAPSHOTS).is_symlink():
-        raise UsageError(
-            f"run_dir is {str(path)!r}, where {SNAPSHOTS!r} is a symbolic link, maybe to those of another run; make it "
-            "a folder, or choose another directory (run_dir itself may be a link)"
-        )
+    root = path.resolve(strict=path.is_symlink())
+    files.make_folder(root)
     files.make_folder(root / SNAPSHOTS)
     return root
 
@@ -221,7 +215,7 @@ def _refusal(path: pathlib.Path, error: Exception) -> UsageError:
             f"run_dir is {str(path)!r}, in which another run is at work; wait for it, close it if it is one of this "
             "process, or choose another directory"
         )
-    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    why = f"{error.strerror} ({error.filename})" if isinstance(error, OSError) and error.strerror else str(error)
     return UsageError(f"run_dir is {str(path)!r}, which cannot be used: {why}; choose a directory that may be written")
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import os
 import pathlib
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
 from phalanx.checkpoint import files, tensors
 from phalanx.definition import checks
-from phalanx.definition.plain import decoded, encoded
+from phalanx.definition.plain import check_like, decoded, encoded, taking_over
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.states import stored, tensor_of, weights_of
 from phalanx.seams.snapshots import Tensor
@@ -62,14 +60,10 @@ def write_file(path: Any, weights: Mapping[str, Tensor]) -> pathlib.Path:
             f"path is {str(path)!r}, and weights are written as {SUFFIX}; end it so, or save the model itself "
             "in another way"
         )
-    draft = target.with_name(f".{uuid.uuid4().hex}{SUFFIX}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        files.write(draft, functools.partial(tensors.write, tensors=weights))
-        os.replace(draft, target)
-        files.sync_folder(target.parent)
+        files.replace(target, functools.partial(tensors.write, tensors=weights))
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise SnapshotError(f"the weights could not be written to {str(target)!r}: {error}") from error
     return target
 
@@ -102,10 +96,11 @@ def found(facts: Mapping[str, Any], training: Mapping[str, Tensor]) -> dict[str,
     SnapshotError
         They are none.
     """
-    try:
-        return {
-            name: decoded(state, lambda path: tensor_of(training[path], {}))
+    left = {name: tensor for name, tensor in training.items() if name.startswith(f"{CALLBACKS}.")}
+    with taking_over("the state of callbacks"):
+        states = {
+            name: decoded(state, lambda _, path: tensor_of(left.pop(path), {}), f"{CALLBACKS}.{name}")
             for name, state in facts.get(CALLBACKS, {}).items()
         }
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise SnapshotError(f"the snapshot's states of callbacks are none: {error}") from error
+        check_like(list(left), [], "what no state names")
+        return states

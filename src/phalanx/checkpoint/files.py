@@ -1,6 +1,7 @@
-"""Files that are whole or not there: written beside, made durable, renamed. Read without following links.
+"""Files and folders of a run: all are opened, written and removed here, and none through a link in its own place.
 
-A log is the exception: a file of whole lines, on a full disk too.
+A file is whole or not there: written beside, made durable, renamed. A log is the exception: a file of whole lines, on
+a full disk too. Files are their owner's alone, and so are folders.
 """
 
 from __future__ import annotations
@@ -19,11 +20,40 @@ from typing import Any, BinaryIO
 TEMPORARY = ".tmp-"
 MODE, FOLDER_MODE = 0o600, 0o700
 NOFOLLOW, NONBLOCK = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)
+A_LINK = "it is a symbolic link"
+
+
+def opened(path: pathlib.Path, flags: int) -> int:
+    """A descriptor of a plain file, which these flags may make.
+
+    Raises
+    ------
+    OSError
+        It cannot be opened, or is a link, a pipe, or anything else.
+    """
+    try:
+        descriptor = os.open(path, flags | NOFOLLOW | NONBLOCK, MODE)
+    except OSError as error:
+        if path.is_symlink():
+            raise OSError(errno.ELOOP, A_LINK, str(path)) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+    return descriptor
 
 
 def make_folder(path: pathlib.Path) -> None:
-    """Make a folder that only its owner may read, unless it is there; those above it are as usual."""
+    """Make a folder that only its owner may read, unless it is there; those above it are as usual.
+
+    Raises
+    ------
+    OSError
+        It cannot be made, or is a link.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, A_LINK, str(path))
     path.mkdir(mode=FOLDER_MODE, exist_ok=True)
     sync_folder(path.parent)
 
@@ -31,7 +61,7 @@ def make_folder(path: pathlib.Path) -> None:
 @contextlib.contextmanager
 def whole_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
     """A folder to be filled; it appears as ``target``, durably, when the block ends well, else not at all."""
-    draft = target.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
+    draft = _beside(target)
     os.mkdir(draft, FOLDER_MODE)
     try:
         yield draft
@@ -45,12 +75,23 @@ def whole_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
 
 def write(path: pathlib.Path, fill: Callable[[BinaryIO], Any]) -> Any:
     """Make a new file, let ``fill`` write it, and see it onto the disk; returns what ``fill`` returns."""
-    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | NOFOLLOW, MODE)
-    with os.fdopen(fd, "wb", buffering=1 << 20) as file:
+    with os.fdopen(opened(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY), "wb", buffering=1 << 20) as file:
         result = fill(file)
         file.flush()
         os.fsync(file.fileno())
     return result
+
+
+def replace(path: pathlib.Path, fill: Callable[[BinaryIO], Any]) -> None:
+    """Let ``fill`` write a file that then takes the place of ``path``, be that a file, a link or nothing."""
+    draft = _beside(path)
+    try:
+        write(draft, fill)
+        os.replace(draft, path)
+        sync_folder(path.parent)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def read(path: pathlib.Path, most: int) -> bytes:
@@ -59,26 +100,15 @@ def read(path: pathlib.Path, most: int) -> bytes:
     Raises
     ------
     ValueError
-        It is a link, no plain file, or larger.
+        It is larger.
     OSError
-        It cannot be read.
+        It cannot be read, or is a link or no plain file.
     """
-    try:
-        fd = os.open(path, os.O_RDONLY | NOFOLLOW | getattr(os, "O_CLOEXEC", 0) | NONBLOCK)
-    except OSError as error:
-        if path.is_symlink():
-            raise ValueError("it is a symbolic link") from error
-        raise
-    try:
-        facts = os.fstat(fd)
-        if not stat.S_ISREG(facts.st_mode):
-            raise ValueError("it is no plain file")
-        if facts.st_size > most:
-            raise ValueError(f"it has {facts.st_size} bytes")
-        with os.fdopen(fd, "rb", closefd=False) as file:
-            return file.read()
-    finally:
-        os.close(fd)
+    with os.fdopen(opened(path, os.O_RDONLY), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise ValueError(f"it has {size} bytes")
+        return file.read()
 
 
 def sync_folder(path: pathlib.Path) -> None:
@@ -91,13 +121,13 @@ def sync_folder(path: pathlib.Path) -> None:
 
 
 def remove(path: pathlib.Path) -> None:
-    """Remove a file, a link or a folder, never what a link leads to; a folder is at once gone, or all there."""
+    """Remove what is there of a file, link or folder, never what a link leads to; a folder goes at once or not."""
     if is_folder(path):
-        gone = path.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
+        gone = _beside(path)
         os.rename(path, gone)
         shutil.rmtree(gone)
     else:
-        path.unlink()
+        path.unlink(missing_ok=True)
 
 
 def is_folder(path: pathlib.Path) -> bool:
@@ -108,23 +138,18 @@ def is_folder(path: pathlib.Path) -> bool:
 def clear_away(folder: pathlib.Path) -> None:
     """Remove what an interrupted writer left."""
     for path in folder.glob(f"{TEMPORARY}*"):
-        if not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove(path)
 
 
 def open_log(path: pathlib.Path) -> int:
-    """A descriptor of the file, which is made if it is not there, for a ``Log``.
+    """A descriptor of the file, which is made if it is not there, for a ``Log``. Raises as ``opened`` does."""
+    return opened(path, os.O_CREAT | os.O_APPEND | os.O_RDWR)
 
-    Raises
-    ------
-    OSError
-        It cannot be opened, or is no plain file.
-    """
-    descriptor = os.open(path, os.O_CREAT | os.O_APPEND | os.O_RDWR | NOFOLLOW | NONBLOCK, MODE)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, f"{path.name} is no plain file")
-    return descriptor
+
+def _beside(path: pathlib.Path) -> pathlib.Path:
+    """A name for what is to take the place of ``path``, or was there."""
+    return path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
 
 
 class Log:

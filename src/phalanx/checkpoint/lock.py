@@ -62,7 +62,7 @@ def locked(path: pathlib.Path) -> int:
     OSError
         The file cannot be opened.
     """
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | files.NOFOLLOW, files.MODE)
+    descriptor = files.opened(path, os.O_CREAT | os.O_RDWR)
     try:
         if fcntl is not None:
             try:

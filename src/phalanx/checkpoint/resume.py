@@ -16,6 +16,7 @@ from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.definition import checks
 from phalanx.definition.fields import Definition
 from phalanx.definition.fingerprint import compare, fingerprint
+from phalanx.definition.plain import taking_over
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.registry import changed_environment
 from phalanx.frameworks.states import tensor_of
@@ -81,12 +82,10 @@ class ResumeState:
         rounds = self._definition.rounds
         if earlier is None:
             return RunState(rounds=rounds)
-        with framework.environment:
+        with taking_over("the state"), framework.environment:
             framework.snapshots.adopt(Captured(dict(earlier.weights), dict(earlier.training), earlier.facts))
-        try:
-            metrics = [Evaluated(int(steps), float(value), str(name)) for steps, value, name in earlier.metrics]
-        except (TypeError, ValueError, OverflowError) as error:
-            raise SnapshotError("the snapshot's evaluations are none") from error
+        with taking_over("what was evaluated"):
+            metrics = [Evaluated(steps, float(value), name) for steps, value, name in earlier.metrics]
         states = found(earlier.facts, earlier.training)
         losses = losses_in(earlier, rounds.updates(earlier.step))
         return RunState(

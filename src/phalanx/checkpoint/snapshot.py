@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.checkpoint import files, tensors
+from phalanx.definition.plain import Each, check_like
 from phalanx.errors import SnapshotError, TornError
 from phalanx.seams.snapshots import Tensor
 
@@ -18,8 +19,8 @@ SCHEMA = 1
 WEIGHTS, TRAINING, FACTS, MANIFEST = "weights.safetensors", "training.safetensors", "state.json", "manifest.json"
 MOST_JSON, MOST_TENSORS = 1 << 30, 1 << 44
 FIELDS: dict[str, Any] = {
-    "step": int, "samples": int, "digest": (str, type(None)), "recipe": dict, "environment": dict, "facts": dict,
-    "metrics": list, "hashes": dict,
+    "step": int, "samples": int, "digest": str | None, "recipe": dict, "environment": dict, "facts": dict,
+    "metrics": Each([int, str, str]), "hashes": dict,
 }  # fmt: skip
 
 
@@ -140,14 +141,7 @@ def read(folder: pathlib.Path) -> Snapshot:
 
 def _object(text: bytes, fields: dict[str, Any]) -> dict[str, Any]:
     facts = json.loads(text, parse_constant=_refused)
-    if not isinstance(facts, dict):
-        raise ValueError("it holds no object")
-    unknown, missing = set(facts) - set(fields), set(fields) - set(facts)
-    if unknown or missing:
-        raise ValueError(f"it has unknown fields {sorted(unknown)}, and lacks {sorted(missing)}")
-    for name, kind in fields.items():
-        if not isinstance(facts[name], kind) or isinstance(facts[name], bool):
-            raise ValueError(f"its field {name!r} is of the wrong kind")
+    check_like(facts, fields, "it")
     return facts
 
 

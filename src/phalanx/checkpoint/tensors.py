@@ -164,8 +164,7 @@ def write_tree(path: pathlib.Path, tree: Any) -> Any:
     structure = _structure(tree, arrays)
     if structure is None or not arrays:
         return None
-    path.unlink(missing_ok=True)  # of an earlier failure
-    files.write(path, functools.partial(write, tensors=arrays))
+    files.replace(path, functools.partial(write, tensors=arrays))
     return structure
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx.checkpoint import files
 from phalanx.checkpoint.directory import LOG
 from phalanx.checkpoint.export import write_file
 from phalanx.checkpoint.resume import read_any
@@ -18,6 +19,7 @@ from phalanx.errors import SnapshotError, UsageError
 WIDTH, HEIGHT, MARGIN = 720, 240, 60
 POINTS = 600  # of a curve, at most: each is the mean of the steps that it stands for
 TICKS = 4
+MOST_LOG = 1 << 44  # bytes
 STYLE = """
 :root { color-scheme: light dark; --a: #1f5a96; --b: #c1452b; --grid: #8884; }
 @media (prefers-color-scheme: dark) { :root { --a: #7db4ea; --b: #ff9b80; } }
@@ -88,14 +90,14 @@ def report(runs: Sequence[pathlib.Path], to: pathlib.Path) -> None:
         raise UsageError(f"RUN was given {len(runs)} times; a page shows one run, or two side by side")
     histories = [read(path) for path in runs]
     to.parent.mkdir(parents=True, exist_ok=True)
-    to.write_text(page(histories), encoding="utf-8")
+    files.replace(to, lambda file: file.write(page(histories).encode()))
 
 
 def read(path: pathlib.Path) -> History:
     """A run's history out of its directory."""
     history = History(path.name)
     try:
-        lines = (path / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = files.read(path / LOG, MOST_LOG).decode(errors="replace").splitlines()
     except OSError as error:
         raise UsageError(f"RUN is {str(path)!r}, which has no {LOG} ({error.strerror}); give a run_dir") from error
     for text in lines:

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from phalanx.checkpoint.files import make_folder, write
+from phalanx.checkpoint.files import make_folder, replace
 from phalanx.checkpoint.tensors import write as write_tensors
 from phalanx.cli.files import load_recipe
 from phalanx.cli.printed import check_picture
@@ -189,17 +189,13 @@ def _range(steps: str) -> tuple[int, int] | None:
 
 def _write(found: Replayed, folder: pathlib.Path, facts: dict[str, Any]) -> None:
     """Write what a replica computed, as safetensors."""
-    make_folder(folder)
+    make_folder(folder.resolve())
     for name in ("batch", "output", "gradients", "buffers"):
         value = getattr(found, name)
         named = flat(value, name) if name in ("batch", "output") else {k: flat(v, k)[k] for k, v in value.items()}
         known = {key: tensor for key, tensor in named.items() if tensor.dtype in CODES}
-        target = folder / f"{name}.safetensors"
-        target.unlink(missing_ok=True)
-        write(target, lambda file, known=known: write_tensors(file, known))
-    target = folder / "facts.json"
-    target.unlink(missing_ok=True)
-    write(target, lambda file: file.write(json.dumps(facts).encode()))
+        replace(folder / f"{name}.safetensors", lambda file, known=known: write_tensors(file, known))
+    replace(folder / "facts.json", lambda file: file.write(json.dumps(facts).encode()))
 
 
 def _as_facts(found: Difference | None) -> dict[str, Any]:

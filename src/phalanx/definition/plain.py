@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from types import UnionType
+from typing import Any, NamedTuple
 
-from phalanx.errors import UsageError
+from phalanx.definition import checks
+from phalanx.errors import PhalanxError, SnapshotError, UsageError
 
 MARK = "!"  # of an object that stands for something that JSON has not
 DEPTH = 40
@@ -54,8 +57,8 @@ def _below(path: str, key: Any) -> str:
     return f"{path}.{key if isinstance(key, str) else (key,)}"
 
 
-def decoded(value: Any, find: Callable[[Any], Any]) -> Any:
-    """The value again; ``find(name)`` gives the leaves that were kept elsewhere.
+def decoded(value: Any, find: Callable[[Any, str], Any], path: str) -> Any:
+    """The value again; ``find(kept, path)`` gives the leaves that were kept elsewhere. ``path``: as for ``encoded``.
 
     Raises
     ------
@@ -63,7 +66,7 @@ def decoded(value: Any, find: Callable[[Any], Any]) -> Any:
         This is not what ``encoded`` makes.
     """
     if isinstance(value, list):
-        return [decoded(item, find) for item in value]
+        return [decoded(item, find, f"{path}.{n}") for n, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
     kind, content = value.get(MARK), value.get("is")
@@ -71,13 +74,104 @@ def decoded(value: Any, find: Callable[[Any], Any]) -> Any:
         if kind == "float" and content in ("inf", "-inf", "nan"):
             return float(content)
         if kind == "tensor":
-            return find(content)
+            return find(content, path)
         if isinstance(content, list):
             if kind == "complex" and len(content) == 2:
-                return complex(*(decoded(part, find) for part in content))
+                return complex(*(decoded(part, find, path) for part in content))
             if kind == "tuple":
-                return tuple(decoded(item, find) for item in content)
+                return tuple(decoded(content, find, path))
             if kind in ("dict", "counter") and all(isinstance(pair, list) and len(pair) == 2 for pair in content):
-                pairs = {decoded(key, find): decoded(item, find) for key, item in content}
-                return pairs if kind == "dict" else collections.Counter(pairs)
-    raise ValueError(f"a field of an unknown kind: {kind!r}")
+                keys = [decoded(key, find, path) for key, _ in content]
+                pairs = {
+                    key: decoded(item, find, _below(path, key)) for key, (_, item) in zip(keys, content, strict=True)
+                }
+                if len(pairs) == len(content):
+                    return pairs if kind == "dict" else collections.Counter(pairs)
+    raise ValueError(f"{path} is of an unknown kind: {kind!r}")
+
+
+class Each(NamedTuple):
+    """Stands for a list of any length, in what a value is to be like."""
+
+    like: Any
+
+
+def check_like(value: Any, like: Any, path: str) -> None:
+    """Refuse a plain value that is not like another: the same keys, lengths and types, and shapes of tensors.
+
+    Parameters
+    ----------
+    value : Any
+    like : Any
+        Such a value; types may stand for values in it. A list of integers is like one of any numbers, and a dict may
+        lack flags.
+    path : str
+        Where the value was.
+
+    Raises
+    ------
+    ValueError
+        It is not; says where.
+    """
+    wanted: Any = [like.like] * len(value) if isinstance(like, Each) and value.__class__ is list else like
+    pairs: list[tuple[Any, Any, str]] = []
+    same = value.__class__ is wanted.__class__
+    if isinstance(wanted, dict) and same:
+        odd = [key for key in {**wanted, **value} if key not in wanted or not (key in value or _flag(wanted[key]))]
+        if odd:
+            raise ValueError(f"{path} has unknown fields or lacks them: {', '.join(map(repr, odd))}")
+        pairs = [(item, wanted[key], _below(path, key)) for key, item in value.items()]
+    elif isinstance(wanted, (list, tuple)) and same and len(value) == len(wanted):
+        numbers = [float if type(item) is int else item for item in wanted]
+        pairs = [(*pair, f"{path}.{n}") for n, pair in enumerate(zip(value, numbers, strict=True))]
+    elif hasattr(wanted, "dtype"):
+        same = all(getattr(value, name, None) == getattr(wanted, name) for name in ("dtype", "shape"))
+    elif not isinstance(wanted, (dict, list, tuple)):
+        kind = wanted if isinstance(wanted, (type, UnionType)) else type(wanted)
+        kind = float | int if kind is float else kind
+        same = isinstance(value, kind) and (kind in (bool, object) or not isinstance(value, bool))
+    else:
+        same = False
+    if not same:
+        raise ValueError(f"{path} is {value!r:.80}, and should be like {like!r:.80}")
+    for pair in pairs:
+        check_like(*pair)
+
+
+def _flag(value: Any) -> bool:
+    return value is None or isinstance(value, bool)
+
+
+def check_specs(mine: Mapping[str, Any], theirs: Mapping[str, Any], spelled: Callable[[Any], str]) -> None:
+    """Refuse tensors of a snapshot that are not those that are here; names the first that differs, and how.
+
+    Raises
+    ------
+    SnapshotError
+        They are of another model, or of another optimizer.
+    """
+    for name in [*mine, *theirs]:
+        here, there = (spelled(part[name]) if name in part else "missing" for part in (mine, theirs))
+        if here != there:
+            raise SnapshotError(f"{name} is {there} in the snapshot, but {here} here")
+
+
+def warn_of_bits(now: Mapping[str, Any], then: Any) -> None:
+    """Warn if the environment is another than that in which a snapshot was written."""
+    then = then if isinstance(then, dict) else {}
+    differing = [name for name in {**now, **then} if now.get(name) != then.get(name)]
+    if differing:
+        told = "; ".join(f"{name} is {now.get(name)}, was {then.get(name)}" for name in differing)
+        checks.warn(f"bits may differ from an uninterrupted run's, as the environment does: {told}")
+
+
+@contextlib.contextmanager
+def taking_over(part: str) -> Iterator[None]:
+    """Whatever is raised while a part of a snapshot is taken over says that it does not fit."""
+    try:
+        yield
+    except PhalanxError:
+        raise
+    except Exception as error:
+        why = error if isinstance(error, ValueError) else repr(error)
+        raise SnapshotError(f"{part} in the snapshot does not fit this recipe's: {why}") from error

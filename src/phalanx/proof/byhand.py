@@ -110,7 +110,7 @@ class Chain:
 
 def _opened(target: pathlib.Path, begin: int) -> ChainFile:
     try:
-        make_folder(target.parent)
+        make_folder(target.parent.resolve())
         return ChainFile(target, begin, MOST_REPLICAS)
     except OSError as error:
         raise UsageError(f"path is {str(target)!r}, which cannot be written: {error}; give another") from error

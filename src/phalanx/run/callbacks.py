@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from phalanx.definition import checks
-from phalanx.errors import PhalanxError, UsageError
+from phalanx.definition.plain import taking_over
+from phalanx.errors import PhalanxError, SnapshotError, UsageError
 from phalanx.seams import Engine
 from phalanx.seams.events import StepReport
 from phalanx.seams.observer import Observer
@@ -49,7 +50,7 @@ def checked_callbacks(callbacks: Any) -> tuple[Any, ...]:
     return tuple(listed)
 
 
-def observing(callbacks: Sequence[Any], turn: Turns) -> list[Observer]:
+def observing(callbacks: Sequence[Any], turn: Turns, *, stop: bool = False) -> list[Observer]:
     """An observer for each; objects have the names of their classes in snapshots, with numbers from the second on."""
     observers: list[Observer] = []
     seen: Counter[str] = Counter()
@@ -57,7 +58,7 @@ def observing(callbacks: Sequence[Any], turn: Turns) -> list[Observer]:
         kind = type(callback).__name__
         seen[kind] += is_object(callback)
         name = "" if not is_object(callback) else kind if seen[kind] == 1 else f"{kind}-{seen[kind]}"
-        observers.append(Called(callback, name, turn))
+        observers.append(Called(callback, name, turn, stop=stop))
     return observers
 
 
@@ -73,19 +74,22 @@ class Called(Observer):
         Of an object's state in snapshots; "" for a function.
     turn : Turns
         The run's own.
+    stop : bool
+        Whether one of the package's own that cannot write, as on a full disk, ends the run, as a snapshot does.
     """
 
     runs_user_code = True
 
-    def __init__(self, callback: Any, name: str, turn: Turns) -> None:
-        self._callback, self._name, self._turn = callback, name, turn
+    def __init__(self, callback: Any, name: str, turn: Turns, *, stop: bool = False) -> None:
+        self._callback, self._name, self._turn, self._stop = callback, name, turn, stop
         self._run: Any = None
 
     def begin(self, engine: Engine, run: Any = None) -> None:
         """Give it the state that it left in the snapshot from which the run goes on; then call ``begin(run)``."""
         self._run, state = run, engine.run_state
         if self._name in state.callbacks:
-            self._call("load", state.callbacks.pop(self._name))
+            with taking_over(f"the state of {self._name}"):
+                self._call("load", state.callbacks.pop(self._name))
         if self._name and hasattr(self._callback, "state"):
             others = state.states
             state.states = lambda: {**others(), self._name: self._callback.state()}
@@ -124,7 +128,21 @@ class Called(Observer):
 
     def _call(self, hook: str, argument: Any) -> None:
         if self._name and (function := getattr(self._callback, hook, None)) is not None:
-            self._guarded(function, argument)
+            try:
+                self._guarded(function, argument)
+            except OSError as error:
+                self._not_written(hook, error)
+
+    def _not_written(self, hook: str, error: OSError) -> None:
+        """One of the package's own could not write: the run goes on, unless a snapshot that fails would end it."""
+        if not type(self._callback).__module__.startswith("phalanx."):
+            raise error
+        why = f"the callback {self._name} could not write: {error}"
+        if hook == "begin":
+            raise UsageError(f"{why}; mend that, or leave the callback out") from error
+        if self._stop:
+            raise SnapshotError(why) from error
+        checks.warn(f"{why}; the run goes on")
 
     def _guarded(self, function: Any, argument: Any) -> None:
         with self._turn.lent(), interrupts.user_code():

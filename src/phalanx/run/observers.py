@@ -17,7 +17,9 @@ REFRESH_SECONDS = 0.1
 DELAY_SECONDS = 0.5
 
 
-def watching(progress: bool | str, callbacks: Sequence[Any], total: int | None, turn: Turns) -> list[Observer]:
+def watching(
+    progress: bool | str, callbacks: Sequence[Any], total: int | None, turn: Turns, *, stop: bool
+) -> list[Observer]:
     """The observers that a user asked for; none where there is nothing to show and nobody to call.
 
     Parameters
@@ -29,11 +31,13 @@ def watching(progress: bool | str, callbacks: Sequence[Any], total: int | None, 
         Steps to expect; None where the caller brings the batches.
     turn : Turns
         The run's own, which is lent to others while callbacks run.
+    stop : bool
+        Whether callbacks that cannot write end the run.
     """
     observers: list[Observer] = []
     if shows(progress):
         observers.append(ProgressBar(total, 0.0 if progress is True else DELAY_SECONDS))
-    return [*observers, *observing(callbacks, turn)]
+    return [*observers, *observing(callbacks, turn, stop=stop)]
 
 
 def reading_again(progress: bool | str) -> Callable[[Iterable[int], str], Iterable[int]]:

@@ -14,13 +14,16 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from phalanx.definition.fields import Definition
+from phalanx.definition.plain import Each, check_like, taking_over
 from phalanx.definition.streams import Drawn, Stream
 from phalanx.definition.streams.again import Item, Place, Shown, read_again
 from phalanx.definition.streams.reading import NOTHING, Mark, Reading
-from phalanx.errors import SnapshotError, UsageError, WorkerError
+from phalanx.errors import UsageError, WorkerError
 from phalanx.plan import buffer_slot
 
 STATE = "data.stream"  # its name among the states of callbacks, which are called as classes are
+LIKE = {"epoch": int, "before": int, "given": int, "read": int}
+WAITING = {"ready": Each(int), "slots": Each(int), "hash": str, "mark": [int, str, object]}  # where some were read
 
 
 def supplied(
@@ -45,8 +48,12 @@ def supplied(
         return None
     supply = Supply(definition, surroundings)
     state = run_state.callbacks.pop(STATE, None)
-    if state is not None:
-        supply.go_on(state, anyway=anyway, shown=shown)
+    if state is not None or (run_state.resumed_from is not None and not anyway):
+        with taking_over("the place in the stream"):
+            supply.go_on(state or {}, anyway=anyway, shown=shown)
+            dealt = supply.dealt if not definition.drop_last else 0  # which leaves some out
+            if dealt > run_state.samples:
+                raise ValueError(f"{STATE} has dealt {dealt} samples, of {run_state.samples}")
     run_state.stream = lambda: {STATE: supply.state(run_state.steps)}
     return supply
 
@@ -139,29 +146,29 @@ class Supply:
         ------
         UsageError
             The stream gives other samples, or has fewer epochs.
-        SnapshotError
+        ValueError, SnapshotError
             This is no such state.
         """
-        try:
-            self._epoch, self._before = int(state["epoch"]), int(state["before"])
-            self._given, read = int(state["given"]), int(state["read"])
-            waiting = {int(number) for name in ("ready", "slots") for number in state.get(name, ())}
-            marks = [Mark(0, NOTHING, None)]
-            if read and state["mark"][0]:
-                marks.insert(0, Mark(int(state["mark"][0]), str(state["mark"][1]), state["mark"][2]))
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise SnapshotError(f"the snapshot does not say where its stream is: {error!r}") from error
+        check_like(state, {**LIKE, **(WAITING if state and state.get("read") else {})}, STATE)
+        self._epoch, self._before, read = state["epoch"], state["before"], state["read"]
+        ready, slots = state.get("ready", []), state.get("slots", [])
+        waiting, marks = {*ready, *slots}, [Mark(0, NOTHING, None)]
+        if state["given"] != self._before + read - len(slots) or not all(0 <= number < read for number in waiting):
+            raise ValueError(f"{STATE} has {sorted(waiting)} waiting, of {read} samples that were read")
+        if read and state["mark"][0]:
+            marks.insert(0, Mark(*state["mark"]))
         epochs = self._definition.epochs
         if epochs is not None and self._epoch > epochs:
             raise UsageError(f"epochs is {epochs}, but the run that is resumed has done {self._epoch}; raise epochs")
         if read:
-            place = Place(self._definition, self._stream, self._epoch, self._before, read, str(state["hash"]))
+            place = Place(self._definition, self._stream, self._epoch, self._before, read, state["hash"])
             with self._surroundings:
                 self._reading, mark, items = read_again(place, marks, waiting, anyway=anyway, shown=shown)
             self._marks = deque([mark])
-            self._ready.extend(items[number] for number in state["ready"] if number in items)
-            self._buffer = [items[number] for number in state["slots"] if number in items]
+            self._ready.extend(items[number] for number in ready if number in items)
+            self._buffer = [items[number] for number in slots if number in items]
             self._over = self._reading.ended and not items  # fewer samples than there were
+        self._given = self._total - len(self._buffer)
 
     def close(self) -> None:
         """Let go of the iterable."""
@@ -169,6 +176,11 @@ class Supply:
             with self._surroundings:
                 self._reading.close()
             self._reading = None
+
+    @property
+    def dealt(self) -> int:
+        """How many samples were, in all epochs."""
+        return self._given - len(self._ready)
 
     @property
     def _total(self) -> int:

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.definition import checks
 from phalanx.definition.digest import Entry
+from phalanx.definition.plain import check_specs, warn_of_bits
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.jax.environment import recorded
 from phalanx.frameworks.jax.tree import is_key, named, plain, strong
@@ -39,12 +39,7 @@ class Snapshots:
         """See ``seams.Snapshots.adopt``."""
         if state.facts.get(FRAMEWORK) != "jax":
             raise SnapshotError("the snapshot is not of a jax recipe")
-        given = state.facts.get(ENVIRONMENT)
-        now, then = recorded(self.device), given if isinstance(given, dict) else {}
-        differing = [name for name in {**now, **then} if now.get(name) != then.get(name)]
-        if differing:
-            told = "; ".join(f"{name} is {now.get(name)}, was {then.get(name)}" for name in differing)
-            checks.warn(f"bits may differ from an uninterrupted run's: {told}")
+        warn_of_bits(recorded(self.device), state.facts.get(ENVIRONMENT))
         stored = {name: tensor for name, tensor in state.training.items() if name.startswith(OPTIMIZER)}
         optimizer = self._fitted(self.state.optimizer, stored, OPTIMIZER)
         self.adopt_weights(state.weights)
@@ -56,20 +51,14 @@ class Snapshots:
         self.state.params = self._fitted(
             self.state.params, {name: tensor for name, tensor in weights.items() if name not in mine}, ""
         )
+        check_specs(mine, {name: tensor for name, tensor in weights.items() if name in mine}, _spelled)
         for name, leaf in mine.items():
-            spec = [_spelled(leaf), _spelled(weights[name]) if name in weights else "missing"]
-            if spec[0] != spec[1]:
-                raise SnapshotError(f"{name} is {spec[1]} in the snapshot, but {spec[0]} here")
             leaf[...] = array_of(weights[name])
 
     def _fitted(self, tree: Any, stored: Mapping[str, Tensor], prefix: str) -> Any:
         """``tree`` with the stored arrays in place of its own."""
         mine = {prefix + name: leaf for name, leaf in named(tree).items()}
-        for name in [*mine, *stored]:
-            spec = [None if part is None else _spelled(part) for part in (mine.get(name), stored.get(name))]
-            if spec[0] != spec[1]:
-                told = f"{spec[1] or 'missing'} in the snapshot, but {spec[0] or 'missing'} here"
-                raise SnapshotError(f"{name} is {told}")
+        check_specs(mine, stored, _spelled)
         arrays = [_made(stored[name], leaf) for name, leaf in mine.items()]
         return jax.device_put(jax.tree.unflatten(jax.tree.structure(tree), arrays), self.device)
 

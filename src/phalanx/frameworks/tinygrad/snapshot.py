@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from tinygrad.nn.state import get_state_dict
 
-from phalanx.definition import checks
 from phalanx.definition.digest import Entry
+from phalanx.definition.plain import check_specs, warn_of_bits
 from phalanx.errors import SnapshotError
 from phalanx.frameworks.tinygrad import optimizer as updates
 from phalanx.frameworks.tinygrad.forward import plain
@@ -60,12 +60,7 @@ class Snapshots:
         """See ``seams.Snapshots.adopt``."""
         if state.facts.get(FRAMEWORK) != NAME:
             raise SnapshotError("the snapshot is not of a tinygrad recipe")
-        given = state.facts.get(ENVIRONMENT)
-        now, then = self.environment, given if isinstance(given, dict) else {}
-        differing = [name for name in {**now, **then} if now.get(name) != then.get(name)]
-        if differing:
-            told = "; ".join(f"{name} is {now.get(name)}, was {then.get(name)}" for name in differing)
-            checks.warn(f"bits may differ from an uninterrupted run's: {told}")
+        warn_of_bits(self.environment, state.facts.get(ENVIRONMENT))
         found = self.read()
         stored = {
             name.removeprefix(OPTIMIZER): tensor
@@ -122,10 +117,5 @@ def _bytes(array: np.ndarray) -> np.ndarray:
 
 def _fitted(own: Named, stored: Mapping[str, Tensor]) -> Named:
     """The stored arrays, if they are those that there are here."""
-    for name in [*own, *stored]:
-        mine, theirs = own.get(name), stored.get(name)
-        here = None if mine is None else f"{mine.dtype.name}{list(mine.shape)}"
-        there = None if theirs is None else f"{theirs.dtype}{list(theirs.shape)}"
-        if here != there:
-            raise SnapshotError(f"{name} is {there or 'missing'} in the snapshot, but {here or 'missing'} here")
+    check_specs(own, stored, lambda part: f"{part.dtype}{list(part.shape)}")
     return {name: array_of(stored[name]) for name in own}

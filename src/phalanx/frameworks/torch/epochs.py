@@ -75,6 +75,13 @@ def warn_of_units(definition: Definition, schedulers: Sequence[Any]) -> None:
             )
 
 
+def is_own(scheduler: Any) -> bool:
+    """Whether a scheduler, and what it consists of, is torch's own, and keeps no object of the caller's."""
+    parts = [scheduler, *getattr(scheduler, "_schedulers", ())]
+    kept = any(any(part.state_dict().get("lr_lambdas", ())) for part in parts)
+    return not kept and all(type(part).__module__.startswith("torch.optim") for part in parts)
+
+
 def _horizon(scheduler: Any, steps_per_epoch: int) -> tuple[str, float] | None:
     """The option that says how long a schedule is, and how long."""
     match scheduler:

@@ -52,6 +52,7 @@ class Update:
         self._seed = definition.seed
         self._schedules = Schedules(definition, self.optimizers, named)
         self.group_of = self._schedules.group_of
+        self.own = self._schedules.own and not self.foreign  # all classes are torch's
 
     @property
     def lr(self) -> float:

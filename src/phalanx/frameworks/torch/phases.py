@@ -10,6 +10,7 @@ import torch
 
 from phalanx.definition.fields import Definition
 from phalanx.definition.phases import Phase
+from phalanx.definition.plain import check_like
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.optimizer import Update
@@ -124,6 +125,22 @@ class Phased:
 
 
 Updates = Update | Phased
+
+
+def check_options(updates: Updates, options: list[Any]) -> None:
+    """Refuse options of a snapshot that are not like these, as far as classes are torch's own; see ``check_like``."""
+    if isinstance(updates, Phased):
+        check_like(options[0], int, "options.0")
+        for phase, theirs in zip(updates._phases, options[1:], strict=True):
+            check_options(phase, theirs)
+    elif updates.own:
+        groups, *others = updates.options()[:3]
+        check_like(options[:3], [[[_rates(group) for group in item] for item in groups], *others], "options")
+
+
+def _rates(group: dict[str, Any]) -> dict[str, Any]:
+    """Options of which integers may become other numbers."""
+    return {name: float(value) if type(value) is int else value for name, value in group.items()}
 
 
 def updates_of(definition: Definition, named: Named, model: torch.nn.Module) -> Updates:

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from phalanx.definition import generators
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
-from phalanx.frameworks.torch.epochs import Epochs, warn_of_units
+from phalanx.frameworks.torch.epochs import Epochs, is_own, warn_of_units
 from phalanx.plan import update_key
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
@@ -78,6 +78,7 @@ class Schedules:
         self._schedulers = [] if make is None else [_made(make, optimizer) for optimizer in optimizers]
         self._drawing = [scheduler for scheduler in self._schedulers if type(scheduler) not in PURE]
         self._owned = generators.find({"scheduler": self._drawing})
+        self.own = all(map(is_own, self._schedulers))
         for optimizer in optimizers:  # an update may be skipped, which torch would take for a wrong order
             optimizer._opt_called = True  # type: ignore[attr-defined]
         warn_of_units(definition, self._schedulers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +13,12 @@ import torch
 
 from phalanx.definition import checks
 from phalanx.definition.digest import Entry, digest_of
-from phalanx.definition.plain import decoded, encoded
-from phalanx.errors import SnapshotError, UsageError
-from phalanx.frameworks.torch.phases import Updates
+from phalanx.definition.plain import check_like, check_specs, decoded, encoded, taking_over
+from phalanx.errors import UsageError
+from phalanx.frameworks.torch.phases import Updates, check_options
 from phalanx.frameworks.torch.replica.buffers import Buffers, bytes_of
 from phalanx.frameworks.torch.schedules import Named
+from phalanx.frameworks.torch.sharing.optimizer_state import check_state, find_pieces
 from phalanx.seams.snapshots import CODES, Captured, Tensor
 
 
@@ -89,34 +90,24 @@ def adopt(model: torch.nn.Module, updates: Updates, state: Captured) -> None:
     """
     adopt_weights(model, state.weights)
     parameters = dict(updates.named)
-    find = functools.partial(_found, state.training)
-    try:
-        for optimizer, (described, beside) in zip(updates.optimizers, state.facts["optimizers"], strict=True):
+    left = {name: tensor for name, tensor in state.training.items() if name.startswith(("optimizer.", "options."))}
+    find = functools.partial(_found, left)
+    with taking_over("the optimizers' state"):
+        pieces = find_pieces(updates, list(parameters.values()))
+        for number, (optimizer, theirs) in enumerate(zip(updates.optimizers, state.facts["optimizers"], strict=True)):
             optimizer.state.clear()
-            for name, value in decoded(described, find).items():
+            described, beside = (decoded(part, find, f"optimizer.{number}") for part in theirs)
+            for name, value in described.items():
                 optimizer.state[parameters[name]] = _placed(value, parameters[name], optimizer)
-            optimizer.state.update(decoded(beside, find))
-        updates.take_options(decoded(state.facts["options"], find))
+            check_like(beside, beside if updates.foreign else {}, f"optimizer.{number}")
+            optimizer.state.update(beside)
+        options = decoded(state.facts["options"], find, "options")
+        if left:
+            raise ValueError(f"nothing names the tensors {', '.join(left)}")
+        check_options(updates, options)
+        updates.take_options(options)
         _ = updates.lr  # which is a number, or raises
-        for optimizer in updates.optimizers:
-            _check_fused(optimizer, parameters.values())
-    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
-        raise SnapshotError(f"the optimizers' state in the snapshot does not fit this recipe's: {error}") from error
-
-
-def _check_fused(optimizer: torch.optim.Optimizer, parameters: Collection[torch.Tensor]) -> None:
-    """Fused kernels take for granted that state lies as the parameter does, and write wherever that leads."""
-    known = set(map(id, parameters))
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) not in known:
-                raise ValueError("its options name other parameters")
-            like = torch.empty_like(parameter, device="meta")
-            for name, value in optimizer.state.get(parameter, {}).items() if group.get("fused") else ():
-                if isinstance(value, torch.Tensor) and (name != "step" or value.dim()):
-                    spec = [(part.dtype, part.shape, part.stride()) for part in (like, value)]
-                    if spec[0] != spec[1]:
-                        raise ValueError(f"{name} is {_spelled(value)}, which does not lie as its parameter does")
+        check_state(updates, pieces)
 
 
 def adopt_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
@@ -128,10 +119,7 @@ def adopt_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None
         They are of another model; names the first that differs.
     """
     mine = _weights(model)
-    for name in [*mine, *weights]:
-        spec = [None if tensor is None else _spelled(tensor) for tensor in (mine.get(name), weights.get(name))]
-        if spec[0] != spec[1]:
-            raise SnapshotError(f"{name} is {spec[1] or 'missing'} in the snapshot, but {spec[0] or 'missing'} here")
+    check_specs(mine, weights, _spelled)
     with torch.no_grad():
         for name, tensor in mine.items():
             value = tensor_of(weights[name])
@@ -164,9 +152,11 @@ def state_dict(model: Any, instead: Mapping[str, Any]) -> dict[str, Tensor | Non
     return {name: stored(others.get(id(item), item)) for name, item in whole.items() if isinstance(item, torch.Tensor)}
 
 
-def _found(training: Mapping[str, Tensor], place: Any) -> torch.Tensor:
+def _found(training: dict[str, Tensor], place: Any, path: str) -> torch.Tensor:
     name, strides, _ = place
-    tensor = tensor_of(training[name])
+    if name != path:
+        raise ValueError(f"{path} is {name!r:.80}")
+    tensor = tensor_of(training.pop(path))
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="cpu").copy_(tensor)
 
 

@@ -171,6 +171,38 @@ def find_pieces(updates: Updates, parameters: Sequence[torch.Tensor]) -> list[St
     return pieces
 
 
+def check_state(updates: Updates, pieces: Sequence[StatePiece]) -> None:
+    """Refuse state of torch's own optimizers that their updates do not make. ``pieces``: what they make.
+
+    Fused kernels, of anybody's classes, take for granted that state lies as the parameter does, and write wherever that
+    leads.
+
+    Raises
+    ------
+    ValueError
+        There is some; names it.
+    """
+    made = {(piece.parameter, piece.name): piece.spec for piece in pieces}
+    known = {id(parameter): index for index, (_, parameter) in enumerate(updates.named)}
+    tried = {index for index, _ in made}
+    for number, optimizer in enumerate(updates.optimizers):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                index = known.get(id(parameter))
+                if index is None:
+                    raise ValueError("its options name other parameters")
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if value is None or (updates.foreign and not (group.get("fused") and hasattr(value, "stride"))):
+                        continue
+                    spec, wanted = _spec(value), made.get((index, f"{number}.{key}"))
+                    same = index not in tried or (wanted is not None and spec[::2] == wanted[::2])
+                    like = _spec(parameter) if group.get("fused") and (key != "step" or value.dim()) else spec
+                    if not same or spec != like or spec.strides != value.stride():
+                        raise ValueError(
+                            f"{key} of {updates.named[index][0]} is {spec}, and should be {wanted or like}"
+                        )
+
+
 def _tried(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Spec]:
     """What an update in this group makes of a parameter like this; nothing if it raises, as the real one will."""
     for device in ("meta", "cpu") if parameter.nbytes > SMALL else ("cpu",):
