@@ -64,6 +64,7 @@ def without_seeding(monkeypatch):
     monkeypatch.setattr("phalanx.frameworks.torch.replica.feed.Feed.seed", lambda *_: None)
 
 
+@pytest.mark.usefixtures("computed_once")
 @pytest.mark.parametrize("fault", [in_order_of_arrival, not_spread, buffers_of_the_first, without_seeding])
 def test_faults_are_seen(monkeypatch, fault):
     """These tests can fail: sums in another order, stale copies, one replica's buffers, or seeds left out differ."""

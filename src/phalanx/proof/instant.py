@@ -73,8 +73,8 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         self.definition = definition
         self._batch, self._losses = batch, losses
         self._opened: list[Framework] = []
-        engine = "inline" if workers == 1 and not apart else "processes"
-        self._engine = open_engine(definition, engine, workers, tuple(devices), None, self._beginning(begin))
+        where = "inline" if workers == 1 and not apart else "processes", workers, tuple(devices), None
+        self._engine = open_engine(definition, *where, self._beginning(begin), allow=None)
         (self._framework,) = self._opened
         self._dealer = BatchShares(definition, self._framework.opened)
         self._supply = None

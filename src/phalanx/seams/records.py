@@ -139,8 +139,8 @@ class RunState:
         Which updates are audited, if some are.
     audited : int
         How many were.
-    allow : bool
-        Whether what is nondeterministic is allowed.
+    allow : bool or None
+        Whether replicas that are computed twice may differ; None: none is.
     """
 
     loss_history: list[float] = field(default_factory=list[float])
@@ -158,7 +158,7 @@ class RunState:
     stopped_by: str | None = None
     audit: Audit | None = None
     audited: int = 0
-    allow: bool = False
+    allow: bool | None = False
 
     @property
     def steps(self) -> int:
