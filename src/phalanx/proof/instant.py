@@ -28,6 +28,7 @@ from phalanx.seams import Computed, Framework, RunState, Watch
 from phalanx.seams.events import StepReport
 from phalanx.seams.snapshots import Captured
 from phalanx.step import compute, propose, todo
+from phalanx.surroundings.current import outside
 
 DELAY_SECONDS = 1.0  # until recomputing shows its progress
 
@@ -156,11 +157,9 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
 
     def shares(self) -> list[Share]:
         """What each replica of this step is dealt."""
-        if self._batch is not None:
-            return self._dealer.brought(self._batch)
-        if self._supply is not None:
-            return self._dealer.brought(self._supply.draw(self.step))
-        return self._dealer.planned(self.update)
+        if self._batch is None and self._supply is None:
+            return self._dealer.planned(self.update)
+        return self._dealer.brought(self._batch if self._supply is None else self._supply.draw(self.step))
 
     def replica(self, replica: int, watch: Watch | None = None) -> Computed:
         """Compute a replica of this step; the state stays as it is.
@@ -175,7 +174,7 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         shares = self.shares()
         if not len(shares[replica].samples):
             raise UsageError(f"replica is {replica}, which has no samples in step {self.step}; name another")
-        with self._framework.environment:
+        with self._framework.environment, outside():
             try:
                 computing = self._framework.gradients(todo(self.definition, self.update, [replica], shares), watch)
                 computed = compute(computing, self.definition.rounds.at(self.update), replica, shares[replica])
