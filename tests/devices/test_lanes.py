@@ -68,6 +68,7 @@ def dropping():
     return nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 3))
 
 
+@pytest.mark.usefixtures("computed_once")
 @pytest.mark.parametrize("fault", [in_order_of_arrival, not_spread, buffers_of_the_first, without_seeding])
 def test_faults_are_seen(monkeypatch, fault):
     """These tests can fail: sums in another order, stale copies, one replica's buffers, or seeds left out differ."""

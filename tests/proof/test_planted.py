@@ -280,7 +280,7 @@ def test_additions_in_another_order(tmp_path, monkeypatch):
     assert found.elements
 
 
-@pytest.mark.parametrize(("kind", "call"), [("order", 4), ("gradient", 3 * 8 + 2)])
+@pytest.mark.parametrize(("kind", "call"), [("order", 4), ("gradient", 2 + 3 * 8 + 2)])
 def test_a_recorded_fold_that_was_wrong(tmp_path, kind, call):
     """Recipes are the same, and links tell no fold from gradients of a step that is past: both are named."""
     one = terms(8, steps=6, optimizer=SGD)
@@ -295,8 +295,8 @@ def test_a_recorded_fold_that_was_wrong(tmp_path, kind, call):
 
 
 def in_gradient(tmp_path):
-    """A bit that flips in replica 2's gradient at step 41."""
-    return Fault("gradient", str(tmp_path / "pid"), 41 * REPLICAS + 2).planted()
+    """A bit that flips in replica 2's gradient at step 41; in three steps before, a replica is computed twice."""
+    return Fault("gradient", str(tmp_path / "pid"), 3 + 41 * REPLICAS + 2).planted()
 
 
 def test_14_a_bit_in_a_gradient(tmp_path):

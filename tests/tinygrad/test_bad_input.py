@@ -187,7 +187,7 @@ def test_reading_a_tensor_while_a_program_is_captured():
     def reading(output, target):
         return output.mean() * output.max().item()
 
-    refused("step 0, replica 1", error=phalanx.WorkerError, loss_fn=reading)
+    refused("step 0, replica 0", error=phalanx.WorkerError, loss_fn=reading)
 
 
 def test_another_thread():

@@ -32,13 +32,14 @@ def open_engine(
     deadline_seconds: float | None,
     begin: Callable[[Framework], RunState],
     *,
-    allow: bool = False,
+    allow: bool | None = False,
     audit: Audit | None = None,
     readers: int | None = 0,
 ) -> Engine:
     """The engine that was asked for; "auto" without a number of workers measures.
 
-    ``allow``: on accelerators, operations without a deterministic kernel, too.
+    ``allow``: on accelerators, operations without a deterministic kernel, too; what is computed twice may differ. None:
+    neither, and nothing is computed twice.
     ``readers``: how many; None: as many as pay.
     ``begin(framework)`` may give the framework the state of an earlier run, and tells what that had done.
     """
@@ -48,7 +49,7 @@ def open_engine(
         from phalanx.engines.hosts.driver import open_distributed  # loads what speaks to networks
 
         return open_distributed(
-            definition, workers, devices, processors(), deadline_seconds, begin, allow=allow, readers=readers
+            definition, workers, devices, processors(), deadline_seconds, begin, allow=bool(allow), readers=readers
         )
 
     def begun() -> RunState:
@@ -64,7 +65,7 @@ def open_engine(
         framework = open_framework(definition, devices)
         placement = place(definition.replicas, count)
         return Processes(definition, framework, placement, begun(), deadline, audit=audit, readers=readers)
-    framework = open_framework(definition, devices, allow=allow)
+    framework = open_framework(definition, devices, allow=bool(allow))
     if engine == "inline" or here or framework.lanes is not None:
         court, state = functools.partial(Processes, definition, framework), begun()
         ahead = ahead_here(definition, framework, readers) if CAPABLE else None

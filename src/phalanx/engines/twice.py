@@ -38,8 +38,8 @@ class Twice:
     ----------
     definition : Definition
     framework : Framework
-    allow : bool
-        Whether a difference is only warned of, once, by whoever computes the first replica.
+    allow : bool or None
+        Whether a difference is only warned of, once, by whoever computes the first replica; None: nothing is due.
 
     Attributes
     ----------
@@ -47,7 +47,7 @@ class Twice:
         The updates of those steps, and this for each of them.
     """
 
-    def __init__(self, definition: Definition, framework: Framework, *, allow: bool) -> None:
+    def __init__(self, definition: Definition, framework: Framework, *, allow: bool | None) -> None:
         self._definition = definition
         self._framework = framework
         self._allow = allow
@@ -61,8 +61,9 @@ class Twice:
 
     def begin(self, update: int) -> None:
         """What is left of its step is computed twice, too: the process begins there."""
-        step = self._definition.rounds.at(update).step
-        self.due |= dict.fromkeys(range(update, self._after(step + 1)), self)
+        if self._allow is not None:
+            step = self._definition.rounds.at(update).step
+            self.due |= dict.fromkeys(range(update, self._after(step + 1)), self)
 
     def gradients(self, todo: Sequence[Todo]) -> Iterator[Computed]:
         """See ``seams.Steppable.gradients``.
@@ -119,4 +120,4 @@ class Twice:
         if not self._allow:
             raise StateError(message, step=CURRENT.step, replica=one.replica, samples=samples)
         checks.warn(message)
-        self.due = {}
+        self._allow, self.due = None, {}

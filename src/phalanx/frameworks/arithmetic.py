@@ -48,7 +48,7 @@ def read(scalars: Sequence[float]) -> list[float]:
 
 def checksum(vector: Sequence[Any]) -> int:
     """Of the bytes of all entries."""
-    return functools.reduce(lambda total, entry: zlib.crc32(np.ascontiguousarray(_plain(entry)).data, total), vector, 0)
+    return functools.reduce(lambda total, entry: zlib.crc32(_plain(entry).tobytes(), total), vector, 0)
 
 
 def finite(vector: Gradient) -> bool:

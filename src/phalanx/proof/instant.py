@@ -27,6 +27,7 @@ from phalanx.seams import Computed, Framework, RunState, Watch
 from phalanx.seams.events import StepReport
 from phalanx.seams.snapshots import Captured
 from phalanx.step import compute, propose, todo
+from phalanx.surroundings.current import outside
 from phalanx.surroundings.presence import shows
 
 DELAY_SECONDS = 1.0  # until recomputing shows its progress
@@ -73,8 +74,8 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         self.definition = definition
         self._batch, self._losses = batch, losses
         self._opened: list[Framework] = []
-        engine = "inline" if workers == 1 and not apart else "processes"
-        self._engine = open_engine(definition, engine, workers, tuple(devices), None, self._beginning(begin))
+        where = "inline" if workers == 1 and not apart else "processes", workers, tuple(devices), None
+        self._engine = open_engine(definition, *where, self._beginning(begin), allow=None)
         (self._framework,) = self._opened
         self._dealer = BatchShares(definition, self._framework.opened)
         self._supply = None
@@ -156,11 +157,9 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
 
     def shares(self) -> list[Share]:
         """What each replica of this step is dealt."""
-        if self._batch is not None:
-            return self._dealer.brought(self._batch)
-        if self._supply is not None:
-            return self._dealer.brought(self._supply.draw(self.step))
-        return self._dealer.planned(self.update)
+        if self._batch is None and self._supply is None:
+            return self._dealer.planned(self.update)
+        return self._dealer.brought(self._batch if self._supply is None else self._supply.draw(self.step))
 
     def replica(self, replica: int, watch: Watch | None = None) -> Computed:
         """Compute a replica of this step; the state stays as it is.
@@ -175,7 +174,7 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         shares = self.shares()
         if not len(shares[replica].samples):
             raise UsageError(f"replica is {replica}, which has no samples in step {self.step}; name another")
-        with self._framework.environment:
+        with self._framework.environment, outside():
             try:
                 computing = self._framework.gradients(todo(self.definition, self.update, [replica], shares), watch)
                 computed = compute(computing, self.definition.rounds.at(self.update), replica, shares[replica])

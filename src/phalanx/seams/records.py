@@ -162,8 +162,8 @@ class RunState:
         Which updates are audited, if some are.
     audited : int
         How many were.
-    allow : bool
-        Whether what is nondeterministic is allowed.
+    allow : bool or None
+        Whether replicas that are computed twice may differ; None: none is.
     told : int
         How many updates observers were told of, with all that completes a step.
     unseen : deque of StepReport
@@ -185,7 +185,7 @@ class RunState:
     stopped_by: str | None = None
     audit: Audit | None = None
     audited: int = 0
-    allow: bool = False
+    allow: bool | None = False
     told: int = 0
     unseen: deque[StepReport] = field(default_factory=deque[StepReport])
 
