@@ -121,7 +121,7 @@ def full(monkeypatch):
 
 @EVERYWHERE
 def test_a_full_disk(tmp_path, full, options):
-    """With on_snapshot_error="continue", weights that cannot be written are told of, and the run goes on to its digest."""
+    """Weights that cannot be written are told of, and with on_snapshot_error="continue" the run goes on as it would."""
     wanted = recipe(epochs=2).train(engine="inline").digest
     full.append("best")
     with pytest.warns(UserWarning, match=r"SaveBest could not write: .*No space left.*; the run goes on"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from phalanx.definition import checks
@@ -139,19 +139,19 @@ class Callbacks(Observer):
     def _call(self, name: str, hook: str, argument: Any) -> None:
         function = getattr(self._objects[name], hook, None)
         if function is not None:
-            with self._writing(name, hook), self._turn.lent(), interrupts.opened():
-                function(argument)
+            with self._turn.lent(), interrupts.opened():
+                try:
+                    function(argument)
+                except OSError as error:
+                    self._not_written(name, hook, error)
 
-    @contextlib.contextmanager
-    def _writing(self, name: str, hook: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if not type(self._objects[name]).__module__.startswith("phalanx."):
-                raise
-            why = f"the callback {name} could not write: {error}"
-            if hook == "begin":
-                raise UsageError(f"{why}; mend that, or leave the callback out") from error
-            if self._stop:
-                raise SnapshotError(why) from error
-            checks.warn(f"{why}; the run goes on")
+    def _not_written(self, name: str, hook: str, error: OSError) -> None:
+        """A callback of the package's own that cannot write does not end the run, unless that is wanted."""
+        if not type(self._objects[name]).__module__.startswith("phalanx."):
+            raise error
+        why = f"the callback {name} could not write: {error}"
+        if hook == "begin":
+            raise UsageError(f"{why}; mend that, or leave the callback out") from error
+        if self._stop:
+            raise SnapshotError(why) from error
+        checks.warn(f"{why}; the run goes on")
