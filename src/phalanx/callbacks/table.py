@@ -50,7 +50,8 @@ class Csv:
                 self._begin([*self._columns, *new], self._lines())
             except OSError as error:
                 checks.warn(f"{str(self._csv)!r} gets no columns {', '.join(new)}: {error}; the run goes on")
-        self._log.add(_text([[row.get(name, "") for name in self._columns]]))
+        if self._columns:
+            self._log.add(_text([[row.get(name, "") for name in self._columns]]))
 
     def state(self) -> dict[str, Any]:
         """See ``Writer.state``."""

@@ -117,7 +117,7 @@ def check_like(value: Any, like: Any, path: str) -> None:
     pairs: list[tuple[Any, Any, str]] = []
     same = value.__class__ is wanted.__class__
     if isinstance(wanted, dict) and same:
-        odd = [key for key in {**wanted, **value} if key not in wanted or not (key in value or _flag(wanted[key]))]
+        odd = [key for key in {**wanted, **value} if key not in wanted or not (key in value or is_flag(wanted[key]))]
         if odd:
             raise ValueError(f"{path} has unknown fields or lacks them: {', '.join(map(repr, odd))}")
         pairs = [(item, wanted[key], _below(path, key)) for key, item in value.items()]
@@ -138,7 +138,8 @@ def check_like(value: Any, like: Any, path: str) -> None:
         check_like(*pair)
 
 
-def _flag(value: Any) -> bool:
+def is_flag(value: Any) -> bool:
+    """Whether it is true, false or nothing."""
     return value is None or isinstance(value, bool)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from phalanx.definition.fields import Definition
 from phalanx.definition.phases import Phase
-from phalanx.definition.plain import check_like
+from phalanx.definition.plain import check_like, is_flag
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.optimizer import Update
@@ -127,15 +128,20 @@ class Phased:
 Updates = Update | Phased
 
 
-def check_options(updates: Updates, options: list[Any]) -> None:
-    """Refuse options of a snapshot that are not like these, as far as classes are torch's own; see ``check_like``."""
+def fit_options(updates: Updates, options: list[Any]) -> None:
+    """Refuse options of a snapshot that are not like these, as far as classes are torch's own; see ``check_like``.
+
+    Flags become the recipe's: no schedule of torch's changes them.
+    """
     if isinstance(updates, Phased):
         check_like(options[0], int, "options.0")
         for phase, theirs in zip(updates._phases, options[1:], strict=True):
-            check_options(phase, theirs)
+            fit_options(phase, theirs)
     elif updates.own:
         groups, *others = updates.options()[:3]
         check_like(options[:3], [[[_rates(group) for group in item] for item in groups], *others], "options")
+        for group, theirs in zip(itertools.chain(*groups), itertools.chain(*options[0]), strict=True):
+            theirs.update({name: value for name, value in group.items() if is_flag(value)})
 
 
 def _rates(group: dict[str, Any]) -> dict[str, Any]:

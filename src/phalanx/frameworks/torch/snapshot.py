@@ -15,7 +15,7 @@ from phalanx.definition import checks
 from phalanx.definition.digest import Entry, digest_of
 from phalanx.definition.plain import check_like, check_specs, decoded, encoded, taking_over
 from phalanx.errors import UsageError
-from phalanx.frameworks.torch.phases import Updates, check_options
+from phalanx.frameworks.torch.phases import Updates, fit_options
 from phalanx.frameworks.torch.replica.buffers import Buffers, bytes_of
 from phalanx.frameworks.torch.schedules import Named
 from phalanx.frameworks.torch.sharing.optimizer_state import check_state, find_pieces
@@ -104,7 +104,7 @@ def adopt(model: torch.nn.Module, updates: Updates, state: Captured) -> None:
         options = decoded(state.facts["options"], find, "options")
         if left:
             raise ValueError(f"nothing names the tensors {', '.join(left)}")
-        check_options(updates, options)
+        fit_options(updates, options)
         updates.take_options(options)
         _ = updates.lr  # which is a number, or raises
         check_state(updates, pieces)

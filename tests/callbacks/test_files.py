@@ -1,0 +1,187 @@
+"""What callbacks leave in a run_dir: never through links, their owner's alone, and a full disk stops nothing."""
+
+import errno
+import os
+import stat
+
+import pytest
+
+import phalanx
+from phalanx.callbacks import Log, SaveBest
+from phalanx.checkpoint import files
+from tests.callbacks.jobs import evaluation, recipe
+
+EVERYWHERE = pytest.mark.parametrize(
+    "options", [{"engine": "inline"}, {"engine": "processes", "workers": 2}, {"workers": "auto"}],
+    ids=["inline", "2 workers", "auto"],
+)  # fmt: skip
+
+
+def both():
+    """What writes files of its own."""
+    return [Log("csv"), SaveBest("accuracy")]
+
+
+def train(run_dir, callbacks=None, **options):
+    """Two epochs, each of which is evaluated."""
+    callbacks = both() if callbacks is None else callbacks
+    return recipe(epochs=2).train(run_dir=run_dir, callbacks=callbacks, evaluation=evaluation(), **options)
+
+
+def contents(folder):
+    """All files of a folder with their bytes."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("name", [".log.csv.new", "log.csv"])
+def test_a_link_in_the_place_of_the_log(tmp_path, name, options):
+    """What a link leads to stays as it was; the log is a file of the run's own."""
+    precious = tmp_path / "precious"
+    precious.write_text("step\n0\n")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(precious)
+    result = train(tmp_path / "run", **options)
+    assert precious.read_text() == "step\n0\n"
+    log = tmp_path / "run" / "log.csv"
+    assert not log.is_symlink()
+    assert len(log.read_text().splitlines()) == result.steps + 1
+
+
+@EVERYWHERE
+def test_a_link_in_the_place_of_the_best(tmp_path, options):
+    """A link to the best weights of another run is refused by name, and those are all there."""
+    train(tmp_path / "other", engine="inline")
+    before = contents(tmp_path / "other" / "best")
+    assert before
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "best").symlink_to(tmp_path / "other" / "best")
+    with pytest.raises(phalanx.UsageError, match=r"SaveBest could not write: .*symbolic link: .*best'; mend that"):
+        train(tmp_path / "run", **options)
+    assert contents(tmp_path / "other" / "best") == before
+
+
+def test_a_link_that_comes_later(tmp_path):
+    """A log that became a link is not read when the run goes on: a sentence says so, and its target stays."""
+    train(tmp_path / "run", engine="inline")
+    (tmp_path / "run" / "log.csv").rename(tmp_path / "precious")
+    (tmp_path / "run" / "log.csv").symlink_to(tmp_path / "precious")
+    before = (tmp_path / "precious").read_bytes()
+    with pytest.raises(phalanx.UsageError, match=r"Log could not write: .*symbolic link: .*log.csv'; mend that"):
+        train(tmp_path / "run", engine="inline")
+    assert (tmp_path / "precious").read_bytes() == before
+
+
+def test_a_run_dir_that_is_a_link(tmp_path):
+    """Twin: the run's directory itself may be a link, so that what is refused above is refused for its place."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to("run")
+    result = train(tmp_path / "link", engine="inline")
+    assert (tmp_path / "run" / "log.csv").is_file()
+    assert contents(tmp_path / "run" / "best").keys() == {result.best.path.name}
+
+
+@EVERYWHERE
+def test_only_the_owner_may_read(tmp_path, options):
+    """Files that callbacks make are 0600, and their folders 0700, whatever the umask."""
+    before = os.umask(0)
+    try:
+        train(tmp_path / "run", **options)
+    finally:
+        os.umask(before)
+    for path in [tmp_path / "run", *(tmp_path / "run").rglob("*")]:
+        mode = stat.S_IMODE(path.lstat().st_mode)
+        assert mode == (0o700 if path.is_dir() else 0o600), f"{path} is {mode:o}"
+
+
+def test_tensorboard_too(tmp_path):
+    """Its folder is the run's own, and a link in its place is refused."""
+    pytest.importorskip("tensorboard")
+    train(tmp_path / "run", [Log("tensorboard")], engine="inline")
+    assert stat.S_IMODE((tmp_path / "run" / "tensorboard").stat().st_mode) == 0o700
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "tensorboard").symlink_to(tmp_path)
+    with pytest.raises(phalanx.UsageError, match="Log could not write"):
+        train(tmp_path / "other", [Log("tensorboard")], engine="inline")
+
+
+@pytest.fixture
+def full(monkeypatch):
+    """A disk that has no room for files in these folders; a list of them, to be filled."""
+    places, write = [], files.write
+
+    def failing(path, fill):
+        if path.parent.name in places:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, fill)
+
+    monkeypatch.setattr(files, "write", failing)
+    return places
+
+
+@EVERYWHERE
+def test_a_full_disk(tmp_path, full, options):
+    """Weights that cannot be written are told of, and with on_snapshot_error="continue" the run goes on as it would."""
+    wanted = recipe(epochs=2).train(engine="inline").digest
+    full.append("best")
+    with pytest.warns(UserWarning, match=r"SaveBest could not write: .*No space left.*; the run goes on"):
+        result = train(tmp_path, **options)
+    assert result.digest == wanted
+    assert result.best is None
+    assert not contents(tmp_path / "best")
+
+
+@EVERYWHERE
+def test_a_full_disk_that_stops(tmp_path, full, options):
+    """Twin: with on_snapshot_error="stop" it ends the run, with the state in the error."""
+    full.append("best")
+    with pytest.raises(phalanx.SnapshotError, match=r"SaveBest could not write: .*No space left") as caught:
+        train(tmp_path, on_snapshot_error="stop", **options)
+    assert caught.value.result.steps == 5
+
+
+class Careless:
+    """Somebody's own callback that cannot write either."""
+
+    def evaluated(self, values):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_what_somebody_elses_callback_raises(tmp_path):
+    """Twin: an OSError of a callback that is not phalanx's own ends the run, as it is."""
+    with pytest.raises(OSError, match="No space left"):
+        train(tmp_path, [Careless()], engine="inline")
+
+
+def test_a_full_disk_and_the_log(tmp_path, full):
+    """A metric for which there is no room gets no column; the lines of all steps are there, and the run goes on."""
+
+    class Fill:
+        def step(self, report):
+            if report.step == 3:
+                full.append(tmp_path.name)
+
+    with pytest.warns(UserWarning, match=r"log.csv' gets no columns accuracy: .*the run goes on"):
+        train(tmp_path, [Log("csv"), Fill()], engine="inline", snapshot_every=100)
+    lines = (tmp_path / "log.csv").read_text().splitlines()
+    assert [line.partition(",")[0] for line in lines] == ["step", *map(str, range(10))]
+    assert "accuracy" not in lines[0]
+
+
+def test_lines_that_were_lost(tmp_path):
+    """A log that lacks lines of earlier steps is gone on with by step numbers: no step is there twice."""
+    train(tmp_path, [Log("csv")], engine="inline")
+    log = tmp_path / "log.csv"
+    lines = log.read_text().splitlines()
+    log.write_text("\n".join([lines[0], *lines[4:]]) + "\n")
+    recipe(epochs=3).train(run_dir=tmp_path, callbacks=[Log("csv")], evaluation=evaluation(), engine="inline")
+    assert [line.partition(",")[0] for line in log.read_text().splitlines()] == ["step", *map(str, range(3, 15))]
+
+
+def test_drafts_that_a_kill_left(tmp_path):
+    """Drafts in the folder of the best weights are cleared away when a run begins there."""
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / ".tmp-1").write_bytes(b"half")
+    (tmp_path / "best" / "mine").write_text("mine")
+    result = train(tmp_path, [SaveBest("accuracy")], engine="inline")
+    assert contents(tmp_path / "best").keys() == {"mine", result.best.path.name}
