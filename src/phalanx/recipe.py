@@ -85,11 +85,6 @@ class Recipe(Definition):
     micro_batches : int, default 1
         Into how many parts each replica's share is cut, computed one after the other in less memory; their gradients
         are added in order (``docs/steps.md``).
-    carry : dict of str to int, optional
-        Buffers that go on from batch to batch, as an LSTM's hidden state, and the dimension of each that runs over the
-        batch: a sample's rows go with its position in the batch.
-    reset_carry : "epoch", optional
-        When they begin anew, as the model was made.
     phases : list of Phase, optional
         Several updates, one after the other, that make a step, each with its own loss, parameters and optimizer.
 

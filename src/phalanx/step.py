@@ -11,7 +11,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from phalanx.definition.data import READING, Share
@@ -195,11 +195,9 @@ def begin(
 def todo(definition: Definition, t: int, replicas: Sequence[int], shares: Sequence[Share]) -> list[Todo]:
     """What there is to compute for these replicas in step ``t``, which is the current one from here on."""
     seed, count = definition.seed, definition.replicas
-    step, phase, first, *_ = definition.rounds.at(t)
+    step, phase, *_ = definition.rounds.at(t)
     CURRENT.step = step
     weights = share_weights([len(share.samples) for share in shares])
-    if not first:  # what is carried began anew in the phase before
-        shares = [replace(share, fresh=False) for share in shares]
     return [
         Todo(replica, replica_key(seed, step, replica, count, phase), shares[replica], weights[replica], phase)
         for replica in replicas

@@ -1,4 +1,4 @@
-"""Steps with phases, carried state and micro-batches over streams, and with readers: the bits that columns have."""
+"""Steps with phases and micro-batches over streams, and with readers: the bits that columns have."""
 
 import collections
 import copy
@@ -14,14 +14,11 @@ import torch
 import phalanx
 from phalanx.definition.copies import own
 from phalanx.definition.data import alike
-from tests.exactness import test_carried as carried
 from tests.exactness import test_phases as phases
 from tests.state.runs import assert_same
 
 KINDS = {
     "phases": lambda **changes: phases.recipe("gan", shuffle=False, **changes),
-    "carried state": lambda **changes: carried.recipe(reset_carry="epoch", **changes),
-    "carried state that is never reset": lambda **changes: carried.recipe(**changes),
     "micro-batches": lambda **changes: phases.recipe("actor_critic", shuffle=False, micro_batches=2, **changes),
 }
 PLACES = [
@@ -69,12 +66,6 @@ def test_streams_and_readers(kind, replicas):
             assert dataset.train(**place).digest == expected
 
 
-def test_a_carry_that_is_not_reset_is_another_answer():
-    """The reset at the beginning of an epoch changes the bits, so that a stream that forgot it would be noticed."""
-    kinds = [KINDS[kind]() for kind in ("carried state", "carried state that is never reset")]
-    assert streamed(kinds[0]).train(engine="inline").digest != streamed(kinds[1]).train(engine="inline").digest
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_resumes_and_kills(kind, tmp_path):
@@ -90,20 +81,6 @@ def test_resumes_and_kills(kind, tmp_path):
                 if report.step + 1 == step:
                     break
         assert_same(made.train(engine="inline", run_dir=folder, readers=(step + 1) % 2), expected)
-
-
-def test_a_carry_is_reset_once():
-    """In the first step of an epoch the first phase begins anew, and the others with what the one before has left."""
-    optimizer = functools.partial(torch.optim.SGD, lr=0.5)
-    both = [phalanx.Phase(carried.loss_fn, name=name, optimizer=optimizer) for name in ("one", "other")]
-    changes = {"phases": both, "loss_fn": None, "optimizer": None, "epochs": 1}
-    plain, reset = (over(carried.recipe(reset_carry=when), carried.text(), **changes) for when in (None, "epoch"))
-    expected = plain.train(engine="inline").digest
-    assert reset.train(engine="inline").digest == expected
-    for place in PLACES:
-        assert streamed(reset).train(**place).digest == expected
-    twice = {"epochs": 2}
-    assert over(plain, plain.data, **twice).train().digest != over(reset, reset.data, **twice).train().digest
 
 
 def moved(samples):

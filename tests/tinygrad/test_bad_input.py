@@ -47,7 +47,6 @@ def test_devices(devices, match):
             {"phases": [phalanx.Phase(lambda model, batch: 0, optimizer=SGD)], "loss_fn": None, "optimizer": None},
             "torch",
         ),
-        ({"carry": {"hidden": 0}, "shuffle": False}, "torch"),
         ({"micro_batches": 2}, "torch or jax"),
     ],
 )

@@ -74,14 +74,11 @@ class BatchShares:
         read, collated = self._reader(
             source, lambda index: generators.seed(plan.sample_key(step, index), owned), self._first
         )
-        fresh = self._definition.reset_carry == "epoch" and step % plan.steps_per_epoch == 0
         ahead = self._ahead is not None and isinstance(source, Samples)
         shares: list[Share] = []
-        first = 0
         for replica, indices in enumerate(plan.shares(step)):
             reads = self._taken(step, replica, indices, read) if ahead else read
-            shares.append(Share(indices, reads, collated, "data", first, fresh))
-            first += len(indices)
+            shares.append(Share(indices, reads, collated, "data"))
         return shares
 
     @property
@@ -107,7 +104,7 @@ class BatchShares:
         positions = np.arange(len(source), dtype=np.int64)
         bounds = share_bounds(len(source), replicas)
         read, collated = self._reader(source, _unseeded)
-        return [Share(positions[start:end], read, collated, "batch", start) for start, end in bounds]
+        return [Share(positions[start:end], read, collated, "batch") for start, end in bounds]
 
     def _drawn(self, batch: Drawn) -> list[Share]:
         """The shares of what a stream gave; their samples are told by their numbers in the epoch."""
@@ -122,8 +119,7 @@ class BatchShares:
         one = self._definition.batch_size is None
         bounds = share_bounds(len(numbers), self._definition.replicas)
         reader = (lambda indices: read(indices)[0]) if one else read
-        fresh = self._definition.reset_carry == "epoch" and batch.first
-        return [Share(numbers[start:end], reader, one, "data", start, fresh) for start, end in bounds]
+        return [Share(numbers[start:end], reader, one, "data") for start, end in bounds]
 
     def chunks(self, data: Any, batch_size: int) -> Chunks:
         """Evaluation data in order, each sample once; one by one if the recipe hands over samples as they are."""

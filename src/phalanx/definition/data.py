@@ -37,18 +37,12 @@ class Share:
         What the caller knows it as, for error messages: "data", "batch" or "evaluation data".
     collated : bool
         Whether ``read`` gives a batch, or a list of samples that is still to be collated.
-    first : int
-        Position of the first sample in the batch.
-    fresh : bool
-        Whether what is carried from batch to batch begins anew.
     """
 
     samples: Indices
     read: Callable[[Indices], Any]
     collated: bool
     origin: str
-    first: int = 0
-    fresh: bool = False
 
     def cut(self, parts: int) -> list[Share]:
         """At most ``parts`` shares of these samples, as ``numpy.array_split`` cuts them, none empty.
@@ -59,7 +53,7 @@ class Share:
         whole = None if self.collated else self.read(self.samples)
         pieces = [self.read if whole is None else functools.partial(_read_already, whole[a:b]) for a, b in bounds]
         return [
-            replace(self, samples=self.samples[start:end], read=read, first=self.first + start)
+            replace(self, samples=self.samples[start:end], read=read)
             for (start, end), read in zip(bounds, pieces, strict=True)
         ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +49,6 @@ class Definition:
     schedule_on: str | None = None
     modes: str = "train"
     micro_batches: int = 1
-    carry: Mapping[str, int] | None = None
-    reset_carry: str | None = None
     phases: Sequence[Phase] | None = None
 
     def __post_init__(self) -> None:
@@ -209,37 +207,6 @@ class Definition:
                 "that cannot be cut; give a batch_size, or leave micro_batches out"
             )
         self._check_schedule()
-        self._check_carry()
-
-    def _check_carry(self) -> None:
-        checks.choice("reset_carry", self.reset_carry, (None, "epoch"))
-        if self.carry is None:
-            if self.reset_carry is not None:
-                raise UsageError(
-                    f"reset_carry is {self.reset_carry!r}, but nothing is carried; name buffers: carry={{'hidden': 1}}"
-                )
-            return
-        if not isinstance(self.carry, Mapping) or not self.carry or not all(isinstance(n, str) for n in self.carry):
-            raise UsageError(
-                f"carry is {checks.shown(self.carry)}; it must be a dict from names of buffers to the dimension of "
-                "each that runs over the batch: carry={'hidden': 1}"
-            )
-        carry = {name: checks.integer(f"carry[{name!r}]", dim, least=0) for name, dim in self.carry.items()}
-        object.__setattr__(self, "carry", carry)
-        if self.batch_size is None:
-            raise UsageError("carry is given and batch_size is None, so a batch has no dimension; give a batch_size")
-        buffer = self.stream.shuffle_buffer if self.stream is not None else 0
-        if buffer or (self.shuffle and self.source is not None):
-            told = f"the stream has shuffle_buffer={buffer}" if buffer else "shuffle is True"
-            raise UsageError(
-                f"carry is given and {told}, so that what is carried for a sample would go on with any other; deal "
-                f"them in order: {'leave it out' if buffer else 'shuffle=False'}"
-            )
-        if self.reset_carry is not None and self.data is None:
-            raise UsageError(
-                "reset_carry is 'epoch', but data is None, so there are no epochs; leave it out, or tell forward in "
-                "the data where to begin"
-            )
 
     def _check_schedule(self) -> None:
         checks.choice("schedule_every", self.schedule_every, (None, "step", "epoch"))

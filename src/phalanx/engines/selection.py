@@ -76,17 +76,7 @@ def open_engine(
 @contextlib.contextmanager
 def open_trained(definition: Definition, model: Any) -> Iterator[tuple[Definition, Engine]]:
     """A recipe with this model, already trained, and an engine that computes its outputs in this process."""
-    training = (
-        "data",
-        "steps",
-        "epochs",
-        "scheduler",
-        "schedule_every",
-        "schedule_on",
-        "carry",
-        "reset_carry",
-        "phases",
-    )
+    training = ("data", "steps", "epochs", "scheduler", "schedule_every", "schedule_on", "phases")
     left_out: dict[str, Any] = dict.fromkeys(training)
     recipe = dataclasses.replace(definition, **left_out, modes="as_made", make_model=as_factory(model))
     engine = open_engine(recipe, "inline", 1, (), None, lambda _: RunState())

@@ -12,7 +12,7 @@ from phalanx.definition.fingerprint.arrays import other_row
 VALUES = ("replicas", "batch_size", "lr", "max_norm", "shuffle", "drop_last", "seed", "precision", "threads",
           "on_nonfinite")  # fmt: skip
 LATER = ("schedule_every", "schedule_on")  # written down only where they are given: earlier snapshots lack them
-NEVER_GIVEN = {"micro_batches": 1, "carry": None, "reset_carry": None}  # the same; what they are if nobody gives them
+NEVER_GIVEN = {"micro_batches": 1}  # the same; what it is if nobody gives it
 FUNCTIONS = ("make_model", "loss_fn", "forward_fn", "target_fn", "optimizer", "scheduler", "collate_fn")
 MOST = 5  # differences of a field that are told
 

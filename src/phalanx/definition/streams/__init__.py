@@ -76,13 +76,12 @@ class Drawn:
     samples : list
     hash : str
         SHA-256 over all of them, in hexadecimal.
-    first, last : bool
-        Whether the epoch begins with them, and whether it ends.
+    last : bool
+        Whether the epoch ends with them.
     """
 
     epoch: int
     numbers: tuple[int, ...]
     samples: list[Any]
     hash: str
-    first: bool
     last: bool

@@ -197,7 +197,6 @@ class Supply:
             self._begin()
         self._over = False
         assert self._reading is not None
-        first = self._reading.number == len(self._ready) + len(self._buffer)  # nothing of this epoch was dealt
         self._mark()
         self._fill(size + least)
         if len(self._ready) < least:
@@ -207,7 +206,7 @@ class Supply:
         self._drawn_items = items
         numbers, samples = tuple(item[0] for item in items), [item[1] for item in items]
         self._over = len(self._ready) < least
-        return Drawn(self._epoch, numbers, samples, told, first, self._over)
+        return Drawn(self._epoch, numbers, samples, told, self._over)
 
     def _begin(self) -> None:
         """Begin an epoch: the first, or the one after that which is over."""

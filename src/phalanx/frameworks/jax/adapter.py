@@ -255,11 +255,6 @@ def _check(definition: Definition) -> None:
             "make_model returned a tree of jax arrays, so there is no model to call; pass forward_fn=lambda params, "
             "x: ..., which returns the output"
         )
-    if definition.carry is not None:
-        raise UsageError(
-            f"carry is {definition.carry}, which names buffers of torch modules; leave it out, or write "
-            "the model in torch"
-        )
     if definition.precision is not None:
         raise UsageError(
             f"precision is {definition.precision!r}, which is torch's autocast; make jax parameters of that dtype in "

@@ -188,8 +188,8 @@ class Tinygrad:
 
 def _check(definition: Definition) -> None:
     """Refuse what recipes of tinygrad do not have."""
-    several = definition.phases is not None, definition.carry is not None, definition.micro_batches > 1
-    for name, given in zip(("phases", "carry", "micro_batches"), several, strict=True):
+    several = definition.phases is not None, definition.micro_batches > 1
+    for name, given in zip(("phases", "micro_batches"), several, strict=True):
         if given:
             elsewhere = "torch or jax" if name == "micro_batches" else "torch"
             raise UsageError(

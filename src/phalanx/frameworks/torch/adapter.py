@@ -56,7 +56,7 @@ class Torch:
     def _build(self, definition: Definition, model: torch.nn.Module) -> None:
         model.to("cpu")
         feed = Feed(definition, model, self._shapes)
-        self._lane = Lane(definition, model, feed, Buffers(model, carry=definition.carry), AmbiguousMean(definition))
+        self._lane = Lane(definition, model, feed, Buffers(model), AmbiguousMean(definition))
         self._updates = updates_of(definition, self._lane.named, model)
         found = compiled({"make_model": model, **definition.holders})
         check_sizes(found, definition)

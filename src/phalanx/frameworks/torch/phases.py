@@ -183,5 +183,5 @@ def covered(phase: Phase, named: Named, model: torch.nn.Module) -> Named:
 
 def _alone(definition: Definition, phase: Phase) -> Definition:
     """A recipe that has this phase's optimizer and scheduler as its own."""
-    nothing = dict.fromkeys(("data", "steps", "epochs", "phases", "carry", "reset_carry"))
+    nothing = dict.fromkeys(("data", "steps", "epochs", "phases"))
     return dataclasses.replace(definition, optimizer=phase.optimizer, scheduler=phase.scheduler, **nothing)

@@ -103,7 +103,7 @@ class TorchLanes:
             put(own, device)
             host = Feed(definition, own, self._shapes)
             ahead = definition.collate_fn is None and definition.micro_batches == 1
-            buffers = Buffers(own, Versions(), definition.carry)
+            buffers = Buffers(own, Versions())
             self._feeds.append(DeviceFeed(host, device, ahead=ahead))
             self._lanes.append(Lane(definition, own, self._feeds[-1], buffers, ambiguous, later=True))
         self._first = self._lanes[0]

@@ -2,19 +2,17 @@
 
 A buffer whose bytes are equal on all replicas that ran keeps those bytes (a folded mean of equal floats would change
 constants). Otherwise floating and complex ones become the mean, weighted by sample count and added in the fold's order;
-others take the first replica's; of those that are carried, each replica's own rows are kept. So replicas themselves
-carry nothing from step to step and may run anywhere.
+others take the first replica's. So replicas themselves carry nothing from step to step and may run anywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from phalanx.errors import UsageError
-from phalanx.frameworks.torch.replica.carried import joined
 from phalanx.plan.fold import fold_mean
 from phalanx.plan.shares import share_weights
 
@@ -79,20 +77,15 @@ class Buffers:
     model : torch.nn.Module
     contents : Contents
         How buffers and the step's start are compared.
-    carry : mapping of str to int
-        Buffers of which each replica has its own rows, along this dimension; see ``carried``.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, contents: Contents | None = None, carry: Mapping[str, int] | None = None
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, contents: Contents | None = None) -> None:
         self._model = model
         self._contents = Compared() if contents is None else contents
         self._places = _places(model)
         self._tensors = [module._buffers[name] for _, module, name in self._places]
         self._checked = False
         self._begin_here()
-        self._carry = [(carry or {}).get(path) for path in self.paths]
 
     @property
     def starts(self) -> Left:
@@ -167,13 +160,9 @@ class Buffers:
         """Write the settled buffers of one step, given (samples, buffers) of each replica that ran, in order."""
         if not self._places:
             return
-        sizes = [samples for samples, _ in replicas]
-        weights = share_weights(sizes)
-        columns = [list(column) for column in zip(*(left for _, left in replicas), strict=True)]
-        settled = [
-            self._contents.settled(column, weights) if dim is None else joined(column, sizes, dim)
-            for column, dim in zip(columns, self._carry, strict=True)
-        ]
+        weights = share_weights([samples for samples, _ in replicas])
+        columns = zip(*(left for _, left in replicas), strict=True)
+        settled = [self._contents.settled(list(column), weights) for column in columns]
         for start, value in zip(self.starts, settled, strict=True):
             if value is not start:
                 start.copy_(value)

@@ -21,7 +21,6 @@ from phalanx.frameworks.torch.model import check_mode
 from phalanx.frameworks.torch.phases import covered
 from phalanx.frameworks.torch.replica.ambiguous import AmbiguousMean
 from phalanx.frameworks.torch.replica.buffers import Buffers
-from phalanx.frameworks.torch.replica.carried import Carried
 from phalanx.frameworks.torch.replica.denormals import Denormals
 from phalanx.frameworks.torch.replica.forward import Forward
 from phalanx.frameworks.torch.replica.gradient import Collector, drop
@@ -90,7 +89,6 @@ class Lane:
         device = self.parameters[0].device
         self._forwards = [Forward(definition, model, device, later=unread, phase=phase) for phase in phases]
         self._chosen = [None if phase is None else covered(phase, self.named, model) for phase in phases]
-        self._carried = _carried(definition, model)
         self._ambiguous = ambiguous
         self._later = later
         self._joins = self._parts == 1
@@ -186,8 +184,6 @@ class Lane:
 
     def _loss(self, batch: Any, todo: Todo, share: Share, watch: Watch | None) -> tuple[torch.Tensor, Any]:
         """The loss of a batch, and the weight that came with it; errors that say where they come from."""
-        if self._carried is not None:
-            self._carried.put(share)
         try:
             loss, weight = self._forwards[todo.phase].loss(batch, share.origin, watch)
         except ValueError as error:
@@ -196,8 +192,6 @@ class Lane:
         except Exception as error:
             explain(error)
             raise
-        if self._carried is not None:
-            self._carried.take(share)
         self._ambiguous.warn(weight, batch)
         return loss, weight
 
@@ -267,12 +261,6 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-def _carried(definition: Definition, model: torch.nn.Module) -> Carried | None:
-    if not definition.carry:
-        return None
-    return Carried(model, definition.carry, None if definition.data is None else definition.global_batch)
 
 
 def _weight(todo: Todo, returned: float | None) -> float:
