@@ -1,4 +1,4 @@
-"""Write what was measured to where people look at it: a CSV file, TensorBoard, Weights & Biases, MLflow."""
+"""Write what was measured to where people look at it: a CSV file, TensorBoard."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from phalanx.definition import checks
 from phalanx.definition.plain import Each, check_like
 from phalanx.errors import UsageError
 
-LIKE: dict[str, Any] = {  # what their states have
-    "csv": {"columns": Each(str)}, "tensorboard": {"open": bool}, "wandb": {"id": str}, "mlflow": {"id": str},
-}  # fmt: skip
+LIKE: dict[str, Any] = {"csv": {"columns": Each(str)}, "tensorboard": {"open": bool}}  # what their states have
 
 
 class Writer(Protocol):
@@ -68,80 +66,6 @@ class TensorBoard:
         self._writer.close()
 
 
-class Wandb:
-    """A run of Weights & Biases, gone on with after a resume; ``where`` is the project."""
-
-    def __init__(self, where: Any, options: Mapping[str, Any]) -> None:
-        self._target, self._options = where, options
-
-    def open(self, run: Any, state: Mapping[str, Any] | None) -> None:
-        """See ``Writer.open``."""
-        wandb = _module("wandb", "wandb")
-        self._callers = wandb.run is not None
-        if self._callers:
-            _check_plain("wandb", self._target, self._options)
-            self._run = wandb.run
-            return
-        again = {} if state is None else {"id": state["id"], "resume": "allow"}
-        self._run = wandb.init(project=self._target, **{**self._options, **again})
-
-    def write(self, step: int, row: Row) -> None:
-        """See ``Writer.write``; wandb drops steps that it had before a resume."""
-        self._run.log(row, step=step)
-
-    def state(self) -> dict[str, Any]:
-        """See ``Writer.state``."""
-        return {"id": self._run.id}
-
-    def close(self) -> None:
-        """See ``Writer.close``."""
-        if not self._callers:
-            self._run.finish()
-
-
-class MLflow:
-    """A run of MLflow, gone on with after a resume; ``where`` is the experiment.
-
-    MLflow keeps a value for each time that it is told one, so steps that it had before a resume are not told again.
-    """
-
-    def __init__(self, where: Any, options: Mapping[str, Any]) -> None:
-        self._target, self._options = where, options
-        self._had: dict[str, int] = {}
-
-    def open(self, run: Any, state: Mapping[str, Any] | None) -> None:
-        """See ``Writer.open``."""
-        self._mlflow = _module("mlflow", "mlflow")
-        self._run, self._had = self._mlflow.active_run(), {}
-        self._callers = self._run is not None
-        if self._callers:
-            _check_plain("mlflow", self._target, self._options)
-            return
-        if self._target is not None:
-            self._mlflow.set_experiment(self._target)
-        again = {} if state is None else {"run_id": state["id"]}
-        self._run = self._mlflow.start_run(**{**self._options, **again})
-        if state is not None:
-            client, run_id = self._mlflow.MlflowClient(), state["id"]
-            for name in client.get_run(run_id).data.metrics:
-                self._had[name] = max(value.step for value in client.get_metric_history(run_id, name))
-
-    def write(self, step: int, row: Row) -> None:
-        """See ``Writer.write``."""
-        new = {name: float(value) for name, value in row.items() if step > self._had.get(name, -1)}
-        if new:
-            self._mlflow.log_metrics(new, step=step, run_id=self._run.info.run_id)
-
-    def state(self) -> dict[str, Any]:
-        """See ``Writer.state``."""
-        return {"id": self._run.info.run_id}
-
-    def close(self) -> None:
-        """See ``Writer.close``."""
-        if not self._callers:
-            self._mlflow.end_run()
-
-
 class Log:
     """Writes loss, gradient norm, learning rate and all evaluations of each step; those of phases as "loss/critic".
 
@@ -149,22 +73,20 @@ class Log:
 
     Parameters
     ----------
-    to : "csv", "tensorboard", "wandb" or "mlflow"
-        Through the library of that name, which has to be installed ("csv": none).
-    where : path-like or str, optional
-        The CSV file, TensorBoard's folder, the project of wandb, the experiment of MLflow. By default "log.csv" or
-        "tensorboard" in the run's directory, or here. A run of wandb or MLflow that is open already is written to, and
-        left open.
+    to : "csv" or "tensorboard"
+        The latter needs the library of that name. ``docs/callbacks.md`` shows a callback of ten lines for others.
+    where : path-like, optional
+        The CSV file, or TensorBoard's folder. By default "log.csv" or "tensorboard" in the run's directory, or here.
     **options
-        For ``SummaryWriter``, ``wandb.init`` or ``mlflow.start_run``.
+        For ``SummaryWriter``.
 
     Raises
     ------
     UsageError
-        ``to`` is something else; or ``where`` or options are given, and a run of wandb or MLflow is open.
+        ``to`` is something else, or the library is missing.
     """
 
-    KINDS: ClassVar[Mapping[str, Any]] = {"csv": Csv, "tensorboard": TensorBoard, "wandb": Wandb, "mlflow": MLflow}
+    KINDS: ClassVar[Mapping[str, Any]] = {"csv": Csv, "tensorboard": TensorBoard}
 
     def __init__(self, to: str, where: Any = None, **options: Any) -> None:
         checks.choice("to", to, tuple(self.KINDS))
@@ -223,15 +145,6 @@ class Log:
         if self._row is not None:
             row, self._row = self._row, None
             self._writer.write(self._step, row)
-
-
-def _check_plain(kind: str, where: Any, options: Mapping[str, Any]) -> None:
-    """What a run that is open already was opened with cannot be changed."""
-    if where is not None or options:
-        raise UsageError(
-            f"Log({kind!r}) was given {', '.join(filter(None, ['where' if where is not None else '', *options]))}, but "
-            f"a run of {kind} is open, and would be written to; end it before, or use Log({kind!r}) alone"
-        )
 
 
 def _module(name: str, package: str) -> Any:
