@@ -27,7 +27,6 @@ from phalanx.errors import (
 from phalanx.frameworks.states import digest
 from phalanx.frameworks.torch.replica.forward import weighted
 from phalanx.plan import Plan
-from phalanx.proof.byhand import Chain
 from phalanx.proof.compare.diff import Difference, diff
 from phalanx.proof.find_lr import find_lr
 from phalanx.proof.replay import Replayed, replay
@@ -44,7 +43,6 @@ SOURCES.install()
 __version__ = "0.1.0"
 
 __all__ = [
-    "Chain",
     "CorruptionError",
     "Difference",
     "Evaluated",

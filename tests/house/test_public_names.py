@@ -32,7 +32,7 @@ FIRST_RUNG = {
     "whole",
     "find_lr",
 }
-PROOF = {"Chain", "Difference", "Replayed", "Verified", "diff", "replay", "verify"}
+PROOF = {"Difference", "Replayed", "Verified", "diff", "replay", "verify"}
 SECOND_RUNG = {"Phase", "Run", "StepReport", "Evaluation", "Evaluated", "Incident", "Loaded"}
 ERRORS = {
     "PhalanxError", "UsageError", "RunError", "WorkerError", "NonFiniteError", "SnapshotError", "LeftError",

@@ -55,10 +55,6 @@ NAMED: dict[str, tuple[str, str]] = {
     "definition/generators.py": ("tinygrad torch", "theirs are among those that are seeded"),
     "definition/device_generators.py": ("torch", "those of its accelerators are"),
     "definition/fingerprint/arrays.py": ("jax torch", "dtypes are called by one name for all frameworks"),
-    "definition/fingerprint/first_format.py": (
-        "torch",
-        "dtypes are called as the first format of snapshots called them",
-    ),
     "definition/fingerprint/objects.py": ("torch", "parametrized modules have made-up classes"),
     "engines/hosts": ("torch", "hosts talk through Gloo and the store of torch.distributed"),
     "engines/processes/environment.py": ("jax", "the folder in which jax keeps compiled programs travels to workers"),

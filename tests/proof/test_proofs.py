@@ -16,7 +16,7 @@ from phalanx.proof.compare.values import taken, unequal
 from phalanx.proof.instant import Instant
 from phalanx.proof.stable import traced
 from tests.proof.faults import Fault
-from tests.proof.jobs import SGD, Net, X, Y, mlp, ran, recipe
+from tests.proof.jobs import Net, X, Y, mlp, ran, recipe
 
 
 @pytest.mark.parametrize("options", [{}, {"workers": 2}, {"steps": (3, 7)}, {"sample": 1}])
@@ -143,36 +143,6 @@ def test_stretches_are_computed_side_by_side(tmp_path, monkeypatch):
     assert [(one.status, one.text) for one in beside] == [(one.status, one.text) for one in alone]
     assert [one.status for one in alone] == [0, 1]
     assert "step 18 differs" in alone[1].text
-
-
-def by_hand(path, job, spoiled=-1):
-    """A plain loop over a recipe with one replica, which keeps a chain."""
-    with job.plan.seeded(0, 0):
-        torch.manual_seed(job.seed)
-        model = Net()
-    optimizer = SGD(model.named_parameters())
-    chain = phalanx.Chain(path)
-    for step in range(job.plan.steps):
-        indices = job.plan.indices(step)
-        with job.plan.seeded(step, 0):
-            loss = F.cross_entropy(model(X[indices]), Y[indices])
-            optimizer.zero_grad()
-            loss.backward()
-        if step == spoiled:
-            model.last.bias.grad += 1e-3
-        optimizer.step()
-        chain.step(model, optimizer, loss=loss.detach(), samples=indices)
-    chain.close()
-    return path
-
-
-def test_a_loop_by_hand_takes_part(tmp_path):
-    """Its chain is the same as that of a run with one replica; a gradient that was touched is named."""
-    job = recipe(replicas=1, steps=8)
-    run = ran(tmp_path / "run", job, chain="every")
-    assert phalanx.diff(run, by_hand(tmp_path / "loop" / "chain.jsonl", job)) is None
-    found = phalanx.diff(run, by_hand(tmp_path / "spoiled" / "chain.jsonl", job, spoiled=5))
-    assert (found.step, found.phase, found.name) == (5, "update", "last.bias")
 
 
 def test_files_of_tensors(tmp_path):

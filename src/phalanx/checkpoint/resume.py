@@ -140,7 +140,7 @@ class ResumeState:
     def _compare(self, earlier: Snapshot) -> bool:
         """Refuse another recipe, or note how it differs; warn of what may differ. False: it had done nothing."""
         try:
-            comparison = compare(self._definition, self._recipe, earlier.recipe)
+            comparison = compare(self._recipe, earlier.recipe)
         except ValueError as error:
             raise SnapshotError(f"the snapshot of step {earlier.step} cannot be used: {error}") from error
         differences = "; ".join(comparison.differs)

@@ -2,7 +2,7 @@
 
 ``look`` says what a value is made of (``objects`` and ``arrays`` say it of their kinds; ``source`` and ``bytecode``
 read code, ``definition.packages`` tells the user's from what is installed), ``graph`` makes hashes and paths of that,
-and ``compare`` says what differs. ``first_format`` is how it was done before, for snapshots of that time.
+and ``compare`` says what differs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from phalanx.definition.fields import Definition
-from phalanx.definition.fingerprint import first_format
 from phalanx.definition.fingerprint.arrays import hashed
 from phalanx.definition.fingerprint.compare import FUNCTIONS, Comparison, compared, placed, values_of
 from phalanx.definition.fingerprint.graph import CODE, SHARED, TREE, Graph
@@ -56,18 +55,16 @@ def shared(definition: Definition) -> tuple[dict[str, str], dict[str, str]]:
     return must | {f"version of {name}": version for name, version in look.packages.versions().items()}, should
 
 
-def compare(definition: Definition, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Comparison:
-    """How a recipe, with its fingerprint, compares with another fingerprint.
+def compare(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Comparison:
+    """How the fingerprint of a recipe compares with another.
 
     Raises
     ------
     ValueError
         That is no fingerprint.
     """
-    if "format" not in theirs:
-        return first_format.compared(definition, theirs)
-    if theirs["format"] != FORMAT:
-        raise ValueError(f"its recipe is of format {theirs['format']!r}, and this phalanx reads formats 1 and {FORMAT}")
+    if theirs.get("format") != FORMAT:
+        raise ValueError(f"its recipe is of format {theirs.get('format')!r}, and this phalanx reads format {FORMAT}")
     try:
         return compared(mine, theirs)
     except (KeyError, TypeError, AttributeError) as error:

@@ -29,7 +29,7 @@ def different_fields(one: Side, other: Side) -> dict[str, str]:
 def another(recipe: Definition, recorded: Any) -> str:
     """How a recipe differs from the one that a run has recorded, in words; empty if it does not, or nobody knows."""
     try:
-        return next(iter(compare(recipe, fingerprint(recipe), recorded).differs), "") if recorded else ""
+        return next(iter(compare(fingerprint(recipe), recorded).differs), "") if recorded else ""
     except (KeyError, ValueError, TypeError):
         return "what is told of it cannot be read"
 

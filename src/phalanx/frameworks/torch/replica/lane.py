@@ -21,7 +21,6 @@ from phalanx.frameworks.torch.model import check_mode
 from phalanx.frameworks.torch.phases import covered
 from phalanx.frameworks.torch.replica.ambiguous import AmbiguousMean
 from phalanx.frameworks.torch.replica.buffers import Buffers
-from phalanx.frameworks.torch.replica.denormals import Denormals
 from phalanx.frameworks.torch.replica.forward import Forward
 from phalanx.frameworks.torch.replica.gradient import Collector, drop
 from phalanx.frameworks.torch.replica.watching import looking_after, watching
@@ -92,7 +91,6 @@ class Lane:
         self._ambiguous = ambiguous
         self._later = later
         self._joins = self._parts == 1
-        self._denormals = Denormals()
 
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
         """Compute replicas; runs user code.
@@ -104,11 +102,8 @@ class Lane:
         if watch is not None:
             yield from (self.watched(one, watch) for one in todo)
             return
-        if self._denormals.due and todo and self.collector.joins:
-            self._denormals.look(functools.partial(self.gradient, todo[0]))
         left: tuple[Todo, Gradient] | None = None  # the replica before
         for one in todo:
-            self._denormals.begin()
             onto = left[1] if left and one.replica % 2 and left[0].replica == one.replica - 1 else None
             try:
                 computed = self.gradient(one, onto)
@@ -123,8 +118,6 @@ class Lane:
             left = None
             if computed.gradient is not None and _weight(one, computed.weight) == 1:
                 left = one, computed.gradient
-            if not self._later:
-                self._denormals.end()
             yield computed
 
     def gradient(self, todo: Todo, onto: Gradient | None = None, watch: Watch | None = None) -> Computed:
