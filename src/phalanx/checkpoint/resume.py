@@ -16,9 +16,9 @@ from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.definition import checks
 from phalanx.definition.fields import Definition
 from phalanx.definition.fingerprint import compare, fingerprint
-from phalanx.definition.plain import taking_over
+from phalanx.definition.plain import taking_over, warn_of_bits
 from phalanx.errors import SnapshotError, UsageError
-from phalanx.frameworks.registry import changed_environment
+from phalanx.frameworks.registry import recorded_environment
 from phalanx.frameworks.states import tensor_of
 from phalanx.seams import Framework, RunState
 from phalanx.seams.events import Evaluated
@@ -124,8 +124,7 @@ class ResumeState:
                 f"run_dir is {str(run_dir)!r}, which has a run of {earlier.step} steps, and the recipe has "
                 f"{steps}; raise steps or epochs, or choose another directory"
             )
-        if changes := "; ".join(changed_environment(earlier.environment)):
-            checks.warn(f"bits may differ from an uninterrupted run's, as the numbers' environment does: {changes}")
+        warn_of_bits(recorded_environment(), earlier.environment)
         return earlier
 
     def _brought(self, begin: int, end: int) -> bool:

@@ -159,11 +159,14 @@ def check_specs(mine: Mapping[str, Any], theirs: Mapping[str, Any], spelled: Cal
 
 def warn_of_bits(now: Mapping[str, Any], then: Any) -> None:
     """Warn if the environment is another than that in which a snapshot was written."""
-    then = then if isinstance(then, dict) else {}
-    differing = [name for name in {**now, **then} if now.get(name) != then.get(name)]
-    if differing:
-        told = "; ".join(f"{name} is {now.get(name)}, was {then.get(name)}" for name in differing)
+    if told := "; ".join(changes(now, then if isinstance(then, dict) else {})):
         checks.warn(f"bits may differ from an uninterrupted run's, as the environment does: {told}")
+
+
+def changes(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
+    """What is not as it was, in words."""
+    differing = [name for name in {**now, **then} if now.get(name) != then.get(name)]
+    return [f"{name} is {now.get(name)}, was {then.get(name)}" for name in differing]
 
 
 @contextlib.contextmanager

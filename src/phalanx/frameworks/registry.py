@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from phalanx.definition.fields import Definition
+from phalanx.definition.plain import changes
 from phalanx.errors import UsageError
 from phalanx.frameworks.jax import outside
 from phalanx.frameworks.jax.outside import threads as threads
@@ -120,9 +121,7 @@ def numeric_environment(framework: str) -> dict[str, Any]:
 
 def changed_environment(recorded: Mapping[str, Any]) -> list[str]:
     """What decides bits and is not as it was when an environment was recorded, in words."""
-    now = recorded_environment()
-    names = [name for name in {**now, **recorded} if now.get(name) != recorded.get(name)]
-    return [f"{name} is {now.get(name)}, was {recorded.get(name)}" for name in names]
+    return changes(recorded_environment(), recorded)
 
 
 def recorded_environment() -> dict[str, Any]:
