@@ -134,7 +134,7 @@ def test_a_snapshot_without_a_place(tmp_path):
 
     supply = Supply(recipe(), contextlib.nullcontext())
     for state in ({}, {"epoch": 0, "before": 0, "given": 0, "read": 3}, {"epoch": None}, {"epoch": 0, "before": []}):
-        with pytest.raises(phalanx.SnapshotError, match="where its stream is"):
+        with pytest.raises(phalanx.SnapshotError, match="the place in the stream in the snapshot does not fit"):
             supply.go_on(state, anyway=False, shown=lambda numbers, _: numbers)
 
 

@@ -18,7 +18,7 @@ from phalanx.definition.plain import Each, check_like, taking_over
 from phalanx.definition.streams import Drawn, Stream
 from phalanx.definition.streams.again import Item, Place, Shown, read_again
 from phalanx.definition.streams.reading import NOTHING, Mark, Reading
-from phalanx.errors import UsageError, WorkerError
+from phalanx.errors import SnapshotError, UsageError, WorkerError
 from phalanx.plan import buffer_slot
 
 STATE = "data.stream"  # its name among the states of callbacks, which are called as classes are
@@ -49,11 +49,9 @@ def supplied(
     supply = Supply(definition, surroundings)
     state = run_state.callbacks.pop(STATE, None)
     if state is not None or (run_state.resumed_from is not None and not anyway):
-        with taking_over("the place in the stream"):
-            supply.go_on(state or {}, anyway=anyway, shown=shown)
-            dealt = supply.dealt if not definition.drop_last else 0  # which leaves some out
-            if dealt > run_state.samples:
-                raise ValueError(f"{STATE} has dealt {dealt} samples, of {run_state.samples}")
+        supply.go_on(state or {}, anyway=anyway, shown=shown)
+        if supply.dealt > run_state.samples and not definition.drop_last:  # which leaves some out
+            raise SnapshotError(f"{STATE} in the snapshot has dealt {supply.dealt} samples, of {run_state.samples}")
     run_state.stream = lambda: {STATE: supply.state(run_state.steps)}
     return supply
 
@@ -130,6 +128,7 @@ class Supply:
             "mark": [mark.number, mark.hash, mark.state],
         }  # fmt: skip
 
+    @taking_over("the place in the stream")
     def go_on(self, state: Mapping[str, Any], *, anyway: bool, shown: Shown) -> None:
         """Be where an earlier run was; what waits is read again.
 
@@ -146,7 +145,7 @@ class Supply:
         ------
         UsageError
             The stream gives other samples, or has fewer epochs.
-        ValueError, SnapshotError
+        SnapshotError
             This is no such state.
         """
         check_like(state, {**LIKE, **(WAITING if state and state.get("read") else {})}, STATE)
