@@ -278,7 +278,7 @@ def written(recipe):
 
 def between(recipe, found):
     """What is said of a recipe that goes on from a snapshot with the fingerprint ``found``."""
-    return compare(recipe, fingerprint(recipe), found)
+    return compare(fingerprint(recipe), found)
 
 
 @dataclasses.dataclass

@@ -94,10 +94,10 @@ class FirstReadings:
 
     def read(self, read: Callable[[Indices], list[Any]], indices: Indices) -> list[Any]:
         """What ``read(indices)`` gives, with all generators seeded that can be found."""
-        if not self._left:
+        if self._left <= 0:
             return read(indices)
         ones = [indices[place : place + 1] for place in range(min(self._left, len(indices)))]
-        return [self._twice(read, one) for one in ones] + read(indices[len(ones) :])
+        return [self._twice(read, one) if self._left > 0 else read(one)[0] for one in ones] + read(indices[len(ones) :])
 
     def _twice(self, read: Callable[[Indices], list[Any]], one: Indices) -> Any:
         """What the first of two readings of a sample gives.
@@ -128,6 +128,7 @@ class FirstReadings:
             raise UsageError(
                 f"{told}, as reading it writes to {', '.join(written)}; change a copy: x = x - mean, not x -= mean"
             )
+        self._left = 0  # said once
         checks.warn(
             f"{told}, so the answer depends on who reads it: let the dataset draw from random, numpy.random or torch, "
             "or keep its generator in an attribute, where phalanx finds and seeds it"

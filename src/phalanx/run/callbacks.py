@@ -90,6 +90,10 @@ class Called(Observer):
         if self._name in state.callbacks:
             with taking_over(f"the state of {self._name}"):
                 self._call("load", state.callbacks.pop(self._name))
+        elif state.resumed_from and hasattr(self._callback, "load"):
+            checks.warn(
+                f"the snapshot of step {state.resumed_from} has no state of {self._name}, which begins anew there"
+            )
         if self._name and hasattr(self._callback, "state"):
             others = state.states
             state.states = lambda: {**others(), self._name: self._callback.state()}

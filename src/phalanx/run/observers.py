@@ -18,7 +18,7 @@ DELAY_SECONDS = 0.5
 
 
 def watching(
-    progress: bool | str, callbacks: Sequence[Any], total: int | None, turn: Turns, *, stop: bool
+    progress: bool | str, callbacks: Sequence[Any], total: int | None, turn: Turns, *, stop: bool = False
 ) -> list[Observer]:
     """The observers that a user asked for; none where there is nothing to show and nobody to call.
 
