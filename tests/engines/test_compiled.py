@@ -144,6 +144,7 @@ class Counting(nn.Module):
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("computed_once")
 def test_the_limit_of_recompilations_is_an_error(monkeypatch):
     """Code that is compiled without end ends the run, instead of going on uncompiled."""
     monkeypatch.setattr(environment, "LIMITS", {"recompile_limit": 1})
