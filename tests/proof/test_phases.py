@@ -38,7 +38,7 @@ def test_a_single_bit_is_found(tmp_path, kind, workers):
     job = recipe("actor_critic", steps=12)
     right = job.train(engine="inline")
     options = {"engine": "processes", "workers": workers}
-    after = 40 // workers if kind in ("gradient", "batch") else 3  # not in steps 0 and 1, where replicas are computed twice
+    after = 40 // workers if kind in ("gradient", "batch") else 3  # in steps 0 and 1 replicas are computed twice
     make_model, fault = in_workers(job.make_model, kind, tmp_path / "pid", after, 1 << 30)
     with changed(job, make_model=make_model).start(audit=1.0, **options) as run:
         pids = run.worker_pids

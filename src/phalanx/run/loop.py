@@ -99,10 +99,7 @@ class Loop:
         self.complete()
         self.check_able()
         if self._completing:
-            raise UsageError(
-                f"a step was asked for while callbacks are told of step {self.steps - 1}; ask for it when they have "
-                "returned: after the step, not in a callback"
-            )
+            raise UsageError("a step was asked for in the middle of another; ask after that step, not in a callback")
         self._data.check(contents=False)
         self._unbroken(functools.partial(self._updated, batch, watched=watched))
         return self._report
@@ -138,10 +135,8 @@ class Loop:
                     self._tell()
         except BaseException:
             if interrupts.PROCESS.broken != broken:
-                self._ended = (
-                    f"another Ctrl-C broke off your code after {self.steps} steps, and may have left things half done; "
-                    "result() has the last whole state, and a run_dir goes on exactly"
-                )
+                state = "what it left may be half done, but result() has a whole state, and a run_dir goes on exactly"
+                self._ended = f"another Ctrl-C broke off your code after {self.steps} steps; {state}"
             raise
         finally:
             self._completing = False
@@ -247,9 +242,7 @@ class Loop:
     def _schedule(self, values: dict[str, float], epoch: int) -> None:
         name = self._definition.schedule_on
         if name not in values:
-            raise UsageError(
-                f"schedule_on is {name!r}, but what was evaluated is {', '.join(values)}; name one of those"
-            )
+            raise UsageError(f"schedule_on is {name!r}, but what was evaluated is {', '.join(values)}; name one")
         self._engine.schedule(values[name], epoch)
 
     def evaluate(self, metric_fn: Any, data: Any, batch_size: int, name: str = "") -> dict[str, float]:

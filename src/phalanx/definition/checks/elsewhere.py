@@ -72,7 +72,6 @@ CALLBACKS = {
     "EarlyStoppingCallback": "it is called EarlyStopping",
     "CSVLogger": "it is Log('csv')",
     "TensorBoard": "it is Log('tensorboard')",
-    "WandbLogger": "docs/callbacks.md has it as a callback of ten lines",
     "LearningRateMonitor": "Log writes the learning rate of each step",
     "StochasticWeightAveraging": "weights are averaged by EMA(0.999)",
 }
