@@ -187,6 +187,7 @@ def test_state_that_is_not_shared_is_seen(fake, monkeypatch):
     assert held_by_each() == [1, 0, 0, 0]
 
 
+@pytest.mark.usefixtures("computed_once")
 @pytest.mark.parametrize(("replicas", "count"), [(4, 2), (8, 2), (6, 2), (6, 3), (8, 3), (8, 4), (12, 4)])
 def test_bytes_between_devices(fake, replicas, count):
     """(k + 1) N (D - 1) / D bytes leave a device whose block leaves k nodes of the tree: a ring's where k is 1."""
@@ -205,6 +206,7 @@ def test_bytes_between_devices(fake, replicas, count):
     assert sum(small.values()) <= 8 * (replicas + 1)  # losses and the norm; nothing else goes through the host
 
 
+@pytest.mark.usefixtures("computed_once")
 def test_losses_are_read_once_per_device(fake):
     """A step copies, from each device, its losses together; the norm is read by itself."""
     with deep_recipe(8).start(devices=named(2)) as run:
@@ -215,6 +217,7 @@ def test_losses_are_read_once_per_device(fake):
     assert (counts["fake:0>cpu"][0], counts["fake:1>cpu"][0]) == (1, 1)
 
 
+@pytest.mark.usefixtures("computed_once")
 def test_all_devices_have_their_work_before_one_is_waited_for(fake):
     """The host enqueues every forward and backward pass, fold and norm of a step, and waits only then."""
     with deep_recipe(8).start(devices=named(4)) as run:

@@ -545,7 +545,7 @@ def test_another_environment_is_told(tmp_path, monkeypatch):
     found = registry.recorded_environment()
     assert found == json.loads(json.dumps(found))
     name = next(iter(found))
-    monkeypatch.setattr(registry, "recorded_environment", lambda: found | {name: "another"})
+    monkeypatch.setattr("phalanx.checkpoint.resume.recorded_environment", lambda: found | {name: "another"})
     with pytest.warns(UserWarning, match=f"bits may differ .*{name} is another, was ") as told:
         result = norm_recipe(4).train(run_dir=tmp_path, engine="inline")
     assert [item.filename for item in told] == [__file__]
