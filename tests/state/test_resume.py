@@ -113,6 +113,7 @@ def forget_weights(monkeypatch):
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("computed_once")
 @pytest.mark.parametrize("fault", [forget_buffers, forget_schedule, forget_moments, forget_weights])
 def test_what_is_not_put_back_shows_in_the_digest(tmp_path, monkeypatch, fault):
     """The tests here can fail: without buffers, schedule, moments or weights, the digest differs."""
