@@ -1,4 +1,4 @@
-"""verify, certify, diff of other things, chains of loops by hand, and the helpers for other people's tests."""
+"""verify, certify, diff of other things, and the helpers for other people's tests."""
 
 import json
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import phalanx
 import phalanx.testing
 from phalanx.checkpoint.chain import CHAIN
-from phalanx.proof.certify import certify, check_certificate, data_root
+from phalanx.proof.certify import certify, check_certificate, data_root, sealed
 from phalanx.proof.compare.values import taken, unequal
 from phalanx.proof.instant import Instant
 from phalanx.proof.stable import traced
@@ -114,6 +114,9 @@ def test_a_certificate(tmp_path):
     assert data_root(recipe(data=(other, Y))) != data_root(job) == facts["data"]
     path.write_text(json.dumps({**facts, "steps": 5}))
     assert "its seal" in check_certificate(path, job).text
+    odd = {**facts, "recipe": ["no recipe"]}
+    path.write_text(json.dumps({**odd, "seal": sealed(odd)}))
+    assert "cannot be read" in check_certificate(path, job).text
     path.write_text("{}")
     with pytest.raises(phalanx.UsageError, match="no certificate"):
         check_certificate(path, job)

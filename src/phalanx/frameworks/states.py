@@ -7,14 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.definition.digest import Entry, digest_of, leaf_hash
+from phalanx.definition.digest import Entry, digest_of
 from phalanx.errors import UsageError
 from phalanx.frameworks.jax import outside
 from phalanx.frameworks.registry import opened_jax, opened_tinygrad
 from phalanx.frameworks.tinygrad import outside as outside_tinygrad
 from phalanx.seams.snapshots import CODES, Tensor
-
-OPTIMIZER = "optimizer"  # the kind of an entry that is an optimizer's
 
 
 def digest(model: Any, optimizer: Any = None, step: int | None = None, state: Any = ()) -> str:
@@ -40,21 +38,6 @@ def digest(model: Any, optimizer: Any = None, step: int | None = None, state: An
     from phalanx.frameworks.torch import snapshot as torch_snapshot
 
     return torch_snapshot.digest(model, optimizer, step)
-
-
-def leaves(model: Any, optimizer: Any = None) -> dict[str, str]:
-    """A hash of each tensor of a state by name: parameters, buffers, and the optimizer's as ``optimizer.0.NAME``."""
-    if outside.is_pytree(model) or outside_tinygrad.is_model(model):
-        return _hashes(_entries(model, optimizer), 0)
-    from phalanx.frameworks.torch import snapshot as torch_snapshot
-    from phalanx.frameworks.torch.results import unwrapped
-
-    listed = list(optimizer) if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
-    model = unwrapped(model)
-    found = _hashes(torch_snapshot.entries(model, []), 0)
-    for number, item in enumerate(listed):
-        found |= _hashes((entry for entry in torch_snapshot.entries(model, [item]) if entry.kind == OPTIMIZER), number)
-    return found
 
 
 def tensor_of(stored: Tensor, facts: dict[str, Any]) -> Any:
@@ -91,16 +74,6 @@ def weights_of(model: Any, params: Mapping[str, Any], instead: Mapping[str, Any]
     if None in whole.values():
         raise UsageError("a parameter has a dtype that safetensors does not have; save it in another way")
     return whole  # type: ignore[return-value]
-
-
-def _hashes(entries: Iterable[Entry], number: int) -> dict[str, str]:
-    return {
-        f"{OPTIMIZER}.{number}.{entry.name}" if entry.kind == OPTIMIZER else entry.name: leaf_hash(
-            CODES[entry.dtype][0], entry.shape, memoryview(entry.content).cast("B")
-        )
-        for entry in entries
-        if entry.dtype in CODES
-    }
 
 
 def _entries(model: Any, optimizer: Any, state: Any = ()) -> Iterable[Entry]:

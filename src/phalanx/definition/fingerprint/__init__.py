@@ -63,9 +63,9 @@ def compare(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Comparison:
     ValueError
         That is no fingerprint.
     """
-    if theirs.get("format") != FORMAT:
-        raise ValueError(f"its recipe is of format {theirs.get('format')!r}, and this phalanx reads format {FORMAT}")
     try:
+        if theirs["format"] != FORMAT:
+            raise ValueError(f"its recipe is of format {theirs['format']!r}, and this phalanx reads format {FORMAT}")
         return compared(mine, theirs)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError("its recipe has no form that is known") from error

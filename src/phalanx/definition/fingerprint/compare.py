@@ -52,7 +52,7 @@ def compared(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Comparison:
     for name in {**mine["values"], **theirs["values"]}:
         one, other = mine["values"].get(name), theirs["values"].get(name)
         if one != other:
-            comparison.differs.append(between(name, one, other))
+            comparison.differs.append(_between(name, one, other))
     for name in {**mine["fields"], **theirs["fields"]}:
         _compare_field(name, mine["fields"].get(name), theirs["fields"].get(name), mine, theirs, comparison)
     for name in sorted({**mine["packages"], **theirs["packages"]}):
@@ -100,7 +100,7 @@ def _told(name: str, one: Mapping[str, list[str]], other: Mapping[str, list[str]
         paths = [path for path in one if one[path][:3] != other.get(path, [])[:3]]
         nearest = [path for path in paths if not any(_is_below(deeper, path) for deeper in paths)]
     told = [
-        between(placed(name, path), _shown(one, path), _shown(other, path))
+        _between(placed(name, path), _shown(one, path), _shown(other, path))
         + other_row(one.get(path, []), other.get(path, []))
         for path in nearest or [""]
     ]
@@ -112,7 +112,7 @@ def _own(told: list[str] | None) -> list[str] | None:
     return None if told is None else [told[0], *told[2:3]]
 
 
-def between(where: str, one: Any, other: Any) -> str:
+def _between(where: str, one: Any, other: Any) -> str:
     """One difference in words."""
     if one == other:
         return f"{where} is another {one} here than there"

@@ -34,7 +34,7 @@ def numeric_environment() -> dict[str, Any]:
         "default_device": str(torch.get_default_device()),
         "matmul_precision": _unless_mixed(torch.get_float32_matmul_precision),
         "precisions": _precisions(),
-        "flush_denormal": flushes_denormals(),
+        "flush_denormal": _flushes_denormals(),
         "deterministic": (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -189,6 +189,6 @@ def _untyped(buffer: Any) -> torch.UntypedStorage:
     return torch.from_numpy(np.frombuffer(buffer, dtype=np.uint8)).untyped_storage()
 
 
-def flushes_denormals() -> bool:
+def _flushes_denormals() -> bool:
     """Whether this thread takes denormal numbers for 0."""
     return not bool(torch.tensor([1e-310], dtype=torch.float64, device="cpu").mul(1.0).item())

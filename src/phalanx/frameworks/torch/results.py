@@ -123,13 +123,6 @@ class Detached(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The model within what wraps it for several processes, by whose prefix its names would differ."""
-    inner = getattr(model, "module", None)
-    own = [name for name, _ in model.named_children()]
-    return inner if isinstance(inner, torch.nn.Module) and own == ["module"] else model
-
-
 def copied(model: torch.nn.Module, memo: dict[Any, Any] | None = None) -> torch.nn.Module:
     """An independent copy of the run's model, but for what ``memo`` has in place of its parts."""
     try:
