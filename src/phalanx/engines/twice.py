@@ -23,7 +23,7 @@ STEPS = (0, *(10**power for power in range(16)))
 SHOWN = 6  # of what changed
 HELD = re.compile(r"\._(?:modules|buffers|parameters)\['(.*?)'\]")
 STATE = re.compile(r"model\b.*\._(?:buffers|parameters)\[")
-UNSEEN = "nothing in sight: an operation that does not come to the same twice, a generator or a clock"
+UNSEEN = "nothing in sight (an operation that does not come to the same twice, a generator, a clock, faulty memory)"
 WAYS = (
     "What code keeps from call to call differs from worker to worker, and is lost with one: keep it in a buffer of the "
     "model (for a loss, too: put its module into the model, and let forward_fn return the loss), or make it a function "
@@ -89,7 +89,7 @@ class Twice:
         del first  # the next gradient may lie in the same memory
         for number, computed in enumerate(self._framework.gradients(todo)):
             if not number and not told["written"] and before != (after := self._noted(computed)):
-                what = ", ".join(f"another {name}" for name, value in before.items() if value != after[name])
+                what = ", ".join(name for name, value in before.items() if value != after[name])
                 changed = self._changed(todo[0], dict(told["model"]))
                 self._report(todo[0], f"came to {what} when it was computed again from the same state", changed)
             yield computed
@@ -97,8 +97,12 @@ class Twice:
     def _noted(self, computed: Computed) -> dict[str, Any]:
         """What a replica came to, in numbers that can be compared."""
         arithmetic = self._framework.arithmetic
-        sums = {name: arithmetic.checksum(getattr(computed, name) or []) for name in ("gradient", "buffers")}
-        return {"loss": repr(arithmetic.read([computed.loss])), "weight": computed.weight, **sums}
+        return {
+            "another loss": repr(arithmetic.read([computed.loss])),
+            "another weight": computed.weight,
+            "another gradient": arithmetic.checksum(computed.gradient or []),
+            "other buffers": arithmetic.checksum(computed.buffers),
+        }
 
     def _changed(self, one: Todo, model: dict[str, Any]) -> list[str]:
         """What user code holds that is another after computing the replica once more; the state is not meant."""
