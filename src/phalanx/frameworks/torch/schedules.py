@@ -82,7 +82,8 @@ class Schedules:
         for optimizer in optimizers:  # an update may be skipped, which torch would take for a wrong order
             optimizer._opt_called = True  # type: ignore[attr-defined]
         warn_of_units(definition, self._schedulers)
-        self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self._grouped = [list(optimizer.param_groups) for optimizer in optimizers]
+        self._groups = [group for groups in self._grouped for group in groups]
         self._members = [(list(group["params"]), list(group.get("param_names", ()))) for group in self._groups]
         self._homes = _homes(optimizers, named)
         self.restrict(set(self._homes))  # a scheduler may have kept the lists in which it found parameters
@@ -142,8 +143,9 @@ class Schedules:
             self._put(states, members)
 
     def _put(self, states: Sequence[Any], members: Sequence[Any]) -> None:
-        for optimizer, state in zip(self._optimizers, states, strict=True):
+        for optimizer, state, groups in zip(self._optimizers, states, self._grouped, strict=True):
             optimizer.state = state
+            optimizer.param_groups[:] = groups  # after a refusal those that a scheduler dropped are there again
         for group, parameters in zip(self._groups, members, strict=True):
             group["params"] = parameters
 
