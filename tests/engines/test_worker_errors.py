@@ -739,7 +739,7 @@ def all_steps(made, call):
     ("call", "replicas"), cover("Ctrl-C in a long step", ["train", "iterate", "step"], [[2], [0, 1, 2, 3]])
 )
 def test_ctrl_c_in_a_long_step_comes_back_with_the_state(call, replicas, tmp_path):
-    """A step that would take 60 s is left at once; ``error.result`` is the state after the last whole step."""
+    """A step of 60 s is left at the second Ctrl-C; ``error.result`` is the state after the last whole step."""
     sleeping = tmp_path / "sleeping"
 
     def loss_fn(output, target):
@@ -749,7 +749,7 @@ def test_ctrl_c_in_a_long_step_comes_back_with_the_state(call, replicas, tmp_pat
         return F.mse_loss(output, target)
 
     made = recipe(loss_fn=loss_fn, data=marked(*replicas))
-    with pytest.raises(KeyboardInterrupt) as caught, ctrl_c_once_there(sleeping):
+    with pytest.raises(KeyboardInterrupt) as caught, ctrl_c_once_there(sleeping, times=2):
         all_steps(made, call)
     assert time.time() - sleeping.stat().st_mtime < SOON
     result = caught.value.result
@@ -761,14 +761,14 @@ def test_ctrl_c_in_a_long_step_comes_back_with_the_state(call, replicas, tmp_pat
 
 @pytest.mark.long
 def test_a_run_goes_on_after_ctrl_c(tmp_path):
-    """Who catches Ctrl-C within the block goes on to the digest of an undisturbed run."""
+    """Ctrl-C in a step comes after it; who catches it goes on to the digest of an undisturbed run."""
     sleeping = tmp_path / "sleeping"
-    sleep_once = lambda: first(sleeping) and time.sleep(60)  # noqa: E731
+    sleep_once = lambda: first(sleeping) and time.sleep(2)  # noqa: E731
     with recipe(**failing_at("loss", sleep_once)).start(workers=2, engine="processes") as run:
         with pytest.raises(KeyboardInterrupt), ctrl_c_once_there(sleeping):
             for _ in run:
                 pass
-        assert run.steps == FAILING
+        assert run.steps == FAILING + 1
         for _ in run:
             pass
         assert run.result().digest == recipe(data=marked(2)).train(engine="inline").digest
