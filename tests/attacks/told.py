@@ -155,7 +155,7 @@ class Keeping(nn.Module):
             self.running = self.running * 0.9 + hidden.detach().mean(0) * 0.1
             hidden = hidden - self.running
         elif self.kind == "queue":
-            hidden = hidden + sum(self.queue, torch.zeros(8)) * late
+            hidden = hidden + sum(self.queue, torch.zeros(8)) * (0.1 * late)
             self.queue = [*self.queue, hidden.detach().mean(0)][-4:]
         elif self.kind == "counter" and late:
             hidden = hidden * self.calls
@@ -169,7 +169,11 @@ KINDS = (*HONEST, "tau", "running", "queue", "counter")
 
 
 def keeping(rng: random.Random) -> str | None:
-    """A model that keeps state is refused in every way to run it, or ends in one digest in all of them."""
+    """A model that keeps state ends in one digest in all ways to run it, or is refused; an honest one is never refused.
+
+    In workers a state may never come to matter that does so inline, as each of them makes fewer calls: then it is right
+    that some ways refuse and others end, as long as all that end agree.
+    """
     kind, since, steps = rng.choice(KINDS), rng.choice([0, 3, 30]), rng.choice([12, 130])
     outcomes: dict[str, str] = {}
     for options in [{"engine": "inline"}, {"workers": 2}, {"workers": 3}, {"workers": "auto"}]:
@@ -185,8 +189,9 @@ def keeping(rng: random.Random) -> str | None:
             outcomes[str(options)] = recipe.train(progress=False, **options).digest
         except phalanx.PhalanxError as error:
             outcomes[str(options)] = "refused" if "current_step" in str(error) else f"{type(error).__name__}: {error}"
-    different = set(outcomes.values())
-    if len(different) == 1 and (kind not in HONEST or "refused" not in different):
+    ended = set(outcomes.values()) - {"refused"}
+    refused = "refused" in outcomes.values()
+    if len(ended) <= 1 and not any("Error" in outcome for outcome in ended) and not (refused and kind in HONEST):
         return None
     return f"{kind} since {since}, {steps} steps: {outcomes}"
 
