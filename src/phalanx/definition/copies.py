@@ -24,6 +24,7 @@ from phalanx.errors import UsageError
 from phalanx.plan import Indices
 
 TWICE = 4  # samples that each process reads twice
+UNCHANGING = frozenset({bool, int, float, complex, str, bytes, type(None)})  # kinds of values that cannot be written to
 LOOKED_AT_BYTES = 1 << 30  # of an array of a dataset that gives another sample when it is read again
 
 
@@ -31,9 +32,25 @@ def own(sample: Any) -> Any:
     """Its arrays, and containers and dataclasses of them, as copies; strides stay. Other objects are themselves."""
     kind: Any = type(sample)
     if kind is tuple or kind is list:
-        return kind(map(own, sample))
+        parts = []
+        for part in sample:
+            # Most parts are one of the first two, and this is done for each sample: a call for each would be felt.
+            if type(part) in UNCHANGING:
+                parts.append(part)
+            elif type(part) is np.ndarray and (copied := part.copy("K")).strides == part.strides:
+                parts.append(copied)
+            else:
+                parts.append(own(part))
+        return kind(parts)
     if hasattr(kind, "new_empty_strided") and not vars(sample):
-        return _tensor(sample)
+        if sample.requires_grad:  # a copy would be another leaf, or hang on this one's graph
+            return sample
+        copied = sample.clone()
+        try:
+            same = copied.stride() == sample.stride()
+            return copied if same else sample.new_empty_strided(sample.shape, sample.stride()).copy_(sample)
+        except RuntimeError:  # a sparse one, or elements that lie in one place, as those of an expanded one
+            return copied
     if kind is np.ndarray or kind is np.memmap:
         return _array(sample)
     if isinstance(sample, tuple) and callable(getattr(sample, "_make", None)):
@@ -60,17 +77,6 @@ def _array(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     copied = np.ndarray(array.shape, array.dtype, np.empty(high - low, np.uint8), below, array.strides)
     copied[...] = array
     return copied
-
-
-def _tensor(tensor: Any) -> Any:
-    if tensor.requires_grad:  # a copy would be another leaf, or hang on this one's graph
-        return tensor
-    copied = tensor.clone()
-    try:
-        same = copied.stride() == tensor.stride()
-        return copied if same else tensor.new_empty_strided(tensor.shape, tensor.stride()).copy_(tensor)
-    except RuntimeError:  # a sparse one, or elements that lie in one place, as those of an expanded one
-        return copied
 
 
 class FirstReadings:

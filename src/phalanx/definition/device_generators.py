@@ -22,6 +22,7 @@ class DeviceGenerator:
     def __init__(self, module: Any, number: int) -> None:
         listed = getattr(module, "default_generators", ())
         own = listed[number] if len(listed) > number else None
+        self.listed = own  # its generator as an object, of kinds that show them
         self._module = module
         self._which = (number,) if hasattr(module, "set_device") else ()  # kinds of one device, as mps, name none
         # Kinds without a list of generators seed all of theirs at once: then each is seeded before it is used.
@@ -36,27 +37,24 @@ class DeviceGenerator:
 
 def in_use() -> tuple[DeviceGenerator, ...]:
     """Those of the accelerators that this process uses; asking starts none, and lets the process fork as before."""
-    module = _module()
+    torch: Any = sys.modules.get("torch")
+    try:
+        kind = torch and torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6, where there is none
+        return ()
+    if not kind:
+        return ()
+    # By its name: torch remembers what it answers when asked without one, and a kind may be registered later.
+    module = torch.get_device_module(kind)
     # To use them only for that would take memory.
-    if module is None or not getattr(module, "is_initialized", module.is_available)():
+    if not getattr(module, "is_initialized", module.is_available)():
         return ()
     return _of(module, module.device_count())
 
 
 def listed() -> tuple[Any, ...]:
     """Their generators as torch's objects, of kinds that show them."""
-    return tuple(getattr(_module(), "default_generators", ()))
-
-
-def _module() -> Any:
-    """What torch has for the kind of accelerator that this machine has, or None."""
-    torch: Any = sys.modules.get("torch")
-    try:
-        kind = torch and torch.accelerator.current_accelerator()
-    except RuntimeError:  # torch 2.6, where there is none
-        return None
-    # By its name: torch remembers what it answers when asked without one, and a kind may be registered later.
-    return kind and torch.get_device_module(kind)
+    return tuple(each.listed for each in in_use() if each.listed is not None)
 
 
 @functools.cache
