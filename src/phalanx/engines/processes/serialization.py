@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import copyreg
+import functools
 import importlib
 import io
 import pickle
@@ -68,6 +69,12 @@ class Packer(cloudpickle.Pickler):
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType and _found_again(obj):
             self._by_value.setdefault(obj.__name__)
             return importlib.import_module, (obj.__name__,)
+        if isinstance(obj, functools._lru_cache_wrapper):
+            return _cached, (obj.__wrapped__, obj.cache_parameters())
+        if isinstance(obj, functools.cached_property):
+            return _cached_property, (obj.func, obj.attrname)
+        if isinstance(obj, weakref.WeakKeyDictionary):  # as functools.singledispatch has one
+            return weakref.WeakKeyDictionary, (dict(obj),)
         if isinstance(obj, (type, FunctionType)):
             self._consider(obj.__module__)
         elif isinstance(obj, ModuleType):
@@ -206,6 +213,16 @@ def _made(kind: Any) -> Any:
     except TypeError:  # it asks for some; the state that follows has what came of them
         known = [vars(each).get("__new__") for each in kind.__mro__]
         return next(new for new in known if isinstance(new, BuiltinFunctionType))(kind)
+
+
+def _cached(function: Any, parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
+def _cached_property(function: Any, name: str) -> Any:
+    made = functools.cached_property(function)
+    made.__set_name__(object, name)  # which only the making of a class does
+    return made
 
 
 def _importable(module: ModuleType) -> bool:
