@@ -79,10 +79,11 @@ def fatally(original, count, when, *arguments, **options):
     fatal = count()
     if fatal and when == "before":
         os._exit(KILLED)
-    found = original(*arguments, **options)
-    if fatal:
-        os._exit(KILLED)
-    return found
+    try:
+        return original(*arguments, **options)
+    finally:  # also after one that raises, as removing what is not there does
+        if fatal:
+            os._exit(KILLED)
 
 
 def watch(count, when):
