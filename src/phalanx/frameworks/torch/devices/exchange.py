@@ -108,19 +108,23 @@ class Exchange:
 
 
 def copies(tensors: Sequence[torch.Tensor], home: torch.device) -> list[torch.Tensor]:
-    """The tensors on another device, small ones in one copy; those that are there already, as they are."""
+    """The tensors on another device, small ones in one copy; those that are there already, as they are.
+
+    The host may read what comes to the CPU at once, so such a copy is waited for.
+    """
+    free = home.type != "cpu"
     result = list(tensors)
-    small: dict[torch.dtype, list[int]] = {}
+    small: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for number, tensor in enumerate(tensors):
         if tensor.device == home:
             continue
         if tensor.nbytes <= SMALL_BYTES and is_dense(tensor):
-            small.setdefault(tensor.dtype, []).append(number)
+            small.setdefault((tensor.device, tensor.dtype), []).append(number)
         else:
-            result[number] = tensor.to(home, non_blocking=True)
+            result[number] = tensor.to(home, non_blocking=free)
     for numbers in small.values():
         flat = torch.cat([tensors[number].detach().as_strided((tensors[number].numel(),), (1,)) for number in numbers])
-        arrived = flat.to(home, non_blocking=True)
+        arrived = flat.to(home, non_blocking=free)
         for number, piece in zip(numbers, arrived.split([tensors[n].numel() for n in numbers]), strict=True):
             result[number] = piece.as_strided(tensors[number].shape, tensors[number].stride(), piece.storage_offset())
     return result
