@@ -15,7 +15,7 @@ from phalanx.collectives.schedules import ALGORITHMS
 from phalanx.definition import checks
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.arithmetic import Gradient
-from phalanx.frameworks.torch.devices.exchange import copies
+from phalanx.frameworks.torch.devices.exchange import placed
 from phalanx.frameworks.torch.replica.gradient import sparse
 from phalanx.manual.replicas import Replica, check_trained, tensors_of
 from phalanx.plan.fold import fold_values
@@ -99,17 +99,6 @@ def average(
                 arrived[homes] = placed(mean, homes)
             for parameter, entry in zip(replica, arrived[homes], strict=True):
                 parameter.grad = None if entry is None else entry.clone()
-
-
-def placed(vector: Gradient, homes: Sequence[torch.device | None]) -> Gradient:
-    """The tensors on these devices, small ones of one device in one copy; None: where they are."""
-    result = list(vector)
-    for home in dict.fromkeys(home for home in homes if home is not None):
-        numbers = [number for number, other in enumerate(homes) if other == home and vector[number] is not None]
-        arrived = copies([vector[number] for number in numbers], home)  # type: ignore[misc]
-        for number, tensor in zip(numbers, arrived, strict=True):
-            result[number] = tensor
-    return result
 
 
 def _term(gradient: Gradient | None, weight: float) -> Gradient | None:

@@ -26,7 +26,7 @@ from phalanx.errors import NonFiniteError, PhalanxError, RunError, UsageError, W
 from phalanx.frameworks.torch import arithmetic
 from phalanx.frameworks.torch.devices import accelerators
 from phalanx.frameworks.torch.devices.contents import Versions
-from phalanx.frameworks.torch.devices.exchange import DeviceArithmetic
+from phalanx.frameworks.torch.devices.exchange import DeviceArithmetic, placed
 from phalanx.frameworks.torch.devices.feed import can_pin
 from phalanx.frameworks.torch.environment import plain_autograd
 from phalanx.frameworks.torch.replica.ambiguous import AmbiguousMean
@@ -34,7 +34,7 @@ from phalanx.frameworks.torch.replica.buffers import Buffers
 from phalanx.frameworks.torch.replica.forward import Unread, as_tensors, check_stateless
 from phalanx.frameworks.torch.replica.gradient import drop
 from phalanx.frameworks.torch.replica.lane import Lane
-from phalanx.manual.gradients import ORDERED, average, placed
+from phalanx.manual.gradients import ORDERED, average
 from phalanx.manual.replicas import check_trained, tensors_of
 from phalanx.plan.shares import share_bounds, share_weights
 from phalanx.seams import Computed, Part, Todo
@@ -164,11 +164,15 @@ def data_parallel_step(
 
 @dataclass(slots=True)
 class Work:
-    """One replica with its share of the batch, and what it computed: nothing of an empty share."""
+    """One replica with its share of the batch, and what it computed: nothing of an empty share.
+
+    ``source``: the batch in host memory, which is kept until the device has surely copied it.
+    """
 
     replica: int
     lane: Lane
     share: Share
+    source: Any = None
     computed: Computed | None = None
 
     @property
@@ -231,26 +235,21 @@ def _work(definition: Definition, replica: int, model: torch.nn.Module, share: S
 
 
 def _compute(definition: Definition, works: Sequence[Work]) -> None:
-    """Compute the replicas that have samples; the devices are waited for where weights lie there."""
+    """Give all devices their work, replica by replica; none is waited for."""
     torch.clear_autocast_cache()  # it may hold casts of weights from before the last update
-    batches: list[Any] = []
     with interrupts.held(), interrupts.user_code(), plain_autograd():
         for work in works:  # first: a copy may wait for what its device was given before
             with work.addressed():
                 pins = work.device.type != "cpu" and can_pin()
                 batch = as_batch(work.share.read(work.share.samples), work.share, default_collate)
-                batches.append(map_tree(functools.partial(_held, pins), batch))  # copies read it until they are done
-                work.share.read = _giving(map_tree(functools.partial(_sent, work.device, pins), batches[-1]))
+                work.source = map_tree(functools.partial(_held, pins), batch)
+                work.share.read = _giving(map_tree(functools.partial(_sent, work.device, pins), work.source))
         for work in works:
             with work.addressed(), accelerators.current(work.device):
                 work.computed = work.lane.gradient(Todo(work.replica, 0, work.share, 1.0))
-        for work in works:
-            assert work.computed is not None
-            if isinstance(work.computed.weight, Unread):
-                with work.addressed():
-                    work.computed.weight = work.computed.weight.read()
-            if not work.replica:
-                AmbiguousMean(definition).warn(work.computed.weight, batches[0])
+    first = works[0].computed
+    assert first is not None
+    AmbiguousMean(definition).warn(first.weight, works[0].source)
 
 
 def _held(pins: bool, leaf: Any) -> Any:
@@ -287,7 +286,9 @@ def _part(work: Work, known: float, replicas: int) -> Part:
     computed = work.computed
     if computed is None:
         return ABSENT
-    return weighed(computed.loss, computed.weight, known, len(work.share.samples), replicas)
+    with work.addressed():
+        weight = computed.weight.read() if isinstance(computed.weight, Unread) else computed.weight
+    return weighed(computed.loss, weight, known, len(work.share.samples), replicas)
 
 
 def _check_finite(work: Work, loss: float) -> None:
