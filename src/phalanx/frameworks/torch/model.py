@@ -89,10 +89,8 @@ def is_module(model: Any) -> bool:
     return isinstance(model, torch.nn.Module)
 
 
-def named_device(name: str | None, *, trains: bool = True) -> torch.device | None:
+def named_device(name: str | None) -> torch.device | None:
     """The named device, in use from here on (its random generators can be saved); None for None.
-
-    ``trains``: whether tensors there must have values.
 
     Raises
     ------
@@ -106,7 +104,7 @@ def named_device(name: str | None, *, trains: bool = True) -> torch.device | Non
     except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
         raise _unusable(name, reason) from error
-    if trains and found.type == "meta":
+    if found.type == "meta":
         raise _unusable(name, "it has no values")
     if asked.index is not None and asked.index != (found.index or 0):  # torch takes any number for the CPU
         raise _unusable(name, f"there is one {found.type}")
