@@ -23,7 +23,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "shared": ("plan", "surroundings", "seams"),
     "checkpoint": ("definition", "seams", "surroundings", "frameworks"),
     "collectives": ("plan", "surroundings", "definition"),
-    "manual": ("plan", "surroundings", "definition", "frameworks", "step", "collectives"),
+    "manual": ("plan", "surroundings", "definition", "seams", "frameworks", "step", "collectives"),
     "backend": ("plan", "shared"),
     "engines": ("plan", "surroundings", "definition", "seams", "frameworks", "step", "shared", "checkpoint"),
     "run": ("surroundings", "definition", "seams", "checkpoint"),

@@ -81,7 +81,6 @@ ANY_ARGUMENTS = {
 # Where a private name of a class is used outside its file (in the package), how often, and why.
 REACHED = {
     "frameworks/torch/replica/buffers.py": (4, "torch's own: where a module keeps its buffers"),
-    "manual/replicas.py": (1, "torch's own: how a module moves what it holds"),
 }
 
 # The same in tests, where it is right only to plant a fault; what stands here is to become fewer.

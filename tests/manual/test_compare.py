@@ -17,11 +17,13 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "compare.py"
 
 @pytest.fixture(scope="module")
 def compare():
-    """The example as a module."""
+    """The example as a module, with no devices named on its command line."""
     spec = importlib.util.spec_from_file_location("compare_example", EXAMPLE)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "argv", [str(EXAMPLE)])
+        yield module
 
 
 def excess(compare, found):

@@ -440,8 +440,8 @@ class Parametric(nn.Module):
         ({"optimizers": [BOTH[0], sgd(REPLICAS[1].parameters(), lr=0.2)]}, r"optimizers\[1\].*'lr' of group 0"),
         ({"optimizers": [BOTH[0], sgd(REPLICAS[1][0].parameters())]}, "the parameters of group 0"),
         ({"optimizers": [BOTH[0], adamw(REPLICAS[1])]}, "unlike.*its type"),
-        ({"batch": (normal(5, 5), whole(3, 4))}, r"batch\[0\] has 5 samples and batch\[1\] has 4"),
-        ({"batch": (normal(4, 5), whole(3, 2))}, r"batch\[0\] has 4 samples and batch\[1\] has 2"),
+        ({"batch": (normal(5, 5), whole(3, 4))}, r"batch\[0\] has 5, batch\[1\] has 4"),
+        ({"batch": (normal(4, 5), whole(3, 2))}, r"batch\[0\] has 4, batch\[1\] has 2"),
         ({"batch": (normal(0, 5), whole(3, 0))}, "batch is empty"),
         ({"batch": []}, "batch is empty"),
         ({"batch": (np.array(["a", "b"]), whole(3, 2))}, "which no tensor can hold"),
@@ -533,3 +533,52 @@ def test_masked_shares_weigh_nothing():
     loss = manual.data_parallel_step(replicas, optimizers, (x, y), family.loss_fn)
     assert loss == pytest.approx(token_loss(model(x), y).item(), rel=1e-6)
     assert len(set(digests(replicas, optimizers, 1))) == 1
+
+
+class Writing(nn.Module):
+    """Doubles something of its own in forward: a parameter, or a buffer."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.body, self.what = mlp(), what
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("count", torch.ones(()))
+
+    def forward(self, x):
+        with torch.no_grad():
+            getattr(self, self.what).mul_(2)
+        return self.body(x) * self.scale
+
+
+def test_a_parameter_that_forward_writes_is_refused():
+    """As in a recipe: what follows would start from other weights. The weights that were written stay so."""
+    replicas, optimizers = ready(Writing("scale"), 2)
+    with pytest.raises(phalanx.UsageError, match="parameter 'scale' was written in place in forward") as caught:
+        manual.data_parallel_step(replicas, optimizers, FEATURES, F.cross_entropy)
+    assert "at replica 0 on cpu" in caught.value.__notes__[0]
+    assert all(parameter.grad is None for replica in replicas for parameter in replica.parameters())
+
+
+def test_a_buffer_that_forward_writes_is_settled():
+    """Negative twin: the same model may write its buffer."""
+    replicas, optimizers = ready(Writing("count"), 2)
+    manual.data_parallel_step(replicas, optimizers, FEATURES, F.cross_entropy)
+    assert [replica.count.item() for replica in replicas] == [2, 2]
+
+
+def test_modes_are_the_caller_s():
+    """Replicas in eval mode are trained as they are: BatchNorm's statistics stay, which they do not in train mode."""
+    batch, ends = (normal(6, 3, 6, 6), whole(3, 6)), []
+    for training in (False, True):
+        replicas, optimizers = ready(conv_norm().train(training))
+        before = [replica[1].running_mean.clone() for replica in replicas]
+        manual.data_parallel_step(replicas, optimizers, batch, F.cross_entropy)
+        ends.append(all(map(torch.equal, before, [replica[1].running_mean for replica in replicas])))
+    assert ends == [True, False]
+
+
+def test_a_share_that_is_too_small_is_explained():
+    """BatchNorm's own words come with a way out, and with the replica."""
+    replicas, optimizers = ready(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)))
+    with pytest.raises(phalanx.UsageError, match="BatchNorm cannot normalise a share of 1 sample"):
+        manual.data_parallel_step(replicas, optimizers, (normal(5, 5), whole(3, 5)), F.cross_entropy)

@@ -248,7 +248,8 @@ def explain(
         target = pathlib.Path(plot.format(name=name))
         target.parent.mkdir(parents=True, exist_ok=True)
         kind = " all-reduce" if name in ALGORITHMS else ""
-        plot_rounds(transfers, participants, f"{name}{kind}, {participants} participants").savefig(target)
+        figure: Any = plot_rounds(transfers, participants, f"{name}{kind}, {participants} participants").figure
+        figure.savefig(target)
         typer.echo(f"picture  {target}")
 
 

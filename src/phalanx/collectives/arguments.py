@@ -28,44 +28,27 @@ SUMMED_IN = {
 }
 
 
-def tensors_of(name: str, values: Any) -> list[torch.Tensor]:
-    """``values`` as a list of at least one dense tensor, all of one dtype."""
+def tensors_of(name: str, values: Any, *, pieces: bool = False) -> list[torch.Tensor]:
+    """``values`` as a list of dense tensors of one dtype and shape; of ``pieces`` the first dimension may differ."""
     if isinstance(values, torch.Tensor) or not isinstance(values, Sequence):
         raise UsageError(f"{name} is a {type(values).__name__}; it must be a list of tensors, one per participant")
     if not values:
         raise UsageError(f"{name} is empty; it needs at least one tensor")
+    free = 1 if pieces else 0
     for index, value in enumerate(values):
         dense(f"{name}[{index}]", value)
         if value.dtype != values[0].dtype:
             raise UsageError(
                 f"{name}[{index}] has dtype {value.dtype} and {name}[0] has {values[0].dtype}; convert with .to(dtype)"
             )
+        if pieces:
+            cuttable(f"{name}[{index}]", value)
+        if value.shape[free:] != values[0].shape[free:]:
+            way = "pieces may differ in the first dimension only" if pieces else "all must be of the same shape"
+            raise UsageError(
+                f"{name}[{index}] has shape {tuple(value.shape)} and {name}[0] has {tuple(values[0].shape)}; {way}"
+            )
     return list(values)
-
-
-def alike(name: str, values: Any) -> list[torch.Tensor]:
-    """``values`` as a list of at least one dense tensor, all of one dtype and one shape."""
-    tensors = tensors_of(name, values)
-    for index, tensor in enumerate(tensors):
-        if tensor.shape != tensors[0].shape:
-            raise UsageError(
-                f"{name}[{index}] has shape {tuple(tensor.shape)} and {name}[0] has {tuple(tensors[0].shape)}; "
-                "every participant brings a tensor of the same shape"
-            )
-    return tensors
-
-
-def pieces_of(name: str, values: Any) -> list[torch.Tensor]:
-    """``values`` as a list of tensors that can be put one after the other along their first dimension."""
-    tensors = tensors_of(name, values)
-    for index, tensor in enumerate(tensors):
-        cuttable(f"{name}[{index}]", tensor)
-        if tensor.shape[1:] != tensors[0].shape[1:]:
-            raise UsageError(
-                f"{name}[{index}] has shape {tuple(tensor.shape)} and {name}[0] has {tuple(tensors[0].shape)}; "
-                "pieces may differ in the first dimension only"
-            )
-    return tensors
 
 
 def dense(name: str, value: Any) -> None:
@@ -87,6 +70,22 @@ def cuttable(name: str, tensor: torch.Tensor) -> None:
     """``tensor`` has a first dimension."""
     if not tensor.ndim:
         raise UsageError(f"{name} has no dimension to cut along; give it one: tensor.reshape(1)")
+
+
+def usable(name: str, devices: Any) -> list[torch.device]:
+    """``devices`` as a list of at least one device that torch can use here."""
+    if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
+        raise UsageError(f"{name} is {checks.shown(devices)}; it must be a list of devices, as in ['cpu'] * 4")
+    return [device(f"{name}[{index}]", one) for index, one in enumerate(devices)]
+
+
+def device(name: str, value: Any) -> torch.device:
+    """``value`` as a device that torch can use here."""
+    try:
+        return torch.empty(0, device=str(value)).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UsageError(f"{name} is {value!r}, which torch cannot use here ({reason}); use 'cpu'") from error
 
 
 def reducible(op: Any, dtype: torch.dtype) -> None:
@@ -117,33 +116,22 @@ def writable(name: str, tensors: Sequence[torch.Tensor]) -> None:
                 f"{name}[{index}] has shape {tuple(tensor.shape)} and strides {tensor.stride()}, so several of its "
                 "elements share memory and cannot be written; reduce a copy: .contiguous()"
             )
-    for group in _neighbours(tensors):
-        if _overlap([tensors[index] for index in group]):
-            first, second = next(
-                pair for pair in itertools.combinations(group, 2) if _overlap([tensors[i] for i in pair])
-            )
-            raise UsageError(
-                f"{name}[{first}] and {name}[{second}] share memory, so what one of them brings would count twice; "
-                "give each participant a .clone()"
-            )
+    spans = sorted(_span(index, tensor) for index, tensor in enumerate(tensors) if tensor.numel())
+    for position, (device, _, end, first) in enumerate(spans):
+        for other, start, _, second in itertools.islice(spans, position + 1, None):
+            if other != device or start >= end:
+                break
+            if _overlap([tensors[first], tensors[second]]):
+                low, high = sorted((first, second))
+                raise UsageError(
+                    f"{name}[{low}] and {name}[{high}] share memory, so what one of them brings would count twice; "
+                    "give each participant a .clone()"
+                )
 
 
-def _neighbours(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Groups of two or more tensors, by index, whose memory from the first to the last byte overlaps."""
-    groups: dict[torch.device, list[list[int]]] = {}
-    reached: dict[torch.device, int] = {}
-    for index in sorted(range(len(tensors)), key=lambda index: tensors[index].data_ptr()):
-        tensor = tensors[index]
-        if not tensor.numel():
-            continue
-        on_device = groups.setdefault(tensor.device, [])
-        if tensor.data_ptr() < reached.get(tensor.device, 0):
-            on_device[-1].append(index)
-        else:
-            on_device.append([index])
-        end = tensor.data_ptr() + _extent(tensor) * tensor.element_size()
-        reached[tensor.device] = max(end, reached.get(tensor.device, 0))
-    return [sorted(group) for on_device in groups.values() for group in on_device if len(group) > 1]
+def _span(index: int, tensor: torch.Tensor) -> tuple[str, int, int, int]:
+    """Where a tensor lies: its device, its first byte, the one after its last, and which tensor it is."""
+    return str(tensor.device), (start := tensor.data_ptr()), start + _extent(tensor) * tensor.element_size(), index
 
 
 def _overlap(tensors: Sequence[torch.Tensor]) -> bool:

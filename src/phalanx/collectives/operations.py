@@ -7,33 +7,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from phalanx.collectives import arguments
 from phalanx.collectives.schedules import ALGORITHMS, Transfer, schedule
 from phalanx.definition import checks
-from phalanx.errors import UsageError
 from phalanx.plan.shares import share_bounds
 from phalanx.surroundings import interrupts
 
 Bounds = Sequence[tuple[int, int]]
-
-
-def _keep_larger(mine: torch.Tensor, incoming: torch.Tensor) -> torch.Tensor:
-    return torch.maximum(mine, incoming, out=mine)
-
-
-def _keep_smaller(mine: torch.Tensor, incoming: torch.Tensor) -> torch.Tensor:
-    return torch.minimum(mine, incoming, out=mine)
-
-
-COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {  # what arrives, into what is there
     "sum": torch.Tensor.add_,
     "mean": torch.Tensor.add_,
-    "max": _keep_larger,
-    "min": _keep_smaller,
+    "max": lambda mine, incoming: torch.maximum(mine, incoming, out=mine),
+    "min": lambda mine, incoming: torch.minimum(mine, incoming, out=mine),
 }
 
 
@@ -63,7 +51,7 @@ def all_reduce(tensors: Sequence[torch.Tensor], op: str = "sum", algorithm: str 
         The tensors differ, share memory, or cannot be written; op or algorithm is unknown, or op has no result in this
         dtype. No tensor was changed.
     """
-    members = arguments.alike("tensors", tensors)
+    members = arguments.tensors_of("tensors", tensors)
     arguments.reducible(op, members[0].dtype)
     checks.choice("algorithm", algorithm, tuple(ALGORITHMS))
     arguments.writable("tensors", members)
@@ -96,7 +84,7 @@ def broadcast(tensors: Sequence[torch.Tensor], root: int = 0) -> None:
     phalanx.UsageError
         The tensors differ, share memory, or cannot be written; root is not one of them. No tensor was changed.
     """
-    members = arguments.alike("tensors", tensors)
+    members = arguments.tensors_of("tensors", tensors)
     root = checks.integer("root", root, least=0, most=len(members) - 1)
     arguments.writable("tensors", members)
     rooted = members[root:] + members[:root]
@@ -128,9 +116,7 @@ def scatter(tensor: torch.Tensor, devices: Sequence[str | torch.device]) -> list
     """
     arguments.dense("tensor", tensor)
     arguments.cuttable("tensor", tensor)
-    if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
-        raise UsageError(f"devices is {checks.shown(devices)}; it must be a list of devices, as in ['cpu', 'cpu']")
-    homes = [_device(f"devices[{index}]", device) for index, device in enumerate(devices)]
+    homes = arguments.usable("devices", devices)
     pieces = _cut(tensor, share_bounds(len(tensor), len(homes)))
     return [piece.to(home, copy=True) for piece, home in zip(pieces, homes, strict=True)]
 
@@ -144,8 +130,8 @@ def gather(pieces: Sequence[torch.Tensor], device: str | torch.device = "cpu") -
     phalanx.UsageError
         The pieces differ in dtype, or in a dimension other than the first; torch cannot use the device here.
     """
-    members = arguments.pieces_of("pieces", pieces)
-    home = _device("device", device)
+    members = arguments.tensors_of("pieces", pieces, pieces=True)
+    home = arguments.device("device", device)
     return torch.cat([piece.to(home) for piece in members])
 
 
@@ -170,7 +156,7 @@ def reduce_scatter(tensors: Sequence[torch.Tensor], op: str = "sum") -> list[tor
     phalanx.UsageError
         The tensors differ or have no first dimension; op is unknown or has no result in this dtype.
     """
-    members = arguments.alike("tensors", tensors)
+    members = arguments.tensors_of("tensors", tensors)
     arguments.reducible(op, members[0].dtype)
     arguments.cuttable("tensors[0]", members[0])
     dtype = members[0].dtype
@@ -201,7 +187,7 @@ def all_gather(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     phalanx.UsageError
         The pieces differ in dtype, or in a dimension other than the first.
     """
-    members = arguments.pieces_of("pieces", pieces)
+    members = arguments.tensors_of("pieces", pieces, pieces=True)
     ends = [sum(map(len, members[:number])) for number in range(len(members) + 1)]
     wholes = [piece.new_empty((ends[-1], *piece.shape[1:])) for piece in members]
     chunks = [_cut(whole, list(itertools.pairwise(ends))) for whole in wholes]
@@ -239,11 +225,3 @@ def _finished(reduced: torch.Tensor, op: str, count: int) -> torch.Tensor:
         divisor = torch.full((), count, dtype=parts.dtype, device=parts.device)
         parts.div_(divisor)  # by a tensor: by a number, CUDA would multiply by its rounded inverse
     return reduced
-
-
-def _device(name: str, device: Any) -> torch.device:
-    try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UsageError(f"{name} is {device!r}, which torch cannot use here ({reason}); use 'cpu'") from error

@@ -234,34 +234,31 @@ def is_array(value: Any) -> bool:
     return getattr(value, "shape", None) is not None and getattr(value, "dtype", None) is not None
 
 
-def leaves(tree: Any, name: str, is_leaf: Callable[[Any], bool] | None = None) -> Iterator[tuple[str, Any]]:
+def leaves(tree: Any, name: str, *, lists: bool = False) -> Iterator[tuple[str, Any]]:
     """Every leaf of a tree of tuples and dicts, with its path as a user would write it.
 
-    ``is_leaf`` says which lists are leaves, and the others are trees; None: all are leaves.
+    ``lists``: whether lists are trees, too; else they are leaves.
     """
     if isinstance(tree, Mapping):
         for key, value in tree.items():
-            yield from leaves(value, f"{name}[{key!r}]", is_leaf)
-    elif isinstance(tree, tuple) or (isinstance(tree, list) and is_leaf is not None and not is_leaf(tree)):
+            yield from leaves(value, f"{name}[{key!r}]", lists=lists)
+    elif isinstance(tree, tuple) or (lists and isinstance(tree, list)):
         for position, value in enumerate(tree):
-            yield from leaves(value, f"{name}[{position}]", is_leaf)
+            yield from leaves(value, f"{name}[{position}]", lists=lists)
     else:
         yield name, tree
 
 
-def map_tree(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """Apply ``function`` to every leaf of a tree of tuples, named tuples, lists and dicts.
-
-    ``is_leaf`` says which lists are leaves; None: none is.
-    """
-    if isinstance(tree, (tuple, list)) and not (is_leaf is not None and is_leaf(tree)):
-        mapped = [map_tree(function, value, is_leaf) for value in tree]
+def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply ``function`` to every leaf of a tree of tuples, named tuples, lists and dicts."""
+    if isinstance(tree, (tuple, list)):
+        mapped = [map_tree(function, value) for value in tree]
         if isinstance(tree, list):
             return mapped
         named = getattr(tree, "_make", None)
         return tuple(mapped) if named is None else named(mapped)
     if isinstance(tree, Mapping):
-        return {key: map_tree(function, value, is_leaf) for key, value in tree.items()}
+        return {key: map_tree(function, value) for key, value in tree.items()}
     return function(tree)
 
 

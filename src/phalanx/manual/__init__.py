@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from phalanx.manual.gradients import sync_gradients
 from phalanx.manual.replicas import broadcast_parameters, replicate
-from phalanx.manual.shards import shard_batch
-from phalanx.manual.step import data_parallel_step
+from phalanx.manual.step import data_parallel_step, shard_batch
 
 __all__ = ["broadcast_parameters", "data_parallel_step", "replicate", "shard_batch", "sync_gradients"]

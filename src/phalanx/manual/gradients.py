@@ -5,24 +5,23 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 
 from phalanx.collectives import all_reduce
+from phalanx.collectives.schedules import ALGORITHMS
 from phalanx.definition import checks
 from phalanx.errors import UsageError
-from phalanx.manual.moving import Vector, moved
-from phalanx.manual.replicas import Named, Replica, check_trained, tensors_of
+from phalanx.frameworks.torch.arithmetic import Gradient
+from phalanx.frameworks.torch.devices.exchange import placed
+from phalanx.frameworks.torch.replica.gradient import sparse
+from phalanx.manual.replicas import Replica, check_trained, tensors_of
 from phalanx.plan.fold import fold_values
 from phalanx.plan.placement import dealt
 
 ORDERED: Final = "ordered"
-ALGORITHMS: Final = (ORDERED, "ring", "naive")
-GROUP_BYTES = 1 << 22  # of gradients that are folded together: small ones share a copy, and sums take little memory
-
-Placed = tuple[torch.device, Vector]
 
 
 def sync_gradients(replicas: Sequence[Replica], weights: Any = None, algorithm: str = ORDERED) -> None:
@@ -49,44 +48,15 @@ def sync_gradients(replicas: Sequence[Replica], weights: Any = None, algorithm: 
         The replicas differ, share memory or have nothing to train; a weight is missing, negative or not finite, or all
         are 0; a gradient is sparse. No gradient was changed.
     """
-    parameters = tensors_of(replicas)
-    check_trained("replicas", parameters[0])
-    checks.choice("algorithm", algorithm, ALGORITHMS)
-    relative = _relative(weights, len(parameters))
-    for replica in parameters:
-        check_dense(replica)
-    average(parameters, relative, algorithm)
-
-
-def check_dense(parameters: Named) -> None:
-    """Refuse sparse gradients: their sum depends on which rows meet, and no optimizer here steps with them."""
-    for name, parameter in parameters:
+    named = tensors_of(replicas)
+    check_trained("replicas", named[0])
+    checks.choice("algorithm", algorithm, tuple(ALGORITHMS))
+    relative = _relative(weights, len(named))
+    for name, parameter in [pair for replica in named for pair in replica]:
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
-            raise UsageError(
-                f"parameter {name!r} has a sparse gradient, and those cannot be folded exactly; use sparse=False"
-            )
-
-
-def average(parameters: Sequence[Named], weights: Sequence[float], algorithm: str) -> None:
-    """Write the mean into ``.grad`` of what is trained; weights are taken as they are, 0 where nothing is added."""
-    divisor = total(weights)
-    with torch.no_grad():
-        trained = [tied for tied in zip(*parameters, strict=True) if tied[0][1].requires_grad]
-        homes = [[tensor for _, tensor in tied] for tied in trained]
-        if algorithm == ORDERED:
-            for owner, numbers in _groups(homes):
-                _fold_group([homes[number] for number in numbers], weights, owner, divisor)
-            return
-        for tensors in homes:
-            terms = [_term(tensor.grad, weight) for tensor, weight in zip(tensors, weights, strict=True)]
-            for tensor, summed in zip(tensors, _reduced(terms, tensors, algorithm), strict=True):
-                tensor.grad = summed if summed is None or divisor == 1 else summed.div_(divisor)
-
-
-def total(values: Sequence[float]) -> float:
-    """The sum of weights, or of weighted losses, in the fold's order; 0 is absent. At least one is not."""
-    summed = fold_values([value or None for value in values], operator.add)
-    return 0.0 if summed is None else summed
+            raise sparse(name)
+    parameters = [[parameter for _, parameter in replica if parameter.requires_grad] for replica in named]
+    average(parameters, [[parameter.grad for parameter in replica] for replica in parameters], relative, algorithm)
 
 
 def _relative(weights: Any, count: int) -> list[float]:
@@ -104,68 +74,59 @@ def _relative(weights: Any, count: int) -> list[float]:
     return [number / max(numbers) for number in numbers]
 
 
-def _term(gradient: torch.Tensor | None, weight: float) -> torch.Tensor | None:
-    """What a replica adds: nothing at weight 0; a weight of 1 multiplies nothing."""
-    if gradient is None or weight == 0:
-        return None
-    return gradient if weight == 1 else gradient * weight
-
-
-def _groups(homes: Sequence[Sequence[torch.Tensor]]) -> Iterator[tuple[torch.device, list[int]]]:
-    """Tied parameters to be averaged together, by number, and the device that does it: each about as many bytes."""
-    alike: dict[tuple[torch.device, ...], list[int]] = {}
-    for number, tensors in enumerate(homes):
-        alike.setdefault(tuple(tensor.device for tensor in tensors), []).append(number)
-    for places, numbers in alike.items():
-        devices = list(dict.fromkeys(places))
-        owners = dealt([homes[number][0].nbytes for number in numbers], len(devices))
-        for index, device in enumerate(devices):
-            group, size = list[int](), 0
-            for number, owner in zip(numbers, owners, strict=True):
-                if owner == index:
-                    group.append(number)
-                    size += homes[number][0].nbytes
-                if size >= GROUP_BYTES:
-                    yield device, group
-                    group, size = [], 0
-            if group:
-                yield device, group
-
-
-def _fold_group(
-    homes: Sequence[Sequence[torch.Tensor]], weights: Sequence[float], owner: torch.device, divisor: float
+def average(
+    parameters: Sequence[Sequence[torch.Tensor]],
+    gradients: Sequence[Gradient | None],
+    weights: Sequence[float],
+    algorithm: str,
 ) -> None:
-    """Fold where the terms lie if that is one device, else at the owner, and copy the mean to each device once."""
-    replicas = list(zip(*homes, strict=True))
-    terms = [
-        (mine[0].device, [_term(tensor.grad, weight) for tensor in mine])
-        for mine, weight in zip(replicas, weights, strict=True)
+    """Write the mean of ``gradients`` into ``.grad`` of each replica's parameters; at weight 0 nothing is added."""
+    divisor = fold_values([weight or None for weight in weights], operator.add)
+    assert divisor is not None
+    with torch.no_grad():
+        terms = [_term(*pair) for pair in zip(gradients, weights, strict=True)]
+        if algorithm == ORDERED:
+            total = fold_values(terms, functools.partial(_added, _owners(parameters)))
+            assert total is not None
+        else:
+            there = [term for term in terms if term is not None]
+            total = [_reduced(column, algorithm) for column in zip(*there, strict=True)]
+        mean = [None if summed is None else summed if divisor == 1 else summed / divisor for summed in total]
+        arrived: dict[tuple[torch.device, ...], Gradient] = {}
+        for replica in parameters:
+            homes = tuple(parameter.device for parameter in replica)
+            if homes not in arrived:
+                arrived[homes] = placed(mean, homes)
+            for parameter, entry in zip(replica, arrived[homes], strict=True):
+                parameter.grad = None if entry is None else entry.clone()
+
+
+def _term(gradient: Gradient | None, weight: float) -> Gradient | None:
+    """What a replica adds: nothing at weight 0; a weight of 1 multiplies nothing."""
+    if gradient is None or weight in (0, 1):
+        return gradient if weight else None
+    return [None if entry is None else entry * weight for entry in gradient]
+
+
+def _owners(parameters: Sequence[Sequence[torch.Tensor]]) -> list[torch.device]:
+    """Where sums over several devices are taken: each device adds up about as many bytes."""
+    devices = list(dict.fromkeys(parameter.device for replica in parameters for parameter in replica))
+    return [devices[owner] for owner in dealt([parameter.nbytes for parameter in parameters[0]], len(devices))]
+
+
+def _added(owners: Sequence[torch.device], left: Gradient, right: Gradient) -> Gradient:
+    """The sum as new tensors, since gradients may share memory: where both are, or at the owner. Absent + x = x."""
+    homes = [
+        owner if a is not None and b is not None and a.device != b.device else None
+        for owner, a, b in zip(owners, left, right, strict=True)
     ]
-    folded = fold_values(terms, functools.partial(_added, owner))
-    assert folded is not None
-    mean = [None if summed is None else summed if divisor == 1 else summed / divisor for summed in folded[1]]
-    for device in dict.fromkeys(place for place, _ in terms):
-        arrived = moved(mean, device)
-        for mine in (mine for mine in replicas if mine[0].device == device):
-            for tensor, summed in zip(mine, arrived, strict=True):
-                tensor.grad = None if summed is None else summed.clone()
+    pairs = zip(placed(left, homes), placed(right, homes), strict=True)
+    return [b if a is None else a if b is None else a + b for a, b in pairs]
 
 
-def _added(owner: torch.device, left: Placed, right: Placed) -> Placed:
-    """The sum of two vectors, as a new one: gradients may share memory with each other. Absent + x = x."""
-    home = left[0] if left[0] == right[0] else owner
-    pairs = zip(moved(left[1], home), moved(right[1], home), strict=True)
-    return home, [b if a is None else a if b is None else a + b for a, b in pairs]
-
-
-def _reduced(terms: list[torch.Tensor | None], homes: list[torch.Tensor], algorithm: str) -> list[torch.Tensor | None]:
-    """The sum by another algorithm, among the replicas that have something; the others get a copy."""
-    sums = [None if term is None else term.clone() for term in terms]
-    present = [summed for summed in sums if summed is not None]
-    if not present:
-        return sums
-    all_reduce(present, op="sum", algorithm=algorithm)
-    return [
-        present[0].to(home.device, copy=True) if summed is None else summed
-        for home, summed in zip(homes, sums, strict=True)
-    ]
+def _reduced(column: Sequence[torch.Tensor | None], algorithm: str) -> torch.Tensor | None:
+    """The sum by another algorithm, among the replicas that have something."""
+    sums = [term.clone() for term in column if term is not None]
+    if sums:
+        all_reduce(sums, op="sum", algorithm=algorithm)
+    return sums[0] if sums else None

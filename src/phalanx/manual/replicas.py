@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from phalanx.collectives import broadcast
+from phalanx.collectives import arguments, broadcast
 from phalanx.definition import checks
 from phalanx.errors import UsageError
-from phalanx.frameworks.torch.model import named_device
+from phalanx.frameworks.torch.devices.apart import put
+from phalanx.frameworks.torch.model import Model, copied
 
-Model = TypeVar("Model", bound=torch.nn.Module)
 Replica = torch.nn.Module | Sequence[torch.Tensor]
 Named = list[tuple[str, torch.Tensor]]
 
+OTHERWISE = (
+    "; keep tensors with a gradient, locks and open files out of its attributes, mend its __deepcopy__, or make one "
+    "model per device and call manual.broadcast_parameters"
+)
 LISTED = "it must be a list of models, as manual.replicate(model, devices) makes it"
 
 
@@ -46,7 +49,11 @@ def replicate(model: Model, devices: Sequence[str | torch.device]) -> list[Model
         has some without values (lazy modules, the meta device).
     """
     _check_model(model)
-    return [_copied(model, device) for device in _usable(devices)]
+    homes = arguments.usable("devices", devices)
+    replicas = [copied("model", model, OTHERWISE) for _ in homes]
+    for replica, home in zip(replicas, homes, strict=True):
+        put(replica, home)
+    return replicas
 
 
 def broadcast_parameters(replicas: Sequence[Replica], root: int = 0) -> None:
@@ -107,44 +114,6 @@ def _check_model(model: Any) -> None:
     check_trained("model", list(model.named_parameters()))
 
 
-def _usable(devices: Any) -> list[torch.device]:
-    if not isinstance(devices, (list, tuple)) or not devices:
-        raise UsageError(
-            f"devices is {checks.shown(devices)}; it must be a list with one device per replica, as in "
-            "['cuda:0', 'cuda:1'] or ['cpu'] * 4"
-        )
-    for device in devices:
-        named_device(str(device), trains=False)
-    return [torch.device(device) for device in devices]
-
-
-def _copied(model: Model, device: torch.device) -> Model:
-    try:
-        replica = copy.deepcopy(model)
-    except Exception as error:
-        raise UsageError(
-            f"model is a {type(model).__name__} that cannot be copied ({type(error).__name__}: {error}); keep tensors "
-            "with a gradient, locks and open files out of its attributes, or make one model per device and call "
-            "manual.broadcast_parameters"
-        ) from error
-    if not _memory(model).isdisjoint(_memory(replica)):
-        raise UsageError(
-            f"model is a {type(model).__name__} whose copy is not independent: both are in the same memory; mend its "
-            "__deepcopy__, or make one model per device and call manual.broadcast_parameters"
-        )
-    moved: dict[torch.Tensor, torch.Tensor] = {}  # Module.to() would part buffers that are tied
-    replica._apply(lambda tensor: moved.setdefault(tensor, tensor.to(device)))
-    return replica
-
-
-def _memory(model: torch.nn.Module) -> set[int]:
-    return {_address(tensor) for tensor in [*model.parameters(), *model.buffers()] if tensor.numel()}
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
 def _tensors(number: int, replica: Any, *, buffers: bool) -> Named:
     if isinstance(replica, torch.nn.Module):
         return [*replica.named_parameters(), *(replica.named_buffers() if buffers else ())]
@@ -178,7 +147,7 @@ def _check_independent(named: list[Named]) -> None:
     owners: dict[int, int] = {}
     for number, replica in enumerate(named):
         for name, tensor in replica:
-            owner = owners.setdefault(_address(tensor), number) if tensor.numel() else number
+            owner = owners.setdefault(tensor.untyped_storage().data_ptr(), number) if tensor.numel() else number
             if owner != number:
                 raise UsageError(
                     f"replicas[{owner}] and replicas[{number}] share the memory of {name!r}, so each would change the "

@@ -1,31 +1,73 @@
-"""One step of data parallelism by hand: deal, compute, average, clip, update. Changes nothing until all is computed."""
+"""One step of data parallelism by hand: deal, compute, average, clip, update. Changes nothing until all is computed.
+
+Each replica is computed by a lane, as in a run. All devices have their work before one is waited for. One thread gives
+it to them, replica by replica, so that what user code draws from generators does not depend on the devices.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from torch.utils.data import default_collate
 
+from phalanx.collectives.schedules import ALGORITHMS
 from phalanx.definition import checks
+from phalanx.definition.batches import as_batch
+from phalanx.definition.data import Columns, Share, map_tree, open_batch
 from phalanx.definition.fields import Definition
-from phalanx.errors import RunError, UsageError
+from phalanx.errors import NonFiniteError, PhalanxError, RunError, UsageError, WorkerError, spell_samples
+from phalanx.frameworks.torch import arithmetic
+from phalanx.frameworks.torch.devices import accelerators
+from phalanx.frameworks.torch.devices.contents import Versions
+from phalanx.frameworks.torch.devices.exchange import DeviceArithmetic, placed
+from phalanx.frameworks.torch.devices.feed import can_pin
+from phalanx.frameworks.torch.environment import plain_autograd
 from phalanx.frameworks.torch.replica.ambiguous import AmbiguousMean
-from phalanx.frameworks.torch.replica.buffers import Buffers, Left
-from phalanx.frameworks.torch.replica.forward import check_stateless
-from phalanx.manual.computing import ReplicaStep, compute
-from phalanx.manual.gradients import ALGORITHMS, ORDERED, average
-from phalanx.manual.moving import Unlooked, moved
+from phalanx.frameworks.torch.replica.buffers import Buffers
+from phalanx.frameworks.torch.replica.forward import Unread, as_tensors, check_stateless
+from phalanx.frameworks.torch.replica.gradient import drop
+from phalanx.frameworks.torch.replica.lane import Lane
+from phalanx.manual.gradients import ORDERED, average
 from phalanx.manual.replicas import check_trained, tensors_of
-from phalanx.manual.shards import samples_in, shard_batch, tensors_in
 from phalanx.plan.shares import share_bounds, share_weights
+from phalanx.seams import Computed, Part, Todo
 from phalanx.step import ABSENT, check_consistent, mean_loss, total_weight, weighed
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import alone
 
 WAY_OUT = "as in [torch.optim.AdamW(replica.parameters(), lr=1e-3) for replica in replicas]"
+
+
+def shard_batch(batch: Any, n: int) -> list[Any]:
+    """Cut a batch into ``n`` shards along the first axis, as ``numpy.array_split`` does.
+
+    Parameters
+    ----------
+    batch : tensor, numpy array, tuple or dict of them, or list of samples
+        As ``run.step`` takes it: a list of arrays is what a loader yields for a tuple; any other list is cut itself.
+    n : int
+        How many shards, at least 1.
+
+    Returns
+    -------
+    list
+        ``n`` structures like the batch, named tuples included. The first ones are larger by a sample where ``n`` does
+        not divide the samples; with fewer samples than shards the last are empty. Arrays are copies, each in memory of
+        its own: where a row lies there changes bits of matrix products.
+
+    Raises
+    ------
+    UsageError
+        The batch is empty, parts of it differ in length, or it cannot be cut.
+    """
+    return [share.read(share.samples) for share in _dealt(batch, checks.integer("n", n, least=1))]
 
 
 @alone
@@ -95,17 +137,22 @@ def data_parallel_step(
     for name, hook in (("before_shard", before_shard), ("after_sync", after_sync), ("after_step", after_step)):
         checks.function(name, hook, f"{name}=print")
     changed = None if before_shard is None else before_shard(batch)
-    works = _deal(replicas, batch if changed is None else changed)
+    shares = _dealt(batch if changed is None else changed, len(replicas))
+    works = [_work(definition, *one) for one in zip(range(len(replicas)), replicas, shares, strict=True)]
     try:
-        _drop(works)
-        loss = _average(definition, works, algorithm)
+        for work in works:
+            drop(work.lane.parameters)  # a stale gradient would be added to the next, or averaged in its place
+        _compute(definition, [work for work in works if len(work.share.samples)])
+        loss = _average(works, algorithm)
         if after_sync is not None:
             after_sync(replicas)
         if math.isfinite(definition.max_norm):
             for replica in replicas:
                 torch.nn.utils.clip_grad_norm_(replica.parameters(), definition.max_norm)
     except BaseException:
-        _undo(works)
+        for work in works:
+            with contextlib.suppress(RuntimeError):  # a device that failed has nothing left to put back
+                work.lane.rewind()
         raise
     for optimizer in optimizers:
         optimizer.step()
@@ -113,6 +160,164 @@ def data_parallel_step(
     if after_step is not None:
         after_step(replicas)
     return loss
+
+
+@dataclass(slots=True)
+class Work:
+    """One replica with its share of the batch, and what it computed: nothing of an empty share.
+
+    ``source``: the batch in host memory, which is kept until the device has surely copied it.
+    """
+
+    replica: int
+    lane: Lane
+    share: Share
+    source: Any = None
+    computed: Computed | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the replica is."""
+        return self.lane.parameters[0].device
+
+    def __str__(self) -> str:
+        return f"replica {self.replica} on {self.device}, samples {spell_samples(self.share.samples)} of the batch"
+
+    @contextlib.contextmanager
+    def addressed(self) -> Iterator[None]:
+        """Say of an error which replica and samples it is about."""
+        try:
+            with accelerators.watched([self.device]):
+                yield
+        except PhalanxError as error:
+            error.add_note(f"at {self}")
+            raise
+        except Exception as error:
+            message = f"{type(error).__name__} in user code at {self}: {error}"
+            raise WorkerError(message, replica=self.replica, samples=self.share.samples) from error
+
+
+class Sent:
+    """Implements ``lane.Batches``: batches are on their devices already, and nothing is seeded."""
+
+    def batch(self, key: int | None, share: Share) -> Any:
+        """See ``Batches.batch``."""
+        return share.read(share.samples)
+
+
+def _dealt(batch: Any, count: int) -> list[Share]:
+    """The batch in ``count`` shares."""
+    source = open_batch(batch)
+    shares: list[Share] = []
+    for start, end in share_bounds(len(source), count):
+        if isinstance(source, Columns):
+            content = source.rebuild([_rows(array, start, end) for array in source.arrays])
+        else:
+            content = source.items[start:end]
+        shares.append(Share(np.arange(start, end), _giving(content), isinstance(source, Columns), "batch"))
+    return shares
+
+
+def _rows(array: Any, start: int, end: int) -> Any:
+    if isinstance(array, torch.Tensor):
+        return array[torch.arange(start, end, device=array.device)]
+    return array[np.arange(start, end)]
+
+
+def _giving(content: Any) -> Callable[[Any], Any]:
+    return lambda _: content
+
+
+def _work(definition: Definition, replica: int, model: torch.nn.Module, share: Share) -> Work:
+    contents = Versions() if any(buffer.device.type != "cpu" for buffer in model.buffers()) else None
+    silent = AmbiguousMean(definition, looks=0)  # else it would wait for a device
+    return Work(replica, Lane(definition, model, Sent(), Buffers(model, contents), silent, later=True), share)
+
+
+def _compute(definition: Definition, works: Sequence[Work]) -> None:
+    """Give all devices their work, replica by replica; none is waited for."""
+    torch.clear_autocast_cache()  # it may hold casts of weights from before the last update
+    with interrupts.held(), interrupts.user_code(), plain_autograd():
+        for work in works:  # first: a copy may wait for what its device was given before
+            with work.addressed():
+                pins = work.device.type != "cpu" and can_pin()
+                batch = as_batch(work.share.read(work.share.samples), work.share, default_collate)
+                work.source = map_tree(functools.partial(_held, pins), batch)
+                work.share.read = _giving(map_tree(functools.partial(_sent, work.device, pins), work.source))
+        for work in works:
+            with work.addressed(), accelerators.current(work.device):
+                work.computed = work.lane.gradient(Todo(work.replica, 0, work.share, 1.0))
+    first = works[0].computed
+    assert first is not None
+    AmbiguousMean(definition).warn(first.weight, works[0].source)
+
+
+def _held(pins: bool, leaf: Any) -> Any:
+    leaf = as_tensors(leaf)
+    return leaf.pin_memory() if pins and isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" else leaf
+
+
+def _sent(device: torch.device, pins: bool, leaf: Any) -> Any:
+    return leaf.to(device, non_blocking=pins) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _average(works: Sequence[Work], algorithm: str) -> float:
+    """Average what was computed into ``.grad`` of every replica; the mean loss, once the devices are done."""
+    known = share_weights([len(work.share.samples) for work in works])
+    parts = [_part(work, weight, len(works)) for work, weight in zip(works, known, strict=True)]
+    check_consistent(parts)
+    weight = total_weight(parts)
+    if weight is None:
+        raise RunError("loss_fn returned the weight 0 for every share: it counted nothing to average over in the batch")
+    gradients = [work.computed and work.computed.gradient for work in works]
+    parameters = [work.lane.parameters for work in works]
+    average(parameters, gradients, [part.weight for part in parts], algorithm)
+    whole = [parameter.grad for parameter in parameters[0] if parameter.grad is not None]
+    *losses, norm = DeviceArithmetic().read([*(part.loss for part in parts), torch.nn.utils.get_total_norm(whole)])
+    loss = mean_loss(losses, parts, weight)
+    if not math.isfinite(loss) or not math.isfinite(norm):
+        for work, part, own in zip(works, parts, losses, strict=True):
+            if part.weight:
+                _check_finite(work, own)
+    return loss
+
+
+def _part(work: Work, known: float, replicas: int) -> Part:
+    computed = work.computed
+    if computed is None:
+        return ABSENT
+    with work.addressed():
+        weight = computed.weight.read() if isinstance(computed.weight, Unread) else computed.weight
+    return weighed(computed.loss, weight, known, len(work.share.samples), replicas)
+
+
+def _check_finite(work: Work, loss: float) -> None:
+    """Elements are looked at only where a mean is not finite, since its norm may merely overflow."""
+    assert work.computed is not None
+    if not math.isfinite(loss):
+        what = f"the loss is {loss}"
+    elif not arithmetic.finite(work.computed.gradient or []):
+        what = "the gradient has values that are not finite"
+    else:
+        return
+    raise NonFiniteError(
+        f"{what} at {work}; nothing was updated. Look at these samples, lower the learning rate or set max_norm",
+        replica=work.replica,
+        samples=work.share.samples,
+    )
+
+
+def _settle(works: Sequence[Work]) -> None:
+    """Buffers by the recipe's rule on the first replica, then the same bytes on the others."""
+    first = works[0].lane.buffers.starts
+    if not first:
+        return
+    left = [(len(work.share.samples), work.computed.buffers) for work in works if work.computed is not None]
+    for work in works:
+        buffers = work.lane.buffers
+        homes = [start.device for start in buffers.starts]
+        buffers.settle([(samples, placed(values, homes)) for samples, values in left])  # type: ignore[misc]
+        left = [(1, first)]
 
 
 def _checked(replicas: Any, optimizers: Any, loss_fn: Any, algorithm: Any, max_norm: Any) -> Definition:
@@ -126,9 +331,9 @@ def _checked(replicas: Any, optimizers: Any, loss_fn: Any, algorithm: Any, max_n
             )
     check_trained("replicas", list(replicas[0].named_parameters()))
     _check_optimizers(optimizers, replicas)
-    checks.choice("algorithm", algorithm, ALGORITHMS)
+    checks.choice("algorithm", algorithm, tuple(ALGORITHMS))
     check_stateless(loss_fn)
-    return Definition(replicas[0], None, loss_fn, replicas=len(replicas), max_norm=max_norm)
+    return Definition(replicas[0], None, loss_fn, replicas=len(replicas), max_norm=max_norm, modes="as_made")
 
 
 def _check_optimizers(optimizers: Any, replicas: Sequence[torch.nn.Module]) -> None:
@@ -163,84 +368,14 @@ def _described(number: int, optimizer: Any, replica: torch.nn.Module) -> dict[st
     positions = {id(parameter): position for position, parameter in enumerate(replica.parameters())}
     facts: dict[str, Any] = {"its type": type(optimizer)}
     for index, group in enumerate(optimizer.param_groups):
-        strangers = sum(id(parameter) not in positions for parameter in group["params"])
-        if strangers:
+        own = [positions.get(id(parameter)) for parameter in group["params"]]
+        if None in own:
             raise UsageError(
-                f"optimizers[{number}] has {strangers} parameters in group {index} that are not those of "
+                f"optimizers[{number}] has {own.count(None)} parameters in group {index} that are not those of "
                 f"replicas[{number}], so it would not update it; give each its own replica's, {WAY_OUT}"
             )
-        facts[f"the parameters of group {index}"] = [positions[id(parameter)] for parameter in group["params"]]
-        for key, value in group.items():
-            if key not in ("params", "param_names"):
-                facts[f"{key!r} of group {index}"] = value.item() if isinstance(value, torch.Tensor) else value
+        facts[f"the parameters of group {index}"] = own
+        for key in group.keys() - {"params", "param_names"}:
+            value = group[key]
+            facts[f"{key!r} of group {index}"] = value.item() if isinstance(value, torch.Tensor) else value
     return facts
-
-
-def _deal(replicas: Sequence[torch.nn.Module], batch: Any) -> list[ReplicaStep]:
-    samples = samples_in(batch)
-    if not samples:
-        raise UsageError("batch is empty (its length is 0); it needs at least one sample")
-    shards = shard_batch(tensors_in(batch), len(replicas))
-    bounds = share_bounds(samples, len(replicas))
-    return [
-        ReplicaStep(number, model, _buffers(model), range(*ends), shard)
-        for number, (model, ends, shard) in enumerate(zip(replicas, bounds, shards, strict=True))
-    ]
-
-
-def _buffers(model: torch.nn.Module) -> Buffers:
-    return Buffers(model, Unlooked() if any(buffer.device.type != "cpu" for buffer in model.buffers()) else None)
-
-
-def _drop(works: Sequence[ReplicaStep]) -> None:
-    """Leave no gradient behind: a stale one would be added to the next, or averaged in its place."""
-    for work in works:
-        for parameter in work.model.parameters():
-            parameter.grad = None
-
-
-def _undo(works: Sequence[ReplicaStep]) -> None:
-    """Leave no gradient, and buffers as they were before."""
-    _drop(works)
-    for work in works:
-        with contextlib.suppress(RuntimeError):  # a device that failed has nothing left to put back
-            work.buffers.restore()
-
-
-def _average(definition: Definition, works: Sequence[ReplicaStep], algorithm: str) -> float:
-    """Compute all shares and average their gradients; the mean loss."""
-    with interrupts.held(), interrupts.user_code():
-        compute(definition, [work for work in works if work.samples])
-    AmbiguousMean(definition).warn(works[0].weight, works[0].share)
-    known = share_weights([len(work.samples) for work in works])
-    parts = [
-        weighed(work.loss, work.weight, share, len(work.samples), len(works)) if work.samples else ABSENT
-        for work, share in zip(works, known, strict=True)
-    ]
-    check_consistent(parts)
-    weight = total_weight(parts)
-    if weight is None:
-        raise RunError("loss_fn returned the weight 0 for every share: it counted nothing to average over in the batch")
-    average([list(work.model.named_parameters()) for work in works], [part.weight for part in parts], algorithm)
-    return mean_loss([part.loss for part in parts], parts, weight)
-
-
-def _settle(works: Sequence[ReplicaStep]) -> None:
-    """Buffers by the recipe's rule on the first replica, then the same bytes on the others."""
-    first = works[0].buffers
-    if not first.starts:
-        return
-    first.settle([(len(work.samples), _moved(work.left, first.starts)) for work in works if work.samples])
-    for work in works[1:]:
-        work.buffers.settle([(1, _moved(first.starts, work.buffers.starts))])
-
-
-def _moved(values: Left, homes: Left) -> Left:
-    """The values where their homes are: those of one device together."""
-    result = list(values)
-    for device in dict.fromkeys(home.device for home in homes):
-        numbers = [number for number, home in enumerate(homes) if home.device == device]
-        for number, value in zip(numbers, moved([values[number] for number in numbers], device), strict=True):
-            assert value is not None
-            result[number] = value
-    return result

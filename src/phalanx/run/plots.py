@@ -28,7 +28,7 @@ def plot_history(
     ax: Axes | None = None,
 ) -> Axes:
     """Draw the loss of every step with its mean per epoch and, on a second axis, the evaluations."""
-    own, ax = ax is None, _new_axes() if ax is None else ax
+    own, ax = ax is None, new_axes() if ax is None else ax
     _plot_losses(np.asarray(loss_history, dtype=np.float64), per_epoch, ax)
     ax.set_xlabel("epoch" if per_epoch else "step")
     ax.locator_params(axis="x", integer=True)
@@ -81,7 +81,7 @@ def plot_timeline(incidents: Sequence[Incident], seconds: float, workers: int, t
 
 def plot_difference(one: Sequence[float], other: Sequence[float], step: int | None, title: str) -> Axes:
     """The losses of two runs over their steps, how far they are apart, and the first step that differs."""
-    upper = _new_axes()
+    upper = new_axes()
     figure: Any = upper.figure
     figure.clear()
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
@@ -106,7 +106,7 @@ def plot_difference(one: Sequence[float], other: Sequence[float], step: int | No
 
 def plot_choices(rows: Sequence[tuple[str, int, float]], title: str) -> Axes:
     """Samples per second over R, of (name of the line, R, samples per second); the numbers of R are evenly apart."""
-    ax = _new_axes()
+    ax = new_axes()
     counts = sorted({replicas for _, replicas, _ in rows})
     for name in dict.fromkeys(name for name, _, _ in rows):
         points = [(counts.index(replicas), rate) for line, replicas, rate in rows if line == name]
@@ -153,20 +153,27 @@ def _plot_metrics(metric_history: Sequence[Evaluated], ax: Axes, unit: int) -> N
     twin.tick_params(axis="y", labelcolor=METRIC_COLORS[0])
 
 
-def _new_axes() -> Axes:
+def new_axes(width: float = 7, height: float = 4) -> Axes:
+    """Axes of a figure of their own, of so many inches, without the global state of pyplot.
+
+    Raises
+    ------
+    UsageError
+        matplotlib is not installed.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UsageError("plot needs matplotlib; install it: pip install 'phalanx[plot]'") from error
-    figure = Figure(figsize=(7, 4), dpi=130, layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     return figure.subplots()
 
 
 def plot_rates(lrs: Sequence[float], losses: Sequence[float], suggestion: float, ax: Axes | None = None) -> Axes:
     """Draw smoothed losses over learning rates, and the one that is suggested."""
-    ax = _new_axes() if ax is None else ax
+    ax = new_axes() if ax is None else ax
     ax.semilogx(lrs, losses, color=LOSS_COLOR)
     ax.axvline(suggestion, color=DEATH_COLOR, linestyle="--", label=f"falls fastest at {suggestion:.1e}")
     ax.set_xlabel("learning rate")

@@ -45,7 +45,7 @@ def joined(outputs: Sequence[Any], samples: Sequence[int], name: str) -> Any:
 
 
 def _has_rows(value: Any, samples: int) -> bool:
-    return all(is_array(leaf) and tuple(leaf.shape[:1]) == (samples,) for _, leaf in leaves(value, "", lambda _: False))
+    return all(is_array(leaf) and tuple(leaf.shape[:1]) == (samples,) for _, leaf in leaves(value, "", lists=True))
 
 
 def concatenated(arrays: Sequence[Any]) -> Any:

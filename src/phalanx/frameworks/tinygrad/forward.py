@@ -86,7 +86,7 @@ class Batch:
     """
 
     def __init__(self, tree: Any, origin: str, *, double: bool) -> None:
-        names = iter([name for name, _ in leaves(tree, origin, lambda _: False)])
+        names = iter([name for name, _ in leaves(tree, origin, lists=True)])
         self.arrays: list[np.ndarray] = []
 
         def number(leaf: Any) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -12,6 +12,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from phalanx.definition import device_generators, generators
 from phalanx.errors import UsageError
 
+Model = TypeVar("Model", bound=torch.nn.Module)
 TRAINED: Final[weakref.WeakSet[torch.nn.Module]] = weakref.WeakSet()  # what factories returned, while it lives
 
 
@@ -24,7 +25,10 @@ def made(make_model: Any, seed: int) -> Any:
         The factory raised, or returned a model that it returned before.
     """
     if isinstance(make_model, torch.nn.Module):
-        return _copied(make_model)
+        way = (
+            "a model that is passed in is never trained in place; pass a function that makes it: make_model=lambda: ..."
+        )
+        return copied("make_model", make_model, f", and {way}")
     try:
         while True:
             generators.seed(seed)
@@ -85,10 +89,8 @@ def is_module(model: Any) -> bool:
     return isinstance(model, torch.nn.Module)
 
 
-def named_device(name: str | None, *, trains: bool = True) -> torch.device | None:
+def named_device(name: str | None) -> torch.device | None:
     """The named device, in use from here on (its random generators can be saved); None for None.
-
-    ``trains``: whether tensors there must have values.
 
     Raises
     ------
@@ -102,7 +104,7 @@ def named_device(name: str | None, *, trains: bool = True) -> torch.device | Non
     except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
         raise _unusable(name, reason) from error
-    if trains and found.type == "meta":
+    if found.type == "meta":
         raise _unusable(name, "it has no values")
     if asked.index is not None and asked.index != (found.index or 0):  # torch takes any number for the CPU
         raise _unusable(name, f"there is one {found.type}")
@@ -113,18 +115,23 @@ def _unusable(name: str, reason: str) -> UsageError:
     return UsageError(f"devices names {name!r}, which torch cannot use here ({reason}); use ['cpu'], or leave it out")
 
 
-def _copied(model: torch.nn.Module) -> torch.nn.Module:
+def copied(argument: str, model: Model, way_out: str) -> Model:
+    """An independent copy of a model; the message of an error ends in ``way_out``.
+
+    Raises
+    ------
+    UsageError
+        It cannot be copied, or its copy is in the same memory.
+    """
     cause = None
     try:
-        copied = copy.deepcopy(model)
-        if {id(parameter) for parameter in copied.parameters()}.isdisjoint(map(id, model.parameters())):
-            return copied
+        copy_of_it = copy.deepcopy(model)
+        if {id(parameter) for parameter in copy_of_it.parameters()}.isdisjoint(map(id, model.parameters())):
+            return copy_of_it
     except Exception as error:
         cause = error
-    raise UsageError(
-        f"make_model is a {type(model).__name__} that cannot be copied ({cause or 'its copy is not independent'}), and "
-        "a model that is passed in is never trained in place; pass a function that makes it: make_model=lambda: ..."
-    ) from cause
+    reason = cause or "its copy is not independent"
+    raise UsageError(f"{argument} is a {type(model).__name__} that cannot be copied ({reason}){way_out}") from cause
 
 
 def _check_new(model: Any) -> None:

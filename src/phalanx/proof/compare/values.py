@@ -33,7 +33,7 @@ class Unequal(NamedTuple):
 
 def flat(value: Any, name: str) -> dict[str, Tensor]:
     """Every leaf of a tree of tuples, lists and dicts as bytes, by its path."""
-    return {path: taken(leaf) for path, leaf in leaves(value, name, lambda _: False)}
+    return {path: taken(leaf) for path, leaf in leaves(value, name, lists=True)}
 
 
 def taken(value: Any) -> Tensor:

@@ -40,22 +40,14 @@ class Exchange:
         self.placement = placement
         self._lanes = lanes
         self._homes = devices
+        self._places = [devices[owner] for owner in owners]
         self._owned = {owner: [n for n, other in enumerate(owners) if other == owner] for owner in sorted(set(owners))}
         self._following: Callable[[], Sequence[Todo]] | None = None
 
     def moved(self, vector: Gradient) -> Gradient:
         """See ``seams.Lanes.moved``."""
         with watched(self._homes):
-            return self._moved(vector)
-
-    def _moved(self, vector: Gradient) -> Gradient:
-        result = list(vector)
-        for owner, entries in self._owned.items():
-            numbers = [number for number in entries if (grad := vector[number]) is not None]
-            arrived = copies([vector[number] for number in numbers], self._homes[owner])  # type: ignore[misc]
-            for number, grad in zip(numbers, arrived, strict=True):
-                result[number] = grad
-        return result
+            return placed(vector, self._places)
 
     @property
     def sizes(self) -> list[int]:
@@ -107,20 +99,36 @@ class Exchange:
                         FOREACH._foreach_copy_([parameters[lane][number] for number in entries], copies(updated, home))
 
 
+def placed(vector: Gradient, homes: Sequence[torch.device | None]) -> Gradient:
+    """The entries on these devices, small ones of one device in one copy; None: where they are."""
+    result = list(vector)
+    for home in dict.fromkeys(homes):
+        if home is not None:
+            numbers = [number for number, other in enumerate(homes) if other == home and vector[number] is not None]
+            arrived = copies([vector[number] for number in numbers], home)  # type: ignore[misc]
+            for number, tensor in zip(numbers, arrived, strict=True):
+                result[number] = tensor
+    return result
+
+
 def copies(tensors: Sequence[torch.Tensor], home: torch.device) -> list[torch.Tensor]:
-    """The tensors on another device, small ones in one copy; those that are there already, as they are."""
+    """The tensors on another device, small ones in one copy; those that are there already, as they are.
+
+    The host may read what comes to the CPU at once, so such a copy is waited for.
+    """
+    free = home.type != "cpu"
     result = list(tensors)
-    small: dict[torch.dtype, list[int]] = {}
+    small: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for number, tensor in enumerate(tensors):
         if tensor.device == home:
             continue
         if tensor.nbytes <= SMALL_BYTES and is_dense(tensor):
-            small.setdefault(tensor.dtype, []).append(number)
+            small.setdefault((tensor.device, tensor.dtype), []).append(number)
         else:
-            result[number] = tensor.to(home, non_blocking=True)
+            result[number] = tensor.to(home, non_blocking=free)
     for numbers in small.values():
         flat = torch.cat([tensors[number].detach().as_strided((tensors[number].numel(),), (1,)) for number in numbers])
-        arrived = flat.to(home, non_blocking=True)
+        arrived = flat.to(home, non_blocking=free)
         for number, piece in zip(numbers, arrived.split([tensors[n].numel() for n in numbers]), strict=True):
             result[number] = piece.as_strided(tensors[number].shape, tensors[number].stride(), piece.storage_offset())
     return result

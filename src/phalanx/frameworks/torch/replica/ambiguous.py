@@ -26,12 +26,19 @@ WHOLE = (
 
 
 class AmbiguousMean:
-    """Warns once if the loss looks like a mean over something else than samples, and returned no weight."""
+    """Warns once if the loss looks like a mean over something else than samples, and returned no weight.
 
-    def __init__(self, definition: Definition) -> None:
+    Parameters
+    ----------
+    definition : Definition
+    looks : int
+        At how many replica-steps it looks.
+    """
+
+    def __init__(self, definition: Definition, looks: int = LOOKS) -> None:
         self._loss_fn = definition.loss_fn
         self._own = definition.forward_fn is None
-        self._looks = LOOKS if definition.replicas > 1 and definition.phases is None else 0
+        self._looks = looks if definition.replicas > 1 and definition.phases is None else 0
 
     def warn(self, weight: float | None, batch: Any) -> None:
         """Look at the first replica-steps of a run; a first share may be one without padding.

@@ -209,12 +209,15 @@ def take(named: Sequence[tuple[str, torch.nn.Parameter]]) -> Gradient:
         grad = parameter.grad
         if grad is not None:
             if grad.layout != torch.strided:
-                raise UsageError(
-                    f"parameter {name!r} has a sparse gradient, and those cannot be folded exactly; use sparse=False"
-                )
+                raise sparse(name)
             parameter.grad = None
         gradient.append(grad)
     return gradient
+
+
+def sparse(name: str) -> UsageError:
+    """What is said of a sparse gradient: its sum depends on which rows meet."""
+    return UsageError(f"parameter {name!r} has a sparse gradient, and those cannot be folded exactly; use sparse=False")
 
 
 def separate(gradient: Gradient) -> Gradient:
