@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import reading
 
-DOCUMENTS = sorted(path for path in (reading.ROOT / "README.md", *reading.ROOT.glob("docs/*.md")) if path.exists())
+DOCUMENTS = [reading.ROOT / "README.md", *sorted(reading.ROOT.glob("docs/*.md"))]
+DECISIONS = sorted(reading.ROOT.glob("docs/decisions/*.md"))
+DECISION_LINES = 15
 RUN_ELSEWHERE = ("compare.py",)  # tests/manual runs it, and looks at what it prints
 EXAMPLES = sorted(reading.ROOT.glob("examples/*.py"))
 EXAMPLE_LINES = 60
@@ -83,6 +85,13 @@ def test_documents_run(document, tmp_path):
 def test_examples_are_short(example):
     """An example fits on one screen: at most 60 lines."""
     assert len(example.read_text(encoding="utf-8").splitlines()) <= EXAMPLE_LINES
+
+
+@pytest.mark.house
+def test_decisions_are_short_and_numbered():
+    """A decision has at most 15 lines, and a number of its own, in order."""
+    assert [path.name[:3] for path in DECISIONS] == [f"{number:03}" for number in range(1, len(DECISIONS) + 1)]
+    assert [path.name for path in DECISIONS if len(path.read_text().splitlines()) > DECISION_LINES] == []
 
 
 @pytest.mark.long
