@@ -86,7 +86,7 @@ EVERY_TIME = {
         "proof/test_replay.py::test_an_error_has_all_that_is_needed": 1,
         "proof/test_proofs.py::test_stretches_are_computed_side_by_side": 1,
         "shell/test_command_line.py::test_train_prints_what_the_library_gives": 1,
-        "walks/test_walks.py::test_walks_are_true": 3,
+        "walks/test_walks.py::test_walks_are_true": 2,
         "house/test_documents.py::test_documents_run[README.md]": 1,
         "house/test_documents.py::test_examples_run[by_hand.py]": 1,
     },

@@ -13,7 +13,7 @@ GUIDE = ROOT / "CONTRIBUTING.md"
 WALK = re.compile(r"^### (.+)\n((?:(?!#).*\n)+)", re.MULTILINE)
 ROW = re.compile(r"^\| (caller|worker|zygote) \| (.+) \|$", re.MULTILINE)
 WORKER = "engines/processes/worker.py"
-JOBS = ("workers", "workers", "killed")  # what each walk of the guide is compared with
+JOBS = {"workers": (0, 1), "killed": (2,)}  # which walks of the guide are compared with a job
 
 
 def walks(text):
@@ -63,10 +63,10 @@ def main():
         found = entered(job)
         for who, paths in found.items():
             print(f"{job}, {who}: {len(paths)} files\n  {' '.join(paths)}")
-        for number, walk in enumerate(walks(GUIDE.read_text())):
-            if JOBS[number] == job:
-                files = sum(map(len, walk.values()))
-                print(f"walk {number + 1} of the guide: {files} files, not entered: {missed(walk, found)}")
+        for number in JOBS.get(job, ()):
+            walk = walks(GUIDE.read_text())[number]
+            files = sum(map(len, walk.values()))
+            print(f"walk {number + 1} of the guide: {files} files, not entered: {missed(walk, found)}")
 
 
 if __name__ == "__main__":
