@@ -192,18 +192,6 @@ def where_table(measured: dict[str, step.Facts]) -> str:
     return step.markdown(["model", "R=1", "R=8", "more", *more], rows)
 
 
-def readme_table(measured: dict[str, step.Facts]) -> str:
-    """Prices of a few R, and speed on all cores."""
-    rows = []
-    for model, facts in measured.items():
-        pairs = [("R=2", "plain"), ("R=4", "plain"), ("R=8", "plain"), ("by hand", "plain")]
-        pairs += [("plain all cores", "R=2 W=2"), ("DDP W=2", "R=2 W=2")]
-        cells = [f"{step.ratio(facts, over, under):.2f}" for over, under in pairs]
-        rows.append([f"{model}, {models.case(model).batch_size}", *cells])
-    header = ["model, batch", "R=2", "R=4", "R=8", "8 shares by hand", "plain, all cores / R=W=2", "DDP / R=W=2"]
-    return step.markdown(header, rows)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", action="append", help=f"one of {', '.join(ALL)}; may be given several times")
@@ -227,7 +215,6 @@ def main() -> None:
     print(report)
     if arguments.save:
         step.save("price", report, measured)
-        step.put_into_readme(readme_table(measured), "price")
 
 
 if __name__ == "__main__":

@@ -231,9 +231,9 @@ def text(measured: dict[str, Facts], rounds: int, *, quick: bool) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def put_into_readme(table: str, name: str = "step") -> None:
+def put_into_readme(table: str) -> None:
     """Replace the table between the two markers of the README."""
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    begin, end = "<!-- step:begin -->", "<!-- step:end -->"
     before, rest = README.read_text().split(begin)
     README.write_text(before + begin + "\n" + table + "\n" + end + rest.split(end)[1])
 

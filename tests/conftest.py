@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from tests.sampling import SEED, rotate
+from tests.sampling import leave_out
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in the background of a shell: nobody could press Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -28,14 +28,9 @@ def pytest_collection():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Draw some of the tests that take long, and of long lists of cases, unless files were asked for by name."""
+    """Leave out most of what takes long, unless files were asked for by name."""
     if not any(".py" in argument for argument in config.args):
-        rotate(items)
-
-
-def pytest_terminal_summary(terminalreporter):
-    """The seed, with which the same cases are drawn again."""
-    terminalreporter.write_line(f"PHALANX_SEED={SEED} draws these cases again")
+        leave_out(items)
 
 
 @pytest.fixture(autouse=True)

@@ -1,11 +1,9 @@
-"""Of a long list of cases every run tries some, drawn by a seed that is printed; a campaign tries all of them.
+"""Which tests ``make test`` tries: the same ones every time. ``make test-all`` tries all.
 
-The cases that were drawn are marked "sampled", the others "campaign": ``make test`` leaves the latter out, and
-``make chaos`` runs both, whatever the seed. ``PHALANX_SEED=... make test`` draws the same cases again. So it is with
-tests that take long, as they start interpreters, hosts or compilers: of those of a folder that take more than a second
-(marked "long") every run tries one in twelve, of all that take more than eight (marked "longest") one in sixteen, and
-of their cases one in four. Of a test marked ``cases(count)`` every run tries so many cases. A file that is named on the
-command line runs all of them.
+``make test`` tries every test that is not marked "long" or "longest", and of those the ones in ``EVERY_TIME``. Of a
+long list of cases (``sample``, ``cover``, the mark ``cases(count)``) it tries a few. Which ones follows from the
+list's name alone. What is left out has the mark "campaign". A file that is named on the command line runs its long
+tests, too.
 """
 
 import itertools
@@ -14,80 +12,113 @@ import random
 
 import pytest
 
-# In the environment, so that every process of pytest-xdist collects the same cases.
-SEED = int(os.environ.get("PHALANX_SEED") or random.SystemRandom().randrange(1 << 30))
-os.environ["PHALANX_SEED"] = str(SEED)
-LONG, LONGEST, CASES = 12, 16, 4  # one in so many is drawn
+# For tests that attack at random: the same attack every time, another one with PHALANX_SEED in the environment.
+SEED = int(os.environ.get("PHALANX_SEED", "0"))
+
+# The long tests that run every time, and how many cases of each. Every capability has some.
+EVERY_TIME = {
+    "same bits on any number of workers": {
+        "engines/test_same_bits.py::test_families_with_some_workers": 2,
+        "engines/test_same_bits.py::test_families_with_any_number_of_workers": 1,
+        "engines/test_same_bits.py::test_faults_in_the_workers": 1,
+        "exactness/test_many_replicas.py::test_families": 4,
+        "exactness/test_many_replicas.py::test_faults_in_the_loop": 2,
+        "contract/test_contract.py::test_families": 2,
+        "contract/test_contract.py::test_moving_to_workers_and_back[torch]": 1,
+    },
+    "workers that die or hang": {
+        "engines/test_falls.py::test_a_death_at_every_named_point": 4,
+        "engines/test_falls.py::test_a_worker_that_hangs_is_ended_and_replaced": 1,
+        "engines/test_falls.py::test_all_workers_at_once": 1,
+        "contract/test_contract.py::test_a_death_at_every_named_point": 2,
+        "engines/test_starter.py::test_it_may_be_killed_while_it_starts": 1,
+        "engines/test_worker_errors.py::test_a_worker_that_is_killed_is_replaced": 1,
+        "recovery/test_lifecycle.py::test_a_death_at_every_point_is_judged_as_what_it_is": 1,
+    },
+    "errors and Ctrl-C": {
+        "engines/test_worker_errors.py::test_an_error_in_user_code_arrives_as_inline": 2,
+        "engines/test_worker_errors.py::test_ctrl_c_in_a_long_step_comes_back_with_the_state": 1,
+        "face/test_interrupts.py::test_ctrl_c_at_any_line_inline": 1,
+        "face/test_told_once.py::test_whoever_goes_on_is_told_every_step_once": 3,
+        "face/test_threads.py::test_runs_in_threads_end_as_they_do_alone": 1,
+    },
+    "snapshots and resuming": {
+        "state/test_resume.py::test_the_driver_is_killed_after_every_step": 1,
+        "state/test_resume.py::test_every_kind_of_data": 1,
+        "state/test_resume.py::test_sigterm_at_any_time": 1,
+        "state/test_resume.py::test_what_is_not_put_back_shows_in_the_digest": 1,
+        "state/test_damage.py::test_a_damaged_file": 3,
+        "state/test_writing.py::test_a_write_that_fails_is_told": 2,
+        "state/test_torn.py::test_no_snapshot_mixes_two_steps": 1,
+        "contract/test_contract.py::test_going_on_with_other_workers": 2,
+    },
+    "callbacks, evaluations, readers, streams": {
+        "callbacks/test_callbacks.py::test_a_driver_that_is_killed_leaves_a_job_that_goes_on": 1,
+        "inputs/test_readers.py::test_readers_and_workers_that_are_killed": 1,
+        "inputs/test_streams.py::test_workers_that_are_killed": 1,
+    },
+    "phases, micro-batches, frozen weights": {
+        "exactness/test_phases.py::test_workers_and_kills": 1,
+        "exactness/test_micro_batches.py::test_workers[torch]": 1,
+        "engines/test_frozen.py::test_a_frozen_base_is_held_once": 1,
+        "engines/test_frozen.py::test_a_death_around_the_step_that_thaws": 1,
+    },
+    "workers start anywhere and leave nothing": {
+        "engines/test_launch.py::test_a_notebook": 1,
+        "engines/test_forks.py::test_workers_end_with_the_parent_though_its_child_lives_on": 1,
+    },
+    "jax, tinygrad, devices": {
+        "jax/test_exactness.py::test_several_replicas": 1,
+        "tinygrad/test_exactness.py::test_three_replicas": 1,
+        "devices/test_lanes.py::test_any_number_of_devices": 4,
+        "devices/test_lanes.py::test_resumed_on_other_devices": 1,
+        "devices/test_processes.py::test_two_processes": 1,
+        "accelerator/test_accelerator.py::test_the_host_cannot_read_a_device": 1,
+    },
+    "hosts and the backend": {
+        "hosts/test_hosts.py::test_two_hosts": 1,
+        "backend/test_collectives.py::test_all_reduce": 1,
+        "backend/test_failures.py::test_a_dead_rank_is_an_error_on_all_others": 1,
+        "backend/test_scripts.py::test_script": 1,
+    },
+    "proof, command line, documents": {
+        "proof/test_chain.py::test_kills_leave_the_root": 1,
+        "proof/test_replay.py::test_an_error_has_all_that_is_needed": 1,
+        "proof/test_proofs.py::test_stretches_are_computed_side_by_side": 1,
+        "shell/test_command_line.py::test_train_prints_what_the_library_gives": 1,
+        "walks/test_walks.py::test_walks_are_true": 2,
+        "house/test_documents.py::test_documents_run[README.md]": 1,
+        "house/test_documents.py::test_examples_run[by_hand.py]": 1,
+    },
+}
+LONG_TESTS = {test: count for tests in EVERY_TIME.values() for test, count in tests.items()}
 
 
 def generator(name):
-    """Random numbers that follow from the seed and from what they are for."""
+    """Random numbers for a test that attacks at random."""
     return random.Random(f"{SEED} {name}")
 
 
-def marked(case, drawn):
-    """A case, which may be several values or a ``pytest.param``, with the mark that says whether it was drawn."""
-    mark = pytest.mark.sampled if drawn else pytest.mark.campaign
-    if hasattr(case, "marks"):
-        return pytest.param(*case.values, marks=[*case.marks, mark], id=case.id)
-    return pytest.param(*values(case), marks=mark)
+def marked(case, tried):
+    """A case, which may be several values or a ``pytest.param``, with the mark "campaign" if it is left out."""
+    given = case if hasattr(case, "marks") else pytest.param(*values(case))
+    return given if tried else pytest.param(*given.values, marks=[*given.marks, pytest.mark.campaign], id=given.id)
 
 
 def sample(name, cases, count):
-    """All cases, so many of them drawn; a case that is a tuple has several values."""
+    """All cases, so many of them tried every time; a case that is a tuple has several values."""
     cases = list(cases)
-    chosen = set(generator(name).sample(range(len(cases)), count))
+    chosen = set(random.Random(name).sample(range(len(cases)), count))
     return [marked(case, index in chosen) for index, case in enumerate(cases)]
 
 
-def rotate(items):
-    """Draw tests that take long, and cases of those and of long lists; see the head of this file.
-
-    Cases that an earlier draw has left out stay so.
-    """
-    groups = {}
-    for item in items:
-        if any(map(item.get_closest_marker, ("longest", "long", "cases"))) and not left_out(item):
-            test = item.nodeid.split("[")[0]
-            groups.setdefault(group(item, test), {}).setdefault(test, []).append(item)
-    for name, tests in groups.items():
-        rate = {"listed": 1, "longest": LONGEST}.get(name.removeprefix("accelerator: "), LONG)
-        drawn = generator(name).sample(sorted(tests), -(-len(tests) // rate))
-        for test, cases in tests.items():
-            chosen = some(test, cases) if test in drawn else []
-            for case in cases:
-                case.add_marker("sampled" if case in chosen else "campaign")
-
-
-def group(item, test):
-    """What a test is drawn from: what takes longest, what takes long in its folder, or "listed", all of which run."""
-    if item.get_closest_marker("longest"):
-        name = "longest"
-    else:
-        name = test.split("::")[0].rpartition("/")[0] if item.get_closest_marker("long") else "listed"
-    return f"accelerator: {name}" if item.get_closest_marker("accelerator") else name  # these run apart
-
-
-def left_out(item):
-    """Whether only campaigns try it."""
-    return item.get_closest_marker("campaign")
-
-
-def some(test, cases):
-    """Of the cases of a test as many as its mark ``cases`` says, or one in four."""
-    mark = cases[0].get_closest_marker("cases")
-    count = mark.args[0] if mark else -(-len(cases) // CASES)
-    cases = sorted(cases, key=lambda case: case.nodeid)
-    return generator(test).sample(cases, min(count, len(cases)))
-
-
 def cover(name, rows, columns):
-    """All pairs; as few of them are drawn as have each row and each column at least once.
+    """All pairs; as few of them are tried every time as have each row and each column at least once.
 
     A row, or a column, that is a tuple has several values.
     """
     rows, columns = list(rows), list(columns)
-    draw, count = generator(name), max(len(rows), len(columns))
+    draw, count = random.Random(name), max(len(rows), len(columns))
     chosen = set(zip(repeated(draw, len(rows), count), repeated(draw, len(columns), count), strict=True))
     return [
         marked((*values(rows[row]), *values(columns[column])), (row, column) in chosen)
@@ -106,3 +137,28 @@ def repeated(draw, size, count):
 def values(case):
     """The values of a case, of a row or of a column."""
     return case if isinstance(case, tuple) else (case,)
+
+
+def leave_out(items):
+    """Mark what is not tried every time: long tests that are not listed, and most cases of long lists."""
+    tests = {}
+    for item in items:
+        if any(map(item.get_closest_marker, ("longest", "long", "cases"))) and not item.get_closest_marker("campaign"):
+            tests.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for test, cases in tests.items():
+        chosen = tried(test.removeprefix("tests/"), cases)
+        for case in cases:
+            if case not in chosen:
+                case.add_marker("campaign")
+
+
+def tried(test, cases):
+    """Of the cases of a test, those that run every time."""
+    mark = cases[0].get_closest_marker("cases")
+    if mark and not any(map(cases[0].get_closest_marker, ("longest", "long"))):
+        count = mark.args[0]
+    else:
+        count = LONG_TESTS.get(test, 0)
+    named = [case for case in cases if case.nodeid.removeprefix("tests/") in LONG_TESTS and "[" in case.nodeid]
+    cases = sorted(cases, key=lambda case: case.nodeid)
+    return [*random.Random(test).sample(cases, min(count, len(cases))), *named]

@@ -1,53 +1,62 @@
-"""What is drawn for a run: as many cases as were asked for, every row and column, and others with another seed."""
+"""What ``make test`` tries: the same every time, each row and column of a cover, and the long tests that are listed."""
 
+import ast
 import itertools
+import pathlib
+import subprocess
+import sys
 
 import pytest
 
 from tests import sampling
-from tests.sampling import cover, sample
+from tests.sampling import LONG_TESTS, cover, sample
+
+TESTS = pathlib.Path(__file__).parent
 
 
-def drawn(cases):
-    """Values of the cases that this run tries; the others are for campaigns."""
-    assert {mark.name for case in cases for mark in case.marks} <= {"sampled", "campaign"}
-    return [case.values for case in cases if case.marks[-1].name == "sampled"]
+def tried(cases):
+    """Values of the cases that run every time."""
+    assert {mark.name for case in cases for mark in case.marks} <= {"campaign"}
+    return [case.values for case in cases if not case.marks]
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 7])
-def test_so_many_cases_are_drawn(count):
-    """All cases are there, in order; ``count`` of them are tried, and always the same ones."""
+def test_so_many_cases_are_tried(count):
+    """All cases are there, in order; ``count`` of them are tried."""
     cases = sample("this test", "abcdefg", count)
     assert [case.values for case in cases] == [(letter,) for letter in "abcdefg"]
-    assert len(drawn(cases)) == count
-    assert drawn(cases) == drawn(sample("this test", "abcdefg", count))
+    assert len(tried(cases)) == count
+
+
+def test_the_same_cases_are_tried_in_every_process():
+    """Neither the seed of hashes, nor PHALANX_SEED, nor the process changes what is tried; the list's name does."""
+    script = "from tests.sampling import sample; print([not case.marks for case in sample('one', range(9), 4)])"
+    here = f"{[not case.marks for case in sample('one', range(9), 4)]}\n"
+    for seed in "12":
+        environment = {"PYTHONHASHSEED": seed, "PHALANX_SEED": seed, "PYTHONPATH": ":".join(filter(None, sys.path))}
+        command = [sys.executable, "-c", script]
+        assert subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True).stdout == here
+    assert len({str(tried(sample(name, range(9), 4))) for name in "abcdef"}) > 1
 
 
 @pytest.mark.parametrize(("rows", "columns"), list(itertools.product([1, 2, 3, 8], repeat=2)))
-def test_every_row_and_every_column_is_drawn(rows, columns):
-    """With any seed, each at least once, in as few cases as can be."""
+def test_every_row_and_every_column_is_tried(rows, columns):
+    """Each at least once, in as few cases as can be."""
     for number in range(20):
-        cases = cover(f"draw {number}", range(rows), range(columns))
-        pairs = drawn(cases)
+        cases = cover(f"list {number}", range(rows), range(columns))
+        pairs = tried(cases)
         assert len(cases) == rows * columns
         assert {row for row, _ in pairs} == set(range(rows))
         assert {column for _, column in pairs} == set(range(columns))
         assert len(pairs) == max(rows, columns)
 
 
-def test_another_seed_draws_others(monkeypatch):
-    """Seeds matter: over twenty of them every case comes up."""
-    seen = set()
-    for seed in range(20):
-        monkeypatch.setattr(sampling, "SEED", seed)
-        seen.update(drawn(sample("one", range(5), 2)))
-    assert seen == {(number,) for number in range(5)}
-
-
 def test_marks_that_a_case_has_are_kept():
-    """A case with a mark and a name of its own keeps both."""
-    (case,) = sample("one case", [pytest.param(1, 2, marks=pytest.mark.house, id="named")], 1)
-    assert (case.values, case.id, [mark.name for mark in case.marks]) == ((1, 2), "named", ["house", "sampled"])
+    """A case with a mark and a name of its own keeps both, whether it is tried or not."""
+    case = pytest.param(1, 2, marks=pytest.mark.house, id="named")
+    [kept], [left] = sample("one case", [case], 1), sample("one case", [case], 0)
+    assert (kept.values, kept.id, [mark.name for mark in kept.marks]) == ((1, 2), "named", ["house"])
+    assert (left.values, left.id, [mark.name for mark in left.marks]) == ((1, 2), "named", ["house", "campaign"])
 
 
 class Item:
@@ -62,75 +71,45 @@ class Item:
     def add_marker(self, name):
         self.marks.append(getattr(pytest.mark, name).mark)
 
-    @property
-    def drawn(self):
-        """Whether it is tried; and the draw has left it one mark, or none."""
-        added = [mark.name for mark in self.marks if mark.name in ("sampled", "campaign")]
-        assert len(added) <= 1
-        return added != ["campaign"]
+
+def names_tried(items, **listed):
+    """Names of those that are tried where so many cases of long tests are listed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "LONG_TESTS", {f"test_it.py::{name}": count for name, count in listed.items()})
+        sampling.leave_out(items)
+    return [item.nodeid.split("::")[1] for item in items if not item.get_closest_marker("campaign")]
 
 
-def rotated(monkeypatch, seed):
-    """Names of tests that this seed draws, of a folder with thirteen that take long."""
-    monkeypatch.setattr(sampling, "SEED", seed)
-    items = [Item("quick"), Item("eight[other]", "long", "campaign")]
-    items += [Item(letter, "long") for letter in "abcdefghijkl"] + [Item(f"eight[{case}]", "long") for case in range(8)]
-    sampling.rotate(items)
-    assert items[0].drawn
-    assert not items[1].drawn
-    return {item.nodeid.split("::")[1] for item in items[2:] if item.drawn}
+def test_of_long_tests_those_that_are_listed_are_tried():
+    """Quick tests are tried, long ones if they are listed, of their cases as many as the list says."""
+    cases = [Item(f"cases[{number}]", "longest") for number in range(8)]
+    found = names_tried([Item("quick"), Item("listed", "long"), Item("other", "long"), *cases], listed=1, cases=3)
+    assert found[:2] == ["quick", "listed"]
+    assert len(found) == 5
+    assert all(name.startswith("cases") for name in found[2:])
 
 
-def test_tests_that_take_long_rotate(monkeypatch):
-    """Two of thirteen are drawn, of one with eight cases two; the same with the same seed, each with some seed."""
-    runs = [rotated(monkeypatch, seed) for seed in range(300)]
-    assert runs[0] == rotated(monkeypatch, 0)
-    assert all(len({name.split("[")[0] for name in names}) == 2 for names in runs)
-    assert {len([name for name in names if "[" in name]) for names in runs} == {0, 2}
-    assert set.union(*runs) == {*"abcdefghijkl", *(f"eight[{case}]" for case in range(8))}
+def test_a_case_may_be_listed_by_name():
+    """A name with brackets is one case of a long test."""
+    cases = [Item(f"cases[{letter}]", "long") for letter in "abc"]
+    assert names_tried(cases, **{"cases[b]": 1}) == ["cases[b]"]
 
 
-def test_what_takes_longest_rotates_as_one(monkeypatch):
-    """Two of seventeen are drawn, from whatever folders; what else takes long there has a draw of its own."""
-    seen = set()
-    for seed in range(100):
-        monkeypatch.setattr(sampling, "SEED", seed)
-        items = [Item(f"longest {number}", "longest") for number in range(17)] + [Item("alone", "long")]
-        apart = [Item("apart", "longest", "accelerator"), Item("quick and apart", "accelerator")]
-        for number, item in enumerate(items):
-            item.nodeid = item.nodeid.replace("tests", f"tests/{number % 3}")
-        sampling.rotate(items + apart)
-        assert all(item.drawn for item in apart)
-        drawn = {item.nodeid for item in items if item.drawn}
-        assert items[-1].nodeid in drawn
-        assert len(drawn) == 3
-        seen |= drawn
-    assert seen == {item.nodeid for item in items}
+def test_a_long_list_of_cases_is_cut():
+    """Of a quick test marked ``cases(2)`` two are tried, and of one with fewer all; what is left out stays so."""
+    items = [Item(f"many[{number}]") for number in range(6)] + [Item("few[0]")]
+    for item in items:
+        item.marks.append(pytest.mark.cases(2).mark)
+    items[5].add_marker("campaign")
+    found = names_tried(items)
+    assert len(found) == 3
+    assert "few[0]" in found
+    assert "many[5]" not in found
 
 
-def test_one_alone_in_its_folder_always_runs():
-    """No folder loses its only test."""
-    alone = Item("alone", "long")
-    sampling.rotate([alone])
-    assert alone.drawn
-
-
-@pytest.mark.parametrize("also", [[], ["long"]])
-def test_cases_of_a_long_list_rotate(monkeypatch, also):
-    """So many cases as the mark says, or all where there are fewer; each case with some seed, others left alone."""
-    seen = set()
-    for seed in range(30):
-        monkeypatch.setattr(sampling, "SEED", seed)
-        items = [Item(f"listed[{case}]", *also) for case in range(6)]
-        for item in items:
-            item.marks.append(pytest.mark.cases(2).mark)
-        items[5].add_marker("campaign")
-        few = [Item(f"few[{case}]") for case in range(2)]
-        for item in few:
-            item.marks.append(pytest.mark.cases(3).mark)
-        sampling.rotate(items + few)
-        assert all(item.drawn for item in few)
-        drawn = {item.nodeid for item in items if item.drawn}
-        assert len(drawn) == 2
-        seen |= drawn
-    assert seen == {item.nodeid for item in items[:5]}
+def test_what_is_listed_exists():
+    """Each name of the list is a test of its file."""
+    for name in LONG_TESTS:
+        file, _, test = name.split("[")[0].partition("::")
+        tests = [node.name for node in ast.parse((TESTS / file).read_text()).body if isinstance(node, ast.FunctionDef)]
+        assert test in tests, f"{name} is gone: list another test of what it tried"

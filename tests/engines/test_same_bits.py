@@ -165,7 +165,7 @@ def test_evaluation_between_epochs(name, workers):
 
 @pytest.mark.parametrize(
     "samples",
-    [pytest.param((1, 4, SAMPLES), marks=pytest.mark.sampled), pytest.param((2, 3, 7, 12), marks=pytest.mark.campaign)],
+    [(1, 4, SAMPLES), pytest.param((2, 3, 7, 12), marks=pytest.mark.campaign)],
 )
 @few("evaluations of any length")
 def test_evaluations_of_any_length(samples, workers):

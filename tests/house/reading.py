@@ -62,9 +62,13 @@ def module_imports(name: str) -> list[Import]:
     return list(imports(name, parsed(path), frozenset(modules()), is_package=path.name == "__init__.py"))
 
 
-def functions(tree: ast.AST) -> Iterator[tuple[str, Function, bool]]:
-    """Every function with its qualified name, and whether it is a method; nested ones too."""
-    yield from _functions(tree, "", False)
+def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
+    """Every function with its qualified name, nested ones too."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, Function):
+            yield prefix + node.name, node
+        named = isinstance(node, Function | ast.ClassDef)
+        yield from functions(node, f"{prefix}{node.name}." if named else prefix)
 
 
 def docstrings(tree: ast.AST) -> Iterator[ast.Expr]:
@@ -76,26 +80,9 @@ def docstrings(tree: ast.AST) -> Iterator[ast.Expr]:
             yield docstring
 
 
-@functools.cache
-def python_files(folder: Path) -> dict[str, Path]:
-    """Every Python file below a folder, by its path from there, with slashes."""
-    return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.py"))}
-
-
 def is_within(module: str, package: str) -> bool:
     """Whether ``module`` is ``package`` or lies in it."""
     return module == package or module.startswith(package + ".")
-
-
-def _functions(tree: ast.AST, prefix: str, in_class: bool) -> Iterator[tuple[str, Function, bool]]:
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, Function):
-            yield prefix + node.name, node, in_class
-            yield from _functions(node, f"{prefix}{node.name}.", False)
-        elif isinstance(node, ast.ClassDef):
-            yield from _functions(node, f"{prefix}{node.name}.", True)
-        else:
-            yield from _functions(node, prefix, in_class)
 
 
 def _with_typing(node: ast.AST, typing_only: bool) -> Iterator[tuple[ast.AST, bool]]:

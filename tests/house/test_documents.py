@@ -1,4 +1,4 @@
-"""What the documents show runs, examples are short and run, and no file knows the machine it was written on."""
+"""What the documents show runs, links lead somewhere, and examples are short and run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import reading
 
-DOCUMENTS = sorted(path for path in (reading.ROOT / "README.md", *reading.ROOT.glob("docs/*.md")) if path.exists())
+DOCUMENTS = [reading.ROOT / "README.md", *sorted(reading.ROOT.glob("docs/*.md"))]
+DECISIONS = sorted(reading.ROOT.glob("docs/decisions/*.md"))
+DECISION_LINES = 15
 RUN_ELSEWHERE = ("compare.py",)  # tests/manual runs it, and looks at what it prints
 EXAMPLES = sorted(reading.ROOT.glob("examples/*.py"))
 EXAMPLE_LINES = 60
@@ -69,22 +71,6 @@ def run(command: list[str], folder: Path, text: str = "") -> None:
     assert done.returncode == 0, done.stdout
 
 
-def mentions(content: bytes, root: Path) -> bool:
-    """Whether a file's bytes contain ``root`` as a path, not merely as a part of a longer word."""
-    return re.search(rb"(?<![\w.-])" + re.escape(bytes(root)) + rb"(?![\w-])", content) is not None
-
-
-def repository_files() -> list[Path]:
-    """Every file that git tracks or would add."""
-    command = ["git", "-C", str(reading.ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, capture_output=True, check=False)
-    if listed.returncode != 0:
-        pytest.skip("this is not a git checkout")
-    paths = [reading.ROOT / os.fsdecode(name) for name in listed.stdout.split(b"\0") if name]
-    return [path for path in paths if path.is_file()]
-
-
-@pytest.mark.cases(2)
 @pytest.mark.long
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_documents_run(document, tmp_path):
@@ -101,7 +87,13 @@ def test_examples_are_short(example):
     assert len(example.read_text(encoding="utf-8").splitlines()) <= EXAMPLE_LINES
 
 
-@pytest.mark.cases(2)
+@pytest.mark.house
+def test_decisions_are_short_and_numbered():
+    """A decision has at most 15 lines, and a number of its own, in order."""
+    assert [path.name[:3] for path in DECISIONS] == [f"{number:03}" for number in range(1, len(DECISIONS) + 1)]
+    assert [path.name for path in DECISIONS if len(path.read_text().splitlines()) > DECISION_LINES] == []
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "example", [path for path in EXAMPLES if path.name not in RUN_ELSEWHERE], ids=lambda path: path.name
@@ -109,15 +101,6 @@ def test_examples_are_short(example):
 def test_examples_run(example, tmp_path):
     """Every example runs to its end from any folder, without arguments."""
     run([str(example)], tmp_path)
-
-
-@pytest.mark.house
-def test_no_file_knows_this_machine():
-    """No file of the repository contains the path of the folder that it lies in."""
-    if len(reading.ROOT.parts) < 3:
-        pytest.skip(f"{reading.ROOT} is too short to be told from other paths")
-    knowing = [str(path) for path in repository_files() if mentions(path.read_bytes(), reading.ROOT)]
-    assert not knowing, "\n".join(knowing)
 
 
 @pytest.mark.house
@@ -132,15 +115,6 @@ def test_a_block_that_fails_is_seen(tmp_path):
     """A failing block fails the test and names its line, and no block sees another's names."""
     with pytest.raises(AssertionError, match=r"line 5 of made_up.md(?s:.)*NameError"):
         run(["-c", RUN_BLOCKS], tmp_path, json.dumps(["made_up.md", [(1, "a = 1\n"), (4, "a\n")]]))
-
-
-@pytest.mark.house
-def test_a_path_of_this_machine_is_seen():
-    """The folder's path is noticed at its end and inside a longer path, not inside another word."""
-    root = Path("/home/someone/supervisor")
-    assert mentions(b"see /home/someone/supervisor/src", root)
-    assert mentions(b'"/home/someone/supervisor"', root)
-    assert not mentions(b"/home/someone/wallpaper", root)
 
 
 def broken_links(document, text):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
 import re
-import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,30 +55,6 @@ def undocumented(name: str, value: Any) -> list[str]:
     return [spelled for spelled, item in found if not (getattr(item, "__doc__", None) or "").strip()]
 
 
-def functions(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """A public function, or the methods of a public class that phalanx defines; ``__next__`` and its like too."""
-    if not inspect.isclass(value):
-        yield name, inspect.unwrap(value)
-        return
-    for base in value.__mro__:
-        if base.__module__.split(".")[0] == phalanx.__name__:
-            for inner, member in vars(base).items():
-                if inspect.isfunction(member) and (not inner.startswith("_") or inner == "__next__"):
-                    yield f"{name}.{inner}", inspect.unwrap(member)
-
-
-def untold_errors(function: Any) -> set[str]:
-    """Classes of errors that a function raises itself, and that its docstring does not name under Raises."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    raised = {
-        node.exc.func.id if isinstance(node.exc, ast.Call) else node.exc.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Raise) and isinstance(getattr(node.exc, "func", node.exc), ast.Name)
-    }
-    told = (inspect.getdoc(function) or "").partition("Raises\n------")[2]
-    return {name for name in raised if name[0].isupper() and not re.search(rf"^{name}$", told, re.MULTILINE)}
-
-
 def test_public_names_are_these():
     """The package offers exactly the expected names, sorted, each there."""
     assert set(phalanx.__all__) == FIRST_RUNG | SECOND_RUNG | ERRORS | PROOF
@@ -92,36 +66,6 @@ def test_public_names_are_these():
 def test_public_names_say_what_they_promise(name):
     """A public name and its public methods and properties have docstrings of their own."""
     assert undocumented(name, getattr(phalanx, name)) == []
-
-
-@pytest.mark.parametrize("name", sorted(phalanx.__all__))
-def test_public_functions_tell_which_errors_they_raise(name):
-    """What a public function or method raises itself stands in its docstring under Raises."""
-    untold = {spelled: untold_errors(function) for spelled, function in functions(name, getattr(phalanx, name))}
-    assert {spelled: errors for spelled, errors in untold.items() if errors} == {}
-
-
-def test_an_untold_error_is_seen():
-    """An error that the docstring lacks, or names elsewhere only, is noticed; one that is raised again is not."""
-
-    def told(error):
-        """Do it.
-
-        Raises
-        ------
-        ValueError
-            It is none.
-        """
-        raise ValueError("none") from error
-
-    def untold(error):
-        """Do it, or a KeyError comes."""
-        if error is None:
-            raise KeyError("none")
-        raise error
-
-    assert untold_errors(told) == set()
-    assert untold_errors(untold) == {"KeyError"}
 
 
 def test_options_are_the_same_wherever_they_stand():

@@ -1,0 +1,57 @@
+"""The walks of CONTRIBUTING are what a run really does: each file they name is entered, by the process they say."""
+
+import functools
+
+import pytest
+
+from tests.walks import walking
+
+# Files that the caller enters, in a run of eight steps; lower them whenever you can.
+ENTERED = {"inline": 64, "workers": 83}
+TOLD = functools.cache(walking.entered)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("job", ENTERED)
+def test_a_run_enters_few_files(job):
+    """A run in this process, and the caller of one in two workers, enter no more files than they are allowed."""
+    paths = TOLD(job)["caller"]
+    print(f"{job}: the caller enters {len(paths)} files")
+    assert len(paths) <= ENTERED[job], paths
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("job", walking.JOBS)
+def test_walks_are_true(job):
+    """Each file that a walk names is entered by such a process of a run with workers, in the third after a SIGKILL."""
+    found = TOLD(job)
+    for number in walking.JOBS[job]:
+        walk = walking.walks(walking.GUIDE.read_text())[number]
+        print(number + 1, {who: f"{len(walk.get(who, ()))} of {len(paths)} files" for who, paths in found.items()})
+        assert walking.missed(walk, found) == [], "python -m tests.walks.walking prints what is entered"
+
+
+def test_the_guide_has_three_walks():
+    """Each names files, and not only of one process."""
+    found = walking.walks(walking.GUIDE.read_text())
+    assert len(found) == 3
+    assert all(paths for walk in found for paths in walk.values())
+
+
+def test_a_walk_that_is_wrong_is_seen():
+    """A file that nobody enters is told, and so is one that another process enters."""
+    text = (
+        "### A walk\n| who | enters |\n| caller | `run/run.py` asks `step.py` |\n| worker | `step.py` |\n\n### Next\n"
+    )
+    [walk] = walking.walks(text)
+    assert walk == {"caller": ["run/run.py", "step.py"], "worker": ["step.py"]}
+    assert walking.missed(walk, {"caller": ["run/run.py"], "worker": ["step.py"]}) == ["caller: step.py"]
+    assert walking.missed(walk, {"caller": ["run/run.py", "step.py"], "worker": ["step.py"]}) == []
+
+
+def test_what_came_before_the_beginning_is_left_out():
+    """After the caller began anew, older processes count no more, and a new one is told by what it enters."""
+    lines = ["1 ", "1 a.py", "2 ", f"2 {walking.WORKER}", "1 ", "1 b.py", "2 c.py", "3 ", "3 d.py"]
+    lines += [f"3 {walking.WORKER}", "4 e.py"]
+    found = walking.sorted_out(lines, "1")
+    assert found == {"caller": ["b.py"], "worker": ["d.py", walking.WORKER], "zygote": ["e.py"]}
