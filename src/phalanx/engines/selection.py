@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -64,13 +63,13 @@ def open_engine(
         WARM.prepare(definition)  # first: it imports while the model is made here
         framework = open_framework(definition, devices)
         placement = place(definition.replicas, count)
-        return Processes(definition, framework, placement, begun(), deadline, audit=audit, readers=readers)
+        return Processes(definition, framework, placement, begun(), deadline, readers=readers)
     framework = open_framework(definition, devices, allow=bool(allow))
     if engine == "inline" or here or framework.lanes is not None:
-        court, state = functools.partial(Processes, definition, framework), begun()
+        state = begun()
         ahead = ahead_here(definition, framework, readers) if CAPABLE else None
-        return Inline(definition, framework, state, audit=audit, open_court=court, ahead=ahead)
-    return Auto(definition, framework, begun(), count, deadline, audit, readers)
+        return Inline(definition, framework, state, ahead=ahead)
+    return Auto(definition, framework, begun(), count, deadline, readers)
 
 
 @contextlib.contextmanager

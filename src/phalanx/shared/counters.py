@@ -31,8 +31,8 @@ PARTS: Final = ("compute", "wait", "fold", "update")
 PHASES: Final = len(Phase)
 PROGRESS: Final = 3  # the word that says how far a worker is: step and phase in one, so that none is read too late
 BEGAN: Final = len(PARTS)
-VOTES: Final = 3  # what an audit compares: see plan.audit.What
-TIMES: Final = len(PARTS) + 1 + VOTES  # a worker's: seconds in each part, when it began what it does now, votes
+SUM: Final = BEGAN + 1
+TIMES: Final = len(PARTS) + 2  # a worker's: seconds in each part, when it began what it does now, a checksum
 
 
 def word_count(workers: int) -> int:
@@ -66,13 +66,7 @@ def word(index: int, doc: str) -> Word:
 
 
 class WorkerCounters:
-    """What one worker tells. Written by that worker alone; what one that ended has written stays.
-
-    Attributes
-    ----------
-    votes : memoryview of float
-        What it came to in an audited step, of each that is compared: at most 32 bits, which a float holds exactly.
-    """
+    """What one worker tells. Written by that worker alone; what one that ended has written stays."""
 
     arrived = word(0, "How many barriers it has come to; the grant is in the upper bits.")
     finished = word(1, "The latest grant that it is done with: it is idle if that is the latest of all.")
@@ -85,7 +79,6 @@ class WorkerCounters:
     def __init__(self, words: Any, floats: memoryview[float]) -> None:
         self._words = words
         self._floats = floats
-        self.votes = floats[BEGAN + 1 : BEGAN + 1 + VOTES]
 
     def reach(self, step: int, phase: Phase) -> None:
         """It comes to a phase of a step, now."""
@@ -137,6 +130,8 @@ class Counters:
         Of the replicas in the present step.
     reports : Reports
         Of finished steps; written by the first worker.
+    sums : memoryview of float
+        For each worker a checksum of what it came to in an audited step; 32 bits, which a float holds exactly.
     """
 
     checked: ClassVar[bool] = False
@@ -172,6 +167,7 @@ class Counters:
         ring = rows + (REPORT + TOLD * replicas) * RING
         self.parts = Parts(floats[:rows])
         self.reports = Reports(floats[rows:ring])
+        self.sums = floats[ring + SUM :: TIMES]
         self.workers = [
             WorkerCounters(words[OF_WORKERS + number * LINE :][:LINE], floats[ring + number * TIMES :][:TIMES])
             for number in range(workers)

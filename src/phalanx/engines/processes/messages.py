@@ -21,12 +21,10 @@ from phalanx.plan.tally import Cause
 from phalanx.surroundings.imports import installed
 
 BROKEN_OFF = "stayed in user code after Ctrl-C and was ended"  # a death that the caller caused
-CORRUPT = "computed a wrong value, as an audit found, and was ended"
 NO_TERMINAL = (
     "a debugger found no terminal in a worker process; train with engine='inline', which has the same bits and lets "
     "breakpoint() stop in this process, or use phalanx replay RUN --step K --replica R --pdb"
 )
-SUSPECT = "was ended, as an audit found that its update of a parameter differs from another worker's"
 WHERE = {
     "torn": "the optimizer, so the weights are not those of any step",
     "repaired": "the optimizer; the state is the one before that step",

@@ -262,11 +262,6 @@ class WorkerPool:
         """See ``forks.Owned``."""
         self._abandoned.detach()
 
-    def dismiss(self, number: int, why: str) -> None:
-        """End a worker whose values were, or may have been, wrong; it counts as dead, and another takes its place."""
-        if not self._handles[number].ended:
-            self._died(self._handles[number], (why, Cause.CALLER))
-
     def check_owner(self) -> None:
         """Refuse, by a LostError, to touch the workers of the process that this one was forked from."""
         if self._owner != os.getpid():
