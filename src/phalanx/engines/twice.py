@@ -11,6 +11,7 @@ is alone. A processor that computes wrongly shows there. Only checksums are exch
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import zlib
 from collections import defaultdict
@@ -150,8 +151,8 @@ class Twice:
         if told["early"] or (told["written"] and self._definition.replicas > 1):
             changed = [f"{name!r} {how}" for name, how in told["early"] + told["written"]]
             self._report(twice[-1], "left more behind than buffers", changed)
-        if told["written"]:  # a lone replica may, as in a plain loop, and has done so now
-            return iter([first])
+        if told["written"] and twice[-1].replica == todo[0].replica:  # a lone replica may, and has done so now
+            return itertools.chain([first], self._each(todo[1:], {}))
         return self._each(todo, {twice[-1].replica: noted(self._framework.arithmetic, first)})
 
     def _each(self, todo: Sequence[Todo], known: dict[int, Facts]) -> Iterator[Computed]:
