@@ -156,6 +156,9 @@ class Recipe(Definition):
             How many steps lie between digests of the whole state beside it; "auto": as costs under 1 % of the time.
         audit : float
             In this share of steps another worker computes one replica again; a difference is a CorruptionError.
+        max_failures : int
+            Deaths of workers by SIGKILL or SIGTERM, in a row at the same replica of the same step, that end the run; of
+            exits, faults and hangs three do.
         warm_start : path-like, optional
             A snapshot, as ``run.save`` writes it: begin from its weights and buffers, unless the run is resumed.
 
@@ -241,6 +244,7 @@ class Recipe(Definition):
                 self, settled.engine, settled.workers, settled.devices, settled.deadline_seconds, past.begin,
                 allow=settled.nondeterministic == "allow",
                 readers=settled.readers, audit=Audit(settled.audit, self.seed) if settled.audit else None,
+                max_failures=settled.max_failures,
             )  # fmt: skip
             undo.callback(engine.close)
             turn, stop, anyway = Turns(), settled.on_snapshot_error == "stop", settled.resume == ANYWAY

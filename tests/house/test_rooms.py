@@ -98,7 +98,6 @@ REACHED_IN_TESTS = {
     "hosts/test_across.py": 1,
     "hosts/test_hosts.py": 2,
     "hosts/test_overlap.py": 11,
-    "recovery/test_tally.py": 1,
     "state/test_directory.py": 2,
     "state/test_resume.py": 1,
 }

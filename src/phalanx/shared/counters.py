@@ -12,7 +12,6 @@ with ``Counters.checked``, a write by anybody else fails.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Final, Protocol, cast
 
@@ -30,9 +29,8 @@ COMPUTE, WAIT, FOLD, UPDATE = 0, 1, 2, 3  # parts of a step, timed
 PARTS: Final = ("compute", "wait", "fold", "update")
 PHASES: Final = len(Phase)
 PROGRESS: Final = 3  # the word that says how far a worker is: step and phase in one, so that none is read too late
-BEGAN: Final = len(PARTS)
-SUM: Final = BEGAN + 1
-TIMES: Final = len(PARTS) + 2  # a worker's: seconds in each part, when it began what it does now, a checksum
+SUM: Final = len(PARTS)
+TIMES: Final = len(PARTS) + 1  # a worker's: seconds in each part, and a checksum
 
 
 def word_count(workers: int) -> int:
@@ -82,7 +80,6 @@ class WorkerCounters:
 
     def reach(self, step: int, phase: Phase) -> None:
         """It comes to a phase of a step, now."""
-        self._floats[BEGAN] = time.monotonic()
         self._words[PROGRESS] = step * PHASES + phase
 
     @property
@@ -90,15 +87,6 @@ class WorkerCounters:
         """Where it is, or was when it ended."""
         step, phase = divmod(self._words[PROGRESS], PHASES)
         return Progress(step, Phase(phase))
-
-    def begin_part(self) -> None:
-        """Whatever it does now, it begins now."""
-        self._floats[BEGAN] = time.monotonic()
-
-    @property
-    def began(self) -> float:
-        """When it came to what it does now, on the clock of ``time.monotonic``."""
-        return self._floats[BEGAN]
 
     def spend(self, part: int, seconds: float, waited: float) -> None:
         """It has spent so long in a part of a step, and waiting for the others to come to its end."""
@@ -108,7 +96,7 @@ class WorkerCounters:
     @property
     def spent(self) -> Sequence[float]:
         """Seconds that its place has spent in each of ``PARTS`` so far."""
-        return self._floats[:BEGAN].tolist()
+        return self._floats[:SUM].tolist()
 
 
 class Counters:
@@ -218,11 +206,6 @@ class Counters:
         """Seconds that each worker has spent in each part of its steps."""
         spent = [worker.spent for worker in self.workers]
         return {name: [times[part] for times in spent] for part, name in enumerate(PARTS)}
-
-    @property
-    def computed(self) -> int:
-        """Replicas and chunks that were computed so far, anywhere, again if they were lost."""
-        return sum(worker.total for worker in self.workers)
 
 
 class GuardedWords:

@@ -81,7 +81,7 @@ class Processes:
         pack_recipe(self._definition, self._framework.name, environment_memory, parcel, facts)
         record = StateRecord(self._mirror, self.run_state, self.counters.reports)
         self._failures = FailureLog(self._definition, self._framework, placement, self.counters, self.run_state)
-        self._pool = WorkerPool(memories, self.counters, self._deadline, self._failures.vacancies, record)
+        self._pool = WorkerPool(memories, self.counters, self._deadline, self._failures, record)
         self.supervisor = Supervisor(placement, self._pool, record, mailbox, orders, self._failures)
         try:
             self.supervisor.begin()

@@ -206,7 +206,6 @@ class ArenaLink:
 
     def _count(self, done: int) -> None:
         """Say how many replicas of this step are done."""
-        self._own.begin_part()
         self._own.replicas = self._done = done
         if done:
             self._own.total += 1

@@ -47,17 +47,11 @@ class End(NamedTuple):
     cause : Cause
     ready : bool
         Whether it had said that it can begin.
-    since : float
-        When it was started, or last given something to do.
-    when : float
-        When that was noticed, on the clock of ``time.monotonic``.
     """
 
     why: str
     cause: Cause
     ready: bool
-    since: float
-    when: float
 
 
 @dataclass(frozen=True)
@@ -127,7 +121,7 @@ def first_error(told: Sequence[WorkerMessage]) -> BaseException:
 def ended(code: int | None) -> tuple[str, Cause]:
     """How a process ended and who may have ended it, out of its exit code; None: with the zygote that started it."""
     if code is None:
-        return "ended with the process that started it", Cause.STARTER
+        return "ended with the process that started it", Cause.ANYBODY
     if code >= 0:
         return f"exited with status {code}", Cause.ITSELF
     try:

@@ -170,17 +170,17 @@ class Supervisor:
         if decision.action is not Action.JOIN:
             return False
         fallen = sorted(self._failures.dead)
-        self._failures.count(self._pool.started, self._pool.lived)
+        self._failures.check()
         if 0 in fallen:  # it may have ended before it said that the step before is finished
             self._counters.confirmed = max(self._counters.confirmed, decision.step)
         self._replace(fallen, decision.step, joining=True)
         return True
 
     def _carry_out(self, decision: Decision) -> None:
-        """Do what was decided; deaths are counted first, which may end the run."""
+        """Do what was decided, unless deaths are to end the run."""
         action, step, fallen = decision.action, decision.step, sorted(self._failures.dead)
         if fallen and action is not Action.STOP:
-            self._failures.count(self._pool.started, self._pool.lived)
+            self._failures.check()
         match action:
             case Action.STOP:
                 self._stop()
@@ -268,7 +268,6 @@ class Supervisor:
         """Start workers at ``step``; returns when they are ready, or have ended again."""
         orders = {**self._record.described(step), "grant": self._counters.grant, "joining": joining}
         pack(orders, self._orders, reduced)
-        self._failures.start()
         self._pool.start(workers, WARM)
         self._failures.started(step)
         if any(told.kind == "failed" for told in self._pool.told):
