@@ -18,8 +18,7 @@ from phalanx.engines.processes.pool import LONG, WorkerPool
 from phalanx.engines.reading.pool import read_ahead, reads
 from phalanx.engines.recovery.deadline import Deadline
 from phalanx.engines.recovery.failures import FailureLog
-from phalanx.engines.recovery.state_record import StateRecord
-from phalanx.engines.recovery.supervisor import Supervisor
+from phalanx.engines.recovery.supervisor import StateRecord, Supervisor
 from phalanx.errors import LostError, PhalanxError, RunError
 from phalanx.plan.placement import Placement
 from phalanx.seams import Exported, Framework, RunState, Weights
@@ -81,7 +80,7 @@ class Processes:
         pack_recipe(self._definition, self._framework.name, environment_memory, parcel, facts)
         record = StateRecord(self._mirror, self.run_state, self.counters.reports)
         self._failures = FailureLog(self._definition, self._framework, placement, self.counters, self.run_state)
-        self._pool = WorkerPool(memories, self.counters, self._deadline, self._failures, record)
+        self._pool = WorkerPool(memories, self.counters, self._deadline, self._failures)
         self.supervisor = Supervisor(placement, self._pool, record, mailbox, orders, self._failures)
         try:
             self.supervisor.begin()

@@ -20,7 +20,6 @@ from phalanx.engines.processes.messages import BROKEN_OFF, End, WorkerMessage, e
 from phalanx.engines.processes.output import Output
 from phalanx.engines.recovery.deadline import Deadline, Watch
 from phalanx.engines.recovery.failures import FailureLog
-from phalanx.engines.recovery.state_record import StateRecord
 from phalanx.errors import LostError
 from phalanx.plan.lifecycle import Phase
 from phalanx.plan.tally import Cause
@@ -46,8 +45,6 @@ class WorkerPool:
     deadline : Deadline
     failures : FailureLog
         Where it is noted who has ended.
-    record : StateRecord
-        Where it is noted what workers tell of the state.
 
     Attributes
     ----------
@@ -63,7 +60,6 @@ class WorkerPool:
         counters: Counters,
         deadline: Deadline,
         failures: FailureLog,
-        record: StateRecord,
     ) -> None:
         self.told: list[WorkerMessage] = []
         self.interrupted = False
@@ -71,7 +67,6 @@ class WorkerPool:
         self.counters = counters
         self._deadline = deadline
         self._failures = failures
-        self._record = record
         self._handles: dict[int, WorkerHandle] = {}
         self._starting: set[int] = set()
         self._owner = os.getpid()
