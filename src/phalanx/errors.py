@@ -6,7 +6,7 @@ PhalanxError
     ├── WorkerError     user code raised; always raised from the user's own exception
     ├── NonFiniteError  a loss or a gradient is not finite
     ├── StateError      a replica came out differently when it was computed again: user code keeps state of its own
-    ├── CorruptionError a part of a step was done twice and came out differently; on_corruption says what then
+    ├── CorruptionError an audit found that two workers came to something else
     ├── SnapshotError   a snapshot cannot be written or used
     ├── LeftError       another process of the world ended the run early
     ├── Preempted       SIGTERM came; a snapshot was written
@@ -21,9 +21,8 @@ Trouble, TornError, InPartsError and ForeignError, which end what is done within
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 SHOWN_SAMPLES = 8
@@ -95,41 +94,21 @@ class StateError(RunError):
 
 
 class CorruptionError(RunError):
-    """An audit found that a part of a step came out differently when it was computed again; the step was not done.
+    """An audit found that a replica came to something else when it was computed again; nothing was updated.
 
     Attributes
     ----------
-    votes : dict of int to int
-        What the worker that computed it and the one that audited it came to, as checksums, by worker.
-    what : int
-        Of ``phalanx.plan.audit.What``: a replica's gradient, a slice of the fold, or a parameter's update.
-    block : tuple of int
-        The replicas of the worker that computed the gradient.
-    piece : (int, int)
-        The number of the parameter that was folded or updated, and where in it the slice begins.
-    worker : int or None
-        The worker that was wrong, where that could be told.
+    workers : (int, int)
+        The worker that hosts the replica, and the one that computed it again: the same one if it is alone.
+    sums : (int, int)
+        A checksum of what each of them came to.
     """
 
     def __init__(
-        self,
-        message: str,
-        *,
-        votes: Mapping[int, int],
-        what: int = 0,
-        block: Sequence[int] = (),
-        piece: Sequence[int] = (0, 0),
-        **where: Any,
+        self, message: str, *, workers: tuple[int, int] = (0, 0), sums: tuple[int, int] = (0, 0), **where: Any
     ) -> None:
         super().__init__(message, **where)
-        self.votes, self.what, self.block, self.piece = dict(votes), int(what), tuple(block), tuple(piece)
-        self.worker: int | None = None
-
-    def __reduce__(self) -> Any:
-        """It travels from worker processes."""
-        where: dict[str, Any] = {"step": self.step, "replica": self.replica, "samples": self.samples}
-        facts = {"what": self.what, "block": self.block, "piece": self.piece}
-        return functools.partial(CorruptionError, self.args[0], votes=self.votes, **facts, **where), ()
+        self.workers, self.sums = workers, sums
 
 
 class SnapshotError(RunError):

@@ -13,7 +13,7 @@ from phalanx.definition import checks
 from phalanx.definition.fields import Definition
 from phalanx.engines import close as close
 from phalanx.errors import UsageError
-from phalanx.plan.audit import audited
+from phalanx.plan.audit import Audit
 from phalanx.run.loop import Loop
 from phalanx.run.observers import reading_again, watching
 from phalanx.run.options import DEFAULTS, FIELDS, Options, check_evaluated, settle, unknown
@@ -155,10 +155,10 @@ class Recipe(Definition):
             A ``run_dir`` has a chain, with a link for every step, whose root is ``result.chain`` (``docs/proof.md``).
             How many steps lie between digests of the whole state beside it; "auto": as costs under 1 % of the time.
         audit : float
-            In this share of steps other workers do a replica, a slice of the fold and a parameter's update once more.
-        on_corruption : "continue" or "stop"
-            What follows if that comes out differently: the step is done again and the worker that was wrong replaced,
-            or CorruptionError. Either way ``incidents`` tell.
+            In this share of steps another worker computes one replica again; a difference is a CorruptionError.
+        max_failures : int
+            Deaths of workers by SIGKILL or SIGTERM, in a row at the same replica of the same step, that end the run; of
+            exits, faults and hangs three do.
         warm_start : path-like, optional
             A snapshot, as ``run.save`` writes it: begin from its weights and buffers, unless the run is resumed.
 
@@ -170,6 +170,8 @@ class Recipe(Definition):
             User code raised; ``__cause__`` is its exception, ``result`` the state after the last good step.
         NonFiniteError
             See ``on_nonfinite``.
+        CorruptionError
+            See ``audit``.
         SnapshotError
             No snapshot in ``run_dir``, or that to begin from, can be used; or ``on_snapshot_error`` is "stop", and one
             could not be written.
@@ -241,7 +243,8 @@ class Recipe(Definition):
             engine = open_engine(
                 self, settled.engine, settled.workers, settled.devices, settled.deadline_seconds, past.begin,
                 allow=settled.nondeterministic == "allow",
-                readers=settled.readers, audit=audited(settled.audit, self.seed, stop=settled.on_corruption == "stop"),
+                readers=settled.readers, audit=Audit(settled.audit, self.seed) if settled.audit else None,
+                max_failures=settled.max_failures,
             )  # fmt: skip
             undo.callback(engine.close)
             turn, stop, anyway = Turns(), settled.on_snapshot_error == "stop", settled.resume == ANYWAY

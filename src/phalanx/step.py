@@ -55,8 +55,17 @@ class Proposal:
     parts: list[float]
 
 
-def propose(framework: Steppable, link: Link, definition: Definition, t: int, shares: Sequence[Share]) -> Proposal:
+def propose(
+    framework: Steppable,
+    link: Link,
+    definition: Definition,
+    t: int,
+    shares: Sequence[Share],
+    compare: Callable[[], None] | None = None,
+) -> Proposal:
     """Compute step ``t``, or, of steps with phases, update ``t``: gradients of the replicas, fold, screen.
+
+    ``compare`` is called when all replicas are computed everywhere, and nothing is folded yet.
 
     Raises
     ------
@@ -76,6 +85,8 @@ def propose(framework: Steppable, link: Link, definition: Definition, t: int, sh
             for replica in link.hosted
         ]
         parts = link.all_gather(mine)
+        if compare is not None:
+            compare()
         check_consistent(parts)
         weight = _weight(moment, parts)
         gradient = link.mean(weight)

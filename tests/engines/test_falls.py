@@ -322,16 +322,27 @@ class Poisonous:
 
 
 @pytest.mark.long
-def test_what_ends_every_worker_ends_the_run():
-    """A poisonous sample: after some deaths an error names step, replica, samples and signals, and has the state."""
+@pytest.mark.parametrize("most", [3, 10])
+def test_what_ends_every_worker_ends_the_run(most):
+    """A poisonous sample: after ten deaths, or as many as one likes, an error names step, replica, samples, signals."""
     x, y = FEATURES[0][:12], torch.arange(12)
     give = functools.partial(phalanx.Recipe, mlp, (x, y), replicas=4, batch_size=4, shuffle=False, optimizer=SGD)
     recipe = give(loss_fn=Poisonous(os.getpid(), 6), steps=3)
     with pytest.raises(phalanx.RunError, match=r"replica 2 of step 1.*SIGKILL, .*SIGKILL, .*SIGKILL.*\[6\]") as caught:
-        recipe.train(workers=2, engine="processes")
+        recipe.train(workers=2, engine="processes", **({} if most == 10 else {"max_failures": most}))
     error = caught.value
     assert (error.step, error.replica, error.samples) == (1, 2, (6,))
+    assert sum(one.kind == "death" for one in error.result.incidents) == most
+    assert f"ended {most} workers in a row" in str(error)
+    assert "raise max_failures" in str(error)
     assert_same(error.result, give(loss_fn=Poisonous(os.getpid(), 6), steps=1).train(engine="inline"))
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, "many", True])
+def test_how_many_deaths_are_too_many_is_a_count(value):
+    """Anything but a positive integer is refused by name."""
+    with pytest.raises(phalanx.UsageError, match="max_failures is "):
+        norm_recipe().train(workers=2, max_failures=value)
 
 
 def suicidal(parent, how):
@@ -343,10 +354,10 @@ def suicidal(parent, how):
 
 @pytest.mark.longest
 def test_workers_that_cannot_start_end_the_run():
-    """They exit before they have done anything, again and again: three times are enough, of SIGKILL some more."""
-    for how, told in (("exit", r"3 times .*status 0"), (signal.SIGKILL, r"\d\d? times .*SIGKILL, .* and \d+ more")):
+    """They exit before they have done anything, again and again: three times are enough, of SIGKILL ten."""
+    for how, told in (("exit", r"3 times .*status 0"), (signal.SIGKILL, r"10 times .*SIGKILL, .* and 7 more")):
         recipe = FAMILIES["mlp"].recipe(2, make_model=functools.partial(suicidal, os.getpid(), how))
-        with pytest.raises(phalanx.RunError, match=told + ".*look at what they printed"):
+        with pytest.raises(phalanx.RunError, match=told + ".*look at what it printed"):
             recipe.train(workers=2, engine="processes")
 
 

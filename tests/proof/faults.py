@@ -14,7 +14,6 @@ from phalanx.frameworks.torch.optimizer import Update
 from phalanx.frameworks.torch.replica.feed import Feed
 from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.frameworks.torch.sharing.buckets import GradientBuckets
-from phalanx.frameworks.torch.sharing.state import WorkerState
 from phalanx.shared.state import Shard
 from phalanx.surroundings.current import CURRENT
 
@@ -83,10 +82,6 @@ def _flip_state(update, arguments, _):
         flip(next(value for value in optimizer.state[parameter].values() if value.dim()))
 
 
-def _flip_rehearsed(state, arguments, result):
-    flip(result[0])
-
-
 def _flip_batch(feed, arguments, batch):
     flip(batch[0])
 
@@ -112,11 +107,9 @@ def _die(update, arguments, _):
 KINDS = {
     "gradient": (Lane, "gradient", _flip_gradient, False),  # while a replica is computed
     "fold": (GradientBuckets, "fold", _flip_sums, False),  # while owners add
-    "sum": (LocalLink, "mean", _flip_sums, False),  # the same, in a process that is alone
     "order": (LocalLink, "begin", add_in_turn, False),  # no bit is flipped, but all is added from left to right
     "update": (Update, "apply", _flip_weights, False),  # while owners write weights
     "state": (Update, "apply", _flip_state, False),  # while owners write optimizer state
-    "rehearsal": (WorkerState, "rehearsed", _flip_rehearsed, False),  # while another worker's update is audited
     "batch": (Feed, "batch", _flip_batch, False),  # as one process reads it
     "weight in memory": (Torch, "gradients", _flip_parameter, True),  # before a step, where all processes read it
     "state in memory": (Torch, "gradients", _flip_moment, True),
@@ -134,6 +127,8 @@ class Fault:
     kind : str
     path : path-like
         A file that is not there yet: the process notes its number in it.
+    since : int
+        The step before which nothing is wrong, where replicas are computed.
     """
 
     kind: str
@@ -141,6 +136,7 @@ class Fault:
     after: int
     times: int = 1
     innocent: int = 0
+    since: int = 0
 
     @property
     def culprit(self):
@@ -167,8 +163,10 @@ class Fault:
         def faulty(this, *arguments, **named):
             idle = owner in (GradientBuckets, Update) and _idle(this)
             call = -1 if idle else next(calls)
-            twice = owner in (Lane, Feed) and CURRENT.step in TWICE  # it would be found there, as what it is not
-            struck = not idle and not twice and self.strikes(call)
+            computing = owner in (Lane, Feed)
+            # where replicas are computed twice it would be found, as what it is not
+            early = computing and (CURRENT.step in TWICE or (CURRENT.step or 0) < self.since)
+            struck = not idle and not early and self.strikes(call)
             if struck and first:
                 spoil(this, arguments, None)
             result = real(this, *arguments, **named)
@@ -190,7 +188,7 @@ def made(make_model, fault):
     return make_model()
 
 
-def in_workers(make_model, kind, path, after, times=1):
+def in_workers(make_model, kind, path, after, times=1, since=0):
     """A ``make_model`` whose worker processes have a fault, and the fault."""
-    fault = Fault(kind, str(path), after, times, os.getpid())
+    fault = Fault(kind, str(path), after, times, os.getpid(), since)
     return functools.partial(made, make_model, fault), fault

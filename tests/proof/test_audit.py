@@ -1,18 +1,19 @@
-"""Audits: which steps, by whom, who was wrong; and what becomes of a worker that computes wrongly."""
+"""Audits: which steps, that nothing changes where nothing is wrong, and what is told where something is."""
 
 import functools
-import os
 
 import pytest
 import torch
 
 import phalanx
-from phalanx.engines.auditing import summed
-from phalanx.plan.audit import Audit, wrong
-from phalanx.shared.audit_room import ELEMENTS
+from phalanx.engines.twice import Twice, checksum
+from phalanx.frameworks.torch import arithmetic
+from phalanx.plan.audit import Audit, joined
+from phalanx.seams import Computed
+from tests.engines.deaths import Trapped, sprung
 from tests.families import FAMILIES
 from tests.proof.faults import Fault, in_workers
-from tests.proof.jobs import X, Y, mlp, recipe
+from tests.proof.jobs import Net, X, Y, mlp, recipe
 from tests.sampling import sample
 
 
@@ -26,43 +27,44 @@ def test_about_the_share_of_steps_is_audited(share):
         assert drawn != [step for step in range(10_000) if Audit(share, 4).due(step)]
 
 
-@pytest.mark.parametrize("workers", range(1, 6))
-def test_somebody_else_audits(workers):
-    """Every other worker comes to audit every host, and nobody itself unless it is alone."""
+def test_every_replica_comes_to_be_audited():
+    """Of those that have samples, each is drawn; which one follows from the step."""
     audit = Audit(1.0, 0)
-    for host in range(workers):
-        auditors = {audit.auditor(step, host, workers) for step in range(200)}
-        assert auditors == ({0} if workers == 1 else set(range(workers)) - {host})
     assert {audit.replica(step, [1, 4, 7]) for step in range(100)} == {1, 4, 7}
+    assert audit.replica(3, range(8)) == Audit(0.5, 0).replica(3, range(8))
 
 
 @pytest.mark.parametrize(
-    ("first", "again", "outsider", "who"),
+    ("replica", "block", "ran", "work"),
     [
-        ({0: 9, 1: 5}, {0: 5, 1: 5}, None, [0]),  # it was wrong once
-        ({0: 9, 1: 5}, {0: 9, 1: 5}, None, None),  # it is wrong again, and there are two
-        ({0: 9, 1: 5}, {0: 9, 1: 5}, 5, [0]),
-        ({0: 9, 1: 5}, {0: 9, 1: 5}, 9, [1]),
-        ({0: 9, 1: 5}, {0: 9, 1: 5, 2: 5}, None, [0]),  # the auditor and a third agree
-        ({2: 5, 1: 9}, {0: 5, 1: 9, 2: 5}, None, [1]),  # the auditor was wrong
-        ({0: 9, 1: 7}, {0: 5, 1: 5, 2: 5}, None, [0, 1]),
-        ({0: 9, 1: 7}, {0: 9, 1: 7}, 5, None),  # three opinions
+        (2, range(4), range(4), [2]),
+        (3, range(4), range(4), [2, 3]),
+        (3, range(3, 5), range(5), [3]),
+        (3, range(4), [3], [3]),
     ],
 )
-def test_who_was_wrong(first, again, outsider, who):
-    """Whoever first came to something else than most votes say; nobody where they are even."""
-    assert wrong(first, again, outsider) == who
+def test_what_is_added_up_while_it_is_computed_is_audited_together(replica, block, ran, work):
+    """An odd replica comes after the one before, where the same worker hosts that and it has samples."""
+    assert joined(replica, block, ran) == work
 
 
 def test_any_bit_changes_the_sum():
-    """Each bit of a gradient and of a buffer changes the checksum; so does a gradient that is missing."""
+    """Each bit of a gradient, a buffer, the loss and the weight changes the checksum; so does a missing gradient."""
     gradient, buffers = [torch.randn(3), None, torch.zeros(2)], [torch.tensor(3)]
-    sums = {summed(gradient, buffers), summed([*gradient[:2], None], buffers)}
+    one = functools.partial(checksum, arithmetic)
+    known = Computed(0.5, 2.0, gradient, buffers)
+    sums = {one(known), one(known)}
+    assert len(sums) == 1
+    sums |= {one(Computed(0.25, 2.0, gradient, buffers)), one(Computed(0.5, 1.0, gradient, buffers))}
+    sums |= {
+        one(Computed(0.5, 2.0, [*gradient[:2], None], buffers)),
+        one(Computed(0.5, 2.0, gradient, [torch.tensor(4)])),
+    }
     for bit in range(32):
         gradient[2].view(torch.int32)[1] ^= (1 << bit) if bit < 31 else -(1 << 31)
-        sums.add(summed(gradient, buffers))
+        sums.add(one(known))
         gradient[2].zero_()
-    assert len(sums) == 34
+    assert len(sums) == 5 + 32
 
 
 @pytest.mark.parametrize("name", sample("audited families", sorted(FAMILIES), 3))
@@ -72,7 +74,7 @@ def test_an_audit_changes_no_bit(name):
     right = one.train(engine="inline", progress=False)
     for options in ({}, {"devices": ["cpu", "cpu"]}):
         result = one.train(engine="inline", progress=False, audit=1.0, **options)
-        assert (result.digest, list(result.incidents)) == (right.digest, [])
+        assert (result.digest, result.audited) == (right.digest, result.steps)
 
 
 @pytest.mark.long
@@ -87,146 +89,186 @@ def test_an_audit_changes_no_bit_in_workers(name):
         assert (result.digest, list(result.incidents)) == (right.digest, [])
 
 
-class Faulty(torch.nn.Module):
-    """A layer whose gradient comes out wrong ``times`` times, in the first process that comes to step 2."""
-
-    def __init__(self, path, times):
-        super().__init__()
-        self.body = torch.nn.Linear(5, 3)
-        self.path, self.times, self.calls = path, times, 0
-        self.body.weight.register_hook(self.spoiled)
-
-    def forward(self, x):
-        return self.body(x)
-
-    def spoiled(self, gradient):
-        """Double the gradient if this process is the faulty one."""
-        if phalanx.current_step() < 2:  # before, replicas are computed twice
-            return gradient
-        self.calls += 1
-        try:
-            with open(self.path, "x") as file:
-                file.write(str(os.getpid()))
-        except FileExistsError:
-            pass
-        with open(self.path) as file:
-            mine = file.read() == str(os.getpid())
-        return 2 * gradient if mine and self.calls <= self.times else gradient
+@pytest.mark.parametrize("workers", [1, 4])
+def test_replicas_without_samples_audit_and_are_not_audited(workers):
+    """The last batch of an epoch has one sample: workers without any compute that one again, and nothing differs."""
+    plain = functools.partial(torch.nn.Linear, 5, 3)
+    job = recipe(make_model=plain, data=(X[:9], Y[:9]), steps=None, epochs=6)
+    right = done(job, engine="inline")
+    engine = "inline" if workers == 1 else "processes"
+    assert done(job, workers=workers, engine=engine, audit=1.0).digest == right.digest
 
 
-def job(path, times):
-    """A recipe with such a layer."""
-    return recipe(make_model=functools.partial(Faulty, str(path), times), steps=12)
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_lone_replica_that_writes_its_weights_is_computed_once(writes):
+    """In an audited step, too, as in a plain loop; one that writes nothing is computed twice."""
+    calls = []
 
-
-@pytest.mark.long
-@pytest.mark.parametrize("workers", [2, 3])
-def test_a_worker_that_goes_on_being_wrong_is_replaced(tmp_path, workers, monkeypatch):
-    """It is named and replaced, before anything wrong was done; with two workers the caller's process decides."""
-    (tmp_path / "nobody").write_text("0")
-    right = job(tmp_path / "nobody", 0).train(engine="inline", progress=False)
-    monkeypatch.setattr(Audit, "replica", lambda audit, step, ran: ran[step % len(ran)])
-    pids = []
-    with job(tmp_path / "pid", 10**6).start(workers=workers, engine="processes", progress=False, audit=1.0) as run:
-        for _ in run:
-            pids.append(run.worker_pids)
-    found = [incident for incident in run.incidents if incident.kind == "corruption"]
-    assert found
-    faulty = int((tmp_path / "pid").read_text())
-    assert pids[0][found[0].worker] == faulty
-    assert faulty not in pids[-1]
-    assert run.result().steps == right.steps
-
-
-@pytest.mark.long
-def test_the_run_may_be_stopped(tmp_path):
-    """With ``on_corruption="stop"`` the error names worker, step and replica, and has the state before that step."""
-    with pytest.raises(phalanx.CorruptionError, match="came out as one thing in worker") as caught:
-        job(tmp_path / "pid", 10**6).train(
-            workers=3, engine="processes", progress=False, audit=1.0, on_corruption="stop", run_dir=tmp_path / "run"
-        )
-    error = caught.value
-    assert error.worker in (0, 1, 2)
-    assert error.result.steps == error.step
-    assert len(error.samples) == 2
-    assert '"event": "corruption"' in (tmp_path / "run" / "events.jsonl").read_text()
-
-
-def test_a_model_that_never_computes_the_same_ends_the_run():
-    """Where the replica comes out differently every time, no step can be done; the error says what to do."""
-
-    class Drawn(torch.nn.Module):
+    class Writing(torch.nn.Module):
         def __init__(self):
             super().__init__()
             self.body = torch.nn.Linear(5, 3)
 
         def forward(self, x):
-            generator = torch.Generator()
-            generator.seed()
-            return self.body(x * torch.rand(1, generator=generator))
+            calls.append(phalanx.current_step())
+            if writes:
+                with torch.no_grad():
+                    self.body.weight.mul_(0.99)
+            return self.body(x)
 
-    job = recipe(make_model=Drawn, steps=3)
-    with pytest.raises(phalanx.StateError, match="nothing in sight"):
-        job.train(engine="inline", progress=False, audit=1.0)
-    with (
-        pytest.warns(UserWarning, match="when it was computed again"),
-        pytest.raises(phalanx.RunError, match="5 times in a row") as caught,
-    ):
-        job.train(engine="inline", progress=False, audit=1.0, nondeterministic="allow")
-    assert caught.value.result.steps == 0
+    job = recipe(make_model=Writing, replicas=1, steps=4)
+    right = job.train(engine="inline", progress=False)
+    calls.clear()
+    assert job.train(engine="inline", progress=False, audit=1.0).digest == right.digest
+    assert calls.count(3) == (1 if writes else 2)
+
+
+def found(job, folder=None, **options):
+    """The error of a run in which audits of every step find something."""
+    with pytest.raises(phalanx.CorruptionError) as caught:
+        job.train(progress=False, audit=1.0, run_dir=folder, **options)
+    return caught.value
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("kind", ["gradient", "batch"])
+def test_a_single_bit_is_found_before_the_step_is_committed(tmp_path, kind, workers):
+    """In what one worker computes or reads: step, replica and both workers are named, and the step is not done.
+
+    Verification names the worker that was wrong, or the earlier step in which that showed first.
+    """
+    make_model, fault = in_workers(Net, kind, tmp_path / "pid", 0, 1 << 30, since=5)
+    job, options = recipe(make_model=make_model, steps=20), {"engine": "processes", "workers": workers}
+    with job.start(progress=False, audit=1.0, run_dir=tmp_path / "run", **options) as run:
+        pids = run.worker_pids
+        with pytest.raises(phalanx.CorruptionError) as caught:
+            run.finish()
+    error, culprit = caught.value, pids.index(fault.culprit)
+    assert culprit in error.workers
+    assert (error.workers[0] + 1) % workers == error.workers[1]
+    assert all(f"worker {worker}" in str(error) for worker in error.workers)
+    assert f"replica {error.replica} of step {error.step}" in str(error)
+    assert (error.result.steps, len(error.samples)) == (error.step, 2)
+    told = phalanx.verify(job, tmp_path / "run", progress=False)
+    if error.step == 5:  # with two workers always, as both compute what is audited
+        assert told.text.endswith(f"worker {culprit} had the wrong one")
+    else:
+        assert (told.status, workers) == (1, 3)
+
+
+@pytest.mark.parametrize("call", [10, 13])
+def test_a_process_that_is_alone_computes_again_by_itself(tmp_path, call, monkeypatch):
+    """A bit that flips in step 2, the first or the second time that replica 2 is computed: found before the update."""
+    monkeypatch.setattr(Audit, "replica", lambda audit, step, ran: 2)  # five calls a step
+    one = recipe(steps=20)
+    with Fault("gradient", str(tmp_path / "pid"), call).planted():
+        error = found(one, tmp_path / "run", engine="inline")
+    assert (error.step, error.replica) == (2, 2)
+    assert error.workers == (0, 0)
+    assert "which is alone" in str(error)
+    known = recipe(steps=error.step).train(engine="inline", progress=False)
+    assert (error.result.steps, error.result.digest) == (error.step, known.digest)
+    assert "worker 0 had the wrong one" in phalanx.verify(one, tmp_path / "run", progress=False).text
+    assert one.train(run_dir=tmp_path / "run", engine="inline").digest == one.train(engine="inline").digest
+
+
+@pytest.mark.long
+def test_batches_that_are_brought_are_audited(tmp_path):
+    """A bit in a gradient of one of two workers is found in steps on batches of the caller's, too."""
+    make_model, fault = in_workers(Net, "gradient", tmp_path / "pid", 0, 1 << 30, since=3)
+    job = recipe(make_model=make_model, data=None, steps=None)
+    with job.start(workers=2, engine="processes", progress=False, audit=1.0) as run:
+        pids = run.worker_pids
+        for _ in range(3):
+            run.step((X[:8], Y[:8]))
+        with pytest.raises(phalanx.CorruptionError) as caught:
+            run.step((X[:8], Y[:8]))
+    assert pids.index(fault.culprit) in caught.value.workers
+
+
+def test_a_single_bit_is_not_found_without_an_audit(tmp_path):
+    """The same fault in a run that audits nothing: another digest, and no error."""
+    right = recipe(steps=8).train(engine="inline", progress=False)
+    with Fault("gradient", str(tmp_path / "pid"), 20).planted():
+        result = recipe(steps=8).train(engine="inline", progress=False)
+    assert result.digest != right.digest
+
+
+def test_what_is_wrong_twice_in_the_same_way_is_not_found_by_the_process_itself(tmp_path):
+    """Every gradient of the calling process has the same bit wrong: both times alike, so no audit tells."""
+    right = recipe(steps=4).train(engine="inline", progress=False)
+    with Fault("gradient", str(tmp_path / "pid"), 0, 1 << 30).planted():
+        result = recipe(steps=4).train(engine="inline", progress=False, audit=1.0)
+    assert result.digest != right.digest
+
+
+class Counting(torch.nn.Module):
+    """Scales by how often it was called, in some step, where a test can see that or not."""
+
+    def __init__(self, step, seen):
+        super().__init__()
+        self.body = torch.nn.Linear(5, 3)
+        self.step, self.calls, self.seen = step, 0, seen
+
+    def forward(self, x):
+        if phalanx.current_step() != self.step:
+            return self.body(x)
+        generator = torch.Generator()
+        generator.seed()
+        self.calls += self.seen
+        return self.body(x) * (1 + self.calls if self.seen else torch.rand(1, generator=generator))
+
+
+@pytest.mark.parametrize("seen", [False, True])
+@pytest.mark.parametrize(("step", "engine"), [(0, "inline"), (5, "inline")])
+def test_state_of_user_code_is_told_from_what_nobody_can_see(step, engine, seen):
+    """What user code keeps is named wherever that can be seen; a generator of the system's is taken for a fault."""
+    job = recipe(make_model=functools.partial(Counting, step, seen), steps=8)
+    told = step == 5 and not seen
+    with pytest.raises(phalanx.CorruptionError if told else phalanx.StateError) as caught:
+        job.train(engine=engine, progress=False, audit=1.0)
+    assert caught.value.step == step
+    assert "phalanx check" in str(caught.value) if told else ("calls" in str(caught.value)) is seen
+
+
+def failing_loss(sample_value, output, target):
+    """Cross entropy that one label of a share makes fail."""
+    if phalanx.current_step() > 1 and (target == sample_value).any():
+        raise ArithmeticError("no such label")
+    return torch.nn.functional.cross_entropy(output, target)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_error_names_the_replica_that_is_computed_again(workers, monkeypatch):
+    """User code raises in a replica that is audited: that one is named, not the first of whoever computes it again."""
+    monkeypatch.setattr(Audit, "replica", lambda audit, step, ran: 3)
+    y = Y.clone() % 2
+    y[2 * 8 + 6] = 2  # of replica 3 in step 2
+    job = recipe(data=(X, y), steps=4, shuffle=False, loss_fn=functools.partial(failing_loss, 2))
+    with pytest.raises(phalanx.WorkerError, match="no such label") as caught:
+        job.train(workers=workers, engine="inline" if workers == 1 else "processes", progress=False, audit=1.0)
+    assert (caught.value.step, caught.value.replica) == (2, 3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("place", ["COMPUTING", "COMPUTED", "UPDATING"])
+@pytest.mark.parametrize("worker", [0, 1])
+def test_workers_that_die_in_audited_steps_are_replaced(tmp_path, worker, place):
+    """Nothing is found wrong, and the digest is that of a quiet run, whoever falls."""
+    right = recipe(steps=8).train(engine="inline", progress=False)
+    job = recipe(make_model=Trapped(Net, tmp_path, worker, 4, place), steps=8)
+    result = job.train(workers=2, engine="processes", progress=False, audit=1.0)
+    assert (result.digest, sprung(tmp_path)) == (right.digest, 1)
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.5, True, "often"])
 def test_shares_that_are_none(value):
-    """A share outside of 0 to 1 is refused, with an example; so is what follows a corruption but the two words."""
+    """A share outside of 0 to 1 is refused, with an example; so is an option for what follows a corruption."""
     with pytest.raises(phalanx.UsageError, match="a share of steps from 0 to 1"):
         mlp().train(audit=value)
-    with pytest.raises(phalanx.UsageError, match="on_corruption is 'cry'"):
-        mlp().train(on_corruption="cry")
-
-
-class Plain(torch.nn.Module):
-    """One parameter, so that every audited fold and update is of it; its owner is the first worker."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = torch.nn.Linear(5, 3, bias=False)
-
-    def forward(self, x):
-        return self.body(x)
-
-
-SEEN = {"gradient": "replica", "batch": "replica", "fold": "a slice of parameter 0 was folded",
-        "update": "parameter 0 was updated", "state": "parameter 0 was updated"}  # fmt: skip
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("workers", "brought"), [(1, False), (2, False), (3, False), (2, True)])
-@pytest.mark.parametrize("kind", SEEN)
-def test_a_single_bit_is_found_before_the_step_is_committed(tmp_path, kind, workers, brought):
-    """In a gradient, batch, fold, update or optimizer state of one worker: it is named, and what is wrong not done."""
-    if workers == 1 and kind in ("gradient", "batch"):
-        pytest.skip("a worker that is alone goes on computing the same")
-    options = {"optimizer": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), "replicas": 3, "steps": 8}
-    options |= {"data": None, "steps": None} if brought else {}
-    right = done(recipe(make_model=Plain, **options), engine="inline")
-    make_model, fault = in_workers(Plain, kind, tmp_path / "pid", 3, 1 << 30)
-    options |= {"make_model": make_model}
-    result, pids = done(recipe(**options), engine="processes", workers=workers, audit=1.0, every=True)
-    found = [incident for incident in result.incidents if incident.kind == "corruption"]
-    assert SEEN[kind] in found[0].why
-    assert pids[found[0].worker] == fault.culprit
-    if kind in ("fold", "update", "state"):  # of gradients only one is audited, and others may have been wrong before
-        assert result.digest == right.digest
-
-
-def test_a_single_bit_is_not_found_without_an_audit(tmp_path):
-    """The same fault in an update of a run that audits nothing: another digest, and no incident."""
-    right = recipe(make_model=Plain, steps=8).train(engine="inline", progress=False)
-    with Fault("update", str(tmp_path / "pid"), 3).planted():
-        result = recipe(make_model=Plain, steps=8).train(engine="inline", progress=False)
-    assert result.digest != right.digest
-    assert not result.incidents
+    with pytest.raises(phalanx.UsageError, match="on_corruption is not an argument"):
+        mlp().train(audit=1.0, on_corruption="stop")
 
 
 @pytest.mark.parametrize("workers", [1, 2, "auto"])
@@ -240,22 +282,15 @@ def test_a_result_says_how_many_steps_were_audited(tmp_path, workers):
     assert first.audited != again.audited
 
 
-def done(job, *, every=False, **options):
-    """The result of a run, on planned steps or eight brought batches; with ``every``, its first processes, too."""
-    with job.start(progress=False, **options) as run:
-        pids = run.worker_pids
-        if job.data is None:
-            for step in range(8):
-                run.step((X[step * 5 : step * 5 + 5], Y[step * 5 : step * 5 + 5]))
-        else:
-            for _ in run:
-                pass
-        return (run.result(), pids) if every else run.result()
+def done(job, **options):
+    """The result of a run."""
+    return job.train(progress=False, **options)
 
 
-@pytest.mark.parametrize("sizes", [[5], [40, 3, ELEMENTS + 1], [0, 7, 0, 3 * ELEMENTS]])
-def test_every_slice_comes_to_be_audited(sizes):
-    """All slices of all parameters are drawn, and nothing that is outside of one."""
-    drawn = {Audit(1.0, 5).piece(step, sizes, ELEMENTS) for step in range(300)}
-    slices = {(number, start) for number, size in enumerate(sizes) for start in range(0, size, ELEMENTS)}
-    assert drawn == slices
+@pytest.mark.parametrize("audit", [None, Audit(0.0, 0), Audit(1.0, 0)])
+def test_only_steps_in_which_something_may_be_due_are_looked_at(audit):
+    """Without an audit those are the first of a process and powers of ten; with one, all."""
+    due = Twice(recipe(), None, allow=False, audit=audit).due
+    assert [step in due for step in (0, 1, 2, 10, 99, 100)] == (
+        [True, True, False, True, False, True] if audit is None else [True] * 6
+    )

@@ -312,16 +312,16 @@ def test_14_a_bit_in_a_gradient(tmp_path):
 
 
 def test_14_an_audit_names_the_replica(tmp_path, monkeypatch):
-    """The same bit, in a step that is audited: replica 2 of step 41 in worker 0, and the digest is the right one."""
+    """The same bit, in a step that is audited: replica 2 of step 41, and the state is the one before that step."""
     one = recipe()
-    right = one.train(engine="inline", progress=False)
+    right = recipe(steps=41).train(engine="inline", progress=False)
     monkeypatch.setattr(Audit, "due", lambda audit, step: step == 41)
     monkeypatch.setattr(Audit, "replica", lambda audit, step, ran: 2)
-    with in_gradient(tmp_path):
-        result = one.train(engine="inline", progress=False, audit=0.01)
-    assert result.digest == right.digest
-    assert [(one.kind, one.worker, one.step) for one in result.incidents] == [("corruption", 0, 41)]
-    assert "replica 2 was computed twice" in result.incidents[0].why
+    fault = Fault("gradient", str(tmp_path / "pid"), 3 + 41 * REPLICAS + 1 + 2)  # replica 2 is computed first, too
+    with fault.planted(), pytest.raises(phalanx.CorruptionError) as caught:
+        one.train(engine="inline", progress=False, audit=0.01)
+    assert (caught.value.step, caught.value.replica) == (41, 2)
+    assert caught.value.result.digest == right.digest
 
 
 def test_15_a_bit_in_a_weight(tmp_path):
@@ -412,7 +412,7 @@ def odd_recipe(path):
 
 @pytest.mark.long
 def test_19_a_module_that_differs_in_one_worker(tmp_path):
-    """Diff names the step and the first replica of that worker; an audit the worker, which is replaced."""
+    """Diff names the step and the first replica of that worker; an audit two workers, of which it is one."""
     path = tmp_path / "pid"
     path.write_text("nobody")
     right = ran(tmp_path / "a", odd_recipe(path))
@@ -423,10 +423,11 @@ def test_19_a_module_that_differs_in_one_worker(tmp_path):
     assert (found.step, found.phase) == (0, "loss")
     assert found.replica in (0, 2)
     path.unlink()
-    result = odd_recipe(path).train(engine="processes", workers=3, progress=False, audit=1.0)
-    kinds = [incident.kind for incident in result.incidents]
-    assert kinds[:3] == ["corruption", "death", "replaced"]
-    assert len({incident.worker for incident in result.incidents}) == 1
+    with odd_recipe(path).start(engine="processes", workers=3, progress=False, audit=1.0) as run:
+        pids = run.worker_pids
+        with pytest.raises(phalanx.CorruptionError) as caught:
+            run.finish()
+    assert pids.index(int(path.read_text())) in caught.value.workers
 
 
 def test_20_another_version_of_the_library(tmp_path):

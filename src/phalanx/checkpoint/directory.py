@@ -16,7 +16,7 @@ from phalanx.checkpoint import files, lock, snapshot, tensors
 from phalanx.checkpoint.chain import CHAIN
 from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.definition import checks
-from phalanx.errors import PhalanxError, SnapshotError, UsageError
+from phalanx.errors import CorruptionError, PhalanxError, SnapshotError, UsageError
 from phalanx.seams import Engine, RunState
 from phalanx.seams.events import Incident, StepReport
 from phalanx.seams.observer import Observer
@@ -158,6 +158,7 @@ class EventLog(Observer):
         """Note what ended the run, so that it can be raised again from the same samples."""
         where = {name: getattr(error, name, None) for name in ("step", "replica")}
         where |= {"phase": error.phase} if error.phase else {}
+        where |= {"workers": error.workers, "sums": error.sums} if isinstance(error, CorruptionError) else {}
         samples = list(getattr(error, "samples", ()))
         if error.batch is not None:
             with contextlib.suppress(OSError):

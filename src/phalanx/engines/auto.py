@@ -7,7 +7,6 @@ that is not wholly known (optimizers from elsewhere) stays where it is.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import statistics
@@ -24,7 +23,6 @@ from phalanx.engines.processes.driver import Processes
 from phalanx.engines.processes.launch import WARM
 from phalanx.engines.reading.pool import ahead_here
 from phalanx.engines.recovery.deadline import Deadline
-from phalanx.plan.audit import Audit
 from phalanx.plan.placement import place
 from phalanx.seams import Engine, Exported, Framework, RunState, Weights
 from phalanx.seams.events import StepReport
@@ -56,7 +54,6 @@ class Auto:
         run_state: RunState,
         workers: int,
         deadline: Deadline,
-        audit: Audit | None = None,
         readers: int | None = 0,
     ) -> None:
         self.run_state = run_state
@@ -64,7 +61,7 @@ class Auto:
         self._framework = framework
         self._most = workers
         self._deadline = deadline
-        self._audit, self._readers = audit, readers
+        self._readers = readers
         self._inline = self._in_this_process()
         self._engine: Engine = self._inline
         self._seconds: deque[float] = deque(maxlen=TRIAL)  # of a step, without what is between steps
@@ -150,7 +147,7 @@ class Auto:
         try:  # Ctrl-C leaves all as it is; the next step tries again
             placement = place(self._definition.replicas, self._most)
             facts = self._definition, self._framework, placement, self.run_state, self._deadline
-            self._processes = Processes(*facts, audit=self._audit, readers=self._readers)
+            self._processes = Processes(*facts, readers=self._readers)
             self._engine, self._consider = self._processes, self._judge
             self._inline.close()
         except Exception as error:  # the recipe cannot travel, the arena does not fit, or descriptors are short
@@ -176,8 +173,7 @@ class Auto:
 
     def _in_this_process(self) -> Inline:
         facts = self._definition, self._framework
-        ahead, court = ahead_here(*facts, self._readers), functools.partial(Processes, *facts)
-        return Inline(*facts, self.run_state, audit=self._audit, open_court=court, ahead=ahead)
+        return Inline(*facts, self.run_state, ahead=ahead_here(*facts, self._readers))
 
     def _gain(self) -> float:
         """Seconds that workers might save: what is left, if all of them computed at once and nothing else took time."""

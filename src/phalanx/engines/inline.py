@@ -10,25 +10,19 @@ import functools
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 from phalanx.definition.batches import BatchShares
-from phalanx.definition.data import Columns, Share
+from phalanx.definition.data import Columns
 from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
-from phalanx.engines.auditing import AuditedLink, spelled
-from phalanx.engines.ballots import OwnBallot
 from phalanx.engines.links import LaneLink, LocalLink, ProcessLink
-from phalanx.engines.own_pieces import OwnPieces
 from phalanx.engines.price import Price
 from phalanx.engines.twice import Twice
-from phalanx.engines.verdict import MOST, Open, decided, endless
-from phalanx.errors import CorruptionError, PhalanxError, RunError, WorkerError
+from phalanx.errors import PhalanxError, RunError, WorkerError
 from phalanx.plan import evaluation_key
-from phalanx.plan.audit import Audit, What
 from phalanx.seams import Exported, Framework, Measurement, RunState, Todo, Weights
-from phalanx.seams.events import Incident, StepReport
+from phalanx.seams.events import StepReport
 from phalanx.seams.snapshots import Captured
 from phalanx.shared.heap import RUNS
 from phalanx.step import Proposal, commit, measure, propose, todo
@@ -46,9 +40,6 @@ class Inline:
     run_state : RunState, optional
         What was done before, in another engine.
     link : ProcessLink, optional
-    audit : Audit, optional
-    open_court : callable, optional
-        Starts a fresh process that says which of two values is right.
     ahead : Taking, optional
         Where shares come from that others read; closed with the engine.
 
@@ -67,8 +58,6 @@ class Inline:
         framework: Framework,
         run_state: RunState | None = None,
         link: ProcessLink | None = None,
-        audit: Audit | None = None,
-        open_court: Open | None = None,
         ahead: Any = None,
     ) -> None:
         self.run_state = RunState() if run_state is None else run_state
@@ -78,17 +67,13 @@ class Inline:
         self._link: ProcessLink = link or (
             LocalLink(framework, range(definition.replicas)) if lanes is None else LaneLink(framework, lanes)
         )
-        self._open_court = open_court
-        self._audited: AuditedLink | None = None
-        if audit is not None:
-            self._link = self._audited = _audited(self._link, audit, framework, definition)
         self._ahead = ahead
         self._dealer = BatchShares(definition, framework.opened, None if ahead is None else ahead.read)
         self._torn = False
         self.ended = ""
         self.closed = False
         self._price = Price(definition, framework, self.run_state)
-        self._twice = Twice(definition, framework, allow=self.run_state.allow)
+        self._twice = Twice(definition, framework, allow=self.run_state.allow, audit=self.run_state.audit)
         self._twice.begin(len(self.run_state.loss_history))
         RUNS.begin()
         self._memory = weakref.finalize(self, RUNS.end)
@@ -107,7 +92,12 @@ class Inline:
             if self._lanes is not None and batch is None:
                 self._lanes.expect(functools.partial(self._following, t + 1, horizon))
             samples = sum([len(share.samples) for share in shares])
-            proposal = self._done(t, shares, batch, samples)
+            self._link.begin()
+            if t in self._twice.due:
+                proposal = self._twice.propose(self._link, t, shares)
+            else:
+                proposal = propose(self._framework, self._link, self._definition, t, shares)
+            self._commit(t, proposal, samples)
         epoch = self._definition.epoch_of(t) if batch is None else None
         ended = time.perf_counter()
         self.run_state.time(started, ended)
@@ -162,29 +152,6 @@ class Inline:
             self._ahead.close()
         self._memory()  # once
 
-    def _done(self, t: int, shares: Sequence[Share], batch: Any, samples: int) -> Proposal:
-        """Do the step; again where an audit found that this process computed a wrong value."""
-        found = 0
-        while True:
-            if self._audited is not None:
-                self._audited.aim(t, shares)
-            self._link.begin()
-            try:
-                proposal = propose(self._twice.due.get(t, self._framework), self._link, self._definition, t, shares)
-                self._commit(t, proposal, samples)
-                return proposal
-            except CorruptionError as error:
-                found += 1
-                court = self._open_court if error.what != What.UPDATE else None  # whose value it was shows next time
-                found_wrong = decided(error, {}, court, self._definition, self.run_state, batch)
-                error.worker = found_wrong[0] if found_wrong else 0 if court is None else None
-                worker = -1 if error.worker is None else error.worker
-                self.run_state.incidents.append(Incident(time.perf_counter(), "corruption", worker, t, spelled(error)))
-                if self._audited is None or self._audited.stops:
-                    raise
-                if found == MOST:
-                    raise endless(error) from error
-
     def _following(self, step: int, horizon: int) -> list[Todo]:
         """What the next step computes, if nobody may change the data before: columns are watched, other data is not."""
         definition = self._definition
@@ -204,9 +171,6 @@ class Inline:
             self._torn = False
             during = "the scheduler; the step itself was done"
             self._framework.schedule(proposal.loss)
-        except CorruptionError:  # the state is the one before the update
-            self._torn = False
-            raise
         except BaseException as error:
             moment = self._definition.rounds.at(t)
             self.ended = f"{type(error).__name__} ({error}) at {moment} in {during}"
@@ -218,11 +182,3 @@ class Inline:
         """Refuse to go on where the run cannot."""
         if self.ended:
             raise RunError(f"this run cannot go on: {self.ended}; start another")
-
-
-def _audited(link: Any, audit: Audit, framework: Framework, definition: Definition) -> AuditedLink:
-    """A link whose steps are audited by the process itself; of several devices, replicas only."""
-    ballot = OwnBallot()
-    pieces = OwnPieces(audit, framework, ballot) if isinstance(link, LocalLink) else None
-    blocks = [range(definition.replicas)]
-    return AuditedLink(link, audit, framework, definition, ballot, worker=0, blocks=blocks, pieces=pieces)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from phalanx.plan.fold import Fold
@@ -67,12 +67,10 @@ class LocalLink:
         """See ``seams.Link.all_true``."""
         return opinion
 
-    def commit(self, step: int, gradient: Vector | None, updated: Callable[[], None] | None = None) -> None:
-        """See ``seams.Link.commit``; ``updated`` is called after an update."""
+    def commit(self, step: int, gradient: Vector | None) -> None:
+        """See ``seams.Link.commit``."""
         if gradient is not None:
             self._framework.update(step, gradient, self._buffers)
-            if updated is not None:
-                updated()
 
 
 class LaneLink:

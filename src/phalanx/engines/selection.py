@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from phalanx.errors import UsageError
 from phalanx.frameworks.registry import as_factory, open_framework
 from phalanx.plan.audit import Audit
 from phalanx.plan.placement import place
+from phalanx.plan.tally import MOST
 from phalanx.seams import Engine, Framework, RunState
 from phalanx.surroundings.presence import processors, several, usable_cores
 
@@ -34,6 +34,7 @@ def open_engine(
     *,
     allow: bool | None = False,
     audit: Audit | None = None,
+    max_failures: int = MOST,
     readers: int | None = 0,
 ) -> Engine:
     """The engine that was asked for; "auto" without a number of workers measures.
@@ -54,7 +55,7 @@ def open_engine(
 
     def begun() -> RunState:
         run_state = begin(framework)
-        run_state.audit, run_state.allow = audit, allow
+        run_state.audit, run_state.allow, run_state.max_failures = audit, allow, max_failures
         return run_state
 
     deadline = Deadline(deadline_seconds)
@@ -64,13 +65,12 @@ def open_engine(
         WARM.prepare(definition)  # first: it imports while the model is made here
         framework = open_framework(definition, devices)
         placement = place(definition.replicas, count)
-        return Processes(definition, framework, placement, begun(), deadline, audit=audit, readers=readers)
+        return Processes(definition, framework, placement, begun(), deadline, readers=readers)
     framework = open_framework(definition, devices, allow=bool(allow))
     if engine == "inline" or here or framework.lanes is not None:
-        court, state = functools.partial(Processes, definition, framework), begun()
-        ahead = ahead_here(definition, framework, readers) if CAPABLE else None
-        return Inline(definition, framework, state, audit=audit, open_court=court, ahead=ahead)
-    return Auto(definition, framework, begun(), count, deadline, audit, readers)
+        facts = definition, framework, begun()
+        return Inline(*facts, ahead=ahead_here(definition, framework, readers) if CAPABLE else None)
+    return Auto(definition, framework, begun(), count, deadline, readers)
 
 
 @contextlib.contextmanager

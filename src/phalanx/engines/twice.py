@@ -1,25 +1,37 @@
-"""A replica computed twice from the same state: what user code keeps elsewhere from call to call shows there.
+"""A replica computed twice from the same state: faults of user code and of machines show there.
 
-In steps 0, 1, 10, 100 and so on, and in the first step of a process, every worker does so with its first replica. Later
-steps find what acts late: a teacher that equals its student at first, a queue that is used once it is full.
+In steps 0, 1, 10, 100 and so on, and in the first step of a process, every worker does so with its first replica. What
+user code keeps elsewhere from call to call shows there. Later steps find what acts late: a teacher that equals its
+student at first, a queue that is used once it is full.
+
+In an audited step one replica is computed again by the worker after the one that hosts it, or by the same one if that
+is alone. A processor that computes wrongly shows there. Only checksums are exchanged.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
+import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Container, Iterator, MutableSequence, Sequence
+from typing import Any, NamedTuple, cast
 
 from phalanx.definition import checks
+from phalanx.definition.data import Share
 from phalanx.definition.fields import Definition
 from phalanx.definition.reachable import differences, values
-from phalanx.errors import StateError, spell_samples
-from phalanx.seams import Computed, Framework, Todo, Watch
+from phalanx.errors import CorruptionError, StateError, spell_samples
+from phalanx.plan.audit import Audit, joined
+from phalanx.seams import Arithmetic, Computed, Link, Steppable, Todo, Watch
+from phalanx.step import Proposal, compute, propose, todo
 from phalanx.surroundings.current import CURRENT
 
+Facts = dict[str, Any]
+
 STEPS = (0, *(10**power for power in range(16)))
+ALL = range(1 << 62)
 SHOWN = 6  # of what changed
 HELD = re.compile(r"\._(?:modules|buffers|parameters)\['(.*?)'\]")
 STATE = re.compile(r"model\b.*\._(?:buffers|parameters)\[")
@@ -29,6 +41,24 @@ WAYS = (
     "model (for a loss, too: put its module into the model, and let forward_fn return the loss), or make it a function "
     "of the step: phalanx.current_step(). nondeterministic='allow' makes this a warning"
 )
+WRONG = (
+    "nothing was updated. A processor or memory computes wrongly, or the model does not come to the same twice, as "
+    "phalanx check tells. phalanx verify RUN computes the replica once more and says which value was wrong; the same "
+    "call goes on from the newest snapshot"
+)
+
+
+class Audited(NamedTuple):
+    """What an audited step computes again: the last replica of ``work``; which worker hosts it, and which audits."""
+
+    work: list[Todo]
+    host: int
+    auditor: int
+
+    @property
+    def alone(self) -> bool:
+        """Whether the host audits itself, as there is no other worker."""
+        return self.host == self.auditor
 
 
 class Twice:
@@ -37,22 +67,42 @@ class Twice:
     Parameters
     ----------
     definition : Definition
-    framework : Framework
+    framework : Steppable
     allow : bool or None
-        Whether a difference is only warned of, once, by whoever computes the first replica; None: nothing is due.
+        Whether user code that comes to something else is only warned of, once, by whoever computes the first replica;
+        None: nobody looks.
+    audit : Audit, optional
+    blocks : sequence of sequence of int, optional
+        The replicas of each worker; by default there is one.
+    worker : int
+        This one.
+    sums : mutable sequence of float
+        Where each worker leaves what it came to in an audited step.
 
     Attributes
     ----------
-    due : dict
-        The updates of those steps, and this for each of them.
+    due : container of int
+        The updates that ``propose`` is to be called for.
     """
 
-    def __init__(self, definition: Definition, framework: Framework, *, allow: bool | None) -> None:
-        self._definition = definition
-        self._framework = framework
-        self._allow = allow
+    def __init__(
+        self,
+        definition: Definition,
+        framework: Steppable,
+        *,
+        allow: bool | None,
+        audit: Audit | None = None,
+        blocks: Sequence[Sequence[int]] | None = None,
+        worker: int = 0,
+        sums: MutableSequence[float] | memoryview[float] | None = None,
+    ) -> None:
+        self._definition, self._framework = definition, framework
+        self._allow, self._audit = allow, audit
+        self._blocks, self._worker = blocks or [range(definition.replicas)], worker
+        self._sums = [0.0] if sums is None else sums
         self._after = definition.rounds.updates
-        self.due: dict[int, Any] = {}
+        self._checked: set[int] = set()  # updates in which every worker computes its first replica twice
+        self.due: Container[int] = self._checked if audit is None else ALL
         for step in STEPS:
             self.begin(self._after(step))
 
@@ -63,65 +113,137 @@ class Twice:
         """What is left of its step is computed twice, too: the process begins there."""
         if self._allow is not None:
             step = self._definition.rounds.at(update).step
-            self.due |= dict.fromkeys(range(update, self._after(step + 1)), self)
+            self._checked |= set(range(update, self._after(step + 1)))
 
-    def gradients(self, todo: Sequence[Todo]) -> Iterator[Computed]:
-        """See ``seams.Steppable.gradients``.
+    def propose(self, link: Link, t: int, shares: Sequence[Share]) -> Proposal:
+        """See ``step.propose``.
 
         Raises
         ------
         StateError
             The first replica came to something else when it was computed again, or left more behind than buffers.
+        CorruptionError
+            The audited replica came to something else when it was computed again.
         """
-        if not todo or (self._allow and todo[0].replica):
-            yield from self._framework.gradients(todo)
-            return
-        told: dict[str, list[Any]] = defaultdict(list)
+        self._update, self._audited = t, None
+        if self._audit is not None and self._audit.due(t):
+            ran = [replica for replica, share in enumerate(shares) if len(share.samples)]
+            replica = self._audit.replica(t, ran)
+            host = next(worker for worker, block in enumerate(self._blocks) if replica in block)
+            work = todo(self._definition, t, joined(replica, self._blocks[host], ran), shares)
+            self._audited = Audited(work, host, (host + 1) % len(self._blocks))
+        compare = None if self._audited is None or self._audited.alone else self._compare
+        return propose(cast("Steppable", self), link, self._definition, t, shares, compare)
+
+    def gradients(self, todo: Sequence[Todo]) -> Iterator[Computed]:
+        """See ``seams.Steppable.gradients``: what is computed once more comes first."""
+        audited, told = self._audited, defaultdict[str, list[Any]](list)
+        twice = [] if self._allow and todo and todo[0].replica else todo[: self._update in self._checked]
+        if audited is not None and audited.auditor == self._worker:
+            if audited.alone:
+                twice = audited.work
+            else:
+                self._sums[self._worker] = checksum(self._framework.arithmetic, self._computed(audited.work))
+        if not twice:
+            return self._each(todo, {})
         watch = Watch(lambda kind, name, value: told[kind].append((name, value)), parameters=True)
-        (first,) = self._framework.gradients(todo[:1], watch)
+        first = self._computed(twice, watch if len(twice) == 1 else None)
         if told["early"] or (told["written"] and self._definition.replicas > 1):
             changed = [f"{name!r} {how}" for name, how in told["early"] + told["written"]]
-            self._report(todo[0], "left more behind than buffers", changed)
-        if told["written"]:  # a lone replica may, as in a plain loop, and has done so now
-            yield first
-            todo = todo[1:]
-        before = self._noted(first)
-        del first  # the next gradient may lie in the same memory
-        for number, computed in enumerate(self._framework.gradients(todo)):
-            if not number and not told["written"] and before != (after := self._noted(computed)):
+            self._report(twice[-1], "left more behind than buffers", changed)
+        if told["written"] and twice[-1].replica == todo[0].replica:  # a lone replica may, and has done so now
+            return itertools.chain([first], self._each(todo[1:], {}))
+        return self._each(todo, {twice[-1].replica: noted(self._framework.arithmetic, first)})
+
+    def _each(self, todo: Sequence[Todo], known: dict[int, Facts]) -> Iterator[Computed]:
+        """The replicas, compared with what is ``known`` of one; what is audited is noted for the auditor."""
+        audited = self._audited
+        here = audited is not None and audited.host == self._worker and not audited.alone
+        hosted = audited.work[-1].replica if audited is not None and here else None
+        for one, computed in zip(todo, self._framework.gradients(todo), strict=True):
+            if one.replica == hosted:
+                self._sums[self._worker] = checksum(self._framework.arithmetic, computed)
+            before = known.get(one.replica)
+            if before is not None and before != (after := noted(self._framework.arithmetic, computed)):
                 what = ", ".join(name for name, value in before.items() if value != after[name])
-                changed = self._changed(todo[0], dict(told["model"]))
-                self._report(todo[0], f"came to {what} when it was computed again from the same state", changed)
+                self._differ(one, what, (before, after))
             yield computed
 
-    def _noted(self, computed: Computed) -> dict[str, Any]:
-        """What a replica came to, in numbers that can be compared."""
-        arithmetic = self._framework.arithmetic
-        return {
-            "another loss": repr(arithmetic.read([computed.loss])),
-            "another weight": computed.weight,
-            "another gradient": arithmetic.checksum(computed.gradient or []),
-            "other buffers": arithmetic.checksum(computed.buffers),
-        }
+    def _computed(self, work: Sequence[Todo], watch: Watch | None = None) -> Computed:
+        """What the last of some replicas comes to."""
+        computing, moment = self._framework.gradients(work, watch), self._definition.rounds.at(self._update)
+        return [compute(computing, moment, one.replica, one.share) for one in work][-1]
 
-    def _changed(self, one: Todo, model: dict[str, Any]) -> list[str]:
+    def _compare(self) -> None:
+        """All workers have met, so that both values are there."""
+        assert self._audited is not None, "who asks has looked"
+        (*_, one), host, auditor = self._audited
+        sums = int(self._sums[host]), int(self._sums[auditor])
+        if sums[0] != sums[1]:
+            what = f"came to something else in worker {auditor}, which computed it again, than in worker {host}"
+            raise self._corruption(one, what, sums)
+
+    def _differ(self, one: Todo, what: str, both: tuple[Facts, Facts]) -> None:
+        """A replica came out differently in this process: say what of user code changed, or that nothing did."""
+        changed = self._changed(one)
+        if self._audited is not None and self._update not in self._checked and changed == [UNSEEN]:
+            again = f"came to {what} when worker {self._worker} computed it again, which is alone"
+            raise self._corruption(one, again, (total(both[1]), total(both[0])))
+        self._report(one, f"came to {what} when it was computed again from the same state", changed)
+
+    def _changed(self, one: Todo) -> list[str]:
         """What user code holds that is another after computing the replica once more; the state is not meant."""
-        roots = {**self._definition.holders, **model}
+        roots: dict[str, Any] = dict(self._definition.holders)
         before = values(roots)
+
+        def tell(kind: str, name: str, value: Any) -> None:
+            if kind == "model":
+                roots[name] = value
+                before.update(values(roots))
+
         with contextlib.suppress(Exception):
-            list(self._framework.gradients([one]))
+            list(self._framework.gradients([one], Watch(tell, parameters=True)))
         found = differences(before, values(roots))
         return [HELD.sub(r".\1", path) for path in found if not STATE.match(path)] or [UNSEEN]
 
     def _report(self, one: Todo, what: str, changed: Sequence[str]) -> None:
-        name, samples = self._definition.rounds.names[one.phase], one.share.samples
-        moment = f"step {CURRENT.step}, phase {name!r}" if name else f"step {CURRENT.step}"
         more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
-        message = (
-            f"replica {one.replica} of {moment}, samples {spell_samples(samples)}, {what}; what changed in between: "
-            f"{', '.join(changed[:SHOWN])}{more}. {WAYS}"
-        )
+        message = f"{self._named(one)}, {what}; what changed in between: {', '.join(changed[:SHOWN])}{more}. {WAYS}"
         if not self._allow:
-            raise StateError(message, step=CURRENT.step, replica=one.replica, samples=samples)
+            raise StateError(message, step=CURRENT.step, replica=one.replica, samples=one.share.samples)
         checks.warn(message)
-        self._allow, self.due = None, {}
+        self._allow = None
+        self._checked.clear()
+
+    def _corruption(self, one: Todo, what: str, sums: tuple[int, int]) -> CorruptionError:
+        assert self._audited is not None, "who asks has looked"
+        _, host, auditor = self._audited
+        return CorruptionError(
+            f"{self._named(one)}, {what}; {WRONG}", workers=(host, auditor), sums=sums, step=CURRENT.step,
+            replica=one.replica, samples=one.share.samples,
+        )  # fmt: skip
+
+    def _named(self, one: Todo) -> str:
+        name = self._definition.rounds.names[one.phase]
+        moment = f"step {CURRENT.step}, phase {name!r}" if name else f"step {CURRENT.step}"
+        return f"replica {one.replica} of {moment}, samples {spell_samples(one.share.samples)}"
+
+
+def noted(arithmetic: Arithmetic, computed: Computed) -> Facts:
+    """What a replica came to, in numbers that can be compared."""
+    return {
+        "another loss": repr(arithmetic.read([computed.loss])),
+        "another weight": computed.weight,
+        "another gradient": arithmetic.checksum(computed.gradient or []),
+        "other buffers": arithmetic.checksum(computed.buffers),
+    }
+
+
+def checksum(arithmetic: Arithmetic, computed: Computed) -> int:
+    """The same as one number of 32 bits."""
+    return total(noted(arithmetic, computed))
+
+
+def total(facts: Facts) -> int:
+    """One number of 32 bits that stands for all of them."""
+    return zlib.crc32(repr(facts).encode())

@@ -48,7 +48,8 @@ def read(scalars: Sequence[float]) -> list[float]:
 
 def checksum(vector: Sequence[Any]) -> int:
     """Of the bytes of all entries."""
-    return functools.reduce(lambda total, entry: zlib.crc32(_plain(entry).tobytes(), total), vector, 0)
+    entries = (b"-" if entry is None else _plain(entry).tobytes() for entry in vector)
+    return functools.reduce(lambda total, entry: zlib.crc32(entry, total), entries, 0)
 
 
 def finite(vector: Gradient) -> bool:
@@ -117,11 +118,6 @@ def view(memory: mmap.mmap, offset: int, spec: Spec) -> np.ndarray:
 def write(target: np.ndarray, source: Any) -> None:
     """Copy an array into another."""
     target[...] = _plain(source)
-
-
-def cut(array: Any, start: int, end: int) -> np.ndarray:
-    """A stretch of an array's elements, in row order."""
-    return _plain(array).reshape(-1)[start:end]
 
 
 def _plain(entry: Any) -> np.ndarray:

@@ -96,7 +96,7 @@ class Nemesis(threading.Thread):
         """Kill until enough are dead or the run is over."""
         while self.kills < self._most and not self._stopped.wait(self._random.uniform(0.2, 1.8) * self._pause):
             noticed = self._noticed()
-            for _ in range(2 if self._random.random() < AGAIN else 1):  # a third in a row would be poison
+            for _ in range(2 if self._random.random() < AGAIN else 1):
                 pids = self._run.worker_pids
                 everybody = self._random.random() < ALL_AT_ONCE
                 victims = list(pids) if everybody or not pids else [self._random.choice(pids)]
@@ -111,7 +111,7 @@ class Nemesis(threading.Thread):
         return sum(one.kind == "death" for one in self._run.incidents)
 
     def _await_progress(self, noticed: int) -> None:
-        """What ends workers three times at one place is taken for poison: wait until the run is past it."""
+        """Deaths in a row at one place end a run: wait until it is past that."""
         while not self._stopped.wait(0.002):
             if self._noticed() == noticed:
                 continue

@@ -21,7 +21,9 @@ from phalanx.definition.data import Share
 from phalanx.definition.fields import Definition
 from phalanx.definition.streams.supply import supplied
 from phalanx.engines.links import LocalLink
+from phalanx.engines.twice import checksum
 from phalanx.errors import SnapshotError, UsageError
+from phalanx.plan.audit import joined
 from phalanx.run.loop import merged
 from phalanx.seams import Computed, Framework, RunState, Watch
 from phalanx.seams.events import StepReport
@@ -230,6 +232,19 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
             return RunState(losses, begin.samples, callbacks=states, rounds=rounds)
 
         return adopted
+
+
+def sums(instant: Instant, replica: int) -> set[int]:
+    """What a replica of this step comes to, as audits compare it: by itself, or added to the one before."""
+    framework, shares = instant._framework, instant.shares()
+    ran = [number for number, share in enumerate(shares) if len(share.samples)]
+    found: set[int] = set()
+    with framework.environment, outside():
+        for work in ([replica], joined(replica, range(len(shares)), ran)):
+            *_, computed = framework.gradients(todo(instant.definition, instant.update, work, shares))
+            found.add(checksum(framework.arithmetic, computed))
+            framework.rewind()
+    return found
 
 
 def of_updates(result: Any, definition: Definition) -> list[float]:

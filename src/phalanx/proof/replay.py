@@ -191,12 +191,17 @@ def replayed(instant: Instant, replica: int, *, debug: bool = False) -> Replayed
 
 
 class Failed(NamedTuple):
-    """Where a run failed: step, replica, what the caller's batch was like, if one was brought, and the phase."""
+    """Where a run failed: step, replica, what the caller's batch was like, if one was brought, and the phase.
+
+    Where an audit ended it, also the two workers and the checksums of what they came to.
+    """
 
     step: int
     replica: int
     structure: Any
     phase: str
+    workers: Sequence[int] = ()
+    sums: Sequence[int] = ()
 
     def batch(self, folder: pathlib.Path) -> Any:
         """The caller's batch; None where the step was a planned one.
@@ -225,7 +230,8 @@ def failure_of(folder: pathlib.Path) -> Failed:
         with contextlib.suppress(ValueError, AttributeError, RecursionError):  # a line may be torn
             told = json.loads(line) if b'"error"' in line else {}
             if told.get("event") == "error" and told.get("step") is not None and told.get("replica") is not None:
-                return Failed(told["step"], told["replica"], told.get("batch"), str(told.get("phase", "")))
+                where = told["step"], told["replica"], told.get("batch"), str(told.get("phase", ""))
+                return Failed(*where, told.get("workers", ()), told.get("sums", ()))
     raise UsageError(f"no step of the run in {str(folder)!r} failed; name one with --step and --replica")
 
 

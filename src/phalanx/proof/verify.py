@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import pathlib
@@ -24,7 +25,8 @@ from phalanx.plan.keys import splitmix64
 from phalanx.proof.compare.fields import another
 from phalanx.proof.compare.links import parted
 from phalanx.proof.compare.sides import Side, side
-from phalanx.proof.instant import Instant, nearest, snapshot_at, steps_in
+from phalanx.proof.instant import Instant, nearest, snapshot_at, steps_in, sums
+from phalanx.proof.replay import failure_of
 from phalanx.surroundings.presence import shows, usable_cores
 
 SAME, DIFFERENT, UNKNOWN = 0, 1, 2  # exit statuses
@@ -97,7 +99,9 @@ def verify(
         stretches = _stretches(with_chain, path, steps, sample)
         found = _verified(recipe, with_chain, stretches, workers, progress)
         damaged = _damaged(recipe, with_chain, stretches) if found.status == SAME else ""
-        return Verified(UNKNOWN, found.steps, f"{found.text}, but {damaged}") if damaged else found
+        if damaged:
+            return Verified(UNKNOWN, found.steps, f"{found.text}, but {damaged}")
+        return found if found.status else dataclasses.replace(found, text=found.text + _blamed(recipe, path))
     finally:
         with_chain.close()
 
@@ -125,6 +129,24 @@ def _damaged(recipe: Definition, run: Side, stretches: Sequence[tuple[int, int]]
                 if step in steps_in(run.folder):
                     return f"{error}; remove that folder, which a run that goes on does not use either"
     return ""
+
+
+def _blamed(recipe: Definition, folder: pathlib.Path) -> str:
+    """Which worker was wrong where an audit ended the run, in words; "" where none did, or its batch was brought."""
+    try:
+        failed = failure_of(folder)
+    except UsageError:
+        return ""
+    if not failed.sums or failed.structure is not None:
+        return ""
+    with Instant(recipe, nearest(folder, failed.step)) as instant:
+        instant.go_to(failed.step, failed.phase or None, progress=False)
+        right = sums(instant, failed.replica)
+    wrong = sorted({worker for worker, came in zip(failed.workers, failed.sums, strict=True) if came not in right})
+    named = f"; of replica {failed.replica} of step {failed.step}, of which an audit had two values,"
+    if len(wrong) == 1 and any(came in right for came in failed.sums):
+        return f"{named} worker {wrong[0]} had the wrong one"
+    return f"{named} neither comes out here: look whether the model computes the same twice (phalanx check)"
 
 
 def _check_losses(recipe: Definition, run: Side, saved: Snapshot, steps: Iterable[int]) -> None:

@@ -34,7 +34,7 @@ class Options(TypedDict, total=False):
     on_snapshot_error: str
     chain: int | str
     audit: float
-    on_corruption: str
+    max_failures: int
     deadline_seconds: float | str
     warm_start: Any
     evaluation: Evaluation | Sequence[Evaluation] | Mapping[str, Evaluation] | None
@@ -45,7 +45,7 @@ class Options(TypedDict, total=False):
 DEFAULTS: Mapping[str, Any] = Options(
     workers="auto", readers="auto", engine="auto", devices="auto", nondeterministic="error",
     run_dir=None, resume=True, snapshot_every="auto", keep_snapshots=3,
-    on_snapshot_error="continue", chain="auto", audit=0.0, on_corruption="continue", deadline_seconds="auto",
+    on_snapshot_error="continue", chain="auto", audit=0.0, max_failures=10, deadline_seconds="auto",
     warm_start=None, evaluation=None, callbacks=(),
     progress="auto",
 )  # fmt: skip
@@ -72,7 +72,7 @@ class Settled:
     on_snapshot_error: str
     chain: int | None
     audit: float
-    on_corruption: str
+    max_failures: int
     warm_start: pathlib.Path | None
     evaluation: tuple[Evaluation, ...]
     callbacks: tuple[Any, ...]
@@ -95,7 +95,6 @@ def settle(options: Mapping[str, Any], replicas: int) -> Settled:
     checks.choice("resume", given["resume"], (True, False, ANYWAY))
     checks.choice("on_snapshot_error", given["on_snapshot_error"], ("continue", "stop"))
     checks.choice("nondeterministic", given["nondeterministic"], ("error", "allow"))
-    checks.choice("on_corruption", given["on_corruption"], ("continue", "stop"))
     checks.choice("progress", given["progress"], (True, False, "auto"))
     seconds = given["deadline_seconds"]
     settled = Settled(
@@ -112,7 +111,7 @@ def settle(options: Mapping[str, Any], replicas: int) -> Settled:
         on_snapshot_error=given["on_snapshot_error"],
         chain=_checked_chain(given["chain"]),
         audit=_checked_share(given["audit"]),
-        on_corruption=given["on_corruption"],
+        max_failures=checks.integer("max_failures", given["max_failures"], least=1),
         warm_start=_path("warm_start", given["warm_start"]),
         evaluation=listed_evaluations(given["evaluation"]),
         callbacks=checked_callbacks(given["callbacks"]),

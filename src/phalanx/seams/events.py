@@ -67,8 +67,8 @@ class Incident(NamedTuple):
     seconds : float
         When, on the clock of ``time.perf_counter``.
     kind : str
-        "death", "replaced", "rollback" for all of them, "corruption" where an audit found a wrong value, or "torn"
-        where a snapshot was written otherwise than the chain has it.
+        "death", "replaced", "rollback" for all of them, or "torn" where a snapshot was written otherwise than the
+        chain has it.
     worker, step : int
         Which worker, in which step; for a rollback the step whose update broke off; -1 where nobody can tell who.
     why : str

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from phalanx.definition.data import Share
 from phalanx.plan.audit import Audit
 from phalanx.plan.rounds import Rounds
+from phalanx.plan.tally import MOST
 from phalanx.seams.events import Evaluated, Incident, StepReport
 from phalanx.seams.sharing import Vector
 
@@ -164,6 +165,8 @@ class RunState:
         How many were.
     allow : bool or None
         Whether replicas that are computed twice may differ; None: none is.
+    max_failures : int
+        Deaths by SIGKILL or SIGTERM, in a row at one place, that end the run.
     told : int
         How many updates observers were told of, with all that completes a step.
     unseen : deque of StepReport
@@ -186,6 +189,7 @@ class RunState:
     audit: Audit | None = None
     audited: int = 0
     allow: bool | None = False
+    max_failures: int = MOST
     told: int = 0
     unseen: deque[StepReport] = field(default_factory=deque[StepReport])
 

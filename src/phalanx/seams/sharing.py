@@ -79,10 +79,6 @@ class Arrays(Protocol):
         """Copy an array into another of the same shape and dtype."""
         ...
 
-    def cut(self, array: Any, start: int, end: int) -> Any:
-        """A stretch of an array's elements, in row order; a view or a copy."""
-        ...
-
 
 class WorkerState(Protocol):
     """What a framework keeps in a worker process, while weights, buffers and optimizer state lie in the arena."""
@@ -115,24 +111,6 @@ class WorkerState(Protocol):
 
     def take(self, foreign: Any, options: Any) -> None:
         """Continue from state that no place is known for, and from options."""
-        ...
-
-    @property
-    def rehearses(self) -> bool:
-        """Whether a parameter that another worker owns can be updated here, on copies."""
-        ...
-
-    def weight(self, parameter: int) -> Any:
-        """A parameter as it is."""
-        ...
-
-    def rehearsed(
-        self, parameter: int, weight: Any, pieces: Mapping[int, Any], gradient: Any, norm: float
-    ) -> tuple[Any, dict[int, Any]]:
-        """What an update makes of copies of a parameter and its ``pieces`` of optimizer state, by number.
-
-        ``norm``: of the whole mean gradient, where it is to be clipped.
-        """
         ...
 
 

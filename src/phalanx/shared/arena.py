@@ -9,7 +9,6 @@ import mmap
 
 from phalanx.plan.placement import Placement, remaining
 from phalanx.seams.sharing import Sharing
-from phalanx.shared.audit_room import AuditRoom
 from phalanx.shared.counters import Counters, float_count, word_count
 from phalanx.shared.layout import Contents
 from phalanx.shared.memory import Carver
@@ -26,8 +25,6 @@ class Plan:
     placement : Placement
     known : Contents, optional
         Of the caller's process, which found out what the state consists of.
-    audited : bool
-        Whether there is to be room for audits.
 
     Attributes
     ----------
@@ -41,9 +38,7 @@ class Plan:
         Bytes of the arena; most of it is never touched.
     """
 
-    def __init__(
-        self, sharing: Sharing, placement: Placement, known: Contents | None = None, *, audited: bool = False
-    ) -> None:
+    def __init__(self, sharing: Sharing, placement: Placement, known: Contents | None = None) -> None:
         carver = Carver()
         self._placement = placement
         self._words = carver.take(WORD * word_count(placement.workers))
@@ -57,8 +52,6 @@ class Plan:
         self._flags = carver.take((1 + sharing.count) * len(self.nodes))
         self._flag_bytes = (1 + sharing.count) * len(self.nodes)
         self.layout = sharing.lay_out(placement, carver.take, known)
-        self._arrays = sharing.arrays
-        self._room = carver.take(AuditRoom.size(self.layout.contents, placement.replicas) if audited else 0)
         self.size = carver.size
 
     def counters(self, arena: mmap.mmap) -> Counters:
@@ -67,10 +60,6 @@ class Plan:
         words = memoryview(arena)[self._words :][: WORD * word_count(workers)].cast("q")
         floats = memoryview(arena)[self._floats :][: WORD * float_count(workers, replicas)].cast("d")
         return Counters(words, floats, workers, replicas)
-
-    def audit_room(self, arena: mmap.mmap) -> AuditRoom:
-        """Room for audits in a mapped arena."""
-        return AuditRoom(self._arrays, arena, self._room, self.layout.contents, self._placement.replicas)
 
     def flags(self, arena: mmap.mmap) -> memoryview:
         """Per partial sum: which vector of its publisher holds it (0: none, else counted from 1), and its entries."""

@@ -12,7 +12,6 @@ with ``Counters.checked``, a write by anybody else fails.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Final, Protocol, cast
 
@@ -30,9 +29,8 @@ COMPUTE, WAIT, FOLD, UPDATE = 0, 1, 2, 3  # parts of a step, timed
 PARTS: Final = ("compute", "wait", "fold", "update")
 PHASES: Final = len(Phase)
 PROGRESS: Final = 3  # the word that says how far a worker is: step and phase in one, so that none is read too late
-BEGAN: Final = len(PARTS)
-VOTES: Final = 3  # what an audit compares: see plan.audit.What
-TIMES: Final = len(PARTS) + 1 + VOTES  # a worker's: seconds in each part, when it began what it does now, votes
+SUM: Final = len(PARTS)
+TIMES: Final = len(PARTS) + 1  # a worker's: seconds in each part, and a checksum
 
 
 def word_count(workers: int) -> int:
@@ -66,13 +64,7 @@ def word(index: int, doc: str) -> Word:
 
 
 class WorkerCounters:
-    """What one worker tells. Written by that worker alone; what one that ended has written stays.
-
-    Attributes
-    ----------
-    votes : memoryview of float
-        What it came to in an audited step, of each that is compared: at most 32 bits, which a float holds exactly.
-    """
+    """What one worker tells. Written by that worker alone; what one that ended has written stays."""
 
     arrived = word(0, "How many barriers it has come to; the grant is in the upper bits.")
     finished = word(1, "The latest grant that it is done with: it is idle if that is the latest of all.")
@@ -85,11 +77,9 @@ class WorkerCounters:
     def __init__(self, words: Any, floats: memoryview[float]) -> None:
         self._words = words
         self._floats = floats
-        self.votes = floats[BEGAN + 1 : BEGAN + 1 + VOTES]
 
     def reach(self, step: int, phase: Phase) -> None:
         """It comes to a phase of a step, now."""
-        self._floats[BEGAN] = time.monotonic()
         self._words[PROGRESS] = step * PHASES + phase
 
     @property
@@ -97,15 +87,6 @@ class WorkerCounters:
         """Where it is, or was when it ended."""
         step, phase = divmod(self._words[PROGRESS], PHASES)
         return Progress(step, Phase(phase))
-
-    def begin_part(self) -> None:
-        """Whatever it does now, it begins now."""
-        self._floats[BEGAN] = time.monotonic()
-
-    @property
-    def began(self) -> float:
-        """When it came to what it does now, on the clock of ``time.monotonic``."""
-        return self._floats[BEGAN]
 
     def spend(self, part: int, seconds: float, waited: float) -> None:
         """It has spent so long in a part of a step, and waiting for the others to come to its end."""
@@ -115,7 +96,7 @@ class WorkerCounters:
     @property
     def spent(self) -> Sequence[float]:
         """Seconds that its place has spent in each of ``PARTS`` so far."""
-        return self._floats[:BEGAN].tolist()
+        return self._floats[:SUM].tolist()
 
 
 class Counters:
@@ -137,6 +118,8 @@ class Counters:
         Of the replicas in the present step.
     reports : Reports
         Of finished steps; written by the first worker.
+    sums : memoryview of float
+        For each worker a checksum of what it came to in an audited step; 32 bits, which a float holds exactly.
     """
 
     checked: ClassVar[bool] = False
@@ -172,6 +155,7 @@ class Counters:
         ring = rows + (REPORT + TOLD * replicas) * RING
         self.parts = Parts(floats[:rows])
         self.reports = Reports(floats[rows:ring])
+        self.sums = floats[ring + SUM :: TIMES]
         self.workers = [
             WorkerCounters(words[OF_WORKERS + number * LINE :][:LINE], floats[ring + number * TIMES :][:TIMES])
             for number in range(workers)
@@ -222,11 +206,6 @@ class Counters:
         """Seconds that each worker has spent in each part of its steps."""
         spent = [worker.spent for worker in self.workers]
         return {name: [times[part] for times in spent] for part, name in enumerate(PARTS)}
-
-    @property
-    def computed(self) -> int:
-        """Replicas and chunks that were computed so far, anywhere, again if they were lost."""
-        return sum(worker.total for worker in self.workers)
 
 
 class GuardedWords:

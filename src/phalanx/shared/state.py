@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from phalanx.seams.sharing import GradientBuckets, Sharing
-from phalanx.shared.audit_room import Parts
 from phalanx.shared.frozen import FrozenWeights
 from phalanx.shared.layout import WORD, Layout
 from phalanx.shared.memory import Memory
@@ -38,8 +37,6 @@ class Shard:
         buffers.
     frozen : FrozenWeights
     slots : GradientBuckets
-    parts : Parts
-        Single parameters with their optimizer state, for audits.
     """
 
     def __init__(self, sharing: Sharing, layout: Layout, arena: mmap.mmap, base: Memory, worker: int) -> None:
@@ -55,7 +52,6 @@ class Shard:
         self._absent: list[int] = []  # pieces of optimizer state that no update has made yet
         self._changed = memoryview(arena)[layout.changed :]
         self.slots: GradientBuckets = self._local.buckets
-        self.parts = Parts(self._local, sharing.arrays, layout, arena, worker)
         self.buffer_payload = _buffer_payload(layout, memoryview(arena))
         self._left = [
             [self._arrays.view(arena, *pair) for pair in zip(offsets, layout.contents.buffers, strict=True)]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any
 
 from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
@@ -19,11 +18,8 @@ from phalanx.engines.processes.pool import LONG, WorkerPool
 from phalanx.engines.reading.pool import read_ahead, reads
 from phalanx.engines.recovery.deadline import Deadline
 from phalanx.engines.recovery.failures import FailureLog
-from phalanx.engines.recovery.jury import Jury
-from phalanx.engines.recovery.state_record import StateRecord
-from phalanx.engines.recovery.supervisor import Supervisor
-from phalanx.errors import CorruptionError, LostError, PhalanxError, RunError
-from phalanx.plan.audit import Audit
+from phalanx.engines.recovery.supervisor import StateRecord, Supervisor
+from phalanx.errors import LostError, PhalanxError, RunError
 from phalanx.plan.placement import Placement
 from phalanx.seams import Exported, Framework, RunState, Weights
 from phalanx.seams.events import StepReport
@@ -55,15 +51,14 @@ class Processes:
         run_state: RunState | None = None,
         deadline: Deadline | None = None,
         rendezvous: Any = None,
-        audit: Audit | None = None,
         readers: int | None = 0,
     ) -> None:
         self.run_state = RunState() if run_state is None else run_state
         self.workers, self.reading = placement.workers, framework.environment
         self._definition, self._framework, self._deadline = definition, framework, deadline or Deadline()
-        self._rendezvous, self._audit, self._jury = rendezvous, audit, cast("Jury | None", None)
+        self._rendezvous = rendezvous
         self.ended, self.closed, self.lost, self._price = "", False, False, Price(definition, framework, self.run_state)
-        plan = Plan(framework.sharing, placement, audited=audit is not None)
+        plan = Plan(framework.sharing, placement)
         check_room(plan.layout.touched, placement.workers)
         memories = [Memory(0) for _ in range(MEMORIES)]
         with contextlib.ExitStack() as undo:
@@ -79,16 +74,13 @@ class Processes:
         mapped = arena.map()
         self.counters = plan.counters(mapped).written_by(PARENT)
         self._mirror = Mirror(self._framework.sharing, plan.layout, mapped, base)
-        facts: dict[str, Any] = {"audit": self._audit, "hosts": self._rendezvous, "ahead": readers != 0}
+        facts: dict[str, Any] = {"audit": self.run_state.audit, "hosts": self._rendezvous, "ahead": readers != 0}
         facts |= {"placement": placement, "signature": plan.layout.signature(), "contents": plan.layout.contents}
         facts |= {"allow": self.run_state.allow}
         pack_recipe(self._definition, self._framework.name, environment_memory, parcel, facts)
         record = StateRecord(self._mirror, self.run_state, self.counters.reports)
         self._failures = FailureLog(self._definition, self._framework, placement, self.counters, self.run_state)
-        self._pool = WorkerPool(memories, self.counters, self._deadline, self._failures.vacancies, record)
-        if self._audit is not None:
-            court = functools.partial(Processes, self._definition, self._framework)
-            self._jury = Jury(self._audit, self._definition, self._failures, self._pool, court)
+        self._pool = WorkerPool(memories, self.counters, self._deadline, self._failures)
         self.supervisor = Supervisor(placement, self._pool, record, mailbox, orders, self._failures)
         try:
             self.supervisor.begin()
@@ -120,11 +112,7 @@ class Processes:
                     self.supervisor.wait(lambda: True, t)
         report = self._absorb() if counters.done > t else None
         if report is None or any(told.step == t for told in self._pool.told):
-            error = self._failure(t)
-            if self._jury is None or not isinstance(error, CorruptionError):
-                raise error
-            self._jury.judge(self, error, batch)
-            return self.advance(batch, horizon)
+            raise self._failure(t)
         return report if batch is None else report._replace(epoch=None)
 
     def pause(self) -> bool:

@@ -42,8 +42,8 @@ class WorkerHandle:
     channel : Connection
     pipes : list of int
         Its standard output and standard error.
-    born, since : float
-        When it was started, and when it was last given something to do, on the clock of ``time.monotonic``.
+    born : float
+        When it was started, on the clock of ``time.monotonic``.
     ready : bool
         Whether it has said that it can begin.
     """
@@ -51,7 +51,7 @@ class WorkerHandle:
     def __init__(self, zygote: Starter, number: int, memories: Sequence[int]) -> None:
         self.number = number
         self.ended = self.ready = False
-        self.born = self.since = time.monotonic()
+        self.born = time.monotonic()
         self._owner = os.getpid()
         self._zygote = zygote
         mine, theirs = socket.socketpair()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,8 +175,8 @@ class ArenaLink:
         self._barrier.wait(UPDATE)
         return all(worker.opinion for worker in self._counters.workers)
 
-    def commit(self, step: int, gradient: Vector | None, audit: Callable[[], None] | None = None) -> None:
-        """See ``seams.Link.commit``; ``audit`` is called while what was updated can still be taken back."""
+    def commit(self, step: int, gradient: Vector | None) -> None:
+        """See ``seams.Link.commit``."""
         self._barrier.at(Phase.UPDATING)
         if gradient is not None:
             buffers = None
@@ -186,8 +186,6 @@ class ArenaLink:
             self._shard.frozen.thaw(step, gradient)
             self._framework.update(step, gradient, buffers)
             self._shard.settle()
-        if audit is not None:
-            audit()
         self._barrier.at(Phase.UPDATED)
         self._barrier.wait(UPDATE)
 
@@ -208,7 +206,6 @@ class ArenaLink:
 
     def _count(self, done: int) -> None:
         """Say how many replicas of this step are done."""
-        self._own.begin_part()
         self._own.replicas = self._done = done
         if done:
             self._own.total += 1

@@ -21,12 +21,10 @@ from phalanx.plan.tally import Cause
 from phalanx.surroundings.imports import installed
 
 BROKEN_OFF = "stayed in user code after Ctrl-C and was ended"  # a death that the caller caused
-CORRUPT = "computed a wrong value, as an audit found, and was ended"
 NO_TERMINAL = (
     "a debugger found no terminal in a worker process; train with engine='inline', which has the same bits and lets "
     "breakpoint() stop in this process, or use phalanx replay RUN --step K --replica R --pdb"
 )
-SUSPECT = "was ended, as an audit found that its update of a parameter differs from another worker's"
 WHERE = {
     "torn": "the optimizer, so the weights are not those of any step",
     "repaired": "the optimizer; the state is the one before that step",
@@ -49,17 +47,11 @@ class End(NamedTuple):
     cause : Cause
     ready : bool
         Whether it had said that it can begin.
-    since : float
-        When it was started, or last given something to do.
-    when : float
-        When that was noticed, on the clock of ``time.monotonic``.
     """
 
     why: str
     cause: Cause
     ready: bool
-    since: float
-    when: float
 
 
 @dataclass(frozen=True)
@@ -129,7 +121,7 @@ def first_error(told: Sequence[WorkerMessage]) -> BaseException:
 def ended(code: int | None) -> tuple[str, Cause]:
     """How a process ended and who may have ended it, out of its exit code; None: with the zygote that started it."""
     if code is None:
-        return "ended with the process that started it", Cause.STARTER
+        return "ended with the process that started it", Cause.ANYBODY
     if code >= 0:
         return f"exited with status {code}", Cause.ITSELF
     try:

@@ -19,8 +19,7 @@ from phalanx.engines.processes.launch import Warm
 from phalanx.engines.processes.messages import BROKEN_OFF, End, WorkerMessage, ended
 from phalanx.engines.processes.output import Output
 from phalanx.engines.recovery.deadline import Deadline, Watch
-from phalanx.engines.recovery.failures import Vacancies
-from phalanx.engines.recovery.state_record import StateRecord
+from phalanx.engines.recovery.failures import FailureLog
 from phalanx.errors import LostError
 from phalanx.plan.lifecycle import Phase
 from phalanx.plan.tally import Cause
@@ -44,17 +43,13 @@ class WorkerPool:
         What workers inherit; closed when the pool ends.
     counters : Counters
     deadline : Deadline
-    vacancies : Vacancies
+    failures : FailureLog
         Where it is noted who has ended.
-    record : StateRecord
-        Where it is noted what workers tell of the state.
 
     Attributes
     ----------
     told : list of WorkerMessage
         What the workers told, in the order in which it was read.
-    started : int
-        How many were ready so far.
     interrupted : bool
         Whether Ctrl-C ended a wait, and the workers were asked to stop; they may not have come to it yet.
     """
@@ -64,22 +59,18 @@ class WorkerPool:
         memories: Sequence[Memory],
         counters: Counters,
         deadline: Deadline,
-        vacancies: Vacancies,
-        record: StateRecord,
+        failures: FailureLog,
     ) -> None:
         self.told: list[WorkerMessage] = []
-        self.started = 0
         self.interrupted = False
         self._memories = memories
         self.counters = counters
         self._deadline = deadline
-        self._vacancies = vacancies
-        self._record = record
+        self._failures = failures
         self._handles: dict[int, WorkerHandle] = {}
         self._starting: set[int] = set()
         self._owner = os.getpid()
         self._need: Callable[[Mapping[str, str]], None] = lambda modules: None
-        self._lived = 0.0  # seconds, of those that have ended
         self._output = Output()
         self._poller = select.poll()
         self._imported = Imported(memories[0])
@@ -96,12 +87,6 @@ class WorkerPool:
         """The workers that can be waited for."""
         return [number for number, handle in self._handles.items() if not handle.ended]
 
-    @property
-    def lived(self) -> float:
-        """Seconds that all workers together have lived so far."""
-        now = time.monotonic()
-        return self._lived + sum(now - handle.born for handle in self._living())
-
     def start(self, numbers: Iterable[int], warm: Warm) -> None:
         """Start workers, in place of those that ended; returns when all are ready, or told why not, or ended."""
         self._need = warm.need
@@ -109,7 +94,7 @@ class WorkerPool:
             self._imported.publish()
         for number in numbers:
             handle = warm.handle(number, [memory.fd for memory in self._memories])
-            self._vacancies.fill(number)
+            self._failures.fill(number)
             self._handles[number] = handle
             self._starting.add(number)
             self._output.follow(handle.pipes)
@@ -125,7 +110,6 @@ class WorkerPool:
         counters.grant += 1
         fence()  # either a worker sees the grant before it sleeps, or it is seen here that it sleeps
         for handle in self._living():
-            handle.since = time.monotonic()
             if counters.workers[handle.number].sleeping:
                 handle.wake()
 
@@ -139,7 +123,7 @@ class WorkerPool:
         self.counters.pause = LEAVE
 
         def idle() -> bool:
-            if self._vacancies.dead:  # nobody waits for those that ended
+            if self._failures.dead:  # nobody waits for those that ended
                 self.counters.trouble = 1
             return self.counters.all_idle(self.alive)
 
@@ -229,9 +213,8 @@ class WorkerPool:
         if kind == "result" and facts[0] != self.counters.grant:
             return  # of a task that was broken off
         if kind == "ready":
-            handle.ready, handle.since = True, time.monotonic()
+            handle.ready = True
             self._starting.discard(handle.number)
-            self.started += 1
         elif kind == "warning":
             self._output.warn(*facts)
         elif kind == "imported":
@@ -252,20 +235,14 @@ class WorkerPool:
                 continue
         self._output.forget(handle.pipes)
         self._starting.discard(handle.number)
-        self._lived += time.monotonic() - handle.born
         with interrupts.held():
             status = handle.end()
         why, cause = known or ended(None if status is None else os.waitstatus_to_exitcode(status))
-        self._vacancies.fell(handle.number, End(why, cause, handle.ready, handle.since, time.monotonic()))
+        self._failures.fell(handle.number, End(why, cause, handle.ready))
 
     def leave(self) -> None:
         """See ``forks.Owned``."""
         self._abandoned.detach()
-
-    def dismiss(self, number: int, why: str) -> None:
-        """End a worker whose values were, or may have been, wrong; it counts as dead, and another takes its place."""
-        if not self._handles[number].ended:
-            self._died(self._handles[number], (why, Cause.CALLER))
 
     def check_owner(self) -> None:
         """Refuse, by a LostError, to touch the workers of the process that this one was forked from."""

@@ -20,8 +20,6 @@ from phalanx.definition.batches import BatchShares
 from phalanx.definition.data import Share
 from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
-from phalanx.engines.audited_pieces import audited_link, revote
-from phalanx.engines.auditing import AuditedLink
 from phalanx.engines.hosts.link import HostLink
 from phalanx.engines.processes.environment import adopt_environment
 from phalanx.engines.processes.link import ArenaLink
@@ -30,7 +28,7 @@ from phalanx.engines.processes.serialization import remarked, unpack
 from phalanx.engines.reading.taking import Taking
 from phalanx.engines.recovery.deadline import SnapshotTimer
 from phalanx.engines.twice import Twice
-from phalanx.errors import CorruptionError, LostError, Trouble, UsageError
+from phalanx.errors import LostError, Trouble, UsageError
 from phalanx.frameworks.jax.outside import threads
 from phalanx.frameworks.registry import open_framework, sparing
 from phalanx.plan import evaluation_key
@@ -83,11 +81,15 @@ class Worker:
         self._share(arena, base, setup)
         ahead = Taking(inputs, self._definition).read if setup["ahead"] else None
         self._dealer = BatchShares(self._definition, self._framework.opened, ahead)
-        self._settled, self._twice = False, Twice(self._definition, self._framework, allow=setup["allow"])
+        self._twice = Twice(
+            self._definition, self._framework, allow=setup["allow"], audit=setup["audit"],
+            blocks=self._placement.blocks, worker=number, sums=self._counters.sums,
+        )  # fmt: skip
+        self._settled = False
         give_back()  # the model as it was made, before it moved into the arena
 
     def _share(self, memory: Memory, base: Memory, setup: dict[str, Any]) -> None:
-        plan = Plan(self._framework.sharing, self._placement, setup["contents"], audited=setup["audit"] is not None)
+        plan = Plan(self._framework.sharing, self._placement, setup["contents"])
         if plan.layout.signature() != setup["signature"]:
             raise UsageError(
                 "make_model returned another model in a worker process than in this one; it must return the same "
@@ -99,15 +101,11 @@ class Worker:
         self._own.replicas = 0  # those of the worker whose place this one takes were computed before
         self._barrier = Barrier(self._counters, self._number)
         self._shard = Shard(self._framework.sharing, plan.layout, arena, base, self._number)
-        self._room = None if setup["audit"] is None else plan.audit_room(arena)
         shard, placement, barrier, rendezvous = self._shard, self._placement, self._barrier, setup["hosts"]
         within = ArenaLink(self._framework, shard, plan, placement, arena, barrier)
-        self._link: ArenaLink | HostLink | AuditedLink = within
+        self._link: ArenaLink | HostLink = within
         if rendezvous is not None:
             self._link = HostLink(rendezvous, within, shard, plan, placement, barrier)
-        elif setup["audit"] is not None:
-            recipe = self._framework, self._definition
-            self._link = audited_link(within, setup["audit"], *recipe, shard, plan, arena, barrier)
 
     def take(self, orders: dict[str, Any]) -> None:
         """Be at the beginning of a step, with a state that lies in the arena, and options in ``orders``."""
@@ -165,8 +163,6 @@ class Worker:
             facts = unpack(self._mailbox)
             task = facts.pop("task")
             tasks = {"evaluate": self._evaluate, "state": self._describe, "take": self.take, "resume": self.resume}
-            parts = self._framework, self._definition, self._dealer, self._link, self._shard, self._room
-            tasks["vote"] = functools.partial(revote, *parts, self._step)
             self._caller.tell("result", self._counters.grant, tasks[task](**facts))
 
     def _advance(self, shares: list[Share]) -> None:
@@ -175,17 +171,16 @@ class Worker:
         started, lr = time.perf_counter(), self._framework.lr
         if self._counters.snapshot_due == t:
             self._timer.keep(self._save)
-        if isinstance(self._link, AuditedLink):
-            self._link.aim(t, None if t < self._counters.done else shares)  # what was lost is done again as it was
         self._link.begin(even=len({len(share.samples) for share in shares}) == 1)
-        proposal = propose(self._twice.due.get(t, self._framework), self._link, self._definition, t, shares)
+        if t in self._twice.due:
+            proposal = self._twice.propose(self._link, t, shares)
+        else:
+            proposal = propose(self._framework, self._link, self._definition, t, shares)
         if self._number == 0:
             samples = sum([len(share.samples) for share in shares])
             self._announce(t, proposal, lr, samples, started)
         try:
             commit(self._framework, self._link, t, proposal)
-        except CorruptionError:
-            raise
         except BaseException as error:
             if not isinstance(error, Trouble):
                 self._caller.tell("torn", *as_told(error), t)

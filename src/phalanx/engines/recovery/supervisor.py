@@ -1,7 +1,9 @@
 """Keeps W workers at work: starts them, grants what they are to do, and puts others in the place of those that end.
 
-What to do is decided in ``plan.lifecycle``; here it is done. What workers did lies in the arena, so a replacement only
-has to be told where, and what else belongs to the state of a step: ``state_record`` knows that.
+What to do is decided in ``plan.lifecycle``; here it is done. What workers did lies in the arena, and in the snapshot
+there. A replacement has to be told at which step it is, and what else belongs to the state (``StateRecord``): options
+of optimizers and schedules follow from those of an earlier step and the losses since. Batches that the caller brought
+cannot be read again, so they are kept as long as a step may have to be done again.
 """
 
 from __future__ import annotations
@@ -15,19 +17,95 @@ from phalanx.engines.processes.messages import WorkerMessage, first_error, unfit
 from phalanx.engines.processes.pool import LONG, WorkerPool
 from phalanx.engines.processes.serialization import pack
 from phalanx.engines.recovery.failures import FailureLog
-from phalanx.engines.recovery.state_record import StateRecord
 from phalanx.errors import LostError
 from phalanx.frameworks.registry import reduced, reduced_sample
 from phalanx.plan.lifecycle import Action, Decision, Repair, Seen, Situation, decide
 from phalanx.plan.placement import Placement
+from phalanx.seams import RunState
 from phalanx.shared.counters import BATCH, STEPS, TASK
 from phalanx.shared.memory import Memory
+from phalanx.shared.reports import Reports
+from phalanx.shared.state import Mirror
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import SLICE_SECONDS
 
 MOST_BATCHES = 1 << 28  # bytes of batches that are kept from one snapshot to the next
 EAGER_STEPS = 10  # after a state was taken back, each of as many steps is followed by a snapshot
 NEVER = -1
+
+
+class StateRecord:
+    """What a worker has to know to be at the beginning of a step.
+
+    Parameters
+    ----------
+    mirror : Mirror
+        The caller's own state, and the way into the arena.
+    run_state : RunState
+        The steps that the caller has seen.
+    reports : Reports
+        Of the steps that it has not seen yet.
+
+    Attributes
+    ----------
+    home : int or None
+        The step at which the caller's own state is; None once there is a snapshot by the caller's wish, which takes its
+        place.
+    batches : dict
+        Those that the caller brought since the last snapshot, by their step, as they are written for workers.
+    """
+
+    def __init__(self, mirror: Mirror, run_state: RunState, reports: Reports) -> None:
+        self._mirror = mirror
+        self._run_state = run_state
+        self._reports = reports
+        self.home: int | None = self.seen
+        self.batches: dict[int, bytes] = {}
+        self._base: tuple[int, Any] = (self.seen, None)  # a step, and the options before it
+        self._foreign: Any = None  # state of an optimizer that is not the framework's own, as the caller has it
+
+    @property
+    def seen(self) -> int:
+        """How many steps the caller has seen."""
+        return len(self._run_state.loss_history)
+
+    @property
+    def base(self) -> int:
+        """The step from which on losses have to be told."""
+        return self._base[0]
+
+    def put(self) -> int:
+        """Put the caller's own state into the arena; returns its step."""
+        assert self.home is not None  # it is given up only when there is a snapshot
+        state = self._mirror.put()
+        self._base = (self.home, state["options"])
+        self._foreign = state["foreign"]
+        return self.home
+
+    def keep(self, step: int, options: Any) -> None:
+        """A snapshot before ``step`` has taken the place of the caller's own state, which may change from here on."""
+        self.home, self._base = None, (step, options)
+
+    def note_batch(self, step: int, batch: bytes, *, kept: int) -> int:
+        """The caller brought a batch; those that the snapshot covers may go. Returns the bytes of all that are kept."""
+        self.batches = {earlier: kept_batch for earlier, kept_batch in self.batches.items() if earlier >= kept}
+        self.batches[step] = batch
+        return sum(map(len, self.batches.values()))
+
+    def loss(self, step: int) -> float:
+        """Of a finished step."""
+        return self._run_state.loss_history[step] if step < self.seen else self._reports.read(step)[0]
+
+    def described(self, step: int) -> dict[str, Any]:
+        """What to tell a worker that is to be at the beginning of ``step``."""
+        begun, options = self._base
+        return {
+            "step": step,
+            "foreign": self._foreign,
+            "options": options,
+            "losses": [self.loss(earlier) for earlier in range(begun, step)],
+            "restore": False,
+        }
 
 
 class Supervisor:
@@ -170,17 +248,17 @@ class Supervisor:
         if decision.action is not Action.JOIN:
             return False
         fallen = sorted(self._failures.dead)
-        self._failures.count(self._pool.started, self._pool.lived)
+        self._failures.check()
         if 0 in fallen:  # it may have ended before it said that the step before is finished
             self._counters.confirmed = max(self._counters.confirmed, decision.step)
         self._replace(fallen, decision.step, joining=True)
         return True
 
     def _carry_out(self, decision: Decision) -> None:
-        """Do what was decided; deaths are counted first, which may end the run."""
+        """Do what was decided, unless deaths are to end the run."""
         action, step, fallen = decision.action, decision.step, sorted(self._failures.dead)
         if fallen and action is not Action.STOP:
-            self._failures.count(self._pool.started, self._pool.lived)
+            self._failures.check()
         match action:
             case Action.STOP:
                 self._stop()
@@ -268,7 +346,6 @@ class Supervisor:
         """Start workers at ``step``; returns when they are ready, or have ended again."""
         orders = {**self._record.described(step), "grant": self._counters.grant, "joining": joining}
         pack(orders, self._orders, reduced)
-        self._failures.start()
         self._pool.start(workers, WARM)
         self._failures.started(step)
         if any(told.kind == "failed" for told in self._pool.told):

@@ -119,8 +119,6 @@ class WorkerState:
     worker : int
     """
 
-    rehearses = False
-
     def __init__(self, state: State, updates: Update, layout: Layout, arena: mmap.mmap, worker: int) -> None:
         self.buckets = GradientBuckets(layout, arena, worker)
         self.starts = [view(arena, *pair) for pair in zip(layout.starts, layout.contents.buffers, strict=True)]
@@ -156,16 +154,6 @@ class WorkerState:
 
     def take(self, foreign: None, options: None) -> None:
         """Nothing is left to be taken."""
-
-    def weight(self, parameter: int) -> np.ndarray:
-        """See ``seams.sharing.WorkerState.weight``."""
-        return self._weights[parameter]
-
-    def rehearsed(
-        self, parameter: int, weight: Any, pieces: Mapping[int, Any], gradient: Any, norm: float
-    ) -> tuple[Any, dict[int, Any]]:
-        """Never asked for: an update of what another worker owns would be a program of its own, to be compiled."""
-        raise NotImplementedError
 
 
 class CallerState:

@@ -103,11 +103,6 @@ def write(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source)
 
 
-def cut(array: torch.Tensor, start: int, end: int) -> torch.Tensor:
-    """A stretch of a tensor's elements, in row order."""
-    return array.detach().reshape(-1)[start:end]
-
-
 def _add(
     parts: Sequence[torch.Tensor | None], additions: Sequence[tuple[int, int]], total: torch.Tensor, divisor: float
 ) -> None:

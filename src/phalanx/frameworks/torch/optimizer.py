@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,7 +51,6 @@ class Update:
         self._idle = False
         self._seed = definition.seed
         self._schedules = Schedules(definition, self.optimizers, named)
-        self.group_of = self._schedules.group_of
         self.own = self._schedules.own and not self.foreign  # all classes are torch's
 
     @property
@@ -73,11 +72,6 @@ class Update:
             if self.whole
             else torch.linalg.vector_norm(self._parameters[0].detach().reshape(-1)[:0]).dtype
         )
-
-    @property
-    def clip(self) -> Callable[[Sequence[torch.Tensor], torch.Tensor | float], None]:
-        """Scales gradients of parameters by the norm that is given, if the recipe clips."""
-        return functools.partial(_clip, self._max_norm, self.norm_dtype)
 
     @property
     def told(self) -> tuple[float, float]:
@@ -132,8 +126,8 @@ class Update:
         """Clip ``gradient`` by the norm computed last, and step the optimizers with it."""
         for parameter, grad in zip(self._parameters, gradient, strict=True):
             parameter.grad = grad
-        if self._norm is not None:  # None: another worker has all gradients
-            self.clip(self._parameters, self._norm)
+        if self._norm is not None and math.isfinite(self._max_norm):  # None: another worker has all gradients
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._max_norm, self._norm)
         if self.foreign:
             generators.seed(update_key(self._seed, step))
         for optimizer in self.optimizers if not self._idle else ():
@@ -206,25 +200,16 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
         plain(optimizer)
 
 
-def _clip(max_norm: float, dtype: Any, parameters: Sequence[torch.Tensor], norm: torch.Tensor | float) -> None:
-    if math.isfinite(max_norm):
-        norm = norm if isinstance(norm, torch.Tensor) else torch.tensor(norm, dtype=dtype)
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-
-
-def step_alone(optimizer: torch.optim.Optimizer, options: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
-    """Step a throw-away optimizer of the same kind, whose one group has one parameter with the state ``kept``."""
+def step_alone(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> dict[str, Any]:
+    """Step a throw-away optimizer of the same kind, whose one group has one parameter; the state that it makes."""
     kind = type(optimizer)
     trial = object.__new__(kind)
     own = {name: value for name, value in vars(optimizer).items() if name != "step"}  # a schedule wraps it
     state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
-    if kept:
-        state[options["params"][0]] = kept
     vars(trial).update(own, param_groups=[options], state=state)
     with torch.no_grad():
         inspect.unwrap(kind.step)(trial)
-    kept.update(state[options["params"][0]])
-    return kept
+    return state[options["params"][0]]
 
 
 def build_optimizers(definition: Definition, named: Named, model: torch.nn.Module) -> list[torch.optim.Optimizer]:

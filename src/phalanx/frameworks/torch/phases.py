@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -68,25 +68,6 @@ class Phased:
     def told(self) -> tuple[float, float]:
         """See ``Update.told``: of the next phase."""
         return self._next.told
-
-    @property
-    def clip(self) -> Callable[[Sequence[torch.Tensor], torch.Tensor | float], None]:
-        """See ``Update.clip``: of the next phase."""
-        return self._next.clip
-
-    @property
-    def group_of(self) -> Callable[[int, torch.Tensor], dict[str, Any] | None]:
-        """See ``Schedules.group_of``; there is none of optimizers of other phases than the next."""
-        return self._group_of
-
-    def _group_of(self, optimizer: int, parameter: torch.Tensor) -> dict[str, Any] | None:
-        first = 0
-        for phase in self._phases:
-            own = range(first, first + len(phase.optimizers))
-            if optimizer in own:
-                return phase.group_of(optimizer - first, parameter) if phase is self._next else None
-            first = own.stop
-        return None
 
     def options(self) -> list[Any]:
         """See ``Update.options``; how many updates there were comes first."""

@@ -85,8 +85,9 @@ class Schedules:
         self._grouped = [list(optimizer.param_groups) for optimizer in optimizers]
         self._groups = [group for groups in self._grouped for group in groups]
         self._members = [(list(group["params"]), list(group.get("param_names", ()))) for group in self._groups]
-        self._homes = _homes(optimizers, named)
-        self.restrict(set(self._homes))  # a scheduler may have kept the lists in which it found parameters
+        self.restrict(
+            set(_homes(optimizers, named))
+        )  # a scheduler may have kept the lists in which it found parameters
 
     def restrict(self, mine: set[int]) -> None:
         """Leave the optimizers only the parameters with these ids."""
@@ -95,11 +96,6 @@ class Schedules:
             if names:
                 pairs = zip(parameters, names, strict=True)
                 group["param_names"] = [name for parameter, name in pairs if id(parameter) in mine]
-
-    def group_of(self, optimizer: int, parameter: torch.Tensor) -> dict[str, Any] | None:
-        """The group of an optimizer that a parameter is in, whoever updates it."""
-        number, group = self._homes.get(id(parameter), (-1, None))
-        return group if number == optimizer else None
 
     @functools.cached_property
     def told(self) -> tuple[float, float]:
@@ -213,10 +209,10 @@ def _apart(value: Any) -> bool:
     return isinstance(value, APART) or any(map(_apart, inner))
 
 
-def _homes(optimizers: Sequence[torch.optim.Optimizer], named: Named) -> dict[int, tuple[int, dict[str, Any]]]:
-    """By parameter, which must be the model's: the number of its optimizer, and its group there, the only one."""
+def _homes(optimizers: Sequence[torch.optim.Optimizer], named: Named) -> dict[int, int]:
+    """By parameter, which must be the model's: the number of its only optimizer."""
     names = {id(parameter): name for name, parameter in named}
-    homes: dict[int, tuple[int, dict[str, Any]]] = {}
+    homes: dict[int, int] = {}
     for number, optimizer in enumerate(optimizers):
         kind = type(optimizer).__name__
         for group in optimizer.param_groups:
@@ -227,11 +223,11 @@ def _homes(optimizers: Sequence[torch.optim.Optimizer], named: Named) -> dict[in
                         f"parameters that it is called with, as in {EXAMPLE}"
                     )
                 if at in homes:
-                    first = type(optimizers[homes[at][0]]).__name__
+                    first = type(optimizers[homes[at]]).__name__
                     raise UsageError(
                         f"optimizer put parameter {names[at]!r} into {first} and into {kind}; give each to one"
                     )
-                homes[at] = number, group
+                homes[at] = number
     return homes
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,30 +82,6 @@ class OptimizerState:
         for piece, home in pieces.items():
             (optimizer, parameter), key = self._places[piece]
             optimizer.state[parameter][key] = home
-
-    def stepped(
-        self,
-        group_of: Callable[[int, torch.Tensor], dict[str, Any] | None],
-        parameter: int,
-        copy: torch.Tensor,
-        pieces: Mapping[int, torch.Tensor],
-    ) -> dict[int, torch.Tensor]:
-        """Step a copy of a parameter that has a gradient; what copies of its ``pieces`` are then."""
-        kept: list[dict[str, torch.Tensor]] = [{} for _ in self._optimizers]
-        named = [
-            (piece, *described.name.split(".", 1))
-            for piece, described in enumerate(self._pieces)
-            if described.parameter == parameter
-        ]
-        for piece, number, key in named:
-            if piece in pieces:
-                kept[int(number)][key] = pieces[piece].clone()
-        for number, optimizer in enumerate(self._optimizers):
-            group = group_of(number, self._parameters[parameter])
-            if group is not None:
-                step_alone(optimizer, {**group, "params": [copy]}, kept[number])
-        found = {piece: kept[int(number)].get(key) for piece, number, key in named}
-        return {piece: value for piece, value in found.items() if value is not None}
 
     def foreign(self, indices: Iterable[int]) -> list[Any] | None:
         """The state of optimizers from elsewhere, by value: per optimizer, by parameter, and what it keeps beside."""
@@ -223,7 +199,7 @@ def _made(
         options["momentum"] = LATER_MOMENTUM  # its state is made when that is first not 0; a scheduler may set it
     if device == "meta" and group.get("fused") and torch.get_default_dtype() == torch.float32:
         options["fused"] = False  # fused kernels need memory; the state is the same where step counts are float32
-    return step_alone(optimizer, options, {})
+    return step_alone(optimizer, options)
 
 
 def _spec(leaf: torch.Tensor) -> Spec:

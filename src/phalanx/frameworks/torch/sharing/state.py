@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -166,29 +166,6 @@ class WorkerState:
         self._state.take_foreign(foreign, self._owned)
         self._updates.take_options(options)
         self._buffers.expect()  # somebody else may have written them
-
-    @property
-    def rehearses(self) -> bool:
-        """See ``seams.sharing.WorkerState.rehearses``: not where an optimizer has to see all parameters at once."""
-        return not self._updates.whole
-
-    def weight(self, parameter: int) -> torch.Tensor:
-        """See ``seams.sharing.WorkerState.weight``."""
-        return self._parameters[parameter].detach()
-
-    def rehearsed(
-        self,
-        parameter: int,
-        weight: torch.Tensor,
-        pieces: Mapping[int, torch.Tensor],
-        gradient: torch.Tensor | None,
-        norm: float,
-    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """See ``seams.sharing.WorkerState.rehearsed``."""
-        copy = weight.clone()
-        copy.grad = None if gradient is None else gradient.clone()
-        self._updates.clip([copy], norm)
-        return copy, self._state.stepped(self._updates.group_of, parameter, copy, pieces)
 
 
 class CallerState:
