@@ -162,7 +162,7 @@ class InPartsError(Exception):
 
 
 class ForeignError(Exception):
-    """What is fingerprinted holds something that is neither plain nor an array."""
+    """What is hashed holds something that is neither plain nor an array."""
 
 
 def spell_samples(samples: Collection[int]) -> str:

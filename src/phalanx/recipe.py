@@ -238,7 +238,8 @@ class Recipe(Definition):
             everywhere = tuple(item for item in settled.callbacks if getattr(item, "everywhere", False))
             settled = dataclasses.replace(settled, run_dir=None, warm_start=None, callbacks=everywhere, progress=False)
         with contextlib.ExitStack() as undo:
-            past = ResumeState(self, settled.run_dir, settled.resume, settled.keep_snapshots, settled.warm_start)
+            beside, keep = (*settled.evaluation, *settled.callbacks), settled.keep_snapshots
+            past = ResumeState(self, settled.run_dir, settled.resume, keep, settled.warm_start, beside)
             undo.callback(past.close)
             engine = open_engine(
                 self, settled.engine, settled.workers, settled.devices, settled.deadline_seconds, past.begin,
@@ -247,12 +248,13 @@ class Recipe(Definition):
                 max_failures=settled.max_failures,
             )  # fmt: skip
             undo.callback(engine.close)
+            past.check(engine)
             turn, stop, anyway = Turns(), settled.on_snapshot_error == "stop", settled.resume == ANYWAY
             keeping = past.observers(settled.snapshot_every, stop=stop, chain=settled.chain)
             observers = [*watching(settled.progress, settled.callbacks, self.total, turn, stop=stop), *keeping]
             supply = dealer(self, engine, past, settled.readers, reading_again(settled.progress), anyway=anyway)
             undo.callback(supply.close if supply else bool)
-            loop = Loop(self, engine, settled.evaluation, observers, supply)
+            loop = Loop(self, engine, settled.evaluation, observers, supply, past.first_step)
             run = Run(self, engine, loop, keeping[-1] if keeping else None, turn, called, self._predicted)
             for observer in observers:
                 observer.begin(engine, run)

@@ -139,7 +139,7 @@ def test_refused():
 
 
 def test_it_is_part_of_the_recipe(tmp_path):
-    """A run is not gone on with under another number; recipes that do not say it have the fingerprint they had."""
+    """A run is not gone on with under another number."""
     recipe = FAMILIES["mlp"].recipe(2, steps=2)
     recipe.train(run_dir=tmp_path / "run", engine="inline")
     with pytest.raises(phalanx.UsageError, match="micro_batches is 2 here"):

@@ -178,9 +178,9 @@ told[-1] = [told[-1], [str(one.message).partition(", ")[0] for one in caught]]
         assert told[1].startswith("UsageError: workers is ")
         assert told[2].startswith("UsageError: devices names 'cuda:0'")
         assert told[3].startswith("UsageError: recipe.data: item 0 is ")
-        assert told[4].startswith("UsageError: recipe.loss_fn: closure variable `factor` is ")
+        assert told[4].startswith("UsageError: recipe.loss_fn (its variable factor) is ")
         assert told[5].startswith("UsageError: recipe.loss_fn is ")
-        assert told[6] == [1, [f"loss_fn: global `rank` is {rank} in process {rank}"]]
+        assert told[6] == [1, [f"loss_fn (its global rank) is {rank} in process {rank}"]]
 
 
 @pytest.mark.long

@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -119,6 +120,45 @@ def test_a_recipe_that_was_edited_tells_nothing_of_the_run(tmp_path, run):
     assert "the recipe at hand is not the one that A had (seed is 1 here, and 0 there), so nothing" in found.note
     with pytest.warns(UserWarning, match="had another recipe .seed is 1 here"):
         phalanx.replay(edited, folder, step=3, replica=0)
+
+
+def sharper(output, target):
+    return 2.0 * torch.nn.functional.cross_entropy(output, target)
+
+
+def test_code_that_reads_differently_is_judged_by_what_it_computes(run):
+    """The same loss in other words verifies; another one cannot tell of the run, and replay warns of it."""
+    folder, job = run
+    same = dataclasses.replace(job, loss_fn=lambda output, target: torch.nn.functional.cross_entropy(output, target))
+    assert phalanx.verify(same, folder, progress=False).status == 0
+    found = phalanx.verify(dataclasses.replace(job, loss_fn=sharper), folder, progress=False)
+    assert found.status == 2
+    assert "step 0 differs" in found.text
+    assert "the recipe may be another: loss_fn reads differently" in found.text
+    with pytest.warns(UserWarning, match="had another recipe .loss_fn reads differently"):
+        phalanx.replay(dataclasses.replace(job, loss_fn=sharper), folder, step=3, replica=1)
+    assert phalanx.replay(job, folder, step=3, replica=1).loss
+
+
+class Reads:
+    """A loss that reads a factor from a file, where nobody looks for one."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __call__(self, output, target):
+        return torch.nn.functional.cross_entropy(output, target) * float(self.path.read_text())
+
+
+def test_replay_names_a_loss_that_the_run_did_not_have(tmp_path):
+    """Where nothing of the recipe reads differently, the chain shows that a replica comes to something else."""
+    (tmp_path / "factor").write_text("1.0")
+    job = recipe(steps=4, loss_fn=Reads(tmp_path / "factor"))
+    folder = ran(tmp_path / "run", job)
+    assert phalanx.replay(job, folder, step=3, replica=1).loss
+    (tmp_path / "factor").write_text("2.0")
+    with pytest.warns(UserWarning, match=r"replica 1 of step 3 comes to the loss .* in the run: this recipe, or"):
+        phalanx.replay(job, folder, step=3, replica=1)
 
 
 ODD = [None, -1, 3.5, 1e400, "x", "", [], {}, True, 10**30, [[]]]

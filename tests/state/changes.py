@@ -1,13 +1,12 @@
-"""Modules that differ in one thing, for tests of fingerprints: recipes of many kinds of values, and their changes."""
+"""Modules of recipes that differ in one thing, as users change them from one day to the next, and how a run goes on."""
 
 import dataclasses
 import importlib.util
 import itertools
-import json
 import sys
+import warnings
 
 import phalanx
-from phalanx.definition.fingerprint import compare, fingerprint
 
 HELPERS = """
 SCALE = 2.0
@@ -103,9 +102,6 @@ class Loss:
         return self(output, target)
     def set_scale(self, scale):
         self.scale = scale
-    @functools.cached_property
-    def expensive(self):
-        return [self.scale] * 3
 
 object_loss = Loss(0.5)
 
@@ -145,6 +141,9 @@ def odd(n):
 
 def circular_loss(output, target):
     return F.mse_loss(output, target) * (1 + even(4))
+
+def kept_loss(kept, output, target):
+    return F.mse_loss(output, target)
 
 first, second = (lambda output, target: F.mse_loss(output, target) * 2), (lambda o, t: F.l1_loss(o, t) * 3)
 
@@ -204,6 +203,13 @@ class Items:
         x = self.cache[i]
         return x if self.transform is None else self.transform(x), self.y[i]
 
+class Jittered(Items):
+    def __init__(self, x, y, share):
+        super().__init__(x, y)
+        self.share = share
+    def __getitem__(self, i):
+        return self._x[i] + (torch.rand(()) < self.share) * 0.5, self.y[i]
+
 class Sample:
     def __init__(self, x, y):
         self.x, self.y = x, y
@@ -213,6 +219,19 @@ MEANS = [0.25]
 
 def centred(x):
     return x - MEANS[0]
+
+def first_of(model, batch):
+    return model([*batch.values()][0])
+
+def last_of(batch):
+    return [*batch.values()][1]
+
+def steeper(y):
+    y.requires_grad and y.register_hook(lambda g: g * 2)
+    return y
+
+def collate_objects(samples):
+    return torch.stack([item.x for item in samples]), torch.stack([item.y for item in samples])
 
 def collate(samples):
     return torch.stack([x for x, _ in samples]) * ARGS.rate, torch.stack([y for _, y in samples])
@@ -271,35 +290,40 @@ def recipe_of(module, given):
     return phalanx.Recipe(**found)
 
 
-def written(recipe):
-    """A fingerprint as it comes back from a snapshot."""
-    return json.loads(json.dumps(fingerprint(recipe)))
-
-
-def between(recipe, found):
-    """What is said of a recipe that goes on from a snapshot with the fingerprint ``found``."""
-    return compare(fingerprint(recipe), found)
-
-
 @dataclasses.dataclass
 class Change:
     """A recipe is made of ``given``; then ``old`` becomes ``new`` in its text, or it is made of ``after``.
 
-    ``told`` is what is said of that, ``helpers`` an old and a new text in the other module.
+    ``outcome`` is what becomes of a run that goes on with it, ``told`` what is said; ``helpers`` an old and a new text
+    in the other module.
     """
 
-    given: str
+    outcome: str
+    given: str = ""
     old: str = ""
     new: str = ""
     told: str = ""
     after: str | None = None
     helpers: tuple = ("", "")
 
-    def compared(self, make):
-        """What is said of the changed recipe, and of the same one made again."""
+    def before(self, make):
+        """The recipe of a run that goes on with another."""
         assert self.old in RECIPE
         assert self.helpers[0] in HELPERS
-        found = written(recipe_of(make(), self.given))
-        same = between(recipe_of(make(), self.given), found)
-        after = make(RECIPE.replace(self.old, self.new, 1), HELPERS.replace(*self.helpers, 1))
-        return between(recipe_of(after, self.given if self.after is None else self.after), found), same
+        return recipe_of(make(), self.given)
+
+    def changed(self, make):
+        """The other one, of a module that is made anew."""
+        module = make(RECIPE.replace(self.old, self.new, 1), HELPERS.replace(*self.helpers, 1))
+        return recipe_of(module, self.given if self.after is None else self.after)
+
+
+def outcome_of(recipe, **options):
+    """What becomes of a run that goes on with a recipe, and what is said: "refused", "warned" or "silent"."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            recipe.train(**options)
+        except phalanx.UsageError as error:
+            return "refused", str(error)
+    return ("warned", str(caught[0].message)) if caught else ("silent", "")

@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import sys
 import torch
 
 from phalanx.checkpoint import snapshot
+from phalanx.checkpoint.chained import NEXT
 from phalanx.checkpoint.directory import SNAPSHOTS, snapshot_folders
 from phalanx.definition.plain import decoded
 from tests.families import ADAMW, FAMILIES, conv_norm
@@ -41,6 +43,20 @@ def steps_in(run_dir):
     return [int(place.name.removeprefix("step-")) for place in reversed(snapshot_folders(pathlib.Path(run_dir)))]
 
 
+def bytes_of(run_dir):
+    """All files of a run but its lock."""
+    files = [path for path in sorted(run_dir.rglob("*")) if path.is_file() and path.name != "lock"]
+    return {str(path.relative_to(run_dir)): path.read_bytes() for path in files}
+
+
+def killed(run_dir, step=2):
+    """A run as a SIGKILL leaves it: the chain is ahead of the newest snapshot, and nothing was kept at an end."""
+    for path in (run_dir / "snapshots").iterdir():
+        if path != folder_of(run_dir, step):
+            shutil.rmtree(path)
+    (run_dir / NEXT).unlink()
+
+
 def folder_of(run_dir, step):
     """The snapshot of a step."""
     return pathlib.Path(run_dir) / SNAPSHOTS / f"step-{step:012d}"
@@ -62,7 +78,8 @@ def contents(found):
         {name: (tensor.dtype, tensor.shape, bytes(tensor.content)) for name, tensor in part.items()}
         for part in (found.weights, found.training)
     ]
-    return [found.step, found.samples, facts, found.metrics, found.recipe, found.environment, tensors]
+    recipe = {part: told for part, told in found.recipe.items() if part not in ("made", "beside")}  # a run's own
+    return [found.step, found.samples, facts, found.metrics, recipe, found.environment, tensors]
 
 
 def sealed(folder, change):

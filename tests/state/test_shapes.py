@@ -172,12 +172,12 @@ def test_optimizers_that_cannot_be(tmp_path, folder, change):
 
 
 @pytest.mark.parametrize("part", [0, None, "phases", ["phases"], {}])
-def test_a_fingerprint_that_is_none(tmp_path, good, part):
-    """Whatever stands where the recipe's fingerprint has its parts, a snapshot is read, and a page made of the run."""
+def test_a_description_that_is_none(tmp_path, good, part):
+    """Whatever stands where the recipe's description has its parts, a snapshot is read, and a page made of the run."""
     run_dir = tmp_path / "run"
     shutil.copytree(good, run_dir)
     for folder in (run_dir / "snapshots").iterdir():
-        sealed(folder, lambda state: state["recipe"].update(fields=part, values=part))
+        sealed(folder, lambda state: state["recipe"].update(hints=part, values=part))
     assert len(phalanx.load(run_dir).loss_history) == NEWER
     assert "run" in pages.page([pages.read(run_dir)])
 

@@ -8,12 +8,13 @@ into the root (which recipe, digests of the state) lies beside it, as records th
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from phalanx.checkpoint import files
@@ -61,7 +62,7 @@ class ChainFile:
     ----------
     path : path
     steps : int
-        How many are done: links behind those are of steps that will be done again, and go.
+        How many are done: links behind those are of steps that will be done again, and go with the first new one.
     replicas : int
         As many losses and weights fit into a line.
 
@@ -82,11 +83,15 @@ class ChainFile:
         self._width = LINE + REPLICA * replicas
         self._held = Held()
         self._broken = False
+        self._waiting: list[str] = []  # records, until the first new link is added
+        self._settle: Callable[[], None] | None = None
         try:
             self._descriptor = self._held.add(files.open_log(path))
             self._records = self._held.add(files.open_log(records_of(path)))
             if not self._goes_on(steps):
-                self._begin(steps)
+                self._settle = functools.partial(self._begin, steps)
+            if not steps:
+                self._cut()
         except BaseException:
             self.close()
             raise
@@ -97,6 +102,8 @@ class ChainFile:
         self.root = line[LINK]
         if not self._broken and self._held.mine:
             try:
+                if self._settle is not None:
+                    self._cut()
                 if len(line) != self._width:
                     raise ValueError(f"a line of {len(line)} bytes does not fit into {self._width}")
                 self._write(line)
@@ -108,7 +115,9 @@ class ChainFile:
     def record(self, kind: str, **facts: Any) -> None:
         """Add what is no part of the root, bound to the newest link."""
         line = json.dumps({"kind": kind, "link": self.root, **facts}) + "\n"
-        if self._held.mine:
+        if self._settle is not None:
+            self._waiting.append(line)
+        elif self._held.mine:
             with contextlib.suppress(OSError):
                 os.write(self._records, line.encode())
 
@@ -129,17 +138,25 @@ class ChainFile:
                     return False
                 self.root = links[steps - 1]["link"]
                 if links.width < self._width:
-                    self._widen(links, steps)
+                    self._settle = functools.partial(self._widen, steps)
                 else:
                     self._width = links.width
-                    os.ftruncate(self._descriptor, links.offset(steps))
+                    self._settle = functools.partial(os.ftruncate, self._descriptor, links.offset(steps))
         except (SnapshotError, KeyError):
             return False
         return True
 
-    def _widen(self, links: Links, steps: int) -> None:
+    def _cut(self) -> None:
+        """Cut off what will be done again, and write what waited for that."""
+        settle, self._settle = self._settle, None
+        if settle is not None:
+            settle()
+            os.write(self._records, "".join(self._waiting).encode())
+
+    def _widen(self, steps: int) -> None:
         """Write the links anew, in longer lines: there are more replicas now."""
-        lines = [links.line(step).rstrip().ljust(self._width - 1) + "\n" for step in range(links.first, steps)]
+        with Links(self._target) as links:
+            lines = [links.line(step).rstrip().ljust(self._width - 1) + "\n" for step in range(links.first, steps)]
         self._begin(links.first)
         self._write("".join(lines))
 

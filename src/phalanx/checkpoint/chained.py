@@ -1,23 +1,31 @@
-"""What keeps the chain of a run: a link for every step, and now and then a digest of the state beside it."""
+"""What keeps the chain of a run: a link for every step, and now and then a digest of the state beside it.
+
+So recipes are compared by what they compute. The chain has the link of the step at which a later run goes on, if this
+one did it; where it stopped, it has computed one replica of it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
+import pathlib
 import time
 from typing import Any
 
 import numpy as np
 
-from phalanx.checkpoint.chain import BROUGHT, CHAIN, ChainFile
+from phalanx.checkpoint import files
+from phalanx.checkpoint.chain import BROUGHT, CHAIN, MALFORMED, ChainFile, Links, body_of
 from phalanx.checkpoint.directory import RunDirectory
 from phalanx.checkpoint.origin import origin_of, remember
 from phalanx.checkpoint.pacing import Pacing
 from phalanx.checkpoint.snapshot import tensors_of
 from phalanx.checkpoint.tensors import leaf
+from phalanx.definition.digest import hashed
 from phalanx.definition.fields import Definition
-from phalanx.definition.fingerprint import hashed
 from phalanx.definition.streams import Drawn
-from phalanx.errors import UsageError
+from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.registry import recorded_environment
 from phalanx.seams import Engine
 from phalanx.seams.events import StepReport
@@ -26,6 +34,7 @@ from phalanx.seams.snapshots import Captured
 
 SHARE = 0.004  # of the time, at most, for digests of the state, with "auto"
 SECONDS = 5.0  # between two of them, at least
+NEXT, MOST_BYTES = "next.json", 1 << 16
 SAMPLES = 32  # hexadecimal digits of the hash of what was dealt
 
 
@@ -39,7 +48,7 @@ class Chained(Observer):
     every : int or None
         Steps from one digest of the state to the next; None: as seldom as costs next to nothing; 0: none.
     recipe : dict
-        The recipe's fingerprint.
+        The recipe as it is described.
     """
 
     def __init__(self, directory: RunDirectory, definition: Definition, every: int | None, recipe: Any) -> None:
@@ -50,6 +59,7 @@ class Chained(Observer):
         self._chain: ChainFile | None = None
         self._engine: Engine | None = None
         self._brought = ""
+        self._added = False
         self._pacing = Pacing(every, SECONDS, SHARE)
 
     def begin(self, engine: Engine, run: Any = None) -> None:
@@ -84,16 +94,27 @@ class Chained(Observer):
         """Add the step's link; digest the state if that is due."""
         assert self._chain is not None, "no step comes before begin"
         assert self._engine is not None
-        brought, self._brought = self._brought, ""
+        brought, self._brought, self._added = self._brought, "", True
         self._engine.run_state.chain = self._chain.add(fields_of(report, self._definition, brought))
         self._pacing.stepped(report.seconds)
         if self._pacing.due(report.step + 1):
             self._digest(report.step + 1)
 
     def end(self) -> None:
-        """Write no more."""
-        if self._chain is not None:
-            self._chain.close()
+        """Keep what a replica of the next step comes to, for whoever goes on from here, and write no more."""
+        if self._chain is None:
+            return
+        if self._added and self._directory.held:
+            self._keep_next(self._chain.root)
+        self._chain.close()
+
+    def _keep_next(self, root: str) -> None:
+        assert self._engine is not None, "nobody asks before begin"
+        state = self._engine.run_state
+        with contextlib.suppress(Exception):  # of user code, or the state is lost
+            whole = state.complete and not state.between_phases and self._directory.has(state.steps)
+            if whole and (noted := self._engine.peek()):
+                _keep(self._directory.root, state.steps, root, noted)
 
     def _digest(self, steps: int) -> None:
         assert self._chain is not None, "nobody asks before begin"
@@ -107,6 +128,68 @@ class Chained(Observer):
         finally:
             captured.release()
         self._pacing.took(began)
+
+
+class Behaviour:
+    """What is known of a step that an earlier run did or would have done next.
+
+    Parameters
+    ----------
+    root : path
+        The run's directory.
+    step : int
+        After how many steps its snapshot was.
+
+    Attributes
+    ----------
+    link : dict or None
+        What the chain says of the step.
+    replica : dict or None
+        What one replica came to, where there is no link.
+    """
+
+    def __init__(self, root: pathlib.Path, step: int) -> None:
+        self.step = step
+        self.link: dict[str, Any] | None = None
+        self.replica: dict[str, Any] | None = None
+        with contextlib.suppress(SnapshotError, OSError), Links(root / CHAIN) as links:
+            if links.first <= step < len(links):
+                self.link = links[step]
+            elif links.first < step == len(links):
+                self.replica = _kept(root, step, links.root)
+
+    def of_replica(self, now: dict[str, Any]) -> str:
+        """How a replica that was computed now differs from the one then, in words."""
+        what = [name for name, value in (self.replica or now).items() if now.get(name) != value]
+        return f"replica 0 of step {self.step} comes to {', '.join(what)} than before" if what else ""
+
+    def of_step(self, fields: dict[str, Any]) -> str:
+        """How the step that was done now differs from the one then, in words; ``fields``: as its link has them."""
+        assert self.link is not None, "who asks has looked"
+        now: dict[str, Any] = json.loads(body_of(fields))
+        what = [name for name in now if now[name] != self.link.get(name)]
+        shown = f": loss {now['loss']}, and {self.link.get('loss')} before" if "loss" in what else ""
+        return f"step {self.step} comes to another {', '.join(what)}{shown}" if what else ""
+
+    def of_other_samples(self, samples: str) -> bool:
+        """Whether the caller brought another batch for the step, so that it cannot be compared."""
+        assert self.link is not None, "who asks has looked"
+        return samples.startswith(BROUGHT) and samples != self.link.get("samples")
+
+
+def _keep(root: pathlib.Path, step: int, link: str, noted: dict[str, Any]) -> None:
+    """Keep what a replica of the next step came to; a disk that is full stops nothing."""
+    text = json.dumps({"step": step, "link": link, "replica": noted}).encode()
+    with contextlib.suppress(OSError):
+        files.replace(root / NEXT, lambda file: file.write(text))
+
+
+def _kept(root: pathlib.Path, step: int, link: str) -> dict[str, Any] | None:
+    with contextlib.suppress(OSError, *MALFORMED):
+        told = json.loads(files.read(root / NEXT, MOST_BYTES))
+        if (told["step"], told["link"]) == (step, link):
+            return dict(told["replica"])
+    return None
 
 
 def fields_of(report: StepReport, definition: Definition, brought: str = "") -> dict[str, Any]:

@@ -86,6 +86,10 @@ class RunDirectory:
         except (OSError, ValueError):  # larger than of a run that did nothing
             return False
 
+    def has(self, step: int) -> bool:
+        """Whether there is a snapshot of this step."""
+        return snapshot.is_one(self.root / SNAPSHOTS / f"step-{step:012d}")
+
     def newest(self) -> Snapshot | None:
         """The newest snapshot that is whole; None if there is none at all. See ``newest_of``."""
         return newest_of(self.root)
@@ -136,23 +140,27 @@ class EventLog(Observer):
     directory : RunDirectory
         Closed at the end: no observer that began after this one needs it any more.
     differs : sequence of str
-        How the recipe differs from that of the snapshot from which the run goes on.
+        How the recipe differs from that of the snapshot from which the run goes on, as far as that is known then.
     """
 
     def __init__(self, directory: RunDirectory, differs: Sequence[str]) -> None:
         self._directory = directory
-        self._facts: dict[str, Any] = {"differs": list(differs)} if differs else {}
+        self._differs = differs
+        self._begun: dict[str, Any] | None = None  # how a run that goes on begins, until something is noted of it
         self._run_state = RunState()
 
     def begin(self, engine: Engine, run: Any = None) -> None:
         """Note how the run begins."""
         self._run_state = engine.run_state
-        kind = "start" if engine.run_state.resumed_from is None else "resume"
-        self._directory.note(kind, step=self._steps, workers=engine.workers, pid=os.getpid(), **self._facts)
+        facts = {"step": self._steps, "workers": engine.workers, "pid": os.getpid()}
+        if engine.run_state.resumed_from is None:
+            self._directory.note("start", **facts)
+        else:
+            self._begun = facts
 
     def happened(self, incident: Incident) -> None:
         """Note it."""
-        self._directory.note(incident.kind, step=incident.step, worker=incident.worker, why=incident.why)
+        self._note(incident.kind, step=incident.step, worker=incident.worker, why=incident.why)
 
     def failed(self, error: PhalanxError) -> None:
         """Note what ended the run, so that it can be raised again from the same samples."""
@@ -163,7 +171,7 @@ class EventLog(Observer):
         if error.batch is not None:
             with contextlib.suppress(OSError):
                 where["batch"] = tensors.write_tree(self._directory.root / BATCH, error.batch)
-        self._directory.note("error", error=type(error).__name__, why=str(error), samples=samples, **where)
+        self._note("error", error=type(error).__name__, why=str(error), samples=samples, **where)
 
     def step(self, report: StepReport) -> None:
         """Note what the step was."""
@@ -177,16 +185,22 @@ class EventLog(Observer):
             facts["metric"] = report.metric
             facts["metrics"] = {name: repr(value) if _odd(value) else value for name, value in report.metrics.items()}
         facts |= {"epoch": report.epoch, "samples": report.samples, "seconds": report.seconds}
-        self._directory.note("step", step=report.step, **facts)
+        self._note("step", step=report.step, **facts)
 
     def end(self) -> None:
         """Note that the run ended, and let go of the directory. A forked child holds it not, and does neither."""
-        self._directory.note("end", step=self._steps)
+        self._note("end", step=self._steps)
         self._directory.close()
 
     @property
     def _steps(self) -> int:
         return self._run_state.steps
+
+    def _note(self, kind: str, **facts: Any) -> None:
+        if self._begun is not None:
+            begun, self._begun = self._begun, None
+            self._directory.note("resume", **begun, **({"differs": list(self._differs)} if self._differs else {}))
+        self._directory.note(kind, **facts)
 
 
 def _made(path: pathlib.Path) -> pathlib.Path:

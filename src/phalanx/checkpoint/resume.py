@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.checkpoint import snapshot
 from phalanx.checkpoint.chain import CHAIN, Links
-from phalanx.checkpoint.chained import Chained
+from phalanx.checkpoint.chained import Behaviour, Chained, brought_as, fields_of
 from phalanx.checkpoint.directory import SNAPSHOTS, EventLog, RunDirectory, newest_of
 from phalanx.checkpoint.export import found
 from phalanx.checkpoint.saver import LOSSES, Saver
 from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.definition import checks
+from phalanx.definition.described import compare, described, made, options_of
 from phalanx.definition.fields import Definition
-from phalanx.definition.fingerprint import compare, fingerprint
-from phalanx.definition.plain import taking_over, warn_of_bits
+from phalanx.definition.plain import changes, taking_over
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.registry import recorded_environment
 from phalanx.frameworks.states import tensor_of
-from phalanx.seams import Framework, RunState
-from phalanx.seams.events import Evaluated
+from phalanx.seams import Engine, Framework, RunState
+from phalanx.seams.events import Evaluated, StepReport
 from phalanx.seams.snapshots import Captured
 
 ANYWAY = "anyway"  # for resume: go on although the recipe differs
@@ -38,11 +39,13 @@ class ResumeState:
     keep : int
         How many snapshots stay in ``run_dir``.
     warm_start : path or None
+    beside : sequence
+        Evaluations and callbacks; that their options differ is only warned of.
 
     Raises
     ------
     UsageError
-        The directory is another recipe's, in use, or has snapshots that are not to be used.
+        The directory is in use, or has snapshots that are not to be used.
     SnapshotError
         All of its snapshots are damaged, or that to begin from is.
     """
@@ -54,11 +57,15 @@ class ResumeState:
         resume: bool | str,
         keep: int,
         warm_start: pathlib.Path | None,
+        beside: Sequence[Any] = (),
     ) -> None:
         self._resume = resume
         self._definition = definition
-        self._recipe = fingerprint(definition) if run_dir is not None else {}
+        self._recipe = described(definition) if run_dir is not None else {}
+        self._recipe["beside"] = _spelled(beside)
         self._differs: list[str] = []
+        self._hints: list[str] = []
+        self._behaviour: Behaviour | None = None
         self._directory: RunDirectory | None = None
         self.framework = ""  # that of the run, once that has begun
         self._earlier: Snapshot | None = None
@@ -66,7 +73,8 @@ class ResumeState:
         try:
             if run_dir is not None:
                 self._directory = RunDirectory(run_dir, keep)
-                self._earlier = self._checked(run_dir, self._directory.newest())
+                self._earlier = self._directory.newest()
+                self._check_wanted(run_dir)
             if warm_start is not None and self._earlier is None:
                 self._weights = read_any(warm_start)
         except BaseException:
@@ -74,8 +82,20 @@ class ResumeState:
             raise
 
     def begin(self, framework: Framework) -> RunState:
-        """Give ``framework`` the state that was found; returns what had been done."""
-        earlier, self.framework = self._earlier, framework.name
+        """Give ``framework`` the state that was found; returns what had been done.
+
+        Raises
+        ------
+        UsageError
+            The directory is another recipe's.
+        """
+        self.framework = framework.name
+        if self._directory is not None:
+            with framework.environment:
+                state = framework.snapshots.capture(copy=False)
+            self._recipe["made"] = made(state)
+            self._compare(self._directory, state)
+        earlier = self._earlier
         if self._weights is not None:
             with framework.environment:
                 framework.snapshots.adopt_weights(self._weights.weights)
@@ -92,6 +112,39 @@ class ResumeState:
             losses, earlier.samples, resumed_from=earlier.step, evaluated=metrics, callbacks=states, rounds=rounds
         )
 
+    def check(self, engine: Engine) -> None:
+        """Refuse a recipe whose next step is another than the earlier run's, as far as one replica of it tells.
+
+        Raises
+        ------
+        UsageError
+            The directory is another recipe's.
+        """
+        known, self._behaviour = self._behaviour, None
+        if known is not None and engine.run_state.allow is False:
+            if known.link is not None:
+                self._behaviour = known
+                return
+            now = engine.peek() if known.replica is not None else None
+            if now is not None:
+                self._settle(known.of_replica(now))
+                return
+        self._warn("nothing that it computes can be compared with that run")
+
+    @property
+    def first_step(self) -> Callable[[StepReport, Any], None] | None:
+        """What looks at the first step before anybody is told of it; None where there is nothing to compare with."""
+        return None if self._behaviour is None else self._check_step
+
+    def _check_step(self, report: StepReport, batch: Any) -> None:
+        assert self._behaviour is not None, "else nobody asks"
+        fields = fields_of(report, self._definition, "" if batch is None else brought_as(batch))
+        if self._behaviour.of_other_samples(fields["samples"]):
+            self._hints.insert(0, f"the batch of step {report.step} is another than before")
+            self._warn("so that step cannot be compared with that run's")
+        else:
+            self._settle(self._behaviour.of_step(fields))
+
     def observers(
         self, every: int | None, *, stop: bool, chain: int | None = None
     ) -> tuple[EventLog, Chained, Saver] | tuple[()]:
@@ -107,16 +160,14 @@ class ResumeState:
         if self._directory is not None:
             self._directory.close()
 
-    def _checked(self, run_dir: pathlib.Path, earlier: Snapshot | None) -> Snapshot | None:
-        if earlier is None:
-            return None
-        if not self._resume:
+    def _check_wanted(self, run_dir: pathlib.Path) -> None:
+        if self._earlier is not None and not self._resume:
             raise UsageError(
-                f"run_dir is {str(run_dir)!r}, which has a run of {earlier.step} steps, and resume is False; "
+                f"run_dir is {str(run_dir)!r}, which has a run of {self._earlier.step} steps, and resume is False; "
                 "choose another directory, or go on from there with resume=True"
             )
-        if not self._compare(earlier):
-            return None
+
+    def _check_length(self, run_dir: pathlib.Path, earlier: Snapshot) -> None:
         by_epochs = self._definition.stream is not None and self._definition.epochs is not None
         steps = None if by_epochs else self._definition.total  # batches may have been brought between
         if steps is not None and steps < earlier.step and not self._brought(steps, earlier.step):
@@ -124,8 +175,6 @@ class ResumeState:
                 f"run_dir is {str(run_dir)!r}, which has a run of {earlier.step} steps, and the recipe has "
                 f"{steps}; raise steps or epochs, or choose another directory"
             )
-        warn_of_bits(recorded_environment(), earlier.environment)
-        return earlier
 
     def _brought(self, begin: int, end: int) -> bool:
         """Whether the caller brought the batches of all these steps: then they are no planned ones."""
@@ -136,30 +185,78 @@ class ResumeState:
         except (SnapshotError, OSError):
             return False
 
-    def _compare(self, earlier: Snapshot) -> bool:
-        """Refuse another recipe, or note how it differs; warn of what may differ. False: it had done nothing."""
+    def _compare(self, directory: RunDirectory, state: Captured) -> None:
+        """Refuse another recipe, or note how it differs; warn of what may differ."""
+        earlier = self._earlier
+        if earlier is None:
+            return
         try:
-            comparison = compare(self._recipe, earlier.recipe)
+            found = compare(self._recipe, earlier.recipe)
         except ValueError as error:
             raise SnapshotError(f"the snapshot of step {earlier.step} cannot be used: {error}") from error
-        differences = "; ".join(comparison.differs)
-        if differences and self._resume != ANYWAY and self._directory is not None and self._directory.unused:
+        if (differs := found.differs + found.hints) and self._resume != ANYWAY and directory.unused:
+            told = "; ".join(differs)
+            checks.warn(f"run_dir has a run of another recipe that did no step, so this one begins anew there: {told}")
+            self._earlier = None
+            return
+        self._hints = found.hints
+        if found.differs:
+            self._refuse(found.differs)
+        self._check_length(directory.path, earlier)
+        if found.differs:
+            return  # so will what it computes
+        changed = changes(recorded_environment(), earlier.environment)
+        changed += changes(*map(_place, (state.facts, earlier.facts)))
+        if changed := [*changed, *found.versions]:
             checks.warn(
-                f"run_dir has a run of another recipe that did no step, so this one begins anew there: {differences}"
+                f"bits may differ from an uninterrupted run's, as the environment does: {'; '.join(changed)}; so what "
+                "steps come to is not compared with that run"
             )
-            return False
-        if differences and self._resume != ANYWAY:
+        else:
+            self._behaviour = Behaviour(directory.root, earlier.step)
+
+    def _settle(self, why: str) -> None:
+        """Refuse to go on if what a step comes to differs; else only warn of what reads differently."""
+        if why:
+            self._refuse([why])
+        else:
+            self._warn("what it computes next is the same")
+
+    def _warn(self, outcome: str) -> None:
+        hints, self._hints = self._hints, []
+        if hints:
+            checks.warn(f"the recipe may not be that of the snapshot: {'; '.join(hints)}; {outcome}")
+
+    def _refuse(self, differs: list[str]) -> None:
+        """Go on with another recipe than the snapshot's only if told to; else write nothing any more."""
+        assert self._directory is not None, "there is a snapshot"
+        differs, self._hints = [*differs, *self._hints], []
+        told = "; ".join(differs)
+        if self._resume != ANYWAY:
+            self._directory.close()
             raise UsageError(
-                f"run_dir has snapshots of another recipe: {differences}. Use that recipe, choose another run_dir, or "
-                f"go on all the same with resume={ANYWAY!r}, which is noted in the log"
+                f"run_dir has snapshots of another recipe: {told}. Use that recipe, choose another run_dir, or go on "
+                f"all the same with resume={ANYWAY!r}, which is noted in the log"
             )
-        if differences:
-            checks.warn(f"going on with another recipe than that of the snapshot: {differences}")
-        self._differs = comparison.differs
-        if comparison.doubts:
-            doubts = "; ".join(comparison.doubts)
-            checks.warn(f"the recipe may not be that of the snapshot: {doubts}")
-        return True
+        checks.warn(f"going on with another recipe than that of the snapshot: {told}")
+        self._differs += differs
+
+
+def _place(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Where a framework computes, as far as its state tells."""
+    known = facts.get("environment")
+    return known if isinstance(known, dict) else {"device": facts.get("device")}
+
+
+def _spelled(beside: Sequence[Any]) -> dict[str, str]:
+    """Options of evaluations and callbacks, by their classes, and numbers from the second of a class on."""
+    found: dict[str, str] = {}
+    for item in beside:
+        options = options_of(item)
+        name = type(item).__name__
+        count = len({path.partition(".")[0] for path in found if path.partition(".")[0].split("-")[0] == name})
+        found |= {f"{name}{f'-{count + 1}' * bool(count)}.{option}": text for option, text in options.items()}
+    return found
 
 
 @dataclass(frozen=True)
@@ -229,7 +326,7 @@ def losses_in(earlier: Snapshot, updates: int | None = None) -> list[float]:
     """The loss of every update; ``updates``: how many those are, where the recipe is known."""
     stored = earlier.training.get(LOSSES)
     shape = None if stored is None else stored.shape
-    phased = updates is None and "phases" in earlier.noted("fields")
+    phased = updates is None and any(name.startswith("phases") for name in earlier.noted("values"))
     expected = shape if phased else (earlier.step if updates is None else updates,)
     if stored is None or stored.dtype != "float64" or len(stored.shape) != 1 or shape != expected:
         content = "none" if stored is None else f"those of {stored.dtype}{list(stored.shape)}"

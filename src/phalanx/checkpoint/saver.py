@@ -16,8 +16,8 @@ from phalanx.checkpoint.export import CALLBACKS, kept
 from phalanx.checkpoint.pacing import Pacing
 from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.definition import checks
+from phalanx.definition.described import described
 from phalanx.definition.fields import Definition
-from phalanx.definition.fingerprint import fingerprint
 from phalanx.errors import PhalanxError, RunError, SnapshotError, TornError, UsageError
 from phalanx.frameworks.registry import recorded_environment
 from phalanx.seams import Engine, RunState
@@ -43,7 +43,7 @@ class Saver(Observer):
     stop : bool
         Whether a snapshot that cannot be written ends the run.
     recipe : dict
-        Its fingerprint, which goes into each snapshot.
+        As it is described, which goes into each snapshot.
     """
 
     def __init__(self, directory: RunDirectory, every: int | None, *, stop: bool, recipe: dict[str, Any]) -> None:
@@ -251,7 +251,7 @@ def write_apart(target: pathlib.Path, definition: Definition, engine: Engine, di
             f"step {engine.run_state.steps} was broken off between two of its phases, and snapshots are of whole "
             "steps; do the rest of it first: run.step()"
         )
-    recipe, environment = fingerprint(definition), recorded_environment()
+    recipe, environment = described(definition), recorded_environment()
     captured = engine.capture()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -62,7 +62,7 @@ class Snapshot:
     leaves: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
 
     def noted(self, part: str) -> dict[str, Any]:
-        """A part of the recipe's fingerprint; empty where there is none, as nobody has checked that it is one."""
+        """A part of the recipe's description; empty where there is none, as nobody has checked that it is one."""
         found = self.recipe.get(part)
         return found if isinstance(found, dict) else {}
 

@@ -1,16 +1,36 @@
-"""The digest: SHA-256 over parameters, buffers, optimizer state and the step number.
+"""Digests, SHA-256 each: of a state, of a batch, and of what a recipe holds.
 
-Each entry contributes its kind, name, dtype and shape, then its bytes in C order. Layout in memory, device, worker
-count and engine do not enter. Knows no framework: entries come as bytes.
+Into that of a state each entry brings its kind, name, dtype and shape, then its bytes in C order, and the step number
+comes last. Layout in memory, device, worker count and engine do not enter. Contents of a recipe are read whole up to a
+size, and sampled beyond.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import math
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+
+from phalanx.errors import ForeignError
+
+WHOLE_BYTES = 64 << 20  # of an array; 40 ms where the processor has instructions for SHA-256
+LIST_BYTES = 256 << 20  # of a list of samples; about a second
+TOTAL_BYTES = 512 << 20  # of a recipe; what comes after that is sampled
+SAMPLED_BYTES, SAMPLED_ROWS = 4 << 20, 4096
+ITEM_BYTES = 1024  # an item of a list costs as much time as hashing so many bytes
+DEEP = 20
+NESTED = (list, tuple, dict)
+KEYS = "key<"  # how the dtypes of jax's random keys begin
+SHOWN = 60  # characters
+MOST_ROWS = 1 << 20  # of an array; with more, none of them is named
+ODD = np.uint64(0x9E3779B97F4A7C15)  # spreads what is multiplied by it over all bits
+PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +46,188 @@ class Entry:
 
 def leaf_hash(code: str, shape: Sequence[int], content: Any) -> str:
     """SHA-256, in hexadecimal, of a tensor by itself: what it is (``code``: its dtype in safetensors) and its bytes."""
-    hashed = hashlib.sha256(json.dumps([code, list(shape)]).encode())
-    hashed.update(content)
-    return hashed.hexdigest()
+    sha = hashlib.sha256(json.dumps([code, list(shape)]).encode())
+    sha.update(content)
+    return sha.hexdigest()
 
 
 def digest_of(entries: Iterable[Entry], step: int | None) -> str:
     """SHA-256, in hexadecimal, of ``entries`` in their order and the number of finished steps."""
-    hashed = hashlib.sha256()
+    sha = hashlib.sha256()
     for entry in entries:
         header = json.dumps([entry.kind, entry.name, entry.dtype, list(entry.shape)])
-        hashed.update(header.encode() + b"\n")
-        hashed.update(entry.content)
+        sha.update(header.encode() + b"\n")
+        sha.update(entry.content)
     if step is not None:
-        hashed.update(json.dumps(["step", step]).encode() + b"\n")
-    return hashed.hexdigest()
+        sha.update(json.dumps(["step", step]).encode() + b"\n")
+    return sha.hexdigest()
+
+
+class Contents:
+    """Tells contents by three texts: what is shown, a hash, and ``row_sums``. Samples once it has read much."""
+
+    def __init__(self) -> None:
+        self._spent = 0
+
+    def array(self, value: Any) -> list[str]:
+        """Of an array or tensor; a single number is shown.
+
+        Raises
+        ------
+        Exception
+            It cannot be read.
+        """
+        head = f"{value.dtype}".removeprefix("torch.") + str(list(value.shape))
+        if head.startswith(KEYS):
+            value = sys.modules["jax"].random.key_data(value)
+        if math.prod(value.shape) == 1:
+            return [f"{head} {value.tolist()!r}", "", ""]
+        limit = WHOLE_BYTES if self._spent < TOTAL_BYTES else SAMPLED_BYTES
+        size = _bytes(value)
+        sha = hashlib.sha256()
+        for piece in [value] if size <= limit else _sample(value):
+            sha.update(_content(piece))
+        self._spent += min(size, limit)
+        sums = row_sums(_content(value), value.shape[0]) if size <= limit and value.shape else ""
+        return [head + " sampled" * (size > limit), sha.hexdigest()[:16], sums]
+
+    def container(self, value: Any) -> list[str]:
+        """Of a list, tuple or dict of plain values, arrays and more such containers.
+
+        Raises
+        ------
+        ForeignError
+            It holds something else.
+        """
+        sha = hashlib.sha256()
+        items: Any = list(value.items()) if isinstance(value, dict) else value
+        limit = LIST_BYTES if self._spent < TOTAL_BYTES else SAMPLED_BYTES
+        most = max(SAMPLED_ROWS, limit // max(1, _cost(items[0]))) if len(items) else 0
+        for number in _evenly(len(items), most):
+            for piece in _pieces(items[number], DEEP):
+                sha.update(piece)
+                self._spent += len(piece)
+        return [f"{type(value).__name__} of {len(items)}" + " sampled" * (len(items) > most), sha.hexdigest()[:16], ""]
+
+
+def row_sums(content: bytes | memoryview, length: int) -> str:
+    """How many rows an array has, and two sums over hashes of them: see ``other_row``; "" where it has too many."""
+    if not 1 < length <= MOST_ROWS or not content or len(content) % length:
+        return ""
+    rows = np.frombuffer(content, np.uint8).reshape(length, -1)
+    hashes = np.einsum("ij,j->i", rows, np.arange(1, 2 * rows.shape[1], 2, dtype=np.uint64) * ODD)
+    hashes = (hashes ^ hashes >> np.uint64(29)) * ODD
+    return f"{length} {hashes.sum()} {(hashes * np.arange(length, dtype=np.uint64)).sum()}"
+
+
+def other_row(one: str, other: str) -> str:
+    """In which row two arrays differ, if it is one: the plain sums differ by so much, the others by row times that.
+
+    ``one`` and ``other``: their ``row_sums``.
+    """
+    if not one or not other or one.split()[0] != other.split()[0]:
+        return ""
+    (length, *mine), (_, *theirs) = (list(map(int, sums.split())) for sums in (one, other))
+    change, moved = (np.uint64((left - right) % 2**64) for left, right in zip(mine, theirs, strict=True))
+    rows = np.flatnonzero(np.arange(min(length, MOST_ROWS), dtype=np.uint64) * change == moved) if change else ()
+    return f", in row {rows[0]} alone" if len(rows) == 1 else ", in several rows"
+
+
+def plain(value: Any) -> str:
+    """A plain value as text, and a set of them, which come in any order; hashed if it is long."""
+    is_set = isinstance(value, (set, frozenset))
+    told = f"{type(value).__name__}({', '.join(sorted(map(repr, value)))})" if is_set else repr(value)
+    if len(told) <= SHOWN or not hasattr(value, "__len__"):
+        return told
+    return f"{type(value).__name__} of {len(value)} {short(told)}"
+
+
+def short(text: str) -> str:
+    """Sixteen digits of a hash."""
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
+
+
+def hashed(batch: Any) -> bytes:
+    """32 bytes that are equal for equal batches: containers, arrays and tensors, and what else they hold as text."""
+    sha = hashlib.sha256()
+    for piece in _pieces(batch, None):
+        sha.update(piece)
+    return sha.digest()
+
+
+def is_array(value: Any) -> bool:
+    """Whether it has a dtype, a shape and a way to numpy; nothing of its own is executed to find out."""
+    return all(hasattr(type(value), name) for name in ("dtype", "shape", "__array__")) and not isinstance(value, type)
+
+
+def _evenly(length: int, most: int) -> list[int]:
+    """At most so many indices, evenly spaced, with the first and the last."""
+    if length <= most:
+        return list(range(length))
+    return sorted({number * (length - 1) // (most - 1) for number in range(most)})
+
+
+def _pieces(value: Any, depth: int | None) -> Iterator[bytes | memoryview]:
+    """Everything in a container. ``depth``: what may be nested; None: as deep as it goes, all else as its type."""
+    if type(value) in NESTED or (depth is None and isinstance(value, NESTED)):
+        if depth == 0:
+            raise ForeignError("nested too deeply")
+        items = list(value.items()) if isinstance(value, dict) else value
+        yield f"{len(items)} in a {type(value).__name__}".encode()
+        for item in items:
+            yield from _pieces(item, None if depth is None else depth - 1)
+    elif is_array(value):
+        yield f"{value.dtype}".removeprefix("torch.").encode() + f"{list(value.shape)}".encode()
+        yield _content(value)
+    elif type(value) in PLAIN or (depth is None and isinstance(value, PLAIN)):
+        told = repr(value)
+        yield f"{len(told)}:{told}".encode(errors="surrogatepass")
+    elif depth is None:
+        yield type(value).__qualname__.encode()
+    else:
+        raise ForeignError(type(value).__name__)
+
+
+def _content(array: Any) -> bytes | memoryview:
+    """The bytes of an array or tensor, in the order of its axes."""
+    if callable(getattr(array, "detach", None)):
+        try:
+            return np.ascontiguousarray(array.numpy()).reshape(-1).view(np.uint8).data
+        except (TypeError, RuntimeError):  # with a gradient, conjugated, on a device, of a dtype that numpy has not
+            pass
+        try:
+            tensor = array.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+            array = tensor.view(sys.modules[type(array.dtype).__module__].uint8).numpy()
+        except (TypeError, RuntimeError, AttributeError):  # quantized, sparse
+            return repr(array.tolist()).encode()
+    values = np.asarray(array)
+    if values.dtype.hasobject:
+        raise ForeignError("an array of objects")
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+
+
+def _sample(array: Any) -> Iterator[Any]:
+    """Rows of a large array, evenly spaced."""
+    length = int(array.shape[0])
+    row = max(1, _bytes(array) // length)
+    if row > SAMPLED_BYTES // 4:
+        for number in _evenly(length, 4):
+            yield from _sample(array[number])
+    else:
+        yield array[np.array(_evenly(length, min(SAMPLED_ROWS, SAMPLED_BYTES // row)))]
+
+
+def _bytes(array: Any) -> int:
+    size = getattr(array, "itemsize", None) or getattr(array.dtype, "itemsize", 8)
+    return math.prod(array.shape) * int(size)
+
+
+def _cost(item: Any) -> int:
+    """What reading an item costs, as bytes."""
+    if is_array(item):
+        return _bytes(item) + ITEM_BYTES
+    if isinstance(item, (list, tuple)):
+        return ITEM_BYTES + sum(map(_cost, item))
+    if isinstance(item, dict):
+        return ITEM_BYTES + sum(map(_cost, item.values()))
+    return ITEM_BYTES + (len(item) if isinstance(item, (str, bytes)) else 0)

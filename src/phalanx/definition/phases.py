@@ -85,13 +85,6 @@ class Phase:
         names = self.chosen
         return names is None or any(parameter == name or parameter.startswith(f"{name}.") for name in names)
 
-    def look(self) -> dict[str, Any]:
-        """What of it defines the answer."""
-        return {
-            "loss_fn": self.loss_fn, "parameters": self.chosen, "optimizer": self.optimizer, "every": self.every,
-            "scheduler": self.scheduler,
-        }  # fmt: skip
-
 
 def checked_phases(phases: Any, instead: dict[str, Any]) -> tuple[Phase, ...]:
     """The phases of a recipe; ``instead``: arguments that say for a whole step what a phase says for itself.

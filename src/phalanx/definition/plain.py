@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from types import UnionType
 from typing import Any, NamedTuple
 
-from phalanx.definition import checks
 from phalanx.errors import PhalanxError, SnapshotError, UsageError
 
 MARK = "!"  # of an object that stands for something that JSON has not
@@ -155,12 +154,6 @@ def check_specs(mine: Mapping[str, Any], theirs: Mapping[str, Any], spelled: Cal
         here, there = (spelled(part[name]) if name in part else "missing" for part in (mine, theirs))
         if here != there:
             raise SnapshotError(f"{name} is {there} in the snapshot, but {here} here")
-
-
-def warn_of_bits(now: Mapping[str, Any], then: Any) -> None:
-    """Warn if the environment is another than that in which a snapshot was written."""
-    if told := "; ".join(changes(now, then if isinstance(then, dict) else {})):
-        checks.warn(f"bits may differ from an uninterrupted run's, as the environment does: {told}")
 
 
 def changes(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:

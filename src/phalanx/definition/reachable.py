@@ -3,8 +3,7 @@
 Followed are attributes, items of containers, arguments of partials, and of functions closures, defaults and the globals
 that they name. Not followed: code of installed packages (attributes of their objects are), sets, which have no order,
 and containers of more than ``MOST`` items, which hold data. A path names the same object in every process; the seeds
-of random generators follow from paths, so their spelling decides bits. (``fingerprint`` has another walk: it asks
-classes what their objects are made of, which runs user code, and follows of a value only what the code reads of it.)
+of random generators follow from paths, so their spelling decides bits.
 """
 
 from __future__ import annotations
@@ -12,17 +11,25 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
+import platform
+import site
+import sys
+import sysconfig
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
+from importlib import metadata
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 
-from phalanx.definition.packages import installed
 from phalanx.surroundings.sources import nested
 
+OWN = __name__.partition(".")[0]
+PYTHON = "python"
+INSTALLERS = frozenset({"site-packages", "dist-packages"})  # also of an environment that this one's path leads to
 MOST = 1000  # items of a container
 ALL = 100_000  # objects
 SHORT = 60  # letters of two values that are shown
@@ -38,14 +45,14 @@ def reachable(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if not isinstance(value, PLAIN) and id(value) not in seen:
             seen[id(value)] = value
             yield path, value
-            left.extend((path + step, part) for step, part in _parts(value))
+            left.extend((path + step, part) for step, part in parts_of(value))
 
 
 def values(roots: Mapping[str, Any]) -> dict[str, Any]:
     """What ``roots`` lead to now, by path: plain values as text, lengths of containers, checksums of arrays."""
     found: dict[str, Any] = {}
     for path, value in reachable(roots):
-        found |= {path + step: repr(part) for step, part in _parts(value) if isinstance(part, PLAIN)}
+        found |= {path + step: repr(part) for step, part in parts_of(value) if isinstance(part, PLAIN)}
         if isinstance(value, (list, dict, set, deque)):
             found[f"{path} (its length)"] = len(value)
         elif hasattr(type(value), "__array__"):
@@ -94,7 +101,8 @@ def function_of(value: Any) -> Any:
     return value.fget if isinstance(value, property) else value
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """What a value holds itself, each with the step that leads there."""
     if isinstance(value, ModuleType):
         return
     if isinstance(value, FunctionType):
@@ -135,3 +143,46 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
             elif installed(value.__name__) is None:
                 for inner in names:
                     yield f" (its global {name}.{inner})", vars(value).get(inner)
+
+
+def installed(module: Any, file: str | None = None) -> str | None:
+    """The package that code of this module is installed with, "python" for the standard library; None: the user's.
+
+    ``file`` is where the code itself lies, if that is known.
+    """
+    if not isinstance(module, str) or (module == "__main__" and file is None):
+        return None
+    root = module.partition(".")[0]
+    if root in sys.stdlib_module_names:
+        return PYTHON
+    if file is None or file.startswith("<"):
+        files = (getattr(sys.modules.get(name), "__file__", None) for name in (module, root))
+        file = next((name for name in files if name is not None), None)
+    return root if root == OWN or (file is not None and _is_installed(file)) else None
+
+
+@functools.cache
+def _folders() -> tuple[str, ...]:
+    """Where installers put packages, and the standard library."""
+    paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    paths += [*site.getsitepackages(), site.getusersitepackages()]
+    return tuple({os.path.realpath(path) + os.sep for path in paths if path})
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_installed(file: str) -> bool:
+    path = os.path.realpath(file)
+    return path.startswith(_folders()) or not INSTALLERS.isdisjoint(path.split(os.sep))
+
+
+def version(name: str) -> str:
+    """The version of a package, as far as it is told."""
+    if name == PYTHON:
+        return platform.python_version()
+    told = getattr(sys.modules.get(name), "__version__", None)
+    if isinstance(told, str):
+        return told
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "of unknown version"

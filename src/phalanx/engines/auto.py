@@ -119,6 +119,10 @@ class Auto:
         """See ``seams.Engine.export``."""
         return self._engine.export(copy=copy, digest=digest)
 
+    def peek(self) -> dict[str, Any] | None:
+        """See ``seams.Engine.peek``."""
+        return self._engine.peek()
+
     def capture(self) -> Captured:
         """See ``seams.Engine.capture``."""
         return self._engine.capture()

@@ -138,6 +138,11 @@ class Inline:
         with self.environment:
             self._framework.schedule(value, epoch)
 
+    def peek(self) -> dict[str, Any] | None:
+        """See ``seams.Engine.peek``."""
+        self.check_able()
+        return self._twice.peek(len(self.run_state.loss_history))
+
     def capture(self) -> Captured:
         """See ``seams.Engine.capture``."""
         if self._torn:

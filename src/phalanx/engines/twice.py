@@ -19,14 +19,15 @@ from collections.abc import Container, Iterator, MutableSequence, Sequence
 from typing import Any, NamedTuple, cast
 
 from phalanx.definition import checks
+from phalanx.definition.batches import BatchShares
 from phalanx.definition.data import Share
 from phalanx.definition.fields import Definition
 from phalanx.definition.reachable import differences, values
 from phalanx.errors import CorruptionError, StateError, spell_samples
 from phalanx.plan.audit import Audit, joined
-from phalanx.seams import Arithmetic, Computed, Link, Steppable, Todo, Watch
+from phalanx.seams import Arithmetic, Computed, Framework, Link, Steppable, Todo, Watch
 from phalanx.step import Proposal, compute, propose, todo
-from phalanx.surroundings.current import CURRENT
+from phalanx.surroundings.current import CURRENT, outside
 
 Facts = dict[str, Any]
 
@@ -173,6 +174,29 @@ class Twice:
         """What the last of some replicas comes to."""
         computing, moment = self._framework.gradients(work, watch), self._definition.rounds.at(self._update)
         return [compute(computing, moment, one.replica, one.share) for one in work][-1]
+
+    def peek(self, update: int) -> dict[str, Any] | None:
+        """What the first replica of an update comes to, as JSON values; the state stays as it is.
+
+        None where that says nothing or cannot be had: brought batches and streams, user code that raises, or may come
+        to something else each time.
+        """
+        definition, framework = self._definition, self._framework
+        if self._allow is not False or definition.source is None:
+            return None
+        written: list[str] = []
+        watch = Watch(lambda kind, *_: written.append(kind) if kind == "written" else None, parameters=True)
+        with contextlib.suppress(Exception), framework.environment, outside():
+            before = framework.snapshots.capture(copy=True) if definition.replicas == 1 else None
+            try:
+                shares = BatchShares(definition, framework.opened).planned(update)
+                computing = framework.gradients(todo(definition, update, [0], shares), watch)
+                return noted(framework.arithmetic, compute(computing, definition.rounds.at(update), 0, shares[0]))
+            finally:
+                framework.rewind()
+                if written and before is not None:  # a lone replica may write parameters
+                    framework.snapshots.adopt_weights(before.weights)
+        return None
 
     def _compare(self) -> None:
         """All workers have met, so that both values are there."""

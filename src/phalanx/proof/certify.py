@@ -12,8 +12,8 @@ from phalanx.checkpoint.chain import CHAIN, Links
 from phalanx.checkpoint.files import read
 from phalanx.checkpoint.resume import read_any
 from phalanx.definition.data import Columns
+from phalanx.definition.digest import hashed
 from phalanx.definition.fields import Definition
-from phalanx.definition.fingerprint import hashed
 from phalanx.errors import UsageError
 from phalanx.frameworks.registry import changed_environment
 from phalanx.proof.compare.fields import another

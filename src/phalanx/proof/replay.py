@@ -124,7 +124,7 @@ def replay(
         batch = failed.batch(folder) if step in (None, failed.step) else None
         phase = failed.phase or None if phase is None and step in (None, failed.step) else phase
         step, replica = failed.step if step is None else step, failed.replica if replica is None else replica
-    _warn_of_another(recipe, folder)
+    told = _warned_of_another(recipe, folder)
     if step is None or replica is None:
         missing = "step" if step is None else "replica"
         raise UsageError(f"{missing} is not given; name step and replica, or give the run_dir of a run that failed")
@@ -136,17 +136,35 @@ def replay(
         raise SnapshotError(f"there is no snapshot of step {step}, and batches of the steps before it are gone")
     with Instant(recipe, begin, devices=devices, batch=batch) as instant:
         instant.go_to(step, phase, progress=progress)
-        return replayed(instant, replica, debug=debug)
+        found = replayed(instant, replica, debug=debug)
+    if folder is not None and recipe.phases is None and not told:
+        _warn_of_another_loss(found, folder)
+    return found
 
 
-def _warn_of_another(recipe: Definition, folder: pathlib.Path | None) -> None:
+def _warned_of_another(recipe: Definition, folder: pathlib.Path | None) -> bool:
     if folder is None:
-        return
+        return False
     with contextlib.suppress(PhalanxError), contextlib.closing(side(folder)) as run:
         why = another(recipe, run.run.get("recipe"))
         if why:
             text = f"the run in {str(folder)!r} had another recipe ({why}): this one is computed, from the run's state"
             checks.warn(text)
+            return True
+    return False
+
+
+def _warn_of_another_loss(found: Replayed, folder: pathlib.Path) -> None:
+    """Tell of a replica that comes to something else than its run's chain says."""
+    with contextlib.suppress(PhalanxError), contextlib.closing(side(folder)) as run:
+        if run.links is not None and run.links.first <= found.step < len(run.links):
+            told = run.links.told(found.step)
+            loss, weight = (told[name][found.replica] for name in ("losses", "weights"))
+            if weight and str(loss) != str(found.loss):
+                checks.warn(
+                    f"replica {found.replica} of step {found.step} comes to the loss {found.loss}, and came to {loss} "
+                    "in the run: this recipe, or something that it reads, is another"
+                )
 
 
 def _of_error(error: RunError, replica: int | None, devices: Sequence[str], *, debug: bool) -> Replayed:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from phalanx.definition.data import Columns
+from phalanx.definition.digest import hashed
 from phalanx.definition.fields import Definition
-from phalanx.definition.fingerprint import hashed
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.frameworks.registry import nondeterministic
 from phalanx.proof.compare.diff import diff

@@ -22,7 +22,7 @@ from phalanx.definition.fields import Definition
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.registry import changed_environment
 from phalanx.plan.keys import splitmix64
-from phalanx.proof.compare.fields import another
+from phalanx.proof.compare.fields import differing
 from phalanx.proof.compare.links import parted
 from phalanx.proof.compare.sides import Side, side
 from phalanx.proof.instant import Instant, nearest, snapshot_at, steps_in, sums
@@ -98,6 +98,9 @@ def verify(
             return Verified(UNKNOWN, 0, reason)
         stretches = _stretches(with_chain, path, steps, sample)
         found = _verified(recipe, with_chain, stretches, workers, progress)
+        _, reads = differing(recipe, with_chain.run["recipe"])
+        if found.status == DIFFERENT and reads:
+            return Verified(UNKNOWN, found.steps, f"{found.text}, but the recipe may be another: {reads}")
         damaged = _damaged(recipe, with_chain, stretches) if found.status == SAME else ""
         if damaged:
             return Verified(UNKNOWN, found.steps, f"{found.text}, but {damaged}")
@@ -166,7 +169,7 @@ def _unlike(recipe: Definition, run: Side) -> str:
         return f"it cannot be checked here: {changes[0]} in the run"
     if not run.run.get("recipe"):
         return "it cannot be checked: the run does not say which recipe it had"
-    differs = another(recipe, run.run["recipe"])
+    differs, _ = differing(recipe, run.run["recipe"])
     return f"it cannot be checked: the recipe is another: {differs}" if differs else ""
 
 

@@ -45,6 +45,8 @@ class Outcomes:
 
     def now(self, *, copy: bool) -> Result:
         """The state as it is; ``copy``: independent of the run."""
+        if self._loop.refused:
+            self._loop.check_able()
         if self._saver is not None and not self.closed:
             self._saver.settle()
         left = {**self._loop.left(), "stopped_early": self._loop.stopped_early}

@@ -44,6 +44,9 @@ class Loop:
         They have begun, in this order.
     supply : Dealer, optional
         Where samples come from, if the data is a stream.
+    first : callable, optional
+        Looks at the first step, and the batch that was brought for it, before anybody is told of it; may refuse the
+        run.
     """
 
     def __init__(
@@ -53,8 +56,11 @@ class Loop:
         evaluations: Sequence[Evaluation],
         observers: Sequence[Observer],
         supply: Dealer | None = None,
+        first: Callable[[StepReport, Any], None] | None = None,
     ) -> None:
         self._supply = supply
+        self._first, self._first_batch = first, None
+        self.refused = False
         self._definition = definition
         self._engine = engine
         self._evaluations = tuple(evaluations)
@@ -176,6 +182,8 @@ class Loop:
             raise
         if epoch is not None:
             report = report._replace(epoch=epoch)
+        if self._first is not None:
+            self._first_batch = batch
         for observer in self._observers if batch is not None else ():
             observer.brought(batch)
         return report
@@ -196,6 +204,8 @@ class Loop:
     def _completion(self, report: StepReport) -> Iterator[Callable[[], object] | Again]:
         """What completes a step, in order."""
         self._report, state = report, self._engine.run_state
+        if self._first is not None:
+            self._look_first(report)
         if len(state.incidents) != self._heard:
             self._tell_incidents()
         for observer in self._observers:
@@ -205,6 +215,16 @@ class Loop:
         for observer in self._observers:
             yield functools.partial(observer.step, self._report)
         state.told = self._definition.rounds.updates(report.step + 1)
+
+    def _look_first(self, report: StepReport) -> None:
+        """See whether the first step is one of this run; nobody is told of anything if it is not."""
+        first, self._first = self._first, None
+        assert first is not None, "who asks has looked"
+        try:
+            first(report, self._first_batch)
+        except UsageError:
+            self._ended, self.refused = "its recipe is another than that of the snapshot", True
+            raise
 
     def _and_unseen(self, after: Iterator[Callable[[], object] | Again]) -> Iterator[Callable[[], object] | Again]:
         """The same, and what completes steps that workers did when the caller was on its way out."""

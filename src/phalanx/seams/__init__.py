@@ -292,6 +292,10 @@ class Engine(Protocol):
         """The state as of the last finished step. With neither copy nor digest it is to be looked at until the next."""
         ...
 
+    def peek(self) -> dict[str, Any] | None:
+        """What the first replica of the next step comes to, which is not done; None where that cannot be told."""
+        ...
+
     def capture(self) -> Captured:
         """The state as of the last finished step, for a snapshot; it stays as it is while the run goes on."""
         ...

@@ -12,8 +12,8 @@ from typing import Any
 from phalanx.definition import checks, generators
 from phalanx.definition.copies import own
 from phalanx.definition.data import is_array
+from phalanx.definition.digest import hashed
 from phalanx.definition.fields import Definition
-from phalanx.definition.fingerprint.arrays import hashed
 from phalanx.definition.plain import encoded
 from phalanx.definition.streams import Stream
 from phalanx.errors import ForeignError, PhalanxError, RunError, UsageError, WorkerError

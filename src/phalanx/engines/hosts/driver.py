@@ -13,9 +13,10 @@ from typing import Any
 from phalanx.checkpoint.export import CALLBACKS, found, kept
 from phalanx.checkpoint.tensors import packed, unpacked
 from phalanx.definition.data import Columns
+from phalanx.definition.described import shared
+from phalanx.definition.digest import hashed
 from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
-from phalanx.definition.fingerprint import hashed, shared
 from phalanx.definition.streams import Drawn
 from phalanx.engines.hosts.lanes import HostLaneLink
 from phalanx.engines.hosts.world import CLOSED, World
@@ -111,6 +112,10 @@ class Distributed:
     def export(self, *, copy: bool, digest: bool = True) -> Exported:
         """See ``seams.Engine.export``."""
         return self._here.export(copy=copy, digest=digest)
+
+    def peek(self) -> dict[str, Any] | None:
+        """See ``seams.Engine.peek``; in the first process, which has the first replica."""
+        return self._here.peek()
 
     def capture(self) -> Captured:
         """See ``seams.Engine.capture``; also after others have left, of the last step that was finished here."""

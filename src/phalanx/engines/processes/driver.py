@@ -147,6 +147,11 @@ class Processes:
         with self._framework.environment:
             return self._framework.export(self.run_state.steps, copy=copy, digest=digest)
 
+    def peek(self) -> dict[str, Any] | None:
+        """See ``seams.Engine.peek``: the worker that has the first replica computes it."""
+        self.check_able()
+        return self.ask("peek", {})[0]
+
     def capture(self) -> Captured:
         """See ``seams.Engine.capture``: the workers copy what they own, and go on at once."""
         self.fetch(save=True)

@@ -163,6 +163,7 @@ class Worker:
             facts = unpack(self._mailbox)
             task = facts.pop("task")
             tasks = {"evaluate": self._evaluate, "state": self._describe, "take": self.take, "resume": self.resume}
+            tasks["peek"] = self._peek
             self._caller.tell("result", self._counters.grant, tasks[task](**facts))
 
     def _advance(self, shares: list[Share]) -> None:
@@ -255,6 +256,9 @@ class Worker:
             found.append(measure(self._framework, metric_fn, evaluation_key(seed, chunk), shares[chunk], weights)())
             self._own.total += 1  # a long evaluation is not silent
         return found
+
+    def _peek(self) -> dict[str, Any] | None:
+        return self._twice.peek(self._step) if self._number == 0 else None
 
     def _next_grant(self, last: int) -> int:
         counters = self._counters

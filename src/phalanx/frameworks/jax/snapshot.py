@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx.definition.digest import Entry
-from phalanx.definition.plain import check_specs, warn_of_bits
+from phalanx.definition.plain import check_specs
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.jax.environment import recorded
 from phalanx.frameworks.jax.tree import is_key, named, plain, strong
@@ -39,7 +39,6 @@ class Snapshots:
         """See ``seams.Snapshots.adopt``."""
         if state.facts.get(FRAMEWORK) != "jax":
             raise SnapshotError("the snapshot is not of a jax recipe")
-        warn_of_bits(recorded(self.device), state.facts.get(ENVIRONMENT))
         stored = {name: tensor for name, tensor in state.training.items() if name.startswith(OPTIMIZER)}
         optimizer = self._fitted(self.state.optimizer, stored, OPTIMIZER)
         self.adopt_weights(state.weights)

@@ -10,7 +10,7 @@ import numpy as np
 from tinygrad.nn.state import get_state_dict
 
 from phalanx.definition.digest import Entry
-from phalanx.definition.plain import check_specs, warn_of_bits
+from phalanx.definition.plain import check_specs
 from phalanx.errors import SnapshotError
 from phalanx.frameworks.tinygrad import optimizer as updates
 from phalanx.frameworks.tinygrad.forward import plain
@@ -60,7 +60,6 @@ class Snapshots:
         """See ``seams.Snapshots.adopt``."""
         if state.facts.get(FRAMEWORK) != NAME:
             raise SnapshotError("the snapshot is not of a tinygrad recipe")
-        warn_of_bits(self.environment, state.facts.get(ENVIRONMENT))
         found = self.read()
         stored = {
             name.removeprefix(OPTIMIZER): tensor

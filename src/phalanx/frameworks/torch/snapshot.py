@@ -76,7 +76,8 @@ def captured(model: torch.nn.Module, updates: Updates, *, copy: bool) -> Capture
         state = {names[id(key)]: value for key, value in optimizer.state.items() if isinstance(key, torch.Tensor)}
         beside = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
         optimizers.append([encoded(part, keep, f"optimizer.{number}") for part in (state, beside)])
-    facts = {"optimizers": optimizers, "options": encoded(updates.options(), keep, "options")}
+    facts: dict[str, Any] = {"optimizers": optimizers, "options": encoded(updates.options(), keep, "options")}
+    facts["device"] = next((parameter.device.type for _, parameter in updates.named), "cpu")
     return Captured(weights, training, facts)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import Any
 
+from phalanx.definition.described import Comparison, compare, described
 from phalanx.definition.fields import Definition
-from phalanx.definition.fingerprint import compare, fingerprint
-from phalanx.definition.fingerprint.compare import compared
 from phalanx.proof.compare.sides import Side
 
 
@@ -15,10 +15,10 @@ def different_fields(one: Side, other: Side) -> dict[str, str]:
     """What of recipe, environment and data differs, by name."""
     found: dict[str, str] = {}
     mine, theirs = (side.run.get("recipe") or {} for side in (one, other))
-    try:
-        _compare_recipes(mine, theirs, found)
-    except (KeyError, ValueError, TypeError, AttributeError):  # one of them is none
-        found.clear()
+    with contextlib.suppress(ValueError):  # one of them is no recipe
+        told = compare(mine, theirs)
+        for text in (*told.differs, *told.hints, *told.versions):
+            found.setdefault(re.split(r"[^\w]", text, maxsplit=1)[0], _sided(text))
     left, right = (side.run.get("environment") or {} for side in (one, other))
     for name in {**left, **right} if left and right else ():
         if left.get(name) != right.get(name):
@@ -27,24 +27,22 @@ def different_fields(one: Side, other: Side) -> dict[str, str]:
 
 
 def another(recipe: Definition, recorded: Any) -> str:
-    """How a recipe differs from the one that a run has recorded, in words; empty if it does not, or nobody knows."""
+    """How a recipe differs, or its code reads differently, from what a run has recorded, in words; else empty."""
+    differs, reads = differing(recipe, recorded)
+    return differs or reads
+
+
+def differing(recipe: Definition, recorded: Any) -> tuple[str, str]:
+    """How a recipe differs from what a run has recorded, and how it only reads differently; "" where it does not.
+
+    Attributes are left out, as they change in use.
+    """
     try:
-        return next(iter(compare(fingerprint(recipe), recorded).differs), "") if recorded else ""
-    except (KeyError, ValueError, TypeError):
-        return "what is told of it cannot be read"
-
-
-def _compare_recipes(mine: dict[str, Any], theirs: dict[str, Any], found: dict[str, str]) -> None:
-    if not mine or not theirs:
-        return
-    for text in compared(mine, theirs).differs:
-        found.setdefault(re.split(r"[: ]", text, maxsplit=1)[0], _sided(text))
-    for name in sorted({**mine["packages"], **theirs["packages"]}):
-        versions = [facts["packages"].get(name) for facts in (mine, theirs)]
-        if None not in versions and versions[0] != versions[1]:
-            found.setdefault(name, f"{name} is {versions[0]} in A, and {versions[1]} in B")
-    if mine["python"] != theirs["python"]:
-        found["python"] = f"python is {mine['python']} in A, and {theirs['python']} in B"
+        told = compare(described(recipe), recorded) if recorded else Comparison()
+    except ValueError:
+        return "what is told of it cannot be read", ""
+    hints = [hint for hint in told.hints if hint.endswith("reads differently") or " (its variable " in hint]
+    return next(iter(told.differs), ""), next(iter(hints), "")
 
 
 def _sided(text: str) -> str:

@@ -1,0 +1,274 @@
+"""What a recipe says of itself, as values that can be written down and compared.
+
+Plain fields, options of optimizers and schedulers and digests of the data make two recipes. What functions and objects
+lead to (code, closures, globals, attributes) is a hint: some of it changes in use, and whether it matters show the
+values that a step comes to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import dis
+import inspect
+import itertools
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, CodeType, FunctionType
+from typing import Any, NamedTuple
+
+from phalanx.definition.data import Columns
+from phalanx.definition.digest import PLAIN, Contents, is_array, other_row, plain, short
+from phalanx.definition.fields import Definition
+from phalanx.definition.plain import decoded
+from phalanx.definition.reachable import MOST, held_by, installed, parts_of, reachable, version
+from phalanx.errors import ForeignError
+
+FORMAT = 3
+CODE = ("make_model", "data", "loss_fn", "forward_fn", "target_fn", "collate_fn")
+OPTIONS = ("optimizer", "scheduler")  # plain values that these lead to are options
+ELSEWHERE = ("steps", "epochs", "phases", *CODE, *OPTIONS)  # a finished run can be extended
+MOST_HINTS = 2000  # of a field, the nearest first; what lies beyond only shows in what a step comes to
+NAMED = 64  # hints of a field that are kept by their paths; a hash has all of them
+TOLD = 8  # differences of a kind that are told
+GLOBAL, READS = " (its global ", "code "
+IDLE, JUMPS = ("NOP", "CACHE", "RESUME", "EXTENDED_ARG"), frozenset(dis.hasjrel) | frozenset(dis.hasjabs)
+HAVE_NAMES = (type, FunctionType, BuiltinFunctionType)
+
+
+@dataclass
+class Comparison:
+    """What two recipes have not in common.
+
+    Attributes
+    ----------
+    differs : list of str
+        What makes them two recipes.
+    hints : list of str
+        What reads differently, which may explain why a step comes to other values.
+    versions : list of str
+        Which libraries are of other versions, so that bits may differ.
+    """
+
+    differs: list[str] = field(default_factory=list[str])
+    hints: list[str] = field(default_factory=list[str])
+    versions: list[str] = field(default_factory=list[str])
+
+
+class Hint(NamedTuple):
+    """What lies at a path, and whether that is a plain value or the name of something installed."""
+
+    path: str
+    text: str
+    plain: bool
+
+
+def described(definition: Definition) -> dict[str, Any]:
+    """A recipe as JSON values, but for its steps and epochs."""
+    contents, met = Contents(), set[str]()
+    data = _data(definition, contents)
+    values, hints = _fields(definition), dict[str, Any]()
+    for name, root in _roots(definition):
+        if name == "data" and any(digest for _, digest, _ in data.values()):
+            continue
+        found = list(itertools.islice(_led_to(name, root, contents, met), MOST_HINTS))
+        if name.endswith(OPTIONS):
+            values |= {hint.path: hint.text for hint in found if hint.plain and GLOBAL not in hint.path}
+        texts = {hint.path: hint.text for hint in found if hint.path not in values}
+        hints[name] = {"named": dict(list(texts.items())[:NAMED]), "all": short(repr(sorted(texts.items())))}
+    versions = {name: version(name) for name in sorted(met)} | {"python": platform.python_version()}
+    return {"format": FORMAT, "values": values, "data": data, "hints": hints, "versions": versions}
+
+
+def shared(definition: Definition) -> tuple[dict[str, Any], dict[str, str]]:
+    """What must be equal in processes that do one run, and what should be: plain globals, which may be a rank."""
+    mine = described(definition)
+    named = {path: text for told in mine["hints"].values() for path, text in told["named"].items()}
+    should = {path: text for path, text in named.items() if GLOBAL in path and not text.startswith(READS)}
+    must = {**mine["values"], **{path: text for path, text in named.items() if path not in should}}
+    for name, told in mine["hints"].items():
+        if not any(path in should for path in told["named"]):
+            must[f"{name} as a whole"] = told["all"]
+    return {**must, **mine["data"], **{f"version of {name}": text for name, text in mine["versions"].items()}}, should
+
+
+def compare(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Comparison:
+    """How two recipes compare, as they are described.
+
+    Raises
+    ------
+    ValueError
+        One is no description.
+    """
+    try:
+        if theirs["format"] != FORMAT:
+            raise ValueError(f"its recipe is of format {theirs['format']!r}, and this phalanx reads format {FORMAT}")
+        found = Comparison()
+        for part in ("values", "made") if mine.get("made") and theirs.get("made") else ("values",):
+            found.differs += _between(mine[part], theirs[part])
+        for name in {**mine["data"], **theirs["data"]}:
+            one, other = (side["data"].get(name, ["absent", "", ""]) for side in (mine, theirs))
+            if one[:2] != other[:2]:
+                found.differs += [_words(name, one[0], other[0]) + other_row(one[2], other[2])]
+        versions = [side["versions"] for side in (mine, theirs)]
+        found.versions = _between(*_common(*versions))
+        same_python = versions[0]["python"].rpartition(".")[0] == versions[1]["python"].rpartition(".")[0]
+        for name in {**mine["hints"], **theirs["hints"]}:
+            found.hints += _hinted(name, mine["hints"].get(name), theirs["hints"].get(name), code=same_python)
+        found.hints += _between(*_common(*(side.get("beside", {}) for side in (mine, theirs))))
+        return found
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError("its recipe has no form that is known") from error
+
+
+def made(state: Any) -> dict[str, str]:
+    """What the model and its optimizers are like as they are made: shapes, and the options that a framework tells."""
+    shapes = {f"make_model: {name}": f"{item.dtype}{list(item.shape)}" for name, item in state.weights.items()}
+    options = decoded(state.facts.get("options"), lambda kept, path: kept, "options")
+    kept = {name: item for name, item in state.training.items() if name.startswith("options")}
+    tensors = {f"optimizer: {name}": short(bytes(item.content).hex()) for name, item in kept.items()}
+    return {**shapes, **dict(_plainly("optimizer: options", options)), **tensors}
+
+
+def _plainly(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    """The plain values in containers, by path."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    for key, item in pairs:
+        yield from _plainly(f"{path}.{key}", item)
+    if isinstance(value, PLAIN):
+        yield path, repr(value)
+
+
+def options_of(value: Any) -> dict[str, str]:
+    """Plain arguments of the constructor that an object has kept as attributes."""
+    held = held_by(value)
+    try:
+        names = list(inspect.signature(type(value)).parameters)
+    except (TypeError, ValueError):  # of C
+        names = []
+    found = {name: held.get(name, held.get(f"_{name}")) for name in names}
+    return {name: plain(item) for name, item in found.items() if type(item) in PLAIN and item is not None}
+
+
+def _fields(definition: Definition) -> dict[str, str]:
+    """Plain fields of a recipe and of its phases."""
+    names = [item.name for item in dataclasses.fields(Definition) if item.name not in ELSEWHERE]
+    values = {name: repr(getattr(definition, name)) for name in names}
+    values["schedule_every"] = repr(definition.schedule_every or "step")
+    for number, phase in enumerate(definition.phases or ()):
+        values |= {f"phases[{number}].{name}": repr(getattr(phase, name)) for name in ("name", "chosen", "every")}
+    return values
+
+
+def _roots(definition: Definition) -> Iterator[tuple[str, Any]]:
+    """What is looked into."""
+    for name in (*CODE, *OPTIONS):
+        yield name, getattr(definition, name)
+    for number, phase in enumerate(definition.phases or ()):
+        for name in ("loss_fn", *OPTIONS):
+            yield f"phases[{number}].{name}", getattr(phase, name)
+
+
+def _data(definition: Definition, contents: Contents) -> dict[str, list[str]]:
+    """What is told of the data, as ``Contents`` tells it."""
+    data, source = definition.data, definition.source
+    if isinstance(source, Columns):
+        keys = list(data) if isinstance(data, dict) and len(data) == len(source.arrays) else None
+        names = [f"data: item {number if keys is None else repr(keys[number])}" for number in range(len(source.arrays))]
+        return {name: _told(contents.array, array) for name, array in zip(names, source.arrays, strict=True)}
+    if isinstance(data, list):
+        return {"data": _told(contents.container, data)}
+    if source is not None:
+        return {"data": [f"{len(source)} samples", "", ""]}
+    options = [f"{name}={text}" for name, text in options_of(data).items()]
+    return {"data": [f"a {type(data).__name__} {' '.join(options)}".strip(), "", ""]}
+
+
+def _told(tell: Any, value: Any) -> list[str]:
+    try:
+        return tell(value)
+    except Exception:  # of objects, or of a library that cannot read it
+        return [f"a {type(value).__name__}", "", ""]
+
+
+def _led_to(name: str, root: Any, contents: Contents, met: set[str]) -> Iterator[Hint]:
+    """What functions and objects lead to, the nearest first."""
+    if isinstance(root, PLAIN):
+        yield Hint(name, plain(root), True)
+    for path, value in reachable({name: root}):
+        if text := _looked(value, contents, met):
+            yield Hint(path, text, isinstance(value, HAVE_NAMES) and not text.startswith(READS))
+        for step, part in parts_of(value):
+            odd = step.startswith(".__") or (part is None and step.startswith(GLOBAL))
+            if isinstance(part, PLAIN) and not odd:
+                yield Hint(path + step, plain(part), True)
+
+
+def _looked(value: Any, contents: Contents, met: set[str]) -> str:
+    """What there is to say of a value itself."""
+    if isinstance(value, HAVE_NAMES):
+        package = installed(value.__module__)
+        met.update([package] if package else [])
+        if package or isinstance(value, BuiltinFunctionType):
+            usual = isinstance(value, type) and value.__module__ == "builtins"
+            return "" if usual else f"{value.__module__}.{value.__qualname__}"
+        return READS + short(_code(value.__code__)) if isinstance(value, FunctionType) else ""
+    if is_array(value):
+        return " ".join(_told(contents.array, value)[:2])
+    if isinstance(value, (set, frozenset)):
+        return plain(value) if all(type(item) in PLAIN for item in value) else f"set of {len(value)}"
+    if isinstance(value, (list, tuple, dict)) and len(value) > MOST:
+        with contextlib.suppress(ForeignError, LookupError):
+            return " ".join(contents.container(value)[:2])
+        return f"{type(value).__name__} of {len(value)}"
+    return ""
+
+
+def _code(code: CodeType) -> str:
+    """What a function does: no local names, lines or docstring; sets come in any order."""
+    told = [(item.opname, "" if item.opcode in JUMPS else item.argval) for item in dis.get_instructions(code)]
+    texts = [f"{name} {_code(value) if isinstance(value, CodeType) else plain(value)}" for name, value in told]
+    return " ".join(text for text in texts if not text.startswith(IDLE))
+
+
+def _between(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+    """The values that differ, in words."""
+    pairs = {name: (mine.get(name, "absent"), theirs.get(name, "absent")) for name in {**mine, **theirs}}
+    return _few([_words(name, *pair) for name, pair in pairs.items() if pair[0] != pair[1]])
+
+
+def _common(one: Mapping[str, str], other: Mapping[str, str]) -> list[dict[str, str]]:
+    """Two sides, with the names that both have."""
+    return [{name: text for name, text in side.items() if name in one and name in other} for side in (one, other)]
+
+
+def _few(told: list[str]) -> list[str]:
+    return told[:TOLD] + [f"and {len(told) - TOLD} more"] * (len(told) > TOLD)
+
+
+def _words(name: str, one: str, other: str) -> str:
+    if one == other:
+        return f"{name} is another {one} here than there"
+    return f"{name} is {one} here, and {other} there"
+
+
+def _hinted(name: str, one: Any, other: Any, *, code: bool) -> list[str]:
+    """What reads differently below a root."""
+    one, other = ({"named": {}, "all": ""} if side is None else side for side in (one, other))
+    if one["all"] == other["all"]:
+        return []
+    paths = {**one["named"], **other["named"]}
+    pairs = {path: [side["named"].get(path, "absent") for side in (one, other)] for path in paths}
+    changed = {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}
+    told: list[str] = []
+    for path, pair in changed.items():
+        if "absent" in pair and any(path.startswith(above) for above in changed if above != path):
+            continue  # it belongs to what is another as a whole
+        if any(text.startswith(READS) for text in pair):
+            told += [f"{path} reads differently"] * code
+        else:
+            told.append(_words(path, *pair))
+    if not told and code:
+        return [f"{name} leads to something else"]
+    return _few(told)
