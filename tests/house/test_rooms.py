@@ -93,7 +93,6 @@ REACHED_IN_TESTS = {
     "engines/test_falls.py": 7,
     "engines/test_same_bits.py": 1,
     "engines/test_starter.py": 8,
-    "engines/test_surroundings.py": 2,
     "face/test_traps.py": 1,
     "hosts/test_across.py": 1,
     "hosts/test_hosts.py": 2,
