@@ -98,13 +98,13 @@ class Zygote:
             memory.close()
 
     def spawn(self, number: int, fds: Sequence[int]) -> tuple[int, int | None]:
-        """See ``handle.Starter``."""
+        """Start a worker with these descriptors; returns its pid and, where there are any, a pidfd."""
         answer, handles = self._ask({"worker": number}, fds)
         self._workers.add(answer["pid"])
         return answer["pid"], handles[0] if handles else None
 
     def end(self, pid: int) -> int | None:
-        """See ``handle.Starter``."""
+        """Kill a worker, with what it started, unless it has ended; its wait status, None if it is not known."""
         status = self._ask({"end": pid})[0]["status"]
         self._workers.discard(pid)
         return status
