@@ -37,9 +37,7 @@ from phalanx.run.result import Result
 from phalanx.run.run import Run
 from phalanx.seams.events import Evaluated, Incident, StepReport
 from phalanx.surroundings.current import current_step
-from phalanx.surroundings.sources import SOURCES
 
-SOURCES.install()
 __version__ = "0.1.0"
 
 __all__ = [

@@ -19,7 +19,7 @@ from phalanx.run.observers import reading_again, watching
 from phalanx.run.options import DEFAULTS, FIELDS, Options, check_evaluated, settle, unknown
 from phalanx.run.result import Result
 from phalanx.run.run import Run
-from phalanx.surroundings import interrupts
+from phalanx.surroundings import interrupts, sources
 from phalanx.surroundings.interrupts import on_sigterm
 from phalanx.surroundings.presence import rank
 from phalanx.surroundings.turns import Turns
@@ -102,6 +102,7 @@ class Recipe(Definition):
                 raise UsageError(unknown(wrong[0], FIELDS, DEFAULTS))
             super().__init__(*arguments, **fields)
             checks.shares(self.global_batch, self.replicas, self.micro_batches)
+            sources.note()  # workers may run it when files say something else
 
     def train(self, **options: Unpack[Options]) -> Result:
         """Run the recipe to its end. Options change the speed, never the answer, but for those that say so.

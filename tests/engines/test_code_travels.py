@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from torch import nn
 import phalanx
 from phalanx.engines.processes.environment import Imported
 from phalanx.shared.memory import Memory
-from phalanx.surroundings.sources import Kept, Source, Sources
+from phalanx.surroundings import sources
+from phalanx.surroundings.sources import Finder, Kept, Source
 
 LOSS = """
 FACTOR = {factor}
@@ -24,14 +26,14 @@ def loss(output, target):
     return FACTOR * ((output - target) ** {power}).mean()
 """
 OUTER = """
-from inner_of_a_test import loss as inner
+from inner_of_these import loss as inner
 
 def loss(output, target):
     return inner(output, target)
 """
 LATE = """
 def loss(output, target):
-    from inner_of_a_test import loss as inner
+    from inner_of_these import loss as inner
 
     return inner(output, target)
 """
@@ -61,7 +63,7 @@ def folder(tmp_path, monkeypatch):
     before = set(sys.modules)
     yield tmp_path
     for name in set(sys.modules) - before:
-        if name.endswith("_of_a_test") or ".part" in name:
+        if name.endswith("_of_these") or ".part" in name:
             del sys.modules[name]
 
 
@@ -72,42 +74,71 @@ def write(file, text, **values):
     file.write_text(text.format(**values) + "#" * (old + 1))
 
 
-def test_an_edit_after_the_import_does_not_reach_workers(folder):
-    """A constant and a function are edited after their import: workers use the old code, and new code once reloaded."""
-    write(folder / "loss_of_a_test.py", LOSS, factor=1.0, power=2)
-    module = importlib.import_module("loss_of_a_test")
-    old, several = digests(module.loss)
-    assert old == several
+def test_an_edit_after_a_recipe_was_made_does_not_reach_workers(folder):
+    """A constant and a function are edited: workers use the old code, also in later runs, new code once reloaded."""
+    write(folder / "loss_of_these.py", LOSS, factor=1.0, power=2)
+    module = importlib.import_module("loss_of_these")
+    job = recipe(module.loss)
+    old = job.train(engine="inline").digest
     for values in ({"factor": 3.0, "power": 2}, {"factor": 1.0, "power": 4}):
-        write(folder / "loss_of_a_test.py", LOSS, **values)
+        write(folder / "loss_of_these.py", LOSS, **values)
+        assert job.train(engine="processes", workers=2).digest == old
         assert digests(module.loss) == (old, old)
     alone, several = digests(importlib.reload(module).loss)
     assert alone == several != old
 
 
-def test_an_edited_module_that_another_imports(folder):
-    """What travels names one module, which imports another, and that one was edited: the old code is used."""
-    write(folder / "inner_of_a_test.py", LOSS, factor=1.0, power=2)
-    write(folder / "outer_of_a_test.py", OUTER)
-    module = importlib.import_module("outer_of_a_test")
-    write(folder / "inner_of_a_test.py", LOSS, factor=3.0, power=2)
+@pytest.mark.parametrize("edit", [{"factor": 1.0, "power": 4}, "def loss(", None])
+def test_an_edit_before_the_first_run_is_refused(folder, edit):
+    """A file that no longer compiles to the functions in memory is named; changed back, or reloaded, it is run."""
+    write(folder / "loss_of_these.py", LOSS, factor=1.0, power=2)
+    text = (folder / "loss_of_these.py").read_text()
+    module = importlib.import_module("loss_of_these")
+    if edit is not None:
+        write(
+            folder / "loss_of_these.py",
+            LOSS if isinstance(edit, dict) else edit,
+            **(edit if isinstance(edit, dict) else {}),
+        )
+        file = re.escape(str(folder / "loss_of_these.py"))
+        job = recipe(module.loss)
+        for _ in range(2):
+            with pytest.raises(phalanx.UsageError, match=rf"{file} was changed.*imported it as loss_of_these.*reload"):
+                job.train(engine="processes", workers=2)
+        assert job.train(engine="inline").digest
+    if isinstance(edit, dict):
+        alone, several = digests(importlib.reload(module).loss)
+        assert alone == several
+    else:
+        (folder / "loss_of_these.py").write_text(text)
     alone, several = digests(module.loss)
     assert alone == several
-    importlib.reload(sys.modules["inner_of_a_test"])
+
+
+def test_an_edited_module_that_another_imports(folder):
+    """What travels names one module, which imports another, and that one was edited: the old code is used."""
+    write(folder / "inner_of_these.py", LOSS, factor=1.0, power=2)
+    write(folder / "outer_of_these.py", OUTER)
+    module = importlib.import_module("outer_of_these")
+    job = recipe(module.loss)
+    write(folder / "inner_of_these.py", LOSS, factor=3.0, power=2)
+    alone, several = digests(module.loss)
+    assert job.train(engine="processes", workers=2).digest == alone == several
+    importlib.reload(sys.modules["inner_of_these"])
     alone, other = digests(importlib.reload(module).loss)
     assert alone == other != several
 
 
 def test_a_package_that_was_edited_or_removed(folder):
     """Submodules and relative imports are found in the old package, also when its files are gone."""
-    write(folder / "package_of_a_test" / "part.py", LOSS, factor=1.0, power=2)
-    write(folder / "package_of_a_test" / "__init__.py", PACKAGE, power=2)
-    module = importlib.import_module("package_of_a_test")
+    write(folder / "package_of_these" / "part.py", LOSS, factor=1.0, power=2)
+    write(folder / "package_of_these" / "__init__.py", PACKAGE, power=2)
+    module = importlib.import_module("package_of_these")
     old = digests(lambda output, target: module.loss(output, target))
-    write(folder / "package_of_a_test" / "part.py", LOSS, factor=3.0, power=2)
-    write(folder / "package_of_a_test" / "__init__.py", "raise ImportError")
+    write(folder / "package_of_these" / "part.py", LOSS, factor=3.0, power=2)
+    write(folder / "package_of_these" / "__init__.py", "raise ImportError")
     assert digests(module.loss) == old
-    (folder / "package_of_a_test" / "part.py").unlink()
+    (folder / "package_of_these" / "part.py").unlink()
     assert digests(module.loss) == old
 
 
@@ -127,16 +158,16 @@ def fallen_in_between(loss_fn, edit):
 @pytest.mark.parametrize("importing", [OUTER, LATE], ids=["at the top", "inside a function"])
 def test_an_edit_in_mid_run_does_not_reach_those_who_take_over(folder, importing):
     """A worker that takes another's place has the code that the run began with, also of what only workers imported."""
-    write(folder / "inner_of_a_test.py", LOSS, factor=1.0, power=2)
-    write(folder / "outer_of_a_test.py", importing)
-    module = importlib.import_module("outer_of_a_test")
-    fallen = fallen_in_between(module.loss, lambda: write(folder / "inner_of_a_test.py", LOSS, factor=3.0, power=2))
-    inner = sys.modules.pop("inner_of_a_test", None)
-    write(folder / "inner_of_a_test.py", LOSS, factor=1.0, power=2)
+    write(folder / "inner_of_these.py", LOSS, factor=1.0, power=2)
+    write(folder / "outer_of_these.py", importing)
+    module = importlib.import_module("outer_of_these")
+    fallen = fallen_in_between(module.loss, lambda: write(folder / "inner_of_these.py", LOSS, factor=3.0, power=2))
+    inner = sys.modules.pop("inner_of_these", None)
+    write(folder / "inner_of_these.py", LOSS, factor=1.0, power=2)
     assert (inner is None) == (importing == LATE)
     assert recipe(importlib.reload(module).loss).train(engine="inline").digest == fallen
-    write(folder / "inner_of_a_test.py", LOSS, factor=3.0, power=2)
-    sys.modules.pop("inner_of_a_test", None)
+    write(folder / "inner_of_these.py", LOSS, factor=3.0, power=2)
+    sys.modules.pop("inner_of_these", None)
     assert recipe(importlib.reload(module).loss).train(engine="inline").digest != fallen
 
 
@@ -144,52 +175,53 @@ def test_two_processes_that_imported_different_code(folder):
     """Workers that import a file while it is edited do not go on with two versions: the error names the file."""
     habitat = Memory(0)
     imported = Imported(habitat)
-    one = Source(str(folder / "a_of_a_test.py"), b"FACTOR = 1", None)
-    imported.add("a_of_a_test", one)
-    imported.add("a_of_a_test", one)
-    with pytest.raises(phalanx.RunError, match=r"a_of_a_test\.py was changed between its import"):
-        imported.add("a_of_a_test", one._replace(text=b"FACTOR = 2"))
+    one = Source(str(folder / "a_of_these.py"), b"FACTOR = 1", None)
+    imported.add("a_of_these", one)
+    imported.add("a_of_these", one)
+    with pytest.raises(phalanx.RunError, match=r"a_of_these\.py was changed between its import"):
+        imported.add("a_of_these", one._replace(text=b"FACTOR = 2"))
     habitat.close()
 
 
 def test_a_file_that_is_as_it_was_is_loaded_as_ever(folder):
     """Nothing is compiled anew, and nothing travels by value, unless the file says something else."""
-    write(folder / "loss_of_a_test.py", LOSS, factor=1.0, power=2)
-    importlib.import_module("loss_of_a_test")
-    sources, heard = Sources(), []
-    source = phalanx.surroundings.sources.SOURCES.loaded("loss_of_a_test")
-    sources.give({"loss_of_a_test": source}, lambda *facts: heard.append(facts))
-    assert type(sources.find_spec("loss_of_a_test").loader) is SourceFileLoader
-    write(folder / "loss_of_a_test.py", LOSS, factor=3.0, power=2)
-    assert type(sources.find_spec("loss_of_a_test").loader) is Kept
+    write(folder / "loss_of_these.py", LOSS, factor=1.0, power=2)
+    importlib.import_module("loss_of_these")
+    heard = []
+    source = sources.note()["loss_of_these"]
+    finder = Finder({"loss_of_these": source}, lambda *facts: heard.append(facts))
+    assert type(finder.find_spec("loss_of_these").loader) is SourceFileLoader
+    write(folder / "loss_of_these.py", LOSS, factor=3.0, power=2)
+    assert type(finder.find_spec("loss_of_these").loader) is Kept
     assert heard == []
-    sources = Sources()
-    sources.give({}, lambda *facts: heard.append(facts))
-    assert sources.find_spec("loss_of_a_test") is None
-    assert [name for name, _ in heard] == ["loss_of_a_test"]
+    finder = Finder({}, lambda *facts: heard.append(facts))
+    assert type(finder.find_spec("loss_of_these").loader) is SourceFileLoader
+    assert finder.find_spec("json") is finder.find_spec("torch") is None
+    assert [name for name, _ in heard] == ["loss_of_these"]
 
 
 def test_installed_packages_are_left_to_python(folder):
     """Neither the standard library is noted nor what an installer put anywhere, unlike a module beside it."""
     for place in ("installed", "own"):
-        write(folder / place / f"{place}_of_a_test.py", LOSS, factor=1.0, power=2)
+        write(folder / place / f"{place}_of_these.py", LOSS, factor=1.0, power=2)
         sys.path.insert(0, str(folder / place))
     (folder / "installed" / "something-1.0.dist-info").mkdir()
-    importlib.import_module("installed_of_a_test")
-    importlib.import_module("own_of_a_test")
-    noted = phalanx.surroundings.sources.SOURCES.noted()
-    assert not {"json", "torch", "numpy", "pytest", "__main__", "installed_of_a_test"} & set(noted)
-    assert "own_of_a_test" in noted
+    importlib.import_module("installed_of_these")
+    importlib.import_module("own_of_these")
+    noted = sources.proven()
+    assert not {"json", "torch", "numpy", "pytest", "__main__", "installed_of_these"} & set(noted)
+    assert "own_of_these" in noted
 
 
 def test_tracebacks_and_inspect_show_the_code_that_runs(folder):
     """What a worker loads instead of a file that was edited is what a traceback from there shows."""
     text = "def fail():\n    raise LookupError('one')  # as it was\n"
-    (folder / "loss_of_a_test.py").write_text(text)
-    module = importlib.import_module("loss_of_a_test")
-    (folder / "loss_of_a_test.py").write_text("# a line more\n" + text.replace("as it was", "as it is"))
+    (folder / "loss_of_these.py").write_text(text)
+    module = importlib.import_module("loss_of_these")
+    job = recipe(lambda output, target: module.fail())
+    (folder / "loss_of_these.py").write_text("# a line more\n" + text.replace("as it was", "as it is"))
     with pytest.raises(phalanx.WorkerError) as caught:
-        recipe(lambda output, target: module.fail()).train(engine="processes", workers=2)
+        job.train(engine="processes", workers=2)
     told = "".join(getattr(caught.value, "__notes__", []) + getattr(caught.value.__cause__, "__notes__", []))
     assert "# as it was" in told
     assert "# as it is" not in told
@@ -197,20 +229,20 @@ def test_tracebacks_and_inspect_show_the_code_that_runs(folder):
 
 EARLY = """
 import importlib, pathlib, sys
-import loss_of_a_test
+import loss_of_these
 if {edit!r}:
-    pathlib.Path(loss_of_a_test.__file__).write_text({edit!r})
+    pathlib.Path(loss_of_these.__file__).write_text({edit!r})
 import torch, phalanx
 from torch import nn
 x, y = torch.randn(24, 3), torch.randn(24, 1)
-recipe = phalanx.Recipe(lambda: nn.Linear(3, 1), (x, y), loss_of_a_test.loss, replicas=2, batch_size=12, steps=2)
+recipe = phalanx.Recipe(lambda: nn.Linear(3, 1), (x, y), loss_of_these.loss, replicas=2, batch_size=12, steps=2)
 def attempt():
     try:
         print(recipe.train(engine="processes", workers=2).digest == recipe.train(engine="inline").digest)
     except phalanx.UsageError as error:
         print(error)
 attempt()
-importlib.reload(loss_of_a_test)
+importlib.reload(loss_of_these)
 attempt()
 """
 
@@ -218,8 +250,8 @@ attempt()
 @pytest.mark.long
 @pytest.mark.parametrize("edited", [True, False])
 def test_an_edit_before_phalanx_was_imported(folder, edited):
-    """What was imported and edited before phalanx could note it is refused by name; reloading it is a way out."""
-    write(folder / "loss_of_a_test.py", LOSS, factor=1.0, power=2)
+    """What was edited before phalanx was imported is refused by name; reloading it is a way out."""
+    write(folder / "loss_of_these.py", LOSS, factor=1.0, power=2)
     edit = LOSS.format(factor=1.0, power=4) if edited else ""
     program = textwrap.dedent(EARLY.format(edit=edit))
     done = subprocess.run(
@@ -230,6 +262,6 @@ def test_an_edit_before_phalanx_was_imported(folder, edited):
     first, last = done.stdout.splitlines()
     assert last == "True"
     if edited:
-        assert f"{folder / 'loss_of_a_test.py'} was changed after this process had imported it" in first
+        assert f"{folder / 'loss_of_these.py'} was changed after this process had imported it" in first
     else:
         assert first == "True"

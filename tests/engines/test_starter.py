@@ -130,7 +130,7 @@ def test_it_may_be_killed_again_while_it_starts_again(mortal, monkeypatch):
 def test_one_that_never_starts_ends_the_run_and_says_why(monkeypatch, capfd):
     """It exits by itself: after two of them an error names the status and points to what it wrote."""
     phalanx.close()
-    monkeypatch.setattr(environment, "START", "raise SystemExit('no such library')  # {path} {homes} {arguments}")
+    monkeypatch.setattr(environment, "START", "raise SystemExit('no such library')  # {path} {arguments}")
     with pytest.raises(phalanx.RunError, match=r"2 times in a row.*exited with status 1.*stderr says why"):
         recipe().train(workers=2, engine="processes")
     assert capfd.readouterr().err.count("no such library") >= 2  # one more if an earlier test was about to start one
@@ -144,7 +144,7 @@ from phalanx.engines.processes import zygote
 def fail(*_):
     raise ValueError("no such thing as /proc")
 zygote.Nursery._answer = fail
-zygote.main({arguments})  # {homes}
+zygote.main({arguments})
 """
 
 

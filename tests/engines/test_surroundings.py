@@ -400,24 +400,37 @@ def test_files_that_have_the_names_of_modules_are_not_run(tmp_path, entering):
     assert not [path.name for path in tmp_path.glob("ran *")]
 
 
+WHICH = "import torch\n\n\ndef loss(output, target):\n    return ((output - target) ** {power}).mean()\n"
+
+
 def test_modules_come_from_where_the_caller_has_them(tmp_path, monkeypatch):
     """What this process loaded from a folder that is first no more is found there, whatever else has its name."""
-    from phalanx.engines.processes import environment
-
-    for folder in ("one", "other"):
+    for power, folder in enumerate(["one", "other"], 2):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "twice_of_a_test.py").write_text(f"WHERE = {folder!r}\n")
+        (tmp_path / folder / "twice_of_a_test.py").write_text(WHICH.format(power=2 * power))
     monkeypatch.setattr(sys, "path", [str(tmp_path / "one"), "", "relative", *sys.path])
-    importlib.import_module("twice_of_a_test")
+    job = recipe(loss_fn=importlib.import_module("twice_of_a_test").loss)
     sys.path.insert(0, str(tmp_path / "other"))
     try:
-        path = environment._path()
-        assert not [entry for entry in path if not os.path.isabs(entry)]
-        assert path[0] == os.path.dirname(os.__file__)
-        assert dict(environment._homes(path))["twice_of_a_test"] == str(tmp_path / "one")
-        assert not {"torch", "phalanx", "json"} & set(dict(environment._homes(path)))
+        assert in_workers(job).digest == job.train(engine="inline").digest
+        assert importlib.reload(sys.modules["twice_of_a_test"]).__file__ == str(tmp_path / "other/twice_of_a_test.py")
+        job = recipe(loss_fn=sys.modules["twice_of_a_test"].loss)
+        assert in_workers(job).digest == job.train(engine="inline").digest
     finally:
         del sys.modules["twice_of_a_test"]
+
+
+def test_libraries_come_before_files_of_their_names(tmp_path, monkeypatch):
+    """The process that starts workers looks in the standard library, by phalanx and among packages, then elsewhere."""
+    from phalanx.engines.processes import environment
+
+    packages = str(tmp_path / "site-packages")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), "", "relative", *sys.path, packages])
+    path = environment._path()
+    assert not [entry for entry in path if not os.path.isabs(entry)]
+    assert path[0] == os.path.dirname(os.__file__)
+    homes = [os.path.dirname(os.path.dirname(module.__file__)) for module in (phalanx, torch)]
+    assert max(map(path.index, [*homes, packages])) < path.index(str(tmp_path))
 
 
 def test_what_is_used_of_torch_is_imported(monkeypatch):

@@ -16,26 +16,11 @@ import stat
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from importlib.machinery import ModuleSpec
-from typing import NamedTuple
 
-from phalanx.surroundings.sources import SOURCES, is_installed
+from phalanx.surroundings.sources import is_installed, note
 
 TASKS = pathlib.Path("/proc/self/task")
 DESCRIPTORS = pathlib.Path("/proc/self/fd")
-
-
-class Harm(NamedTuple):
-    """What an import did, so that this process may not be forked any more.
-
-    Attributes
-    ----------
-    packages : list of str
-        The package that was imported, and those that came with it.
-    why : str
-    """
-
-    packages: list[str]
-    why: str
 
 
 def installed(names: Iterable[str]) -> dict[str, str]:
@@ -50,28 +35,32 @@ def installed(names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def take(modules: Mapping[str, str], left_out: Collection[str]) -> Harm | None:
+def take(modules: Mapping[str, str], left_out: Collection[str]) -> list[str]:
     """Import these modules of installed packages, but those of packages in ``left_out``.
 
-    One whose package would be found elsewhere is passed over. Stops at the first package that does harm. Where /proc
-    does not tell of harm, nothing is imported.
+    One whose package would be found elsewhere is passed over. Where /proc does not tell of harm, nothing is imported.
+
+    Returns
+    -------
+    list of str
+        A package that did harm, so that this process may not be forked any more, and those that came with it.
     """
     if not TASKS.exists():
-        return None
-    before, sources = _descriptors(), SOURCES.names()
+        return []
+    before = _unshared()
     packages: dict[str, list[str]] = {}
-    for name in modules:
-        packages.setdefault(name.partition(".")[0], []).append(name)
+    for name in [name for name in modules if name not in sys.modules]:  # in their order
+        packages.setdefault(_root(name), []).append(name)
     for package, names in packages.items():
-        new = [name for name in names if name not in sys.modules]
-        if not new or package in left_out or not _found(package, modules):
-            continue
-        known = set(sys.modules)
-        why = _failed(new) or _harm(before, sources)
-        if why is not None:
-            came = {name.partition(".")[0] for name in sys.modules.keys() - known} - set(sys.stdlib_module_names)
-            return Harm(sorted({package} | came - {name.partition(".")[0] for name in known}), why)
-    return None
+        known = {_root(name) for name in sys.modules}
+        if package not in left_out and _found(package, modules) and (_failed(names) or _unshared() - before):
+            return sorted({package} | {_root(name) for name in sys.modules} - known - set(sys.stdlib_module_names))
+    return []
+
+
+def _root(name: str) -> str:
+    """The package of a module."""
+    return name.partition(".")[0]
 
 
 def _found(package: str, modules: Mapping[str, str]) -> bool:
@@ -85,39 +74,26 @@ def _found(package: str, modules: Mapping[str, str]) -> bool:
     return spec is not None and (package not in modules or spec.origin == modules[package])
 
 
-def _failed(names: Iterable[str]) -> str | None:
-    """Import; why that is no import that may be done here."""
+def _failed(names: Iterable[str]) -> bool:
+    """Import; whether that went wrong, with some of it run."""
     for name in names:
         try:
             importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name != name:  # else nothing of it was run
-                return f"{name} cannot be imported there ({error})"
         except BaseException as error:
-            return f"{name} cannot be imported there ({type(error).__name__}: {error})"
-    return None
+            if not isinstance(error, ModuleNotFoundError) or error.name != name:
+                return True
+    return False
 
 
-def _harm(before: Collection[str], sources: Collection[str]) -> str | None:
-    """What was left that forked children cannot share."""
+def _unshared() -> set[str]:
+    """What this process has and its forked children could not share: threads, processes, devices, the user's code."""
     pid = os.fork()  # libraries that know of forks end their threads now
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    if len(list(TASKS.iterdir())) > 1:
-        return "starts a thread"
-    opened = sorted(_descriptors() - set(before))
-    if opened:
-        return f"opens {opened[0]}"
-    if any((each / "children").read_text().strip() for each in TASKS.iterdir()):
-        return "starts a process"
-    own = sorted(SOURCES.names() - set(sources))
-    return f"imports {own[0]}, which is your own code" if own else None
-
-
-def _descriptors() -> set[str]:
-    """What is open, but for files and what all processes have."""
-    found: set[str] = set()
+    found = set(note())
+    for task in TASKS.iterdir():
+        found.update([task.name, *(task / "children").read_text().split()])
     for each in DESCRIPTORS.iterdir():
         try:
             mode = os.fstat(int(each.name)).st_mode

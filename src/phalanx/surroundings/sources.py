@@ -1,9 +1,9 @@
-"""The source of the user's modules as this process imported it: workers run that, whatever the files say by then.
+"""The source of the user's modules: workers run what the caller imported, whatever the files say by then.
 
 Python does not keep the source of what it imports, and a file may be edited between its import and the start of a
-worker, or of one that takes another's place. So a finder that finds nothing notes the source of each module when it is
-imported. In a worker the same finder has what the caller's process noted, and loads that. Installed packages and the
-standard library are left to Python.
+worker, or of one that takes another's place. So a run begins by reading the files of the user's modules. A file that no
+longer compiles to the functions in memory is refused by name. What was read travels to the workers, where a finder
+loads it. Installed packages and the standard library are left to Python.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import linecache
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.machinery import SOURCE_SUFFIXES, ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import decode_source, spec_from_file_location
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -33,78 +33,76 @@ class Source(NamedTuple):
     folders: list[str] | None
 
 
-class Sources:
-    """A finder on ``sys.meta_path``: notes what is imported, and loads what it was given."""
+class Imported(NamedTuple):
+    """A module as it was noted: a reload gives it another ``spec``; only one of the user's has a ``source``."""
 
-    def __init__(self) -> None:
-        self._listener: Callable[[str, Source], None] = lambda name, source: None
-        self._owner = 0
-        self._noted: dict[str, Source] = {}
-        self._given: dict[str, Source] = {}
-        self._seen: set[str] = set()  # that were looked at, and are not the user's or were noted
-        self._unproven: set[str] = set()  # noted after they were imported: the file may have changed before that
+    spec: ModuleSpec | None
+    source: Source | None
+
+
+_NOTED: dict[str, Imported] = {}
+
+
+def note() -> dict[str, Source]:
+    """The source of each of the user's modules that is loaded, as its file was when this was first asked for it."""
+    found: dict[str, Source] = {}
+    for name, module in list(sys.modules.items()):
+        spec = getattr(module, "__spec__", None)
+        known = _NOTED.get(name)
+        if known is None or known.spec is not spec:
+            ours = isinstance(spec, ModuleSpec) and spec.name == name
+            known = _NOTED[name] = Imported(spec, _source(spec) if ours else None)
+        if known.source is not None:
+            found[name] = known.source
+    return found
+
+
+def proven() -> dict[str, Source]:
+    """The same, to be run by other processes.
+
+    Raises
+    ------
+    UsageError
+        A file was changed between its import and the start of the first run after that.
+    """
+    found = note()
+    for name, source in found.items():
+        if not _agrees(sys.modules[name], source):
+            del _NOTED[name]  # it may be changed back
+            raise UsageError(
+                f"{source.origin} was changed after this process had imported it as {name}, so that workers would run "
+                f"other code than this process; restart it, or importlib.reload(sys.modules[{name!r}]), or use "
+                "engine='inline'"
+            )
+    return found
+
+
+class Finder:
+    """On ``sys.meta_path`` of a worker: loads what the caller had imported, and tells what else of the user's it loads.
+
+    Parameters
+    ----------
+    given : mapping of str to Source
+    tell : callable
+        Is told the name and source of each of the user's modules that is imported and was not given.
+    """
+
+    def __init__(self, given: Mapping[str, Source], tell: Callable[[str, Source], None]) -> None:
+        self._given = dict(given)
+        self._tell = tell
+        self._owner = os.getpid()
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         """See ``importlib.abc.MetaPathFinder``."""
-        if name in self._given:
-            return _spec(name, self._given[name])
-        if path is not None and all(map(is_installed, path)):
-            return None
-        source = next(filter(None, (_source(finder.find_spec(name, path)) for finder in finders())), None)
-        if source is not None:
-            self._noted[name] = source
-            self._unproven.discard(name)
-            if os.getpid() == self._owner:  # not in processes that user code forks
-                self._listener(name, source)
-        return None
-
-    def install(self) -> None:
-        """From here on, note what is imported; what was imported before is noted as its file is now."""
-        sys.meta_path.insert(0, self)
-        self._look()
-
-    def give(self, sources: Mapping[str, Source], listener: Callable[[str, Source], None]) -> None:
-        """Load these modules from what another process noted; ``listener`` is told which others are imported here."""
-        self._given.update(sources)
-        self._listener, self._owner = listener, os.getpid()
-
-    def noted(self) -> dict[str, Source]:
-        """The source of each of the user's modules that is loaded now.
-
-        Raises
-        ------
-        UsageError
-            A file was changed after it was imported, and before phalanx was.
-        """
-        self._look()
-        for name in sorted(self._unproven & set(sys.modules)):
-            if not _agrees(sys.modules[name], self._noted[name]):
-                raise UsageError(
-                    f"{self._noted[name].origin} was changed after this process had imported it, so that workers would "
-                    f"run other code than this process; restart it, or importlib.reload(sys.modules[{name!r}]), or use "
-                    "engine='inline'"
-                )
-            self._unproven.discard(name)
-        return {name: source for name, source in self._noted.items() if name in sys.modules}
-
-    def names(self) -> set[str]:
-        """The user's modules that are loaded now."""
-        self._look()
-        return self._noted.keys() & sys.modules.keys()
-
-    def loaded(self, name: str) -> Source | None:
-        """The source of one of the user's modules, if it is loaded here."""
-        return self._noted.get(name) if name in sys.modules else None
-
-    def _look(self) -> None:
-        """Note what is loaded and was not seen."""
-        for name in sys.modules.keys() - self._seen - self._noted.keys():
-            spec = getattr(sys.modules.get(name), "__spec__", None)
-            source = _source(spec) if getattr(spec, "name", None) == name else None
-            if source is not None:
-                self._noted[name] = source
-                self._unproven.add(name)
-            self._seen.add(name)
+        if name not in self._given:
+            if path is not None and all(map(is_installed, path)):
+                return None
+            source = next(filter(None, (_source(finder.find_spec(name, path)) for finder in finders())), None)
+            if source is None or os.getpid() != self._owner:  # a process that user code forked tells nobody
+                return None
+            self._given[name] = source
+            self._tell(name, source)
+        return _spec(name, self._given[name])
 
 
 class Kept(SourceFileLoader):
@@ -148,11 +146,11 @@ def _has_packages(folder: str) -> bool:
 
 def _source(spec: ModuleSpec | None) -> Source | None:
     """What the file of a module of the user's says; None for all others."""
-    if spec is None or type(spec.loader) is not SourceFileLoader or is_installed(spec.loader.path):
+    origin = "" if spec is None or not spec.has_location else str(spec.origin)
+    if spec is None or not origin.endswith(tuple(SOURCE_SUFFIXES)) or is_installed(origin):
         return None
-    folders = spec.submodule_search_locations
-    text = _read(spec.loader.path)
-    return None if text is None else Source(spec.loader.path, text, None if folders is None else list(folders))
+    folders, text = spec.submodule_search_locations, _read(origin)
+    return None if text is None else Source(origin, text, None if folders is None else list(folders))
 
 
 def _read(path: str) -> bytes | None:
@@ -171,9 +169,20 @@ def _spec(name: str, source: Source) -> ModuleSpec | None:
 
 
 def _agrees(module: ModuleType, source: Source) -> bool:
-    """Whether the functions and methods of a module are those of the source."""
-    known = set(nested(SourceFileLoader(module.__name__, source.origin).source_to_code(source.text, source.origin)))
+    """Whether the functions and methods of a module are those of the source, where no import hook made others."""
+    if type(getattr(module.__spec__, "loader", None)) is not SourceFileLoader:
+        return True
+    known = _compiled(source.origin, source.text)
     return all(code in known for code in _codes(module) if code.co_filename == source.origin)
+
+
+@functools.cache
+def _compiled(path: str, text: bytes) -> frozenset[CodeType]:
+    """The code of all functions and classes of a file; none if it is no Python any more."""
+    try:
+        return frozenset(nested(SourceFileLoader("", path).source_to_code(text, path)))
+    except (SyntaxError, ValueError):
+        return frozenset()
 
 
 def nested(code: CodeType) -> Iterator[CodeType]:
@@ -195,6 +204,3 @@ def _codes(module: ModuleType) -> Iterator[CodeType]:
         elif isinstance(member, type) and member.__module__ == module.__name__ and member not in classes:
             classes.add(member)
             waiting.extend(vars(member).values())
-
-
-SOURCES = Sources()

@@ -15,7 +15,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from importlib.machinery import PathFinder
 from typing import Any
 
 from phalanx.definition.fields import Definition
@@ -23,7 +22,8 @@ from phalanx.engines.processes.serialization import pack, unpack
 from phalanx.errors import RunError
 from phalanx.frameworks.registry import adopt_numeric_environment, numeric_environment, reduced
 from phalanx.shared.memory import Memory
-from phalanx.surroundings.sources import SOURCES, Source
+from phalanx.surroundings import sources
+from phalanx.surroundings.sources import Source
 
 STACK_BYTES = 120 << 20  # what the kernel leaves free below the main thread's stack, less a reserve
 
@@ -49,7 +49,7 @@ def _described(framework: str, folder: str | None) -> dict[str, Any]:
         "environment": dict(os.environ),
         "folder": folder,
         "path": list(sys.path),
-        "sources": SOURCES.noted(),
+        "sources": sources.proven(),
         "arguments": list(sys.argv),
         "depth": sys.getrecursionlimit(),
         "stack": max(_stack_limit(), threading.stack_size()),
@@ -67,7 +67,7 @@ def adopt_environment(place: dict[str, Any], tell_imported: Callable[[str, Sourc
         with contextlib.suppress(OSError):
             os.chdir(place["folder"])
     sys.path[:] = place["path"]
-    SOURCES.give(place["sources"], tell_imported)
+    sys.meta_path.insert(0, sources.Finder(place["sources"], tell_imported))
     sys.argv[:] = place["arguments"]
     _allow_depth(place["depth"], place["stack"])
     adopt_numeric_environment(place["numeric"])
@@ -99,10 +99,9 @@ class Imported:
         Raises
         ------
         RunError
-            Another worker, or this process, imported something else.
+            Another worker imported something else.
         """
-        known = self._told.setdefault(name, SOURCES.loaded(name) or source)
-        if known != source:
+        if self._told.setdefault(name, source) != source:
             raise RunError(
                 f"{source.origin} was changed between its import by one process of this run and by another; start "
                 "the run again, and import what is edited meanwhile at the top of a module, not inside a function"
@@ -148,13 +147,6 @@ def _known_filters(filters: list[Any]) -> Iterator[Any]:
 START = """
 import sys
 sys.path[:] = {path!r}
-from importlib.machinery import PathFinder
-class Homes:
-    homes = {homes!r}
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        return PathFinder.find_spec(name, [cls.homes[name]]) if path is None and name in cls.homes else None
-sys.meta_path.insert(0, Homes)
 import ctypes
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: until everything is imported
@@ -166,8 +158,7 @@ TUNED = "glibc.malloc.hugetlb=1"  # big blocks in huge pages; user code sees its
 
 def command(*arguments: object) -> list[str]:
     """The command that starts a zygote: its ``main`` gets these arguments."""
-    path = _path()
-    code = START.format(path=path, homes=dict(_homes(path)), arguments=", ".join(map(repr, arguments)))
+    code = START.format(path=_path(), arguments=", ".join(map(repr, arguments)))
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [sys.executable, *flags, "-P", "-c", code]
 
@@ -184,18 +175,11 @@ def importing() -> dict[str, Any]:
 
 
 def _path() -> list[str]:
-    """The path of this process without what is relative, the standard library first."""
+    """The path of this process without what is relative: the standard library, phalanx, installed packages, the rest.
+
+    So a file of the user's that has the name of a library is not taken for it.
+    """
     home = os.path.dirname(os.__file__)
-    standard = (home, os.path.join(home, "lib-dynload"))
+    first = (home, os.path.join(home, "lib-dynload"), os.path.dirname(os.path.dirname(sources.OURS)))
     entries = [entry for entry in sys.path if isinstance(entry, str) and os.path.isabs(entry)]
-    return sorted(entries, key=lambda entry: entry not in standard)
-
-
-def _homes(path: list[str]) -> Iterator[tuple[str, str]]:
-    """Folders of what this process has loaded and would not find in the same place along ``path``."""
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if "." not in name and name != "__main__" and isinstance(file, str) and os.path.isabs(file):
-            spec = PathFinder.find_spec(name, path)
-            if spec is None or spec.origin != file:
-                yield name, os.path.dirname(os.path.dirname(file) if hasattr(module, "__path__") else file)
+    return [*first, *sorted(entries, key=lambda entry: not sources.is_installed(os.path.join(entry, "")))]

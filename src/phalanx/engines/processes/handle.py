@@ -11,24 +11,13 @@ import socket
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
+from phalanx.engines.processes.starter import Zygote
 from phalanx.errors import StartError
 from phalanx.surroundings import forks
 
 GONE_MILLISECONDS = 5000  # that a process which was killed may take to be gone
-
-
-class Starter(Protocol):
-    """What starts and ends workers: the caller's side of a zygote. All raise StartError if it has ended."""
-
-    def spawn(self, number: int, fds: Sequence[int]) -> tuple[int, int | None]:
-        """Start a worker with these descriptors; returns its pid and, where there are any, a pidfd."""
-        ...
-
-    def end(self, pid: int) -> int | None:
-        """Kill a worker, with what it started, unless it has ended; its wait status, None if it is not known."""
-        ...
 
 
 class WorkerHandle:
@@ -48,7 +37,7 @@ class WorkerHandle:
         Whether it has said that it can begin.
     """
 
-    def __init__(self, zygote: Starter, number: int, memories: Sequence[int]) -> None:
+    def __init__(self, zygote: Zygote, number: int, memories: Sequence[int]) -> None:
         self.number = number
         self.ended = self.ready = False
         self.born = time.monotonic()

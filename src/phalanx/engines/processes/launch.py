@@ -32,8 +32,8 @@ class Warm:
 
     Attributes
     ----------
-    left_out : dict of str to str
-        The packages that zygotes do not import beforehand, and why.
+    left_out : set of str
+        The packages that zygotes do not import beforehand, as these could not be forked after that.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Warm:
         self._lock = threading.RLock()
         self._zygotes: dict[bool, Zygote] = {}
         self._modules: dict[str, str] = {}  # what workers import, and from where
-        self.left_out: dict[str, str] = {}
+        self.left_out: set[str] = set()
         self._harms = 0
 
     def zygote(self) -> Zygote:
@@ -84,9 +84,8 @@ class Warm:
         """Tell a zygote what workers import; jax only where that was made ready for it."""
         zygote = self._zygotes[jax]
         if self._modules and self._harms < MOST_HARMS and zygote.usable and (jax or "jax" not in self._modules):
-            facts = {"modules": self._modules, "left_out": list(self.left_out)}
             with contextlib.suppress(StartError):  # it has ended, which shows elsewhere
-                zygote.want({**environment.importing(), **facts})
+                zygote.want({**environment.importing(), "modules": self._modules, "left_out": list(self.left_out)})
 
     def handle(self, number: int, memories: Sequence[int]) -> WorkerHandle:
         """A new worker; its zygote is started again if it has ended, at whatever moment.
@@ -123,9 +122,8 @@ class Warm:
         if zygote is None:
             return
         zygote.close()
-        if zygote.harm is not None:
-            self._harms += 1
-            self.left_out |= dict.fromkeys(zygote.harm.packages, zygote.harm.why)
+        self._harms += bool(zygote.harmful)
+        self.left_out.update(zygote.harmful)
 
 
 WARM = Warm()

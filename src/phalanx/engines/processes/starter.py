@@ -23,7 +23,6 @@ from phalanx.errors import StartError, UsageError
 from phalanx.plan.tally import Cause
 from phalanx.shared.memory import Memory
 from phalanx.surroundings import forks, interrupts
-from phalanx.surroundings.imports import Harm
 
 MESSAGE_BYTES = 4096
 CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # programs that the caller starts do not inherit what was received
@@ -69,7 +68,7 @@ class Zygote:
         self._number, self._importing = 0, 0  # of the latest request, and of the latest that has it import something
         self._answered = -1  # the latest; 0 is said when it can begin
         self._workers: set[int] = set()  # the pids of those that were started, and not ended through it
-        self.harm: Harm | None = None  # what it imported, so that it ended
+        self.harmful: list[str] = []  # packages that it imported, so that it ended
         self._read, self._handles = b"", list[int]()  # answers, and descriptors that came with them
         forks.own(self)
 
@@ -99,13 +98,13 @@ class Zygote:
             memory.close()
 
     def spawn(self, number: int, fds: Sequence[int]) -> tuple[int, int | None]:
-        """See ``handle.Starter``."""
+        """Start a worker with these descriptors; returns its pid and, where there are any, a pidfd."""
         answer, handles = self._ask({"worker": number}, fds)
         self._workers.add(answer["pid"])
         return answer["pid"], handles[0] if handles else None
 
     def end(self, pid: int) -> int | None:
-        """See ``handle.Starter``."""
+        """Kill a worker, with what it started, unless it has ended; its wait status, None if it is not known."""
         status = self._ask({"end": pid})[0]["status"]
         self._workers.discard(pid)
         return status
@@ -196,8 +195,7 @@ class Zygote:
         count = answer.get("handles", 0)
         handles, self._handles = self._handles[:count], self._handles[count:]
         self._answered = max(self._answered, answer["number"])
-        if "why" in answer:
-            self.harm = Harm(answer["left_out"], answer["why"])
+        self.harmful = answer.get("harmful", self.harmful)
         return answer, handles
 
     def _await(self) -> None:
@@ -220,7 +218,7 @@ class Zygote:
         self._kill()
         silent = isinstance(error, TimeoutError)
         why, cause = ended(self._process.returncode)
-        outside = self.harm is not None or (self._stopped if silent else cause is Cause.ANYBODY)
+        outside = bool(self.harmful) or (self._stopped if silent else cause is Cause.ANYBODY)
         why = str(error) if silent else f"{why} ({error})"
         return StartError(
             f"the process that starts workers {why}; what it wrote to stderr says why. Run again, or use "

@@ -121,15 +121,15 @@ class Nursery:
         os.environ.update(wanted["environment"])
         sys.path[:] = wanted["path"]
         with _silent():  # what an import prints the caller has seen
-            harm = imports.take(wanted["modules"], wanted["left_out"])
+            harmful = imports.take(wanted["modules"], wanted["left_out"])
         gc.collect()
         gc.freeze()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _on_death_of_parent(signal.SIGCONT)
-        if harm is not None:
+        if harmful:
             end_orphans(())
-            self._say(0, left_out=harm.packages, why=harm.why)
-        return harm is None
+            self._say(0, harmful=harmful)
+        return not harmful
 
     def _answer(self, request: dict[str, int]) -> None:
         if "end" in request:
