@@ -118,12 +118,8 @@ class DemoCommand(TyperCommand):
 def demo(
     name: Annotated[str, typer.Argument(metavar="NAME", help="digits, iris or fashion-mnist.")],
     workers: Workers = "auto",
-    framework: Annotated[
-        str, typer.Option("--framework", help="torch; or tinygrad, but for digits; or jax, for fashion-mnist.")
-    ] = "torch",
-    digits: Annotated[
-        bool, typer.Option("--digits", help="fashion-mnist's job on bundled digits: no network.")
-    ] = False,
+    framework: Annotated[str, typer.Option("--framework", help="torch; fashion-mnist also jax, tinygrad.")] = "torch",
+    digits: Annotated[bool, typer.Option("--digits", help="fashion-mnist on bundled digits: no network.")] = False,
     data: Annotated[str, typer.Option("--data", metavar="DIR", help="Where the IDX files are.")] = "data/fashion-mnist",
     devices: Devices = "auto",
     plot: Plot = "out/demo-{name}.png",
@@ -136,7 +132,7 @@ def demo(
     from phalanx.proof.check import device_names
 
     check_picture(plot)
-    shown = chosen(name, framework, data, digits_instead=digits)
+    shown = chosen(name, framework, None if digits else data)
     if not json_:
         typer.echo(f"phalanx: {shown.title}")
     if name == CHAPTER:
