@@ -18,10 +18,11 @@ import typer
 from typer.core import TyperCommand
 
 from phalanx import __version__
-from phalanx.checkpoint.resume import ANYWAY
+from phalanx.checkpoint.export import write_file
+from phalanx.checkpoint.resume import ANYWAY, read_any
 from phalanx.cli import measuring, pages, proving, tables
 from phalanx.cli.files import load_recipe
-from phalanx.cli.printed import check_picture, pace, picture, report, trial_line
+from phalanx.cli.printed import check_picture, pace, picture, report, show, trial_line
 from phalanx.definition import checks
 from phalanx.definition.evaluation import Evaluation
 from phalanx.errors import PhalanxError, Preempted, UsageError
@@ -197,17 +198,20 @@ def export_weights(
     to: Annotated[str, typer.Option("--to", metavar="FILE", help="Where to.")] = "model.safetensors",
 ) -> None:
     """Write the weights of a run's newest snapshot as one safetensors file, which any tool reads."""
-    typer.echo(f"{pages.export(run, to)} steps  {to}")
+    newest = read_any(pathlib.Path(run))
+    write_file(to, newest.weights)
+    typer.echo(f"{newest.step} steps  {to}")
 
 
 @app.command("report")
 def report_runs(
     runs: Annotated[list[str], typer.Argument(metavar="RUN [RUN]...", help="Directories of runs.")],
     to: Annotated[str, typer.Option("--to", metavar="FILE", help="Where to.")] = "report.html",
+    json_: Json = False,
 ) -> None:
     """Draw runs as one page of HTML: loss, evaluations, throughput, where time goes, deaths, snapshots, environment."""
-    pages.report([pathlib.Path(run) for run in runs], pathlib.Path(to))
-    typer.echo(f"report  {to}")
+    rows = pages.report([pathlib.Path(run) for run in runs], pathlib.Path(to))
+    show({"runs": rows, "report": to}, [*pages.lines(rows), ["report", to]], json_=json_)
 
 
 @app.command("devices")

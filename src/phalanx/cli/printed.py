@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import typer
@@ -15,6 +16,17 @@ from phalanx.proof.chaos import Trial
 from phalanx.run.result import Result
 
 PICTURES = (".png", ".pdf", ".svg")
+
+
+def show(facts: Any, rows: Iterable[Sequence[Any]], *, json_: bool) -> None:
+    """Print one JSON object for machines, or rows as a table for people."""
+    if json_:
+        typer.echo(json.dumps(facts))
+        return
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in itertools.zip_longest(*cells, fillvalue="")]
+    for row in cells:
+        typer.echo("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=False)).rstrip())
 
 
 def picture(result: Result, path: str) -> pathlib.Path:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 LOSS_COLOR = "#1f5a96"
 PLATE = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1}
 DEATH_COLOR = "#c1452b"
+POINTS = 600
 METRIC_COLORS = ("#c1452b", "#3d8b5f", "#8a5ca8")
 
 
@@ -104,6 +106,41 @@ def plot_difference(one: Sequence[float], other: Sequence[float], step: int | No
     return upper
 
 
+def plot_runs(
+    names: Sequence[str],
+    curves: Sequence[Mapping[str, Sequence[tuple[float, float]]]],
+    deaths: Sequence[Sequence[int]],
+) -> Figure:
+    """One run, or several in colours of their own: a chart for each curve over the steps, and deaths below each."""
+    keys = [key for key in dict.fromkeys(key for one in curves for key in one) if any(one.get(key) for one in curves)]
+    figure: Any = _new_axes().figure
+    figure.clear()
+    figure.set_size_inches(8, 0.6 + 1.9 * len(keys))
+    charts = figure.subplots(max(1, len(keys)), 1, squeeze=False, sharex=True)[:, 0]
+    charts[-1].set_xlabel("step")
+    for ax, key in zip(charts, keys, strict=False):
+        for name, color, curve, dead in zip(names, (LOSS_COLOR, DEATH_COLOR), curves, deaths, strict=False):
+            points = _thinned(curve.get(key, ()))
+            ax.plot(*zip(*points, strict=True), color=color, linewidth=1.3, label=name, marker="." * (len(points) < 30))
+            ax.plot(dead, [0] * len(dead), "|", color=color, markersize=12, transform=ax.get_xaxis_transform())
+        ax.set_title(key, fontsize=10, loc="left")
+        ax.grid(alpha=0.2)
+        ax.spines[["top", "right"]].set_visible(False)
+    if len(names) > 1:
+        figure.axes[0].legend(loc="best", fontsize=8)
+    return figure
+
+
+def svg(figure: Figure) -> str:
+    """A picture as an element of a page; its words are text, which can be found and copied."""
+    import matplotlib as mpl
+
+    drawn = io.StringIO()
+    with mpl.rc_context({"svg.fonttype": "none"}):
+        figure.savefig(drawn, format="svg")
+    return drawn.getvalue()[drawn.getvalue().index("<svg") :]
+
+
 def plot_choices(rows: Sequence[tuple[str, int, float]], title: str) -> Axes:
     """Samples per second over R, of (name of the line, R, samples per second); the numbers of R are evenly apart."""
     ax = _new_axes()
@@ -151,6 +188,13 @@ def _plot_metrics(metric_history: Sequence[Evaluated], ax: Axes, unit: int) -> N
         )
     twin.set_ylabel(", ".join(names), color=METRIC_COLORS[0])
     twin.tick_params(axis="y", labelcolor=METRIC_COLORS[0])
+
+
+def _thinned(curve: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
+    """At most so many points as a picture can show, each the mean of the steps that it stands for."""
+    size = max(1, -(-len(curve) // POINTS))
+    groups = (curve[start : start + size] for start in range(0, len(curve), size))
+    return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]
 
 
 def _new_axes() -> Axes:
