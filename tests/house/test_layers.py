@@ -55,7 +55,18 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "surroundings",
     ),
     "testing": ("proof", "recipe"),
-    "cli": ("", "definition", "checkpoint", "seams", "collectives", "recipe", "run", "proof", "surroundings"),
+    "cli": (
+        "",
+        "definition",
+        "checkpoint",
+        "seams",
+        "collectives",
+        "frameworks",
+        "recipe",
+        "run",
+        "proof",
+        "surroundings",
+    ),
     "__main__": ("cli",),
 }
 # Within a room: the first may not import the second.

@@ -20,7 +20,7 @@ from typer.core import TyperCommand
 from phalanx import __version__
 from phalanx.checkpoint.export import write_file
 from phalanx.checkpoint.resume import ANYWAY, read_any
-from phalanx.cli import measuring, pages, proving, tables
+from phalanx.cli import measuring, pages, proving
 from phalanx.cli.files import load_recipe
 from phalanx.cli.printed import check_picture, pace, picture, report, show, trial_line
 from phalanx.definition import checks
@@ -130,7 +130,7 @@ def demo(
     """Train on real data and draw a picture; fashion-mnist with one worker or device, and then with all."""
     from phalanx.cli.demos import CHAPTER
     from phalanx.cli.demos import demo as chosen
-    from phalanx.proof.check import device_names
+    from phalanx.frameworks.devices import device_names
 
     check_picture(plot)
     shown = chosen(name, framework, None if digits else data)
@@ -212,12 +212,6 @@ def report_runs(
     """Draw runs as one page of HTML: loss, evaluations, throughput, where time goes, deaths, snapshots, environment."""
     rows = pages.report([pathlib.Path(run) for run in runs], pathlib.Path(to))
     show({"runs": rows, "report": to}, [*pages.lines(rows), ["report", to]], json_=json_)
-
-
-@app.command("devices")
-def list_devices(json_: Json = False) -> None:
-    """List which devices each framework can use here, and what is missing for the others."""
-    tables.devices(json_=json_)
 
 
 @app.command()

@@ -24,7 +24,8 @@ def show(facts: Any, rows: Iterable[Sequence[Any]], *, json_: bool) -> None:
         typer.echo(json.dumps(facts))
         return
     cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in itertools.zip_longest(*cells, fillvalue="")]
+    table = [row for row in cells if len(row) > 1]  # a cell alone is a sentence
+    widths = [max(map(len, column)) for column in itertools.zip_longest(*table, fillvalue="")]
     for row in cells:
         typer.echo("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=False)).rstrip())
 

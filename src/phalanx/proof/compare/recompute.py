@@ -52,7 +52,6 @@ class Told(NamedTuple):
     phase: str
     name: str
     values: dict[str, Tensor]
-    given: dict[str, Tensor]
     line: str
 
 
@@ -119,7 +118,7 @@ def replica_difference(one: Instant, other: Instant, replica: int, *, operations
             lines = " against ".join(dict.fromkeys(line for line in (left.line, right.line) if line))
             return Found(one.step, replica, left.phase, Unequal(name, None, None), lines)
         found = unequal(left.values, right.values)
-        if found is not None and unequal(left.given, right.given) is None:
+        if found is not None:
             return Found(one.step, replica, left.phase, found, left.line)
     return None
 
@@ -140,13 +139,13 @@ def computed(instant: Instant, replica: int, *, operations: bool = False) -> lis
         if kind == "buffer":
             buffers[name] = taken(value)
         elif kind in ("operation", "backward"):
-            line = _line(value[2]) if len(value) > 2 else _line(_stack())
-            told.append(Told(phases[kind], name, flat(value[1], name), flat(value[0], name), line))
+            line = _line(value[1] if len(value) > 1 else _stack())
+            told.append(Told(phases[kind], name, flat(value[0], name), line))
             if kind == "backward":
                 phases["operation"] = phases["backward"]
         else:
             root = name or {"output": "output", "module": "model"}.get(kind, "batch")
-            told.append(Told(phases[kind], name, flat(value, root), {}, ""))
+            told.append(Told(phases[kind], name, flat(value, root), ""))
             if kind == "output":
                 phases["operation"] = "loss"  # what comes now, up to the backward pass
 
@@ -155,11 +154,11 @@ def computed(instant: Instant, replica: int, *, operations: bool = False) -> lis
     except PhalanxError as error:
         cause = error.__cause__ or error
         text = f"{type(cause).__name__}: {cause}"
-        return [*told, Told("forward", "exception", {"exception": taken(text)}, {}, "")]
-    told.append(Told("loss", "loss", flat({"loss": done.loss, "weight": done.weight}, "loss"), {}, ""))
+        return [*told, Told("forward", "exception", {"exception": taken(text)}, "")]
+    told.append(Told("loss", "loss", flat({"loss": done.loss, "weight": done.weight}, "loss"), ""))
     gradients = {name: taken(value) for name, value in instant.named(done.gradient).items()}
-    told += [Told("gradient", name, {name: value}, {}, "") for name, value in gradients.items()]
-    return told + [Told("buffer", name, {name: value}, {}, "") for name, value in buffers.items()]
+    told += [Told("gradient", name, {name: value}, "") for name, value in gradients.items()]
+    return told + [Told("buffer", name, {name: value}, "") for name, value in buffers.items()]
 
 
 def _folded(one: Instant, other: Instant) -> Found | None:
