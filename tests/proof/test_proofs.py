@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import phalanx
 import phalanx.testing
 from phalanx.checkpoint.chain import CHAIN
-from phalanx.proof.certify import certify, check_certificate, data_root, sealed
+from phalanx.proof.certify import certify, check_certificate
 from phalanx.proof.compare.recompute import computed
 from phalanx.proof.compare.values import taken, unequal
 from phalanx.proof.instant import Instant
@@ -98,28 +98,39 @@ def test_what_cannot_be_checked(tmp_path):
 
 
 def test_a_certificate(tmp_path):
-    """It holds for the recipe and data of the run, and for no other recipe, sample, or text of its own."""
+    """It holds for the recipe and data of the run, trained again, and for no other recipe, data, or text of its own."""
     job = recipe(steps=4)
     folder = ran(tmp_path / "run", job)
     result = job.train(run_dir=folder, engine="inline", progress=False)
-    facts = certify(job, folder)
+    found, facts = certify(job, folder)
+    assert (found.status, found.steps) == (0, 4)
     assert (facts["chain"], facts["digest"], facts["steps"]) == (result.chain, result.digest, 4)
     path = tmp_path / "certificate.json"
     path.write_text(json.dumps(facts))
-    assert check_certificate(path, job).status == 0
+    assert check_certificate(path, job, workers=2).status == 0
     assert check_certificate(path, recipe(steps=4, seed=2)).text == "the recipe differs: seed is 2 here, and 0 there"
     other = X.clone()
     other[39, 4] += 1
     assert check_certificate(path, recipe(steps=4, data=(other, Y))).status == 1
-    assert data_root(recipe(data=(other, Y))) != data_root(job) == facts["data"]
-    path.write_text(json.dumps({**facts, "steps": 5}))
-    assert "its seal" in check_certificate(path, job).text
-    odd = {**facts, "recipe": ["no recipe"]}
-    path.write_text(json.dumps({**odd, "seal": sealed(odd)}))
+    for name, value in {"steps": 3, "chain": "0" * 64, "digest": "0" * 64}.items():
+        path.write_text(json.dumps({**facts, name: value}))
+        assert check_certificate(path, job).status == 1, name
+    path.write_text(json.dumps({**facts, "recipe": ["no recipe"]}))
     assert "cannot be read" in check_certificate(path, job).text
-    path.write_text("{}")
-    with pytest.raises(phalanx.UsageError, match="no certificate"):
-        check_certificate(path, job)
+    for text in ("{}", "[]", json.dumps({**facts, "steps": "4"})):
+        path.write_text(text)
+        with pytest.raises(phalanx.UsageError, match="no certificate"):
+            check_certificate(path, job)
+
+
+def test_a_run_that_is_not_what_it_says_gets_no_certificate(tmp_path):
+    """A number of its chain was written over: verify says which, and there are no facts."""
+    job = recipe(steps=4)
+    folder = ran(tmp_path, job)
+    (folder / CHAIN).write_text((folder / CHAIN).read_text().replace('"lr": 0.1', '"lr": 0.2', 1))
+    found, facts = certify(job, folder)
+    assert (found.status, facts) == (1, {})
+    assert "step 0" in found.text
 
 
 @pytest.mark.long

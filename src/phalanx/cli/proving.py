@@ -21,7 +21,7 @@ from phalanx.checkpoint.tensors import write as write_tensors
 from phalanx.cli.files import load_recipe
 from phalanx.cli.printed import check_picture
 from phalanx.errors import PhalanxError, UsageError
-from phalanx.proof import certify as certificates
+from phalanx.proof.certify import certify, check_certificate
 from phalanx.proof.compare.diff import Difference
 from phalanx.proof.compare.diff import diff as compare
 from phalanx.proof.compare.sides import side
@@ -105,7 +105,7 @@ def verify_run(
     workers: Annotated[int, typer.Option("--workers", min=1, help="Worker processes that compute.")] = 1,
     json_: Json = False,
 ) -> None:
-    """Compute a run again from its snapshots and compare links; or check a certificate against recipe and data.
+    """Compute a run again from its snapshots and compare links; or train again what a certificate is of.
 
     Exit status 0 if they are the same, 1 if they differ, 2 if that could not be told.
     """
@@ -114,10 +114,12 @@ def verify_run(
         known = load_recipe(file)[0] if file else _recipe_of(run, told=True) if path.is_dir() else None
         if known is None:
             raise UsageError(f"the recipe of {run} is not known; say where it is: phalanx verify {run} FILE[:NAME]")
+        if not path.is_dir() and (steps or sample):
+            raise UsageError(f"--steps and --sample choose among steps of a run, and {run} is no directory of one")
         found = (
             verify(known, path, steps=_range(steps), sample=sample or None, workers=workers)
             if path.is_dir()
-            else certificates.check_certificate(path, known)
+            else check_certificate(path, known, workers=workers)
         )
     _end(found, json_=json_)
 
@@ -126,12 +128,19 @@ def certify_run(
     run: RunArgument,
     out: Annotated[str, typer.Option("-o", "--out", metavar="FILE", help="Where to write it.")] = "certificate.json",
     recipe: From = "",
+    workers: Annotated[int, typer.Option("--workers", min=1, help="Worker processes that compute.")] = 1,
 ) -> None:
-    """Write what defined a run, on which data, in which environment, and what came out of it."""
+    """Verify a run, and write what defined it, in which environment, and what came out of it.
+
+    Exit status 0 if it is what it says, 1 if it is not, 2 if that could not be told; only 0 writes.
+    """
     known = load_recipe(recipe)[0] if recipe else _recipe_of(run, told=True)
     if known is None:
         raise UsageError(f"the recipe of {run} is not known; say where it is: --recipe FILE[:NAME]")
-    facts = certificates.certify(known, pathlib.Path(run))
+    with _untold():
+        found, facts = certify(known, pathlib.Path(run), workers=workers)
+    if not facts:
+        _end(found, json_=False)
     with _writing("--out", out) as target:
         target.write_text(json.dumps(facts, indent=1) + "\n")
     typer.echo(f"chain   {facts['chain']}\ndigest  {facts['digest']}\n{out}")
