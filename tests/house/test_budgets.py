@@ -26,7 +26,7 @@ MANY_PARAMETERS = {
     "phalanx.run.options.Settled": "the same, checked",
     "phalanx.checkpoint.snapshot.Snapshot": "what is on the disk",
     "phalanx.seams.records.RunState": "what a run has done, for whoever goes on with it",
-    "phalanx.proof.compare.diff.Difference": "the face: what differs, users only read it",
+    "phalanx.proof.compare.values.Difference": "the face: what differs, users only read it",
     "phalanx.proof.replay.Replayed": "the face: what a replica computed",
     "phalanx.run.result.Result": "the face: a run fills it in, users only read it",
     "phalanx.engines.selection.open_engine": "the options that say where and how a run computes",

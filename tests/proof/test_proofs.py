@@ -33,7 +33,11 @@ def test_a_run_is_what_it_says(tmp_path, options):
     ("old", "new", "said"),
     [
         ('"lr": 0.1', '"lr": 0.2', "step 0 differs: update: lr is 0.1 computed again, and 0.2"),
-        ('"weights": [1.0, 1.0', '"weights": [1.0, 2.0', "loss of replica 1: weights"),
+        (
+            '"weights": [1.0, 1.0',
+            '"weights": [1.0, 2.0',
+            "loss: weight of replica 1 is 1.0 computed again, and 2.0 in the run",
+        ),
         ('"link": "', '"link": "0', "damaged at step 0"),
     ],
 )

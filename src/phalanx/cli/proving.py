@@ -22,10 +22,9 @@ from phalanx.cli.files import load_recipe
 from phalanx.cli.printed import check_picture
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.proof.certify import certify, check_certificate
-from phalanx.proof.compare.diff import Difference
 from phalanx.proof.compare.diff import diff as compare
 from phalanx.proof.compare.sides import side
-from phalanx.proof.compare.values import flat
+from phalanx.proof.compare.values import Difference, flat
 from phalanx.proof.replay import Replayed, replay
 from phalanx.proof.verify import UNKNOWN, Verified, verify
 from phalanx.recipe import Recipe
