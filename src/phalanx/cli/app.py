@@ -8,7 +8,6 @@ saved, run the same again; 130 stopped by Ctrl-C.
 
 from __future__ import annotations
 
-import json
 import pathlib
 import sys
 import traceback
@@ -22,7 +21,8 @@ from phalanx.checkpoint.export import write_file
 from phalanx.checkpoint.resume import ANYWAY, read_any
 from phalanx.cli import measuring, pages, proving
 from phalanx.cli.files import load_recipe
-from phalanx.cli.printed import check_picture, pace, picture, report, show, trial_line
+from phalanx.cli.printed import check_picture, pace, report, show, trial_line
+from phalanx.cli.printed import save as save_picture
 from phalanx.definition import checks
 from phalanx.definition.evaluation import Evaluation
 from phalanx.errors import PhalanxError, Preempted, UsageError
@@ -99,7 +99,7 @@ def train(
         return
     if save:
         result.save(save, averaged=result.averaged is not None)
-    drawn = picture(result, plot) if plot else None
+    drawn = save_picture(result.plot(), plot) if plot else None
     report(pathlib.Path(file.split(":")[0]).name, result, drawn, json_=json_)
 
 
@@ -146,7 +146,7 @@ def demo(
         assert alone.digest == result.digest
     else:
         result = _trained(shown.recipe, shown.evaluation, workers, quiet=quiet, devices=_listed(devices))
-    report(name, result, picture(result, plot.format(name=name)), json_=json_)
+    report(name, result, save_picture(result.plot(), plot.format(name=name)), json_=json_)
 
 
 @app.command()
@@ -172,10 +172,8 @@ def chaos(
     shown = max(trials, key=lambda one: one.kills)
     verdict = "same digest" if shown.right else "WRONG"
     title = f"{shown.kills} kills in {shown.steps} steps, seed {shown.seed}: {verdict}"
-    target = pathlib.Path(plot)
     if plot:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        plot_timeline(shown.incidents, shown.seconds, workers, title).savefig(target)
+        save_picture(plot_timeline(shown.incidents, shown.seconds, workers, title), plot)
     pauses = sorted(pause for one in trials for pause in one.pauses)
     facts = {
         "kills": sum(one.kills for one in trials),
@@ -184,10 +182,10 @@ def chaos(
         "problems": [one.problem for one in trials if one.problem],
         "median_pause_ms": round(pauses[len(pauses) // 2] * 1e3, 1) if pauses else None,
         "seed": seed,
-        "picture": str(target) if plot else None,
+        "picture": plot or None,
     }
     told = {**facts, "problems": "; ".join(facts["problems"]) or "none"}
-    typer.echo(json.dumps(facts) if json_ else "\n".join(f"{key:15}  {value}" for key, value in told.items()))
+    show(facts, told.items(), json_=json_)
     if facts["wrong"] or facts["problems"]:
         raise typer.Exit(EXIT_RUN)
 
@@ -239,11 +237,9 @@ def explain(
     if participants > MOST_PARTICIPANTS:
         typer.echo(f"no picture: {MOST_PARTICIPANTS} participants fit in one")
     elif plot:
-        target = pathlib.Path(plot.format(name=name))
-        target.parent.mkdir(parents=True, exist_ok=True)
         kind = " all-reduce" if name in ALGORITHMS else ""
-        plot_rounds(transfers, participants, f"{name}{kind}, {participants} participants").savefig(target)
-        typer.echo(f"picture  {target}")
+        drawn = plot_rounds(transfers, participants, f"{name}{kind}, {participants} participants")
+        typer.echo(f"picture  {save_picture(drawn, plot.format(name=name))}")
 
 
 measuring.add_to(app)

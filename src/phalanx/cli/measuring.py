@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from phalanx.cli.files import load_recipe
-from phalanx.cli.printed import check_picture, show
+from phalanx.cli.printed import check_picture, save, show
 from phalanx.frameworks.devices import all_devices
 from phalanx.proof import check as checked
 from phalanx.tuning.tune import Tuned, tune
@@ -73,8 +73,7 @@ def tune_recipe(
     recipe, *_ = load_recipe(file)
     found = tune(recipe, seconds, progress=False if json_ else "auto")
     if plot:
-        pathlib.Path(plot).parent.mkdir(parents=True, exist_ok=True)
-        found.plot().figure.savefig(plot)
+        save(found.plot(), plot)
     show(dataclasses.asdict(found), _measured(found), json_=json_)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import typer
@@ -30,13 +31,28 @@ def show(facts: Any, rows: Iterable[Sequence[Any]], *, json_: bool) -> None:
         typer.echo("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=False)).rstrip())
 
 
-def picture(result: Result, path: str) -> pathlib.Path:
-    """Draw loss and metrics; returns where."""
+def save(drawn: Any, path: str) -> pathlib.Path:
+    """Write a picture, a figure or the axes of one, where --plot says; returns where.
+
+    Raises
+    ------
+    UsageError
+        It cannot be written there.
+    """
     target = pathlib.Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure: Any = result.plot().figure
-    figure.savefig(target)
+    with writing("--plot", path):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        getattr(drawn, "figure", drawn).savefig(target)
     return target
+
+
+@contextlib.contextmanager
+def writing(option: str, path: str) -> Iterator[pathlib.Path]:
+    """The place that an option names; what cannot be written there is said in words."""
+    try:
+        yield pathlib.Path(path)
+    except OSError as error:
+        raise UsageError(f"{option} is {path!r}, which cannot be written: {error.strerror}; give another") from error
 
 
 def pace(result: Result, devices: Sequence[str] = ()) -> str:
