@@ -81,37 +81,12 @@ def plot_timeline(incidents: Sequence[Incident], seconds: float, workers: int, t
     return figure
 
 
-def plot_difference(one: Sequence[float], other: Sequence[float], step: int | None, title: str) -> Axes:
-    """The losses of two runs over their steps, how far they are apart, and the first step that differs."""
-    upper = _new_axes()
-    figure: Any = upper.figure
-    figure.clear()
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    for losses, name, style in ((one, "A", "-"), (other, "B", "--")):
-        upper.plot(range(len(losses)), losses, style, color=LOSS_COLOR if name == "A" else DEATH_COLOR, label=name)
-    count = min(len(one), len(other))
-    apart = np.abs(np.asarray(one[:count], np.float64) - np.asarray(other[:count], np.float64))
-    lower.plot(range(count), np.where(apart > 0, apart, np.nan), ".", color=METRIC_COLORS[2], markersize=3)
-    if (apart > 0).any():
-        lower.set_yscale("log")
-    for ax in (upper, lower):
-        ax.grid(alpha=0.2)
-        if step is not None:
-            ax.axvline(step, color="gray", linewidth=1, label=f"first difference: step {step}")
-    upper.set_ylabel("training loss")
-    lower.set_ylabel("|A - B|")
-    lower.set_xlabel("step")
-    upper.legend(loc="best", fontsize=8)
-    upper.set_title(title, fontsize=9, wrap=True)
-    return upper
-
-
 def plot_runs(
     names: Sequence[str],
     curves: Sequence[Mapping[str, Sequence[tuple[float, float]]]],
-    deaths: Sequence[Sequence[int]],
+    marks: Sequence[Sequence[int]],
 ) -> Figure:
-    """One run, or several in colours of their own: a chart for each curve over the steps, and deaths below each."""
+    """One run, or several in colours of their own: a chart for each curve over the steps, with marks below it."""
     keys = [key for key in dict.fromkeys(key for one in curves for key in one) if any(one.get(key) for one in curves)]
     figure: Any = _new_axes().figure
     figure.clear()
@@ -119,10 +94,10 @@ def plot_runs(
     charts = figure.subplots(max(1, len(keys)), 1, squeeze=False, sharex=True)[:, 0]
     charts[-1].set_xlabel("step")
     for ax, key in zip(charts, keys, strict=False):
-        for name, color, curve, dead in zip(names, (LOSS_COLOR, DEATH_COLOR), curves, deaths, strict=False):
+        for name, color, curve, marked in zip(names, (LOSS_COLOR, DEATH_COLOR), curves, marks, strict=False):
             points = _thinned(curve.get(key, ()))
             ax.plot(*zip(*points, strict=True), color=color, linewidth=1.3, label=name, marker="." * (len(points) < 30))
-            ax.plot(dead, [0] * len(dead), "|", color=color, markersize=12, transform=ax.get_xaxis_transform())
+            ax.plot(marked, [0] * len(marked), "|", color=color, markersize=12, transform=ax.get_xaxis_transform())
         ax.set_title(key, fontsize=10, loc="left")
         ax.grid(alpha=0.2)
         ax.spines[["top", "right"]].set_visible(False)

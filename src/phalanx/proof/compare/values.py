@@ -93,16 +93,22 @@ class Difference:
         return "\n".join([*told, *(f"  {text}" for text in self.fields.values())])
 
     def plot(self) -> Any:
-        """The loss of both over the steps, and how far they are apart; returns the axes.
+        """The loss of both over the steps, and how far they are apart, with a mark where they part; returns the axes.
 
         Raises
         ------
         UsageError
             matplotlib is not installed.
         """
-        from phalanx.run.plots import plot_difference
+        from phalanx.run.plots import plot_runs
 
-        return plot_difference(*self.losses, self.step, str(self).splitlines()[0])
+        one, other = map(list, map(enumerate, self.losses))
+        apart = [(step, abs(left - right)) for (step, left), (_, right) in zip(one, other, strict=False)]
+        mark = [] if self.step is None else [self.step]
+        curves = [{"loss": one, "|A - B|": apart}, {"loss": other}]
+        figure = plot_runs(["A", "B"], curves, [mark, mark])
+        figure.suptitle(str(self).splitlines()[0], fontsize=9, wrap=True)
+        return figure.axes[0]
 
     def _what(self) -> str:
         known = self.line or self.name in ("output", "exception", "model")
