@@ -1,5 +1,6 @@
 """``phalanx check``: a recipe on one device, on two and on all, and whether the digests are the same."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -22,15 +23,16 @@ recipe = phalanx.Recipe(lambda: torch.nn.Linear(2, 3), (x, torch.arange(24) % 3)
 
 @pytest.mark.long
 def test_the_table(tmp_path):
-    """From the shell: one device twice, two, all, and what R costs; exit status 0, as JSON too."""
+    """From the shell: one device twice, two and all; exit status 0, as JSON too."""
     (tmp_path / "job.py").write_text(RECIPE)
     command = [sys.executable, "-m", "phalanx", "check", "job.py", "--devices", "cpu,cpu,cpu", "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == SAME, done.stderr
     told = json.loads(done.stdout)
-    compared = [row for row in told["rows"] if row["compared"]]
-    assert [row["what"] for row in compared] == ["1 device", "1 device again", "2 devices", "3 devices"]
-    assert len({row["digest"] for row in compared}) == 1
+    again = [f"done{again} in this process" for again in ("", " again")]
+    assert [row["what"] for row in told["rows"]] == [*again, "done on 2 devices", "done on 3 devices"]
+    assert len({row["digest"] for row in told["rows"]}) == 1
+    assert all(row["seconds"] > 0 for row in told["rows"])
     assert told["same"] is True
     assert "torch" in told["circumstances"]
 
@@ -38,32 +40,49 @@ def test_the_table(tmp_path):
 def test_other_digests_are_told(monkeypatch):
     """Parameters that do not reach the other devices make the digests differ: exit status 1."""
     monkeypatch.setattr(exchange.Exchange, "spread", lambda *_: None)
-    assert verdict(list(check(FAMILIES["mlp"].recipe(4), ["cpu", "cpu"], 3))) == DIFFERENT
+    rows = list(check(FAMILIES["mlp"].recipe(4), None, ["cpu", "cpu"], 3))
+    assert [row.same for row in rows] == [True, True, False]
+    assert "A and B differ first in step " in rows[-1].told
+    assert verdict(rows) == DIFFERENT
 
 
 @pytest.mark.accelerator
 def test_an_operation_without_a_deterministic_kernel():
-    """It is told of, and tried where it is allowed, but nothing is called the same: exit status 2."""
+    """It is told of, and nothing is called the same: exit status 2."""
     fake = accelerator.accelerator()
     fake.set_nondeterministic("aten::mm")
-    rows = list(check(FAMILIES["mlp"].recipe(4), ["fake:0", "fake:1"], 3))
-    assert "deterministic" in rows[0].problem
-    assert rows[1].digest is not None
+    rows = list(check(FAMILIES["mlp"].recipe(4), None, ["fake:0", "fake:1"], 3))
+    assert all("deterministic" in row.told and row.digest is None for row in rows)
     assert verdict(rows) == UNKNOWN
 
 
 @pytest.mark.long
 @pytest.mark.accelerator
-def test_how_fast_devices_exchange_memory():
-    """The speed of a copy between the first two devices stands in the table."""
+def test_devices_are_named():
+    """A kind alone stands in the table as the devices that are meant."""
     accelerator.accelerator()
     assert circumstances(["fake"], 4)["devices"] == "fake:0, fake:1, fake:2, fake:3"
-    assert circumstances(["fake"], 4)["copy between two"].endswith("GB/s")
+    assert "devices" not in circumstances([], 4)
+
+
+def test_what_raises_is_not_called_the_same(tmp_path):
+    """A loss that raises, and a new process that ends with an error: it could not be told, in words."""
+
+    def broken(output, target):
+        raise ArithmeticError("no such loss")
+
+    job = FAMILIES["mlp"].recipe(1)
+    rows = list(check(dataclasses.replace(job, loss_fn=broken), str(tmp_path / "nowhere.py"), steps=2))
+    assert [row.same for row in rows] == [None] * 3
+    assert "WorkerError: no such loss" in rows[0].told
+    assert "nowhere.py" in rows[2].told
+    assert verdict(rows) == UNKNOWN
+    assert [row.same for row in check(job, str(tmp_path / "nowhere.py"), steps=2)] == [True, True, None]
 
 
 def test_wrong_calls():
     """A recipe without data and too few steps are refused by name."""
     with pytest.raises(phalanx.UsageError, match="--steps is 1"):
-        list(check(FAMILIES["mlp"].recipe(4), ["cpu"], 1))
+        list(check(FAMILIES["mlp"].recipe(4), None, ["cpu"], 1))
     with pytest.raises(phalanx.UsageError, match="data=None"):
-        list(check(phalanx.Recipe(FAMILIES["mlp"].make_model, None, FAMILIES["mlp"].loss_fn), ["cpu"], 3))
+        list(check(phalanx.Recipe(FAMILIES["mlp"].make_model, None, FAMILIES["mlp"].loss_fn), None, ["cpu"], 3))

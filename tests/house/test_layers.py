@@ -41,6 +41,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "recipe",
         "proof",
         "testing",
+        "tuning",
     ),
     "proof": (
         "plan",
@@ -55,7 +56,29 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "surroundings",
     ),
     "testing": ("proof", "recipe"),
-    "cli": ("", "definition", "checkpoint", "seams", "collectives", "recipe", "run", "proof", "surroundings"),
+    "tuning": (
+        "definition",
+        "seams",
+        "step",
+        "frameworks",
+        "engines",
+        "recipe",
+        "run",
+        "surroundings",
+    ),
+    "cli": (
+        "",
+        "definition",
+        "checkpoint",
+        "seams",
+        "collectives",
+        "frameworks",
+        "recipe",
+        "run",
+        "proof",
+        "tuning",
+        "surroundings",
+    ),
     "__main__": ("cli",),
 }
 # Within a room: the first may not import the second.
@@ -77,7 +100,7 @@ APART = (
 # Who may import optional packages and picklers, at the top of a file or inside. For frameworks test_rooms has a table.
 HOMES = {
     "matplotlib": ("run.plots", "cli"),
-    "tqdm": ("run.observers", "proof"),
+    "tqdm": ("run.observers", "proof", "tuning"),
     "typer": ("cli",),
     "rich": ("cli",),
     "sklearn": ("cli.demos",),

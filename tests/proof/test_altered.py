@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -120,6 +121,34 @@ def test_lines_that_one_side_only_has_are_read(tmp_path, job):
     altered(long, 4, ALTERED["lr"])
     with pytest.raises(phalanx.SnapshotError, match="damaged at step 4"):
         phalanx.diff(short, long)
+
+
+def noted_otherwise(right, folder, leaf):
+    """A copy of a run whose record of the state after two steps has another hash of a tensor."""
+    shutil.copytree(right, folder)
+    records = folder / "chain.records.jsonl"
+    lines = [json.loads(line) for line in records.read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "state" and line["step"] == 2:
+            line["leaves"][leaf] = "0" * 64
+    records.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize(("leaf", "phase"), [("first.weight", "update"), ("norm.running_mean", "buffer")])
+def test_a_weight_is_no_buffer_though_its_optimizer_keeps_nothing(tmp_path, leaf, phase, momentum):
+    """An update writes weights and a replica buffers, whatever the optimizer keeps.
+
+    Without a recipe only what an optimizer keeps tells them apart; if it keeps nothing, the state is named.
+    """
+    job = recipe(steps=STEPS, optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=momentum))
+    right = ran(tmp_path / "right", job, chain="every")
+    other = noted_otherwise(right, tmp_path / "other", leaf)
+    found = phalanx.diff(right, other, recipes=(job, job))
+    assert (found.step, found.phase, found.name) == (1, phase, leaf)
+    unknown = phalanx.diff(shutil.copytree(right, tmp_path / "same"), other)
+    assert (unknown.step, unknown.phase, unknown.name) == (1, phase if momentum else "state", leaf)
 
 
 def headed(folder, **changes):

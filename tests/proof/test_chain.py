@@ -160,7 +160,7 @@ def test_long_chains_are_read_whole(tmp_path):
     with Links(tmp_path / "a.jsonl") as one, Links(tmp_path / "b.jsonl") as other:
         found = parting(one, other)
     print(f"{time.perf_counter() - began:.4f} s")
-    assert (found.step, found.phase, found.values) == (planted, "loss", (0.25, 0.5))
+    assert (found.step, found.phase, found.note) == (planted, "loss", "loss is 0.25 in A, and 0.5 in B")
     assert phalanx.diff(tmp_path / "a.jsonl", tmp_path / "b.jsonl").step == planted
 
 

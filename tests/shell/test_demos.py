@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import phalanx
-from phalanx.cli.demos import idx
+from phalanx.cli.demos import images as chapter
 from tests.shell.test_command_line import phalanx_command
 
 JAX = pytest.mark.skipif(importlib.util.find_spec("optax") is None, reason="needs jax and optax")
@@ -38,7 +38,7 @@ def images(count, seed):
 @pytest.fixture
 def folder(tmp_path):
     """Four files, two of them compressed."""
-    for name, array in zip(idx.CHECKSUMS, [*images(160, 0), *images(40, 9)], strict=True):
+    for name, array in zip(chapter.CHECKSUMS, [*images(160, 0), *images(40, 9)], strict=True):
         if "labels" in name:
             (tmp_path / name).write_bytes(encoded(array))
         else:
@@ -47,11 +47,13 @@ def folder(tmp_path):
 
 
 def test_four_files_are_read(folder):
-    """Plain or compressed, arrays come out as they went in."""
-    (x, y), (test_x, test_y) = idx.load(folder)
-    for found, wanted in zip((x, y, test_x, test_y), [*images(160, 0), *images(40, 9)], strict=True):
-        assert found.dtype == np.uint8
-        assert np.array_equal(found, wanted)
+    """Plain or compressed, images come out as they went in, from 0 to 1, and labels in the dtype that is asked for."""
+    job = chapter.images(str(folder), np.int32)
+    for (x, y), (pixels, labels) in zip((job.train, job.test), (images(160, 0), images(40, 9)), strict=True):
+        assert (x.dtype, y.dtype) == (np.float32, np.int32)
+        assert np.array_equal(x[:, 0] * np.float32(255), pixels)
+        assert np.array_equal(y, labels)
+    assert (job.batch_size, job.steps) == (256, 10)
 
 
 @pytest.mark.parametrize(
@@ -62,15 +64,15 @@ def test_four_files_are_read(folder):
         ("train-labels-idx1-ubyte", lambda data: b"", "is not a whole IDX file"),
         ("train-labels-idx1-ubyte", lambda data: data[:3], "is not a whole IDX file"),
         ("train-labels-idx1-ubyte", lambda data: b"\0\0\x0d" + data[3:], "is not a whole IDX file"),
-        ("train-images-idx3-ubyte.gz", lambda data: data[:-9], "is damaged"),
-        ("t10k-labels-idx1-ubyte", lambda data: encoded(np.zeros(7, np.uint8)), "mixed up"),
+        ("train-images-idx3-ubyte.gz", lambda data: data[:-9], "is not a whole IDX file"),
+        ("t10k-labels-idx1-ubyte", lambda data: encoded(np.zeros(7, np.uint8)), "four files of one data set"),
     ],
 )
 def test_damaged_files_are_refused(folder, name, change, message):
     """A file that is cut off, too long, of another type, or of another data set is named."""
     (folder / name).write_bytes(change((folder / name).read_bytes()))
     with pytest.raises(phalanx.UsageError, match=message) as caught:
-        idx.load(folder)
+        chapter.images(str(folder), np.int64)
     assert str(folder) in str(caught.value)
 
 
@@ -82,7 +84,7 @@ def test_without_a_network_it_says_what_to_do(tmp_path, monkeypatch):
 
     monkeypatch.setattr(urllib.request, "urlopen", unreachable)
     with pytest.raises(phalanx.UsageError, match=r"train-images-idx3-ubyte.*no network.*--data DIR.*--digits"):
-        idx.load(tmp_path / "nowhere")
+        chapter.images(str(tmp_path / "nowhere"), np.int64)
     assert not (tmp_path / "nowhere").exists()
 
 
@@ -96,13 +98,13 @@ def test_what_is_fetched_is_verified(tmp_path, monkeypatch):
 
     monkeypatch.setattr(urllib.request, "urlopen", served)
     with pytest.raises(phalanx.UsageError, match="has the MD5"):
-        idx.load(tmp_path)
+        chapter.images(str(tmp_path), np.int64)
     assert list(tmp_path.iterdir()) == []
     right = hashlib.md5(served("", 0).read()).hexdigest()
-    monkeypatch.setitem(idx.CHECKSUMS, "train-images-idx3-ubyte", right)
+    monkeypatch.setitem(chapter.CHECKSUMS, "train-images-idx3-ubyte", right)
     for _ in range(2):
         with pytest.raises(phalanx.UsageError, match="train-labels-idx1-ubyte"):
-            idx.load(tmp_path)
+            chapter.images(str(tmp_path), np.int64)
     assert sum("train-images" in address for address in fetched) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["train-images-idx3-ubyte.gz"]
 
@@ -140,6 +142,7 @@ def test_the_chapter_on_digits(tmp_path, framework, spread):
     [
         (["fashion-mnist", "--framework", "mxnet"], ["--framework", "mxnet", "torch", "jax", "tinygrad"]),
         (["digits", "--framework", "jax"], ["digits", "--framework", "fashion-mnist"]),
+        (["iris", "--framework", "tinygrad"], ["iris", "--framework", "fashion-mnist"]),
     ],
 )
 def test_wrong_options(here, tmp_path, arguments, words):

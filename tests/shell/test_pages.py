@@ -1,6 +1,7 @@
 """``phalanx report`` and ``export``: a run's directory as one page, and as one file of weights."""
 
 import html.parser
+import json
 import pathlib
 import re
 
@@ -10,6 +11,7 @@ import torch
 import phalanx
 from phalanx.checkpoint.export import read_weights
 from phalanx.cli import pages
+from phalanx.run.plots import plot_runs
 from tests.callbacks.jobs import evaluation, recipe
 
 
@@ -54,6 +56,32 @@ def test_a_page_shows_the_run_and_loads_nothing(run_dir, tmp_path):
     assert len(pages.read(run_dir).steps) == 10
 
 
+def test_the_terminal_has_the_rows_of_the_page(here, run_dir, tmp_path):
+    """A line for each thing that is told, as on the page; the same as JSON; and a run without a log ends in 2."""
+    done = here("report", str(run_dir), str(run_dir), cwd=tmp_path)
+    told = dict(line.split("  ", 1) for line in done.stdout.splitlines())
+    assert (told["steps"].split(), told["deaths"].split()) == (["10"] * 2, ["0"] * 2)
+    parser = Parser()
+    parser.feed((tmp_path / "report.html").read_text())
+    rows = [row for name, *row in pages.lines([pages.read(run_dir).row()]) if name == "last loss"]
+    assert rows[0][0] == told["last loss"].split()[0]
+    assert rows[0][0] in parser.texts
+    facts = json.loads(here("report", str(run_dir), "--to", "one.html", "--json", cwd=tmp_path).stdout)
+    assert [(row["run"], row["steps"]) for row in facts["runs"]] == [("a<b", 10)]
+    assert facts["report"] == "one.html"
+    assert here("report", str(tmp_path), cwd=tmp_path).returncode == 2
+
+
+def test_deaths_are_drawn_where_they_were():
+    """Each death is a mark below the curve of its run; a run without one has none; a long curve is thinned."""
+    curve = [(step, 1.0 / (1 + step)) for step in range(5000)]
+    figure = plot_runs(["a", "b"], [{"loss": curve, "lr": []}, {"loss": curve[:40], "lr": []}], [[7, 9], []])
+    (ax,) = figure.axes
+    assert [list(line.get_xdata()) for line in ax.lines if line.get_marker() == "|"] == [[7, 9], []]
+    drawn = [line for line in ax.lines if line.get_marker() != "|"]
+    assert [len(line.get_xdata()) for line in drawn] == [556, 40]
+
+
 def test_a_page_needs_a_log(tmp_path):
     """Another folder, and three runs, are refused by name."""
     with pytest.raises(phalanx.UsageError, match=r"has no events\.jsonl"):
@@ -62,8 +90,9 @@ def test_a_page_needs_a_log(tmp_path):
         pages.report([tmp_path] * 3, tmp_path / "a.html")
 
 
-def test_an_export_has_the_weights_of_the_newest_snapshot(run_dir, tmp_path):
+def test_an_export_has_the_weights_of_the_newest_snapshot(here, run_dir, tmp_path):
     """One safetensors file, equal to what phalanx.load reads."""
-    assert pages.export(str(run_dir), str(tmp_path / "m.safetensors")) == 10
+    done = here("export", str(run_dir), "--to", "m.safetensors", cwd=tmp_path)
+    assert done.stdout == "10 steps  m.safetensors\n"
     weights = read_weights(pathlib.Path(tmp_path / "m.safetensors"))
     assert all(torch.equal(weights[name], value) for name, value in phalanx.load(run_dir).weights.items())

@@ -8,9 +8,8 @@ import torch
 
 import phalanx
 from phalanx import step
-from phalanx.proof import phases as where_time_goes
-from phalanx.proof.phases import phases
-from phalanx.proof.tune import Choice, Tuned, advised, candidates
+from phalanx.tuning import tune as where_time_goes
+from phalanx.tuning.tune import Choice, Tuned, advised, candidates, phases
 from tests.families import FAMILIES
 from tests.shell.test_command_line import phalanx_command
 

@@ -9,7 +9,7 @@ from tests.state.runs import ROOT
 
 SCRIPT = """
 import contextlib, dataclasses, io, json, re, sys
-from phalanx.cli.app import list_devices
+from phalanx.cli.measuring import list_devices
 from phalanx.proof.check import SAME, check, circumstances, verdict
 from tinygrad import helpers
 asking, helpers.DEV.value, *orders = sys.argv[1:]
@@ -24,7 +24,7 @@ def same():
     told = {"same": [[result.digest, result.loss_history] for result in results]}
     told["other"] = dataclasses.replace(made, seed=1).train(devices=orders[0].split(",")).digest
     named = orders[-1].split(",")
-    told["check"] = [verdict(list(check(made, named, 2))) == SAME, circumstances(named, 2)["devices"]]
+    told["check"] = [verdict(list(check(made, None, named, 2))) == SAME, circumstances(named, 2)["devices"]]
     return told
 
 def documented():

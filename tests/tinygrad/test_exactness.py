@@ -9,7 +9,6 @@ import pytest
 from tinygrad import Context, GlobalCounters, Tensor, helpers, nn
 
 import phalanx
-from phalanx.cli.demos import demo
 from tests.sampling import sample
 from tests.tinygrad.by_hand import answer
 from tests.tinygrad.families import FAMILIES, OPTIMIZERS, Mlp, terms
@@ -161,8 +160,13 @@ def test_the_callers_settings_stay():
 
 @pytest.mark.longest
 def test_flowers_one_by_one():
-    """The iris demo, one sample per replica without an axis of its own: the same digest on one device and on three."""
-    recipe = dataclasses.replace(demo("iris", "tinygrad", "", digits_instead=False).recipe, steps=3)
+    """One sample per replica without an axis of its own: the same digest on one device and on three."""
+
+    def loss_fn(output, target):
+        return output.reshape(1, -1).sparse_categorical_crossentropy(target.reshape(1))
+
+    samples = list(zip(*FAMILIES["mlp"].data, strict=True))
+    recipe = FAMILIES["mlp"].recipe(4, data=samples, batch_size=None, steps=3, loss_fn=loss_fn)
     one, three = (recipe.train(devices=["CPU", "CPU:1", "CPU:2"][:count]).digest for count in (1, 3))
     assert one == three != dataclasses.replace(recipe, seed=1).train().digest
 

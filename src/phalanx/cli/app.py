@@ -8,7 +8,6 @@ saved, run the same again; 130 stopped by Ctrl-C.
 
 from __future__ import annotations
 
-import json
 import pathlib
 import sys
 import traceback
@@ -18,10 +17,12 @@ import typer
 from typer.core import TyperCommand
 
 from phalanx import __version__
-from phalanx.checkpoint.resume import ANYWAY
-from phalanx.cli import measuring, pages, proving, tables
+from phalanx.checkpoint.export import write_file
+from phalanx.checkpoint.resume import ANYWAY, read_any
+from phalanx.cli import measuring, pages, proving
 from phalanx.cli.files import load_recipe
-from phalanx.cli.printed import check_picture, pace, picture, report, trial_line
+from phalanx.cli.printed import check_picture, pace, report, show, trial_line
+from phalanx.cli.printed import save as save_picture
 from phalanx.definition import checks
 from phalanx.definition.evaluation import Evaluation
 from phalanx.errors import PhalanxError, Preempted, UsageError
@@ -98,7 +99,7 @@ def train(
         return
     if save:
         result.save(save, averaged=result.averaged is not None)
-    drawn = picture(result, plot) if plot else None
+    drawn = save_picture(result.plot(), plot) if plot else None
     report(pathlib.Path(file.split(":")[0]).name, result, drawn, json_=json_)
 
 
@@ -118,12 +119,8 @@ class DemoCommand(TyperCommand):
 def demo(
     name: Annotated[str, typer.Argument(metavar="NAME", help="digits, iris or fashion-mnist.")],
     workers: Workers = "auto",
-    framework: Annotated[
-        str, typer.Option("--framework", help="torch; or tinygrad, but for digits; or jax, for fashion-mnist.")
-    ] = "torch",
-    digits: Annotated[
-        bool, typer.Option("--digits", help="fashion-mnist's job on bundled digits: no network.")
-    ] = False,
+    framework: Annotated[str, typer.Option("--framework", help="torch; fashion-mnist also jax, tinygrad.")] = "torch",
+    digits: Annotated[bool, typer.Option("--digits", help="fashion-mnist on bundled digits: no network.")] = False,
     data: Annotated[str, typer.Option("--data", metavar="DIR", help="Where the IDX files are.")] = "data/fashion-mnist",
     devices: Devices = "auto",
     plot: Plot = "out/demo-{name}.png",
@@ -133,10 +130,10 @@ def demo(
     """Train on real data and draw a picture; fashion-mnist with one worker or device, and then with all."""
     from phalanx.cli.demos import CHAPTER
     from phalanx.cli.demos import demo as chosen
-    from phalanx.proof.check import device_names
+    from phalanx.frameworks.devices import device_names
 
     check_picture(plot)
-    shown = chosen(name, framework, data, digits_instead=digits)
+    shown = chosen(name, framework, None if digits else data)
     if not json_:
         typer.echo(f"phalanx: {shown.title}")
     if name == CHAPTER:
@@ -149,7 +146,7 @@ def demo(
         assert alone.digest == result.digest
     else:
         result = _trained(shown.recipe, shown.evaluation, workers, quiet=quiet, devices=_listed(devices))
-    report(name, result, picture(result, plot.format(name=name)), json_=json_)
+    report(name, result, save_picture(result.plot(), plot.format(name=name)), json_=json_)
 
 
 @app.command()
@@ -175,10 +172,8 @@ def chaos(
     shown = max(trials, key=lambda one: one.kills)
     verdict = "same digest" if shown.right else "WRONG"
     title = f"{shown.kills} kills in {shown.steps} steps, seed {shown.seed}: {verdict}"
-    target = pathlib.Path(plot)
     if plot:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        plot_timeline(shown.incidents, shown.seconds, workers, title).savefig(target)
+        save_picture(plot_timeline(shown.incidents, shown.seconds, workers, title), plot)
     pauses = sorted(pause for one in trials for pause in one.pauses)
     facts = {
         "kills": sum(one.kills for one in trials),
@@ -187,10 +182,10 @@ def chaos(
         "problems": [one.problem for one in trials if one.problem],
         "median_pause_ms": round(pauses[len(pauses) // 2] * 1e3, 1) if pauses else None,
         "seed": seed,
-        "picture": str(target) if plot else None,
+        "picture": plot or None,
     }
     told = {**facts, "problems": "; ".join(facts["problems"]) or "none"}
-    typer.echo(json.dumps(facts) if json_ else "\n".join(f"{key:15}  {value}" for key, value in told.items()))
+    show(facts, told.items(), json_=json_)
     if facts["wrong"] or facts["problems"]:
         raise typer.Exit(EXIT_RUN)
 
@@ -201,23 +196,20 @@ def export_weights(
     to: Annotated[str, typer.Option("--to", metavar="FILE", help="Where to.")] = "model.safetensors",
 ) -> None:
     """Write the weights of a run's newest snapshot as one safetensors file, which any tool reads."""
-    typer.echo(f"{pages.export(run, to)} steps  {to}")
+    newest = read_any(pathlib.Path(run))
+    write_file(to, newest.weights)
+    typer.echo(f"{newest.step} steps  {to}")
 
 
 @app.command("report")
 def report_runs(
     runs: Annotated[list[str], typer.Argument(metavar="RUN [RUN]...", help="Directories of runs.")],
     to: Annotated[str, typer.Option("--to", metavar="FILE", help="Where to.")] = "report.html",
+    json_: Json = False,
 ) -> None:
     """Draw runs as one page of HTML: loss, evaluations, throughput, where time goes, deaths, snapshots, environment."""
-    pages.report([pathlib.Path(run) for run in runs], pathlib.Path(to))
-    typer.echo(f"report  {to}")
-
-
-@app.command("devices")
-def list_devices(json_: Json = False) -> None:
-    """List which devices each framework can use here, and what is missing for the others."""
-    tables.devices(json_=json_)
+    rows = pages.report([pathlib.Path(run) for run in runs], pathlib.Path(to))
+    show({"runs": rows, "report": to}, [*pages.lines(rows), ["report", to]], json_=json_)
 
 
 @app.command()
@@ -245,12 +237,9 @@ def explain(
     if participants > MOST_PARTICIPANTS:
         typer.echo(f"no picture: {MOST_PARTICIPANTS} participants fit in one")
     elif plot:
-        target = pathlib.Path(plot.format(name=name))
-        target.parent.mkdir(parents=True, exist_ok=True)
         kind = " all-reduce" if name in ALGORITHMS else ""
-        figure: Any = plot_rounds(transfers, participants, f"{name}{kind}, {participants} participants").figure
-        figure.savefig(target)
-        typer.echo(f"picture  {target}")
+        drawn = plot_rounds(transfers, participants, f"{name}{kind}, {participants} participants")
+        typer.echo(f"picture  {save_picture(drawn, plot.format(name=name))}")
 
 
 measuring.add_to(app)

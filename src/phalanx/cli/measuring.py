@@ -1,15 +1,18 @@
-"""The commands ``phalanx check`` and ``phalanx tune``: what to look at before a long run."""
+"""The commands ``phalanx check``, ``tune`` and ``devices``: what to look at before a long run."""
 
 from __future__ import annotations
 
-import json
+import dataclasses
+import pathlib
 from typing import Annotated
 
 import typer
 
-from phalanx.cli import tables
 from phalanx.cli.files import load_recipe
-from phalanx.cli.printed import check_picture
+from phalanx.cli.printed import check_picture, save, show
+from phalanx.frameworks.devices import all_devices
+from phalanx.proof import check as checked
+from phalanx.tuning.tune import Tuned, tune
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Plot = Annotated[str, typer.Option("--plot", metavar="PATH", help="Where to write the picture.")]
@@ -18,7 +21,7 @@ Devices = Annotated[str, typer.Option("--devices", help="As in cuda, or cuda:0,c
 
 def add_to(app: typer.Typer) -> None:
     """Make these commands some of ``app``."""
-    for name, command in (("check", check_recipe), ("tune", tune_recipe)):
+    for name, command in (("check", check_recipe), ("tune", tune_recipe), ("devices", list_devices)):
         app.command(name)(command)
 
 
@@ -26,23 +29,32 @@ def check_recipe(
     file: Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="A Python file that defines `recipe`, or NAME.")],
     devices: Devices = "",
     steps: Annotated[int, typer.Option("--steps", help="How many to train each time.")] = 5,
-    cost: Annotated[float, typer.Option("--cost", help="Seconds to measure what R costs; 0: leave it out.")] = 15.0,
-    trace: Annotated[bool, typer.Option("--trace", hidden=True)] = False,
+    into: Annotated[str, typer.Option("--into", hidden=True)] = "",
     json_: Json = False,
 ) -> None:
-    """Before a long run, do everything again, in a new process and with more workers, and see whether it is the same.
+    """Before a long run, train a few steps again, in a new process and with more workers.
 
-    With --devices: a few steps on one device twice, on two and on all. Exit status 0 if all is the same, 1 if something
-    differs, 2 if that could not be told.
+    With --devices: twice on one device, on two and on all.
+
+    Exit status 0 if all is the same, 1 if something differs, 2 if that could not be told.
     """
     recipe, *_ = load_recipe(file)
-    if trace:
-        typer.echo(json.dumps(tables.trace(recipe)))
+    if into:  # the new process
+        recipe = dataclasses.replace(recipe, steps=steps, epochs=None)
+        typer.echo(checked.trained(recipe, "", pathlib.Path(into), engine="inline").digest)
         return
-    if devices:
-        status = tables.check(recipe, devices.split(","), steps, json_=json_)
-    else:
-        status = tables.stability(recipe, file, steps, cost, json_=json_)
+    named = devices.split(",") if devices else []
+    rows: list[checked.Row] = []
+    for row in checked.check(recipe, file, named, steps):
+        rows.append(row)
+        if not json_:
+            outcome = {True: row.digest or "nothing was written", False: "DIFFERENT", None: "could not be told"}
+            took = "" if row.seconds is None else f"  {row.seconds * 1e3:.1f} ms a step"
+            typer.echo(f"{row.what:32}  {outcome[row.same]}{took}" + (f"\n  {row.told}" if row.told else ""))
+    status, facts = checked.verdict(rows), checked.circumstances(named, recipe.replicas)
+    said = ("the same", "DIFFERENT", "it could not be told")[status]
+    told = {"circumstances": facts, "rows": [dataclasses.asdict(row) for row in rows], "same": status == checked.SAME}
+    show(told, [*(facts.items() if named else ()), [said]], json_=json_)
     if status:
         raise typer.Exit(status)
 
@@ -59,4 +71,30 @@ def tune_recipe(
     """
     check_picture(plot)
     recipe, *_ = load_recipe(file)
-    tables.tune(recipe, seconds, plot, json_=json_)
+    found = tune(recipe, seconds, progress=False if json_ else "auto")
+    if plot:
+        save(found.plot(), plot)
+    show(dataclasses.asdict(found), _measured(found), json_=json_)
+
+
+def list_devices(json_: Json = False) -> None:
+    """List which devices each framework can use here, and what is missing for the others."""
+    names = ("framework", "device", "what", "missing")
+    rows = all_devices()
+    told = [[framework, device, what or f"not here: {missing}"] for framework, device, what, missing in rows]
+    show([dict(zip(names, row, strict=True)) for row in rows], told, json_=json_)
+
+
+def _measured(found: Tuned) -> list[list[str]]:
+    """A row for each way that was measured, one for each whose phases are known, and the advice."""
+    rows = [["replicas", "workers", "threads", "ms a step", "samples/s", "price of R", "memory"]]
+    for row in found.rows:
+        price = "" if row.price is None else f"{row.price:.2f}"
+        numbers = f"{row.seconds * 1e3:.2f}", f"{row.samples_per_second:,.0f}", price, f"{row.memory / 2**20:,.0f} MiB"
+        rows.append([str(row.replicas), str(row.workers), str(row.threads), *numbers])
+    told = [row for row in found.rows if row.phases]
+    if told:
+        rows += [[], ["one process, ms a step:"], ["replicas", *(told[0].phases or ())]]
+    for row in told:
+        rows.append([str(row.replicas), *(f"{spent * 1e3:.2f}" for spent in (row.phases or {}).values())])
+    return [*rows, [], [found.advice]]

@@ -1,4 +1,4 @@
-"""What is made of a run's directory: one file of weights, and a page of HTML that needs nothing but a browser."""
+"""What the log of a run tells, as rows of a table and as a page of HTML that needs nothing but a browser."""
 
 from __future__ import annotations
 
@@ -6,29 +6,26 @@ import html
 import json
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.checkpoint import files
 from phalanx.checkpoint.directory import LOG
-from phalanx.checkpoint.export import write_file
 from phalanx.checkpoint.resume import read_any
 from phalanx.errors import SnapshotError, UsageError
+from phalanx.run.plots import plot_runs, svg
 
-WIDTH, HEIGHT, MARGIN = 720, 240, 60
-POINTS = 600  # of a curve, at most: each is the mean of the steps that it stands for
-TICKS = 4
+RATE = "samples a second"
+SHOWN = ("start", "resume", "death", "replaced", "rollback", "snapshot", "failed", "end")
 MOST_LOG = 1 << 44  # bytes
+MOST_EVENTS = 200  # on a page, the last ones
 STYLE = """
-:root { color-scheme: light dark; --a: #1f5a96; --b: #c1452b; --grid: #8884; }
-@media (prefers-color-scheme: dark) { :root { --a: #7db4ea; --b: #ff9b80; } }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 760px; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.4rem } h2 { font-size: 1.05rem; margin-top: 2rem }
-svg { width: 100%; height: auto; overflow: visible } text { fill: currentColor; font: 11px system-ui, sans-serif }
-.a { stroke: var(--a); color: var(--a) } .b { stroke: var(--b); color: var(--b) } path { fill: none; stroke-width: 1.6 }
-.grid { stroke: var(--grid) } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
-td, th { text-align: left; padding: .15rem .6rem .15rem 0; border-bottom: 1px solid var(--grid); vertical-align: top }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 820px; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.4rem } h2 { font-size: 1.05rem; margin-top: 2rem } svg { width: 100%; height: auto }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
+td, th { text-align: left; padding: .15rem .6rem .15rem 0; border-bottom: 1px solid #8884; vertical-align: top }
 td { overflow-wrap: anywhere } td:first-child { white-space: nowrap }
 """
 
@@ -52,45 +49,56 @@ class History:
     events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
 
-    def curve(self, key: str) -> list[tuple[float, float]]:
-        """A number of each step, where it is there and finite."""
-        pairs = ((step, self.value(line, key)) for step, line in sorted(self.steps.items()))
-        return [(step, value) for step, value in pairs if value is not None and math.isfinite(value)]
+    def curves(self) -> dict[str, list[tuple[float, float]]]:
+        """Numbers over steps, by what they are: loss, evaluations, norm of the gradient, rate, throughput."""
+        names = dict.fromkeys(name for line in self.steps.values() for name in line.get("metrics", {}))
+        found: dict[str, list[tuple[float, float]]] = {key: [] for key in ("loss", *names, "grad_norm", "lr", RATE)}
+        for step, line in sorted(self.steps.items()):
+            rate = line["samples"] / line["seconds"] if line.get("seconds") else None
+            for key, value in ({RATE: rate} | line | line.get("metrics", {})).items():
+                if key in found and isinstance(value, (int, float)) and math.isfinite(value):
+                    found[key].append((step, float(value)))
+        return found
 
-    @staticmethod
-    def value(line: Mapping[str, Any], key: str) -> float | None:
-        """A number of a line; rates and metrics are found by name."""
-        if key == "samples a second":
-            return line["samples"] / line["seconds"] if line.get("seconds") else None
-        found = line.get(key, line.get("metrics", {}).get(key))
-        return float(found) if isinstance(found, (int, float)) else None
+    def row(self) -> dict[str, Any]:
+        """What there is to say of the run in one row of a table."""
+        kinds = Counter(line.get("event") for line in self.events)
+        stamps = [line["time"] for line in (*self.steps.values(), *self.events) if "time" in line]
+        whole = max(stamps, default=0.0) - min(stamps, default=0.0)
+        inside = sum(line.get("seconds") or 0.0 for line in self.steps.values())
+        saved = sum(line.get("seconds") or 0.0 for line in self.events if line.get("event") == "snapshot")
+        names = [name for name in self.curves() if name not in ("grad_norm", "lr", RATE)]
+        last = {f"last {name}": points[-1][1] for name in names if (points := self.curves()[name])}
+        return {
+            "run": self.name,
+            "steps": len(self.steps),
+            **last,
+            "workers": next((line["workers"] for line in reversed(self.events) if "workers" in line), None),
+            "deaths": kinds["death"],
+            "replacements": kinds["replaced"],
+            "snapshots": kinds["snapshot"],
+            "seconds": whole,
+            "seconds in steps": inside,
+            "seconds between steps": max(0.0, whole - inside),
+            "seconds writing snapshots, beside steps": saved,
+            "milliseconds a step": inside / len(self.steps) * 1e3 if self.steps else 0.0,
+        }
 
-    @property
-    def metrics(self) -> list[str]:
-        """Names of all that was evaluated."""
-        return list(dict.fromkeys(name for line in self.steps.values() for name in line.get("metrics", {})))
 
-
-def export(run: str, to: str) -> int:
-    """Write the weights of the newest good snapshot of a run as one file; returns after how many steps they are."""
-    newest = read_any(pathlib.Path(run))
-    write_file(to, newest.weights)
-    return newest.step
-
-
-def report(runs: Sequence[pathlib.Path], to: pathlib.Path) -> None:
-    """Write a page about one run, or two side by side.
+def report(runs: Sequence[pathlib.Path], to: pathlib.Path) -> list[dict[str, Any]]:
+    """Write a page about one run, or two side by side; returns its rows.
 
     Raises
     ------
     UsageError
-        There are more than two, or one has no log.
+        There are more than two, one has no log, or matplotlib is not installed.
     """
     if len(runs) > 2:
         raise UsageError(f"RUN was given {len(runs)} times; a page shows one run, or two side by side")
     histories = [read(path) for path in runs]
     to.parent.mkdir(parents=True, exist_ok=True)
     files.replace(to, lambda file: file.write(page(histories).encode()))
+    return [history.row() for history in histories]
 
 
 def read(path: pathlib.Path) -> History:
@@ -121,102 +129,34 @@ def read(path: pathlib.Path) -> History:
 
 def page(histories: Sequence[History]) -> str:
     """The whole page."""
-    title = " and ".join(history.name for history in histories)
-    metrics = list(dict.fromkeys(name for history in histories for name in history.metrics))
-    names = (
-        f'<span class="{mark}">&#9644; {html.escape(one.name)}</span>'
-        for mark, one in zip("ab", histories, strict=False)
-    )
-    parts = [f"<h1>phalanx: {html.escape(title)}</h1><p>{' '.join(names)}</p>", _table(*_summary(histories))]
-    for key in ("loss", *metrics, "grad_norm", "lr", "samples a second"):
-        parts.append(_chart(key, histories))
-    parts += ["<h2>Where the time went</h2>", _table(*_times(histories))]
+    title = html.escape(" and ".join(history.name for history in histories))
+    parts = [f"<h1>phalanx: {title}</h1>", _table(lines([history.row() for history in histories])), _picture(histories)]
     for history in histories:
-        kinds = ("start", "resume", "death", "replaced", "rollback", "snapshot", "failed", "end")
-        rows = [
-            [line["event"], str(line.get("step", "")), str(line.get("worker", "")), str(line.get("why", ""))]
-            for line in history.events
-            if line.get("event") in kinds
-        ]
-        parts += [f"<h2>What happened in {html.escape(history.name)}</h2>"]
-        parts += [_table(["event", "step", "worker", "why"], rows[-200:])]
-        parts += ["<h2>Its environment</h2>", _table(["", ""], [[k, str(v)] for k, v in history.facts.items()])]
+        name, told = html.escape(history.name), [line for line in history.events if line.get("event") in SHOWN]
+        rows = [[line.get(key, "") for key in ("event", "step", "worker", "why")] for line in told[-MOST_EVENTS:]]
+        parts += [f"<h2>What happened in {name}</h2>", _table([["event", "step", "worker", "why"], *rows])]
+        parts += [f"<h2>The environment of {name}</h2>", _table(history.facts.items())]
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{html.escape(title)}</title><style>{STYLE}</style>{''.join(parts)}</html>\n"
+        f"<title>{title}</title><style>{STYLE}</style>{''.join(parts)}</html>\n"
     )
 
 
-def _summary(histories: Sequence[History]) -> tuple[list[str], list[list[str]]]:
-    rows: list[list[str]] = []
-    for history in histories:
-        losses = history.curve("loss")
-        kinds = [line.get("event") for line in history.events]
-        workers = next((str(line["workers"]) for line in reversed(history.events) if "workers" in line), "")
-        last = f"{losses[-1][1]:.6g}" if losses else ""
-        rows.append([history.name, str(len(history.steps)), last, workers, str(kinds.count("death")),
-                     str(kinds.count("replaced")), str(kinds.count("snapshot"))])  # fmt: skip
-    return ["run", "steps", "last loss", "workers", "deaths", "replacements", "snapshots"], rows
+def lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Rows side by side: a line for each thing that is told, with its name first."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return [[name, *(_number(row.get(name)) for row in rows)] for name in names]
 
 
-def _times(histories: Sequence[History]) -> tuple[list[str], list[list[str]]]:
-    """Steps, snapshots (written beside them), and all else: evaluations, callbacks, waiting."""
-    rows: list[list[str]] = []
-    for history in histories:
-        lines = [*history.steps.values(), *history.events]
-        stamps = sorted(line["time"] for line in lines if "time" in line)
-        steps = sum(History.value(line, "seconds") or 0.0 for line in history.steps.values())
-        saved = sum(History.value(line, "seconds") or 0.0 for line in history.events if line["event"] == "snapshot")
-        whole = stamps[-1] - stamps[0] if stamps else 0.0
-        mean = steps / len(history.steps) * 1e3 if history.steps else 0.0
-        shown = [f"{value:.2f} s" for value in (whole, steps, max(0.0, whole - steps), saved)]
-        rows.append([history.name, *shown, f"{mean:.2f} ms"])
-    return ["run", "from first to last line", "in steps", "between them", "writing snapshots (beside)", "a step"], rows
+def _table(rows: Any) -> str:
+    cells = ("".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) for row in rows)
+    return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    cells = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
-    titles = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
-    return f"<table><tr>{titles}</tr>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+def _picture(histories: Sequence[History]) -> str:
+    deaths = [[line["step"] for line in one.events if line.get("event") == "death"] for one in histories]
+    return svg(plot_runs([one.name for one in histories], [one.curves() for one in histories], deaths))
 
 
-def _chart(key: str, histories: Sequence[History]) -> str:
-    """Curves of all runs over their steps; deaths as marks on the axis of steps."""
-    curves = [_thinned(history.curve(key)) for history in histories]
-    points = [point for curve in curves for point in curve]
-    if not points:
-        return ""
-    right, low, high = max(x for x, _ in points) or 1, min(y for _, y in points), max(y for _, y in points)
-    high = high if high > low else low + (abs(low) or 1.0)
-
-    def placed(x: float, y: float) -> tuple[float, float]:
-        return MARGIN + x / right * (WIDTH - MARGIN), (high - y) / (high - low) * HEIGHT
-
-    parts: list[str] = []
-    for tick in range(TICKS + 1):
-        y = low + (high - low) * tick / TICKS
-        _, at = placed(0, y)
-        parts.append(
-            f'<path class="grid" d="M{MARGIN} {at:.1f}H{WIDTH}"/><text x="0" y="{at + 4:.1f}">{_number(y)}</text>'
-        )
-        x = right * tick / TICKS
-        parts.append(f'<text x="{placed(x, low)[0]:.1f}" y="{HEIGHT + 18}" text-anchor="middle">{x:.0f}</text>')
-    for name, curve, history in zip("ab", curves, histories, strict=False):
-        path = "L".join("{:.1f} {:.1f}".format(*placed(*point)) for point in curve)
-        parts.append(f'<path class="{name}" d="M{path}"><title>{html.escape(history.name)}</title></path>')
-        for line in history.events:
-            if line.get("event") == "death":
-                at = placed(line["step"], low)[0]
-                parts.append(f'<path class="{name}" d="M{at:.1f} {HEIGHT - 6}v12"><title>a death</title></path>')
-    picture = f'<svg viewBox="0 -8 {WIDTH} {HEIGHT + 32}" role="img">{"".join(parts)}</svg>'
-    return f"<h2>{html.escape(key)}</h2>{picture}"
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def _thinned(curve: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    size = -(-len(curve) // POINTS)
-    groups = [curve[start : start + size] for start in range(0, len(curve), size or 1)]
-    return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]
+def _number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else "" if value is None else str(value)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import typer
@@ -17,13 +19,40 @@ from phalanx.run.result import Result
 PICTURES = (".png", ".pdf", ".svg")
 
 
-def picture(result: Result, path: str) -> pathlib.Path:
-    """Draw loss and metrics; returns where."""
+def show(facts: Any, rows: Iterable[Sequence[Any]], *, json_: bool) -> None:
+    """Print one JSON object for machines, or rows as a table for people."""
+    if json_:
+        typer.echo(json.dumps(facts))
+        return
+    cells = [[str(cell) for cell in row] for row in rows]
+    table = [row for row in cells if len(row) > 1]  # a cell alone is a sentence
+    widths = [max(map(len, column)) for column in itertools.zip_longest(*table, fillvalue="")]
+    for row in cells:
+        typer.echo("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=False)).rstrip())
+
+
+def save(drawn: Any, path: str) -> pathlib.Path:
+    """Write a picture, a figure or the axes of one, where --plot says; returns where.
+
+    Raises
+    ------
+    UsageError
+        It cannot be written there.
+    """
     target = pathlib.Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure: Any = result.plot().figure
-    figure.savefig(target)
+    with writing("--plot", path):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        getattr(drawn, "figure", drawn).savefig(target)
     return target
+
+
+@contextlib.contextmanager
+def writing(option: str, path: str) -> Iterator[pathlib.Path]:
+    """The place that an option names; what cannot be written there is said in words."""
+    try:
+        yield pathlib.Path(path)
+    except OSError as error:
+        raise UsageError(f"{option} is {path!r}, which cannot be written: {error.strerror}; give another") from error
 
 
 def pace(result: Result, devices: Sequence[str] = ()) -> str:

@@ -19,13 +19,12 @@ import typer
 from phalanx.checkpoint.files import make_folder, replace
 from phalanx.checkpoint.tensors import write as write_tensors
 from phalanx.cli.files import load_recipe
-from phalanx.cli.printed import check_picture
+from phalanx.cli.printed import check_picture, save, writing
 from phalanx.errors import PhalanxError, UsageError
-from phalanx.proof import certify as certificates
-from phalanx.proof.compare.diff import Difference
+from phalanx.proof.certify import certify, check_certificate
 from phalanx.proof.compare.diff import diff as compare
 from phalanx.proof.compare.sides import side
-from phalanx.proof.compare.values import flat
+from phalanx.proof.compare.values import Difference, flat
 from phalanx.proof.replay import Replayed, replay
 from phalanx.proof.verify import UNKNOWN, Verified, verify
 from phalanx.recipe import Recipe
@@ -60,9 +59,7 @@ def diff(
         recipes = _recipe_of(a, told=not json_), _recipe_of(b, told=not json_)
         found = compare(a, b, recipes=recipes, operations=ops)
         if plot and found is not None:
-            with _writing("--plot", plot) as target:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                found.plot().figure.savefig(target)
+            save(found.plot(), plot)
     typer.echo(json.dumps(_as_facts(found)) if json_ else str(found or "the same"))
     if found is not None:
         raise typer.Exit(1)
@@ -79,9 +76,7 @@ def replay_step(
     recipe: From = "",
 ) -> None:
     """Compute one replica of one step of a run again, in this process."""
-    known = load_recipe(recipe)[0] if recipe else _recipe_of(run, told=True)
-    if known is None:
-        raise UsageError(f"the recipe of {run} is not known; say where it is: --recipe FILE[:NAME]")
+    known = _known(run, recipe)
     if step < 0 and not failure:
         raise UsageError("--step is missing; give --step K --replica R, or --failure")
     where: dict[str, Any] = {} if failure else {"step": step, "replica": replica, "phase": phase or None}
@@ -92,7 +87,7 @@ def replay_step(
     facts = {"step": found.step, "replica": found.replica, "samples": list(found.samples), "loss": found.loss}
     typer.echo("\n".join(f"{name:8}  {value}" for name, value in facts.items()))
     if out:
-        with _writing("--out", out) as target:
+        with writing("--out", out) as target:
             _write(found, target, facts)
         typer.echo(f"values    {out}")
 
@@ -105,19 +100,19 @@ def verify_run(
     workers: Annotated[int, typer.Option("--workers", min=1, help="Worker processes that compute.")] = 1,
     json_: Json = False,
 ) -> None:
-    """Compute a run again from its snapshots and compare links; or check a certificate against recipe and data.
+    """Compute a run again from its snapshots and compare links; or train again what a certificate is of.
 
     Exit status 0 if they are the same, 1 if they differ, 2 if that could not be told.
     """
     with _untold():
         path = pathlib.Path(run)
-        known = load_recipe(file)[0] if file else _recipe_of(run, told=True) if path.is_dir() else None
-        if known is None:
-            raise UsageError(f"the recipe of {run} is not known; say where it is: phalanx verify {run} FILE[:NAME]")
+        known = _known(run, file, f"phalanx verify {run} FILE[:NAME]")
+        if not path.is_dir() and (steps or sample):
+            raise UsageError(f"--steps and --sample choose among steps of a run, and {run} is no directory of one")
         found = (
             verify(known, path, steps=_range(steps), sample=sample or None, workers=workers)
             if path.is_dir()
-            else certificates.check_certificate(path, known)
+            else check_certificate(path, known, workers=workers)
         )
     _end(found, json_=json_)
 
@@ -126,13 +121,18 @@ def certify_run(
     run: RunArgument,
     out: Annotated[str, typer.Option("-o", "--out", metavar="FILE", help="Where to write it.")] = "certificate.json",
     recipe: From = "",
+    workers: Annotated[int, typer.Option("--workers", min=1, help="Worker processes that compute.")] = 1,
 ) -> None:
-    """Write what defined a run, on which data, in which environment, and what came out of it."""
-    known = load_recipe(recipe)[0] if recipe else _recipe_of(run, told=True)
-    if known is None:
-        raise UsageError(f"the recipe of {run} is not known; say where it is: --recipe FILE[:NAME]")
-    facts = certificates.certify(known, pathlib.Path(run))
-    with _writing("--out", out) as target:
+    """Verify a run, and write what defined it, in which environment, and what came out of it.
+
+    Exit status 0 if it is what it says, 1 if it is not, 2 if that could not be told; only 0 writes.
+    """
+    known = _known(run, recipe)
+    with _untold():
+        found, facts = certify(known, pathlib.Path(run), workers=workers)
+    if not facts:
+        _end(found, json_=False)
+    with writing("--out", out) as target:
         target.write_text(json.dumps(facts, indent=1) + "\n")
     typer.echo(f"chain   {facts['chain']}\ndigest  {facts['digest']}\n{out}")
 
@@ -145,14 +145,6 @@ def _untold() -> Iterator[None]:
     except PhalanxError as error:
         typer.echo(f"phalanx: {error}", err=True)
         raise typer.Exit(UNKNOWN) from error
-
-
-@contextlib.contextmanager
-def _writing(option: str, path: str) -> Iterator[pathlib.Path]:
-    try:
-        yield pathlib.Path(path)
-    except OSError as error:
-        raise UsageError(f"{option} is {path!r}, which cannot be written: {error.strerror}; give another") from error
 
 
 def _end(found: Verified, *, json_: bool) -> None:
@@ -176,6 +168,14 @@ def _recipe_of(run: str, *, told: bool) -> Recipe | None:
         if told:
             typer.echo(f"phalanx: the recipe of {run} was not loaded from {origin}: {error}", err=True)
         return None
+
+
+def _known(run: str, file: str, otherwise: str = "--recipe FILE[:NAME]") -> Recipe:
+    """The recipe in a file, or that of a run."""
+    known = load_recipe(file)[0] if file else _recipe_of(run, told=True)
+    if known is None:
+        raise UsageError(f"the recipe of {run} is not known; say where it is: {otherwise}")
+    return known
 
 
 def _range(steps: str) -> tuple[int, int] | None:

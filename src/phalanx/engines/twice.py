@@ -181,7 +181,7 @@ class Twice:
         None where that says nothing or cannot be had: brought batches and streams, user code that raises, or may come
         to something else each time.
         """
-        definition, framework = self._definition, self._framework
+        definition, framework = self._definition, cast("Framework", self._framework)
         if self._allow is not False or definition.source is None:
             return None
         written: list[str] = []

@@ -19,7 +19,7 @@ def device_names(names: Sequence[str], replicas: int) -> list[str]:
 
 
 def device_facts(names: Sequence[str]) -> dict[str, str]:
-    """What their framework says of these devices, and how fast the first two exchange memory, if torch can tell."""
+    """What their framework says of these devices."""
     if outside_tinygrad.are_names(names):
         from phalanx.frameworks.tinygrad.devices import facts as tinygrad_facts
 

@@ -79,13 +79,6 @@ def sparing(memory: Memory, contents: Contents) -> AbstractContextManager[Any]:
     return Sparing(memory, large) if large else NOTHING
 
 
-def nondeterministic(run: Callable[[], Any]) -> list[str]:
-    """The operations that ``run`` calls and the library says have no deterministic kernel here."""
-    from phalanx.frameworks.torch import process
-
-    return process.nondeterministic(run)
-
-
 def prepare_process(cache: str | None) -> None:
     """Import, in a process of our own, what workers will need; no array is made.
 

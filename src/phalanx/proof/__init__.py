@@ -1,1 +1,1 @@
-"""What shows that a run keeps its promise, and what it costs."""
+"""What shows that a run keeps its promise."""

@@ -1,58 +1,76 @@
-"""Does a recipe end in the same bits on these devices: a table that a bug report can take along.
+"""Does a recipe compute the same again: a few steps are trained in several ways, and ``diff`` compares the runs.
 
-A few steps are trained on one device twice, on two, and on all; and what a copy between two devices takes is measured.
+Without devices: twice in this process, in a new one with another hash seed, with two workers and with one per replica.
+With devices: twice on the first of them, on two, and on all.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import pathlib
 import platform
+import shutil
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from phalanx.errors import PhalanxError, UsageError
+from phalanx.errors import PhalanxError, StateError, UsageError
 from phalanx.frameworks import registry
-from phalanx.frameworks.devices import all_devices as all_devices
 from phalanx.frameworks.devices import device_facts, device_names
+from phalanx.proof.compare.diff import diff
+from phalanx.proof.instant import Instant
+from phalanx.proof.verify import DIFFERENT, SAME, UNKNOWN
 from phalanx.recipe import Recipe
 
-SAME, DIFFERENT, UNKNOWN = 0, 1, 2  # exit statuses
-DETERMINISTIC = "deterministic"  # what torch's error about such an operation contains
+HASH_SEED = "4711"  # of the new process: sets and dicts of text come in another order there than here
+DETERMINISTIC = "deterministic"  # what torch's error about an operation without such a kernel contains
+FIRST, AGAIN, NEW = "done in this process", "done again in this process", "done again in a new process"
+ALONE = "done without writing to weights"
+CURES = {
+    AGAIN: "something draws from a generator that is not seeded, or reads a clock or memory that nobody wrote",
+    NEW: "something follows from the order of a set, from hash() of a text, from a process id or a listing of files",
+    ALONE: "forward, loss or a hook wrote there, maybe through .data; write what forward updates into a buffer",
+}
+OTHERWISE = "something follows from what ran before in the same process: keep no state outside buffers"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One run of the check.
+    """One way to train, and what came of it.
 
     Attributes
     ----------
     what : str
-    devices : tuple of str
+    same : bool or None
+        None: it could not be told.
+    told : str
+        Where the run differs first from that of the first row, or the error with which it ended; empty if neither.
     digest : str or None
-        None where it ended with an error.
-    seconds : float
+    seconds : float or None
         Of a step, the first one left out.
-    problem : str
-        The error, or nothing.
-    compared : bool
-        Whether its digest is to be the others'.
     """
 
     what: str
-    devices: tuple[str, ...]
-    digest: str | None
-    seconds: float
-    problem: str = ""
-    compared: bool = True
+    same: bool | None
+    told: str = ""
+    digest: str | None = None
+    seconds: float | None = None
 
 
-def check(recipe: Recipe, devices: Sequence[str], steps: int) -> Iterator[Row]:
-    """Train so many steps on one device twice, on two and on all; each row as soon as it is there.
+def check(recipe: Recipe, file: str | None = None, devices: Sequence[str] = (), steps: int = 5) -> Iterator[Row]:
+    """Train so many steps in each way; each row as soon as it is there.
 
     Parameters
     ----------
     recipe : Recipe
+    file : str, optional
+        ``FILE:NAME`` where it is, for the new process.
     devices : sequence of str
         As ``Recipe.train`` takes them; a kind alone means all that are visible, at most R.
     steps : int
@@ -61,55 +79,102 @@ def check(recipe: Recipe, devices: Sequence[str], steps: int) -> Iterator[Row]:
     Raises
     ------
     UsageError
-        A device cannot be used.
+        The recipe has no data, or a device cannot be used.
     """
     if steps < 2:
         raise UsageError(f"--steps is {steps}; give at least 2, as the first one is not timed")
     if recipe.data is None:
         raise UsageError("the recipe has data=None, so there is nothing to train on; check one that has data")
-    short = dataclasses.replace(recipe, steps=steps, epochs=None)
-    named = device_names(devices, recipe.replicas)
-    counts = sorted({1, min(2, len(named)), len(named)})
-    one = _row(short, "1 device", named[:1])
-    yield one
-    if DETERMINISTIC in one.problem:
-        yield _row(short, "1 device, nondeterministic allowed", named[:1], compared=False, allow="allow")
-    yield _row(short, "1 device again", named[:1])
-    for count in counts[1:]:
-        yield _row(short, f"{count} devices", named[:count])
-    if recipe.replicas > 1:
-        alone = dataclasses.replace(short, replicas=1)
-        yield _row(alone, "1 device, replicas=1: another answer", named[:1], compared=False)
+    recipe = dataclasses.replace(recipe, steps=steps, epochs=None)
+    with tempfile.TemporaryDirectory(prefix="phalanx-") as folder:
+        first = pathlib.Path(folder, FIRST)
+        for what, options in _ways(recipe, file, device_names(devices, recipe.replicas) if devices else ()):
+            run_dir = pathlib.Path(folder, what)
+            try:
+                row = trained(recipe, what, run_dir, **options) if options else _elsewhere(what, run_dir, file, steps)
+            except PhalanxError as error:
+                if isinstance(error, UsageError) and DETERMINISTIC not in str(error):
+                    raise
+                reason = str(error.__cause__ or error).strip().splitlines()[0]
+                row = Row(what, None, f"{type(error).__name__}: {reason}")
+            yield row if row.same is None or run_dir == first else _compared(recipe, row, first, run_dir)
+    if recipe.replicas > 1 and not devices:  # a lone replica may write
+        yield _left_alone(recipe)
 
 
-def verdict(rows: Sequence[Row]) -> int:
-    """Whether all runs of the recipe ended in the same digest: ``SAME``, ``DIFFERENT`` or ``UNKNOWN``."""
-    digests = {row.digest for row in rows if row.compared}
-    if None in digests:
-        return UNKNOWN
-    return SAME if len(digests) == 1 else DIFFERENT
+def trained(recipe: Recipe, what: str, run_dir: pathlib.Path, **options: Any) -> Row:
+    """The row of a way in which a recipe was trained, before it is compared.
 
-
-def circumstances(devices: Sequence[str], replicas: int) -> dict[str, str]:
-    """What the bits may depend on besides the recipe, and how fast two devices exchange memory."""
-    named = device_names(devices, replicas)
-    facts = {"machine": f"{platform.system()} {platform.machine()}", "python": platform.python_version()}
-    facts |= {name: str(value) for name, value in registry.recorded_environment().items()}
-    facts |= device_facts(named)
-    return facts
-
-
-def _row(recipe: Recipe, what: str, devices: Sequence[str], *, compared: bool = True, allow: str = "error") -> Row:
+    A run that came to something else when it computed a replica twice is done again, so that ``diff`` can say where.
+    """
     marks: list[float] = []
     note: Callable[[object], None] = lambda _: marks.append(time.perf_counter())  # noqa: E731
     try:
-        result = recipe.train(
-            devices=list(devices), nondeterministic=allow, engine="inline", progress=False, callbacks=[note]
-        )
-    except PhalanxError as error:
-        if isinstance(error, UsageError) and DETERMINISTIC not in str(error):
-            raise
-        reason = str(error.__cause__ or error).strip().splitlines()[0]
-        return Row(what, tuple(devices), None, float("nan"), f"{type(error).__name__}: {reason}", compared)
-    seconds = (marks[-1] - marks[0]) / (len(marks) - 1)
-    return Row(what, tuple(devices), result.digest, seconds, compared=compared)
+        result = recipe.train(run_dir=run_dir, chain="every", progress=False, callbacks=[note], **options)
+    except StateError as error:
+        shutil.rmtree(run_dir)
+        with warnings.catch_warnings(action="ignore"):
+            row = trained(recipe, what, run_dir, **options, nondeterministic="allow")
+        return dataclasses.replace(row, same=False, told=str(error))
+    return Row(what, True, "", result.digest, (marks[-1] - marks[0]) / (len(marks) - 1))
+
+
+def verdict(rows: Sequence[Row]) -> int:
+    """The exit status: ``SAME``, ``DIFFERENT`` or ``UNKNOWN``."""
+    outcomes = {row.same for row in rows}
+    return DIFFERENT if False in outcomes else UNKNOWN if None in outcomes else SAME
+
+
+def circumstances(devices: Sequence[str], replicas: int) -> dict[str, str]:
+    """What the bits may depend on besides the recipe."""
+    facts = {"machine": f"{platform.system()} {platform.machine()}", "python": platform.python_version()}
+    facts |= {name: str(value) for name, value in registry.recorded_environment().items()}
+    return facts | (device_facts(device_names(devices, replicas)) if devices else {})
+
+
+def _ways(recipe: Recipe, file: str | None, devices: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """What each is called, and the options of ``train``; none for a new process."""
+    alone = {"engine": "inline"} | ({"devices": devices[:1]} if devices else {})
+    yield FIRST, alone
+    yield AGAIN, alone
+    if devices:
+        for count in sorted({min(2, len(devices)), len(devices)} - {1}):
+            yield f"done on {count} devices", {"engine": "inline", "devices": devices[:count]}
+        return
+    if file is not None:
+        yield NEW, {}
+    for count in sorted({min(2, recipe.replicas), recipe.replicas} - {1}):
+        yield f"done by {count} workers", {"engine": "processes", "workers": count}
+
+
+def _elsewhere(what: str, run_dir: pathlib.Path, file: str | None, steps: int) -> Row:
+    """Trained in a new interpreter with another hash seed."""
+    command = [sys.executable, "-m", "phalanx", "check", str(file), "--steps", str(steps), "--into", str(run_dir)]
+    environment = {**os.environ, "PYTHONHASHSEED": HASH_SEED}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return Row(what, None, f"it ended with status {done.returncode}: {done.stderr.strip()[-300:]}")
+    return Row(what, True, "", done.stdout.split()[-1])
+
+
+def _compared(recipe: Recipe, row: Row, first: pathlib.Path, run_dir: pathlib.Path) -> Row:
+    """The row with the outcome of ``diff``."""
+    try:
+        found = diff(first, run_dir, recipes=(recipe, recipe), operations=True)
+    except PhalanxError as error:  # the first one ended with an error
+        return dataclasses.replace(row, same=None, told=str(error))
+    told = f"{found}\n  {CURES.get(row.what, OTHERWISE)}"
+    return row if found is None else dataclasses.replace(row, same=False, told=told)
+
+
+def _left_alone(recipe: Recipe) -> Row:
+    """Whether a replica leaves weights as they were before it: others start from the same."""
+    with Instant(recipe) as instant:
+        before = instant.leaves
+        for replica, share in enumerate(instant.shares()):
+            if len(share.samples):
+                instant.replica(replica)
+                written = [name for name, leaf in instant.leaves.items() if leaf != before.get(name)]
+                if written:
+                    return Row(ALONE, False, f"replica {replica} wrote {', '.join(written)}\n  {CURES[ALONE]}")
+    return Row(ALONE, True)

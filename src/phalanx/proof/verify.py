@@ -291,14 +291,10 @@ def _step_of(instant: Instant, run: Side, ahead: int) -> str:
     told = links.told(step)
     if line_after(links.before(step), body, links.width) == links.line(step):
         return ""
-    found = parted(step, json.loads(body), told)
+    found = parted(step, json.loads(body), told, ("computed again", "in the run"))
     if found is None:
         return f"step {step}: the line is not the one that computing it again makes: the file was changed"
-    whose = "" if found.replica is None else f" of replica {found.replica}"
-    return (
-        f"step {step} differs: {found.phase}{whose}: {found.field} is {found.values[0]} computed again, and "
-        f"{found.values[1]} in the run"
-    )
+    return f"step {step} differs: {found.phase}: {found.note}"
 
 
 def _state_of(instant: Instant, run: Side) -> str:

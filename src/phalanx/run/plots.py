@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 LOSS_COLOR = "#1f5a96"
 PLATE = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1}
 DEATH_COLOR = "#c1452b"
+POINTS = 600
 METRIC_COLORS = ("#c1452b", "#3d8b5f", "#8a5ca8")
 
 
@@ -79,29 +81,39 @@ def plot_timeline(incidents: Sequence[Incident], seconds: float, workers: int, t
     return figure
 
 
-def plot_difference(one: Sequence[float], other: Sequence[float], step: int | None, title: str) -> Axes:
-    """The losses of two runs over their steps, how far they are apart, and the first step that differs."""
-    upper = new_axes()
-    figure: Any = upper.figure
+def plot_runs(
+    names: Sequence[str],
+    curves: Sequence[Mapping[str, Sequence[tuple[float, float]]]],
+    marks: Sequence[Sequence[int]],
+) -> Figure:
+    """One run, or several in colours of their own: a chart for each curve over the steps, with marks below it."""
+    keys = [key for key in dict.fromkeys(key for one in curves for key in one) if any(one.get(key) for one in curves)]
+    figure: Any = new_axes().figure
     figure.clear()
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    for losses, name, style in ((one, "A", "-"), (other, "B", "--")):
-        upper.plot(range(len(losses)), losses, style, color=LOSS_COLOR if name == "A" else DEATH_COLOR, label=name)
-    count = min(len(one), len(other))
-    apart = np.abs(np.asarray(one[:count], np.float64) - np.asarray(other[:count], np.float64))
-    lower.plot(range(count), np.where(apart > 0, apart, np.nan), ".", color=METRIC_COLORS[2], markersize=3)
-    if (apart > 0).any():
-        lower.set_yscale("log")
-    for ax in (upper, lower):
+    figure.set_size_inches(8, 0.6 + 1.9 * len(keys))
+    charts = figure.subplots(max(1, len(keys)), 1, squeeze=False, sharex=True)[:, 0]
+    charts[-1].set_xlabel("step")
+    for ax, key in zip(charts, keys, strict=False):
+        for name, color, curve, marked in zip(names, (LOSS_COLOR, DEATH_COLOR), curves, marks, strict=False):
+            points = _thinned(curve.get(key, ()))
+            ax.plot(*zip(*points, strict=True), color=color, linewidth=1.3, label=name, marker="." * (len(points) < 30))
+            ax.plot(marked, [0] * len(marked), "|", color=color, markersize=12, transform=ax.get_xaxis_transform())
+        ax.set_title(key, fontsize=10, loc="left")
         ax.grid(alpha=0.2)
-        if step is not None:
-            ax.axvline(step, color="gray", linewidth=1, label=f"first difference: step {step}")
-    upper.set_ylabel("training loss")
-    lower.set_ylabel("|A - B|")
-    lower.set_xlabel("step")
-    upper.legend(loc="best", fontsize=8)
-    upper.set_title(title, fontsize=9, wrap=True)
-    return upper
+        ax.spines[["top", "right"]].set_visible(False)
+    if len(names) > 1:
+        figure.axes[0].legend(loc="best", fontsize=8)
+    return figure
+
+
+def svg(figure: Figure) -> str:
+    """A picture as an element of a page; its words are text, which can be found and copied."""
+    import matplotlib as mpl
+
+    drawn = io.StringIO()
+    with mpl.rc_context({"svg.fonttype": "none"}):
+        figure.savefig(drawn, format="svg")
+    return drawn.getvalue()[drawn.getvalue().index("<svg") :]
 
 
 def plot_choices(rows: Sequence[tuple[str, int, float]], title: str) -> Axes:
@@ -151,6 +163,13 @@ def _plot_metrics(metric_history: Sequence[Evaluated], ax: Axes, unit: int) -> N
         )
     twin.set_ylabel(", ".join(names), color=METRIC_COLORS[0])
     twin.tick_params(axis="y", labelcolor=METRIC_COLORS[0])
+
+
+def _thinned(curve: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
+    """At most so many points as a picture can show, each the mean of the steps that it stands for."""
+    size = max(1, -(-len(curve) // POINTS))
+    groups = (curve[start : start + size] for start in range(0, len(curve), size))
+    return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]
 
 
 def new_axes(width: float = 7, height: float = 4) -> Axes:

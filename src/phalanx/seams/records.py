@@ -37,7 +37,7 @@ class Watch:
 
     ``told(kind, name, value)``: kind is "batch", "module" (its output; the name is its path), "output", "buffer" (as it
     was left), or, with ``operations``, "operation" and, within the backward pass, "backward" (its
-    name; the value is all inputs, all outputs and, where user code is not being run, file and line of each frame in
+    name; the value is all outputs and, where user code is not being run, file and line of each frame in
     which it was written, from the innermost outwards). What is told may be written to later. A framework tells what it
     can. With ``parameters`` it tells neither modules nor operations, but "model" (what is trained), "written" (a
     parameter that user code wrote or moved, and how) and "early" (one that had a gradient before the backward pass).

@@ -42,10 +42,8 @@ def _done(watch: Watch, traced: ClosedJaxpr, arguments: Sequence[Any]) -> Iterat
             functions, parameters = bound if isinstance(bound, tuple) else ((), bound)  # as older jax has it, and newer
             told = equation.primitive.bind(*functions, *given, **parameters)
             found = list(told) if equation.primitive.multiple_results else [told]
-            pairs = zip(equation.invars, given, strict=True)
-            variables = [plain(value) for item, value in pairs if not isinstance(item, Literal)]
             kind = "backward" if BACKWARD in str(equation.source_info.name_stack) else "operation"
-            watch.told(kind, equation.primitive.name, (variables, list(map(plain, found)), _frames(equation)))
+            watch.told(kind, equation.primitive.name, (list(map(plain, found)), _frames(equation)))
         known.update(zip(equation.outvars, found, strict=True))
     yield from map(read, traced.jaxpr.outvars)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import pickle
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -69,25 +68,6 @@ def recorded_environment() -> dict[str, Any]:
     if told:  # older versions of torch, and of snapshots, know nothing of it
         found["precisions"] = repr(told)
     return {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), **found}
-
-
-def nondeterministic(run: Callable[[], Any]) -> list[str]:
-    """The operations that ``run`` calls and torch says have no deterministic implementation."""
-    enabled, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            run()
-        finally:
-            torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-    texts = [str(item.message) for item in caught]
-    return list(
-        dict.fromkeys(text.split(" does not have")[0] for text in texts if "does not have a deterministic" in text)
-    )
 
 
 def adopt(settings: dict[str, Any]) -> None:

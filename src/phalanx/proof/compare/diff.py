@@ -6,103 +6,21 @@ the steps since the last state that was the same are computed again on both side
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from phalanx.definition.fields import Definition
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.proof.compare.fields import another, different_fields
-from phalanx.proof.compare.links import Parting, in_common, parting
-from phalanx.proof.compare.recompute import Found, first_difference
+from phalanx.proof.compare.links import in_common, parting
+from phalanx.proof.compare.recompute import first_difference
 from phalanx.proof.compare.sides import Side, side
-from phalanx.proof.compare.values import Unequal, unequal
+from phalanx.proof.compare.values import Difference, Unequal, unequal
 from phalanx.proof.instant import Instant, snapshot_at
-
-WHOLE = {"samples": "samples", "batch": "batch", "forward": "forward pass", "loss": "loss", "gradient": "gradient",
-         "fold": "fold", "norm": "norm of the gradient", "update": "update", "buffer": "buffers", "state": "state",
-         "end": "number of steps", "tensors": "tensors"}  # fmt: skip
 
 UNTOLD = {"gradient": "links do not tell a replica's gradient from the fold of all",
           "update": "links do not tell an update from a gradient or a fold of the same norm"}  # fmt: skip
-OF_REPLICAS = ("samples", "batch", "forward", "loss", "gradient", "buffer")
-
-
-@dataclass(frozen=True)
-class Difference:
-    """What two runs, or states, have not in common, and where that is seen first.
-
-    Attributes
-    ----------
-    fields : dict of str to str
-        What differs of recipe, environment and data, each in words, by the name of the field.
-    step : int or None
-        The first step that differs; None where no step does.
-    replica : int or None
-        The first replica that differs in it; None for what belongs to no replica.
-    phase : str or None
-        "samples", "batch", "forward", "loss", "gradient", "fold", "norm", "update" or "buffer"; "state" for the state
-        at the beginning, or where nobody can tell how it came about; "end" where one side only has more steps.
-    name : str or None
-        Of the tensor, module, operation or number.
-    elements : int or None
-        How many elements of the tensor differ.
-    ulp : int or None
-        The largest difference between two of them, in units of the last place.
-    line : str
-        The line of user code; where operations were asked for.
-    note : str
-        What else there is to say.
-    part : str
-        Which of the recipe's phases (``phalanx.Phase``), if it has some.
-    """
-
-    fields: dict[str, str] = field(default_factory=dict[str, str])
-    step: int | None = None
-    replica: int | None = None
-    phase: str | None = None
-    name: str | None = None
-    elements: int | None = None
-    ulp: int | None = None
-    line: str = ""
-    note: str = ""
-    part: str = ""
-    losses: tuple[Sequence[float], Sequence[float]] = field(default=((), ()), repr=False)
-
-    def __str__(self) -> str:
-        told: list[str] = []
-        if self.phase is not None:
-            part = f", phase {self.part!r}" if self.part else ""
-            where = "" if self.step is None else f" in step {self.step}{part}"
-            whose = f" of replica {self.replica}" if self.replica is not None and self.phase in OF_REPLICAS else ""
-            what = f", {self._what()}" if self.name not in (None, self.phase) else ""
-            told.append(f"A and B differ first{where}: {WHOLE.get(self.phase, self.phase)}{whose}{what}{self._much()}")
-        elif self.fields:
-            told.append("A and B were not made in the same way, but nothing that can be compared differs")
-        told += [f"  {text}" for text in (self.line, self.note) if text]
-        return "\n".join([*told, *(f"  {text}" for text in self.fields.values())])
-
-    def plot(self) -> Any:
-        """The loss of both over the steps, and how far they are apart; returns the axes.
-
-        Raises
-        ------
-        UsageError
-            matplotlib is not installed.
-        """
-        from phalanx.run.plots import plot_difference
-
-        return plot_difference(*self.losses, self.step, str(self).splitlines()[0])
-
-    def _what(self) -> str:
-        known = self.line or self.name in ("output", "exception", "model")
-        return f"module {self.name!r}" if self.phase == "forward" and not known else str(self.name)
-
-    def _much(self) -> str:
-        if self.elements is None:
-            return ""
-        apart = "" if self.ulp is None else f", at most {self.ulp} ULP apart"
-        return f": {self.elements} element{'s' * (self.elements != 1)}{apart}"
 
 
 def diff(
@@ -117,7 +35,7 @@ def diff(
     recipes : (Recipe, Recipe), optional
         Those of the two runs, so that steps can be computed again. By default, those that were trained in this process.
     operations : bool
-        Whether to go down to the first operation whose output differs while its inputs agree.
+        Whether to go down to the first operation whose output differs.
 
     Returns
     -------
@@ -150,21 +68,21 @@ def _compared(one: Side, other: Side, operations: bool) -> Difference | None:
     last_same, state = _states(one, other)
     if parted is None and state is None:
         return _ends(one, other, fields, last_same)
-    found, note, untold = None, "", ""
-    last = min(([parted.step] if parted is not None else []) + ([state - 1] if state is not None else []))
+    found, note, parameters = None, "", list[str]()
+    last = min(([parted.step or 0] if parted else []) + ([state - 1] if state is not None else []))
     if not (missing := _missing(one, other)) and last >= 0:
-        found, note = _again(one, other, last_same, last, operations)
+        found, note, parameters = _again(one, other, last_same, last, operations)
     elif state != 0:
         note = f"{missing}, so nothing was computed again"
     if found is None:
-        found = _as_recorded(one, other, parted, state, last_same)
-        untold = UNTOLD.get(found.phase, "") if found.what.name != "lr" else ""
-    same = parted and found.replica is None and parted.step == found.step
-    replica = parted.replica if parted and same else found.replica
-    linked = _linked(parted) if parted and parted.step <= found.step else ""
-    note = "; ".join(filter(None, [linked, note, untold]))
-    where = (found.step, replica, found.phase, found.what.name, found.what.elements, found.what.ulp, found.line)
-    return Difference(fields, *where, note, found.part, _losses(one, other))
+        found = _as_recorded(one, other, parted, state, last_same, parameters)
+        untold = UNTOLD.get(found.phase or "", "") if found.name != "lr" else ""
+        note = "; ".join(filter(None, [note, untold]))
+    replica = found.replica
+    if parted and (parted.step or 0) <= (found.step or 0):
+        note = "; ".join(filter(None, [f"link {parted.step}: {parted.note}", note]))
+        replica = parted.replica if replica is None and parted.step == found.step else replica
+    return replace(found, fields=fields, replica=replica, note=note, losses=_losses(one, other))
 
 
 def _loosely(one: Side, other: Side, fields: dict[str, str]) -> Difference | None:
@@ -176,7 +94,7 @@ def _loosely(one: Side, other: Side, fields: dict[str, str]) -> Difference | Non
     what = unequal(*sides, common=not both)
     if what is None:
         return None
-    return Difference(fields, None, None, "tensors", *what)
+    return Difference(fields, phase="tensors", **what._asdict())
 
 
 def _missing(one: Side, other: Side) -> str:
@@ -224,8 +142,11 @@ def _states(one: Side, other: Side) -> tuple[int, int | None]:
     return same, None
 
 
-def _again(one: Side, other: Side, same: int, last: int, operations: bool) -> tuple[Found | None, str]:
-    """Compute the steps since the last state that was the same again, on both sides."""
+def _again(one: Side, other: Side, same: int, last: int, operations: bool) -> tuple[Difference | None, str, list[str]]:
+    """Compute the steps since the last state that was the same again, on both sides.
+
+    Returns what differs, or why nothing was found, and the names of parameters.
+    """
     assert one.recipe is not None, "who asks has looked"
     assert other.recipe is not None, "who asks has looked"
     starts = [step for step in set(one.states) & set(other.states) if step <= min(same, last)]
@@ -239,30 +160,36 @@ def _again(one: Side, other: Side, same: int, last: int, operations: bool) -> tu
     try:
         with Instant(one.recipe, begins[0]) as left, Instant(other.recipe, begins[1]) as right:
             found = first_difference(left, right, last, operations=operations)
+            note = (
+                "" if found else "computed again here, both recipes do the same: one of the two runs did something else"
+            )
             if found is None and left.step <= last:
-                return None, f"computing steps again took too long, and came to step {left.step}"
+                note = f"computing steps again took too long, and came to step {left.step}"
+            return found, note, left.parameters
     except PhalanxError as error:
-        return None, f"steps could not be computed again: {error}"
-    if found is None:
-        return None, "computed again here, both recipes do the same: one of the two runs did something else"
-    return found, ""
+        return None, f"steps could not be computed again: {error}", []
 
 
-def _as_recorded(one: Side, other: Side, parted: Parting | None, state: int | None, same: int) -> Found:
+def _as_recorded(
+    one: Side, other: Side, parted: Difference | None, state: int | None, same: int, parameters: Sequence[str]
+) -> Difference:
     """What links and hashes of states tell by themselves."""
-    if state is not None and (parted is None or state <= parted.step):
+    if state is not None and (parted is None or state <= (parted.step or 0)):
         leaf = _differing(one, other, state)[0]
-        unknown = state == 0 or state - same > 1
-        trained = leaf.startswith("optimizer") or any(
-            name.startswith("optimizer.") and leaf in name for name in one.states[state]
-        )
-        phase = "state" if unknown else "update" if trained else "buffer"
-        return Found(max(0, state - 1), None, phase, _measured(one, other, state, leaf))
+        phase = "state" if state == 0 or state - same > 1 else _written_in(leaf, one.states[state], parameters)
+        return Difference(step=max(0, state - 1), phase=phase, **_measured(one, other, state, leaf)._asdict())
     assert parted is not None, "one of both differs"
-    what = Unequal(parted.field, None, None)
-    if state is not None and state == parted.step + 1 and parted.phase in ("gradient", "update"):
-        what = _measured(one, other, state, _differing(one, other, state)[0])
-    return Found(parted.step, parted.replica, parted.phase, what, part=parted.part)
+    if state is not None and state == (parted.step or 0) + 1 and parted.phase in ("gradient", "update"):
+        return replace(parted, **_measured(one, other, state, _differing(one, other, state)[0])._asdict())
+    return parted
+
+
+def _written_in(leaf: str, state: Mapping[str, str], parameters: Sequence[str]) -> str:
+    """The phase of a step that writes a tensor; "state" where nobody knows whether it is a parameter or a buffer."""
+    kept = [name for name in state if name.startswith("optimizer.")]
+    if leaf in parameters or leaf.startswith("optimizer") or any(leaf in name for name in kept):
+        return "update"
+    return "buffer" if parameters or kept else "state"
 
 
 def _differing(one: Side, other: Side, state: int) -> list[str]:
@@ -284,17 +211,3 @@ def _losses(one: Side, other: Side) -> tuple[list[float], list[float]]:
         else []
         for side in (one, other)
     )
-
-
-def _linked(parted: Parting) -> str:
-    """What two links say, in words."""
-    values, name = parted.values, parted.field
-    if parted.replica is not None and name in ("losses", "weights") and all(parted.replica < len(v) for v in values):
-        values = values[0][parted.replica], values[1][parted.replica]
-        name = f"{'loss' if name == 'losses' else 'weight'} of replica {parted.replica}"
-    return f"link {parted.step}: {name} is {_short(values[0])} in A, and {_short(values[1])} in B"
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -3,40 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from phalanx.checkpoint.chain import Links
+from phalanx.proof.compare.values import Difference
 
+IN = "in A", "in B"
+MOST = 60  # characters of a value
 OWN = ("link", "step")  # what a line is called by, and no difference in itself
 PHASES = {"samples": "samples", "losses": "loss", "weights": "loss", "loss": "loss", "norm": "gradient", "lr": "update"}
 
 
-class Parting(NamedTuple):
-    """Where two chains part.
-
-    Attributes
-    ----------
-    step : int
-    phase : str
-        What of the step differs first, as far as the links tell.
-    field : str
-        Of the link.
-    replica : int or None
-        The first whose loss or weight differs.
-    values : (Any, Any)
-    part : str
-        In which of the recipe's phases that replica's does, if it has some.
-    """
-
-    step: int
-    phase: str
-    field: str
-    replica: int | None
-    values: tuple[Any, Any]
-    part: str = ""
-
-
-def parting(one: Links, other: Links) -> Parting | None:
+def parting(one: Links, other: Links) -> Difference | None:
     """The first step of which the two say something else; None if there is none that both have.
 
     All lines that both have are read.
@@ -52,7 +30,8 @@ def parting(one: Links, other: Links) -> Parting | None:
             told = one[step], other[step]
             found = parted(step, *told)
             if found is not None or one.first == other.first:
-                return found or Parting(step, "samples", "link", None, (told[0]["link"], told[1]["link"]))
+                note = _said("link", (told[0]["link"], told[1]["link"]), IN)
+                return found or Difference(step=step, phase="samples", name="link", note=note)
     return None
 
 
@@ -75,22 +54,34 @@ def in_common(one: Links | None, other: Links | None) -> int:
     return end
 
 
-def parted(step: int, one: Mapping[str, Any], other: Mapping[str, Any]) -> Parting | None:
+def parted(
+    step: int, one: Mapping[str, Any], other: Mapping[str, Any], sides: tuple[str, str] = IN
+) -> Difference | None:
     """How two links of a step differ in what both say, in the order in which a step comes to it."""
     common = [name for name in [*PHASES, *one] if name in one and name in other and name not in OWN]
     differing = [name for name in dict.fromkeys(common) if one[name] != other[name]]
     if not differing:
         return None
-    name = differing[0]
-    replica = None
+    name = what = differing[0]
+    values, replica, part = (one[name], other[name]), None, ""
     for field in ("losses", "weights"):
         if replica is None and field in differing:
             replica = _first(one[field], other[field])
-    part, names = "", list(one.get("phases", ()))
+    if replica is not None and name in ("losses", "weights") and all(replica < len(value) for value in values):
+        values = values[0][replica], values[1][replica]
+        what = "loss" if name == "losses" else "weight"
+    names = list(one.get("phases", ()))
     if names and replica is not None:
         count = max(1, len(one["losses"]) // len(names))  # replicas: each has a loss in every phase
         part, replica = names[min(replica // count, len(names) - 1)], replica % count
-    return Parting(step, PHASES.get(name, name), name, replica, (one[name], other[name]), part)
+    what = what if what == name else f"{what} of replica {replica}"
+    note = _said(what, values, sides)
+    return Difference(step=step, replica=replica, phase=PHASES.get(name, name), name=name, part=part, note=note)
+
+
+def _said(what: str, values: tuple[Any, Any], sides: tuple[str, str]) -> str:
+    texts = (text if len(text) <= MOST else f"{text[: MOST - 3]}..." for text in map(str, values))
+    return f"{what} is " + ", and ".join(f"{text} {side}" for text, side in zip(texts, sides, strict=True))
 
 
 def _first(one: Any, other: Any) -> int:

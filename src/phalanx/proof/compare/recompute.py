@@ -7,12 +7,13 @@ import os
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from phalanx import errors
 from phalanx.checkpoint.chained import tensors_of
 from phalanx.errors import PhalanxError
-from phalanx.proof.compare.values import Unequal, flat, taken, unequal
+from phalanx.proof.compare.values import Difference, Unequal, flat, taken, unequal
 from phalanx.proof.instant import Instant, shown
 from phalanx.seams import Watch
 from phalanx.seams.events import StepReport
@@ -22,41 +23,16 @@ SECONDS = 120.0  # that computing steps again may take
 ELSEWHERE = tuple(os.path.dirname(os.path.realpath(file)) for file in (os.__file__, errors.__file__))  # no user code
 
 
-class Found(NamedTuple):
-    """The first thing that two computations do differently.
-
-    Attributes
-    ----------
-    step : int
-    replica : int or None
-        None for what belongs to no replica.
-    phase : str
-    what : Unequal
-    line : str
-        Of user code, and which operation; empty where nobody asked.
-    part : str
-        Which of the recipe's phases the update belongs to, if it has some.
-    """
-
-    step: int
-    replica: int | None
-    phase: str
-    what: Unequal
-    line: str = ""
-    part: str = ""
-
-
 class Told(NamedTuple):
     """Something that was computed within a replica-step: when, what, as bytes, and where in user code."""
 
     phase: str
     name: str
     values: dict[str, Tensor]
-    given: dict[str, Tensor]
     line: str
 
 
-def first_difference(one: Instant, other: Instant, last: int, *, operations: bool = False) -> Found | None:
+def first_difference(one: Instant, other: Instant, last: int, *, operations: bool = False) -> Difference | None:
     """Do steps on both sides, from where they are, up to ``last``.
 
     None if they do the same; or if that takes too long, which shows in where the two are then.
@@ -65,7 +41,7 @@ def first_difference(one: Instant, other: Instant, last: int, *, operations: boo
     before = _states(one, other)
     start = unequal(*map(_tensors, before))
     if start is not None:
-        return Found(one.step, None, "state", start)
+        return _at(one.step, None, "state", start)
     updates = range(one.update, one.definition.rounds.updates(last + 1))
     for update in shown(updates, "phalanx: computing both again"):
         if time.monotonic() > end:
@@ -78,8 +54,12 @@ def first_difference(one: Instant, other: Instant, last: int, *, operations: boo
         one.put(before[0], update)
         other.put(before[1], update)
         found = _within_replicas(one, other, operations) or _folded(one, other) or _after_folds(one, reports, after)
-        return found._replace(part=one.phase)
+        return replace(found, part=one.phase)
     return None
+
+
+def _at(step: int, replica: int | None, phase: str, what: Unequal, line: str = "") -> Difference:
+    return Difference(step=step, replica=replica, phase=phase, line=line, **what._asdict())
 
 
 def _states(one: Instant, other: Instant) -> tuple[Captured, Captured]:
@@ -95,14 +75,14 @@ def _same(one: StepReport, other: StepReport) -> bool:
     return left == right
 
 
-def _within_replicas(one: Instant, other: Instant, operations: bool) -> Found | None:
+def _within_replicas(one: Instant, other: Instant, operations: bool) -> Difference | None:
     """The first replica that does something else, and what."""
     shares = one.shares(), other.shares()
     for replica in range(min(map(len, shares))):
         dealt = [{"samples": taken(side[replica].samples)} for side in shares]
         found = unequal(*dealt)
         if found is not None:
-            return Found(one.step, replica, "samples", found)
+            return _at(one.step, replica, "samples", found)
         if len(shares[0][replica].samples):
             found = replica_difference(one, other, replica)
             if found is not None:
@@ -110,17 +90,17 @@ def _within_replicas(one: Instant, other: Instant, operations: bool) -> Found | 
     return None
 
 
-def replica_difference(one: Instant, other: Instant, replica: int, *, operations: bool = False) -> Found | None:
+def replica_difference(one: Instant, other: Instant, replica: int, *, operations: bool = False) -> Difference | None:
     """What a replica does differently on two sides, in the order in which it is computed."""
     sides = [computed(instant, replica, operations=operations) for instant in (one, other)]
     for left, right in zip(*sides, strict=False):
         if (left.phase, left.name) != (right.phase, right.name):
             name = f"{left.name or left.phase} against {right.name or right.phase}"
             lines = " against ".join(dict.fromkeys(line for line in (left.line, right.line) if line))
-            return Found(one.step, replica, left.phase, Unequal(name, None, None), lines)
+            return _at(one.step, replica, left.phase, Unequal(name, None, None), lines)
         found = unequal(left.values, right.values)
-        if found is not None and unequal(left.given, right.given) is None:
-            return Found(one.step, replica, left.phase, found, left.line)
+        if found is not None:
+            return _at(one.step, replica, left.phase, found, left.line)
     return None
 
 
@@ -140,13 +120,13 @@ def computed(instant: Instant, replica: int, *, operations: bool = False) -> lis
         if kind == "buffer":
             buffers[name] = taken(value)
         elif kind in ("operation", "backward"):
-            line = _line(value[2]) if len(value) > 2 else _line(_stack())
-            told.append(Told(phases[kind], name, flat(value[1], name), flat(value[0], name), line))
+            line = _line(value[1] if len(value) > 1 else _stack())
+            told.append(Told(phases[kind], name, flat(value[0], name), line))
             if kind == "backward":
                 phases["operation"] = phases["backward"]
         else:
             root = name or {"output": "output", "module": "model"}.get(kind, "batch")
-            told.append(Told(phases[kind], name, flat(value, root), {}, ""))
+            told.append(Told(phases[kind], name, flat(value, root), ""))
             if kind == "output":
                 phases["operation"] = "loss"  # what comes now, up to the backward pass
 
@@ -155,33 +135,33 @@ def computed(instant: Instant, replica: int, *, operations: bool = False) -> lis
     except PhalanxError as error:
         cause = error.__cause__ or error
         text = f"{type(cause).__name__}: {cause}"
-        return [*told, Told("forward", "exception", {"exception": taken(text)}, {}, "")]
-    told.append(Told("loss", "loss", flat({"loss": done.loss, "weight": done.weight}, "loss"), {}, ""))
+        return [*told, Told("forward", "exception", {"exception": taken(text)}, "")]
+    told.append(Told("loss", "loss", flat({"loss": done.loss, "weight": done.weight}, "loss"), ""))
     gradients = {name: taken(value) for name, value in instant.named(done.gradient).items()}
-    told += [Told("gradient", name, {name: value}, {}, "") for name, value in gradients.items()]
-    return told + [Told("buffer", name, {name: value}, {}, "") for name, value in buffers.items()]
+    told += [Told("gradient", name, {name: value}, "") for name, value in gradients.items()]
+    return told + [Told("buffer", name, {name: value}, "") for name, value in buffers.items()]
 
 
-def _folded(one: Instant, other: Instant) -> Found | None:
+def _folded(one: Instant, other: Instant) -> Difference | None:
     """The first parameter whose gradients, all of them the same, add up to something else."""
     means = [{name: taken(value) for name, value in instant.mean().items()} for instant in (one, other)]
     found = unequal(*means)
-    return None if found is None else Found(one.step, None, "fold", found)
+    return None if found is None else _at(one.step, None, "fold", found)
 
 
-def _after_folds(one: Instant, reports: tuple[StepReport, StepReport], after: tuple[Captured, Captured]) -> Found:
+def _after_folds(one: Instant, reports: tuple[StepReport, StepReport], after: tuple[Captured, Captured]) -> Difference:
     """The mean gradients are the same: what comes after them differs."""
     numbers = [{"norm": taken(report.grad_norm)} for report in reports]
     norm = unequal(*numbers)
     if norm is not None:
-        return Found(one.step, None, "norm", norm)
+        return _at(one.step, None, "norm", norm)
     what = unequal(*map(_tensors, after))
     if what is None:
         rates = [{"lr": taken(report.lr)} for report in reports]
-        return Found(one.step, None, "update", unequal(*rates) or Unequal("lr", None, None))
+        return _at(one.step, None, "update", unequal(*rates) or Unequal("lr", None, None))
     trained = what.name in one.parameters or what.name.startswith("optimizer")
     phase = "update" if trained else "buffer"
-    return Found(one.step, None, phase, what)
+    return _at(one.step, None, phase, what)
 
 
 def _stack() -> list[tuple[str, int]]:

@@ -1,8 +1,9 @@
-"""Values side by side: trees of arrays become named bytes, and of two such, what differs first and by how much."""
+"""Values side by side: trees of arrays become named bytes; of two such, what differs first and by how much."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +13,12 @@ from phalanx.seams.snapshots import Tensor
 
 FLOATS = {"float16": np.uint16, "bfloat16": np.uint16, "float32": np.uint32, "float64": np.uint64}
 TEXT = "text"
+WHOLE = {"samples": "samples", "batch": "batch", "forward": "forward pass", "loss": "loss", "gradient": "gradient",
+         "fold": "fold", "norm": "norm of the gradient", "update": "update", "buffer": "buffers", "state": "state",
+         "end": "number of steps", "tensors": "tensors"}  # fmt: skip
+
+
+OF_REPLICAS = ("samples", "batch", "forward", "loss", "gradient", "buffer")
 
 
 class Unequal(NamedTuple):
@@ -29,6 +36,89 @@ class Unequal(NamedTuple):
     name: str
     elements: int | None
     ulp: int | None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What two runs, or states, have not in common, and where that is seen first.
+
+    Attributes
+    ----------
+    fields : dict of str to str
+        What differs of recipe, environment and data, each in words, by the name of the field.
+    step : int or None
+        The first step that differs; None where no step does.
+    replica : int or None
+        The first replica that differs in it; None for what belongs to no replica.
+    phase : str or None
+        "samples", "batch", "forward", "loss", "gradient", "fold", "norm", "update" or "buffer"; "state" for the state
+        at the beginning, or where nobody can tell how it came about; "end" where one side only has more steps.
+    name : str or None
+        Of the tensor, module, operation or number.
+    elements : int or None
+        How many elements of the tensor differ.
+    ulp : int or None
+        The largest difference between two of them, in units of the last place.
+    line : str
+        The line of user code; where operations were asked for.
+    note : str
+        What else there is to say.
+    part : str
+        Which of the recipe's phases (``phalanx.Phase``), if it has some.
+    """
+
+    fields: dict[str, str] = field(default_factory=dict[str, str])
+    step: int | None = None
+    replica: int | None = None
+    phase: str | None = None
+    name: str | None = None
+    elements: int | None = None
+    ulp: int | None = None
+    line: str = ""
+    note: str = ""
+    part: str = ""
+    losses: tuple[Sequence[float], Sequence[float]] = field(default=((), ()), repr=False)
+
+    def __str__(self) -> str:
+        told: list[str] = []
+        if self.phase is not None:
+            part = f", phase {self.part!r}" if self.part else ""
+            where = "" if self.step is None else f" in step {self.step}{part}"
+            whose = f" of replica {self.replica}" if self.replica is not None and self.phase in OF_REPLICAS else ""
+            what = f", {self._what()}" if self.name not in (None, self.phase) else ""
+            told.append(f"A and B differ first{where}: {WHOLE.get(self.phase, self.phase)}{whose}{what}{self._much()}")
+        elif self.fields:
+            told.append("A and B were not made in the same way, but nothing that can be compared differs")
+        told += [f"  {text}" for text in (self.line, self.note) if text]
+        return "\n".join([*told, *(f"  {text}" for text in self.fields.values())])
+
+    def plot(self) -> Any:
+        """The loss of both over the steps, and how far they are apart, with a mark where they part; returns the axes.
+
+        Raises
+        ------
+        UsageError
+            matplotlib is not installed.
+        """
+        from phalanx.run.plots import plot_runs
+
+        one, other = map(list, map(enumerate, self.losses))
+        apart = [(step, abs(left - right)) for (step, left), (_, right) in zip(one, other, strict=False)]
+        mark = [] if self.step is None else [self.step]
+        curves = [{"loss": one, "|A - B|": apart}, {"loss": other}]
+        figure = plot_runs(["A", "B"], curves, [mark, mark])
+        figure.suptitle(str(self).splitlines()[0], fontsize=9, wrap=True)
+        return figure.axes[0]
+
+    def _what(self) -> str:
+        known = self.line or self.name in ("output", "exception", "model")
+        return f"module {self.name!r}" if self.phase == "forward" and not known else str(self.name)
+
+    def _much(self) -> str:
+        if self.elements is None:
+            return ""
+        apart = "" if self.ulp is None else f", at most {self.ulp} ULP apart"
+        return f": {self.elements} element{'s' * (self.elements != 1)}{apart}"
 
 
 def flat(value: Any, name: str) -> dict[str, Tensor]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -13,7 +11,6 @@ from phalanx.definition import checks
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.model import named_device
 
-COPIED_BYTES, COPIES = 1 << 26, 8
 MENTIONED: set[str] = set()  # topics of what was said once in this process
 
 
@@ -66,28 +63,13 @@ def available() -> list[tuple[str, str, str]]:
 
 
 def facts(names: Sequence[str]) -> dict[str, str]:
-    """What torch says of these devices, and how fast the first two of them exchange memory."""
+    """What torch says of these devices."""
     devices = [torch.device(name) for name in names]
     kind = torch.get_device_module(devices[0])
     told = {"devices": ", ".join(names)}
     if hasattr(kind, "get_device_name"):
         told["names"] = ", ".join(sorted({kind.get_device_name(device) for device in devices}))
-    if len(devices) > 1 and devices[0] != devices[1]:
-        told["copy between two"] = f"{_copied_bytes_per_second(devices[0], devices[1]) / 1e9:.2f} GB/s"
     return told
-
-
-def _copied_bytes_per_second(source: torch.device, target: torch.device) -> float:
-    block = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=source)
-    block.to(target)
-    module: Any = torch.get_device_module(source)
-    module.synchronize(target)
-    began = time.perf_counter()
-    for _ in range(COPIES):
-        block.to(target, non_blocking=True)
-    module.synchronize(source)
-    module.synchronize(target)
-    return COPIES * COPIED_BYTES / (time.perf_counter() - began)
 
 
 def _known(name: str) -> str:

@@ -60,9 +60,9 @@ def _module_done(watch: Watch, path: str, module: torch.nn.Module, _: Any, outpu
 
 
 class Operations(TorchDispatchMode):
-    """Tells of every operation that torch dispatches: its inputs, as they were before it, and its outputs.
+    """Tells of every operation that torch dispatches: its outputs.
 
-    Memory that nobody has written yet holds anything, and is no input: ``empty``, which a random fill follows.
+    Memory that nobody has written yet holds anything, and is not told of: ``empty``, which a random fill follows.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -73,7 +73,6 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call it, and tell."""
         given = [leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, torch.Tensor)]
-        before = tuple(tensor.detach().clone() for tensor in given if _address(tensor) not in self._blank)
         output = func(*args, **(kwargs or {}))
         made = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
         if "empty" in str(func):
@@ -84,7 +83,7 @@ class Operations(TorchDispatchMode):
         if any(_address(leaf) in self._blank for leaf in made):  # a view of it, too
             return output
         kind = "operation" if torch._C._current_autograd_node() is None else "backward"
-        self._watch.told(kind, str(func), (before, output))
+        self._watch.told(kind, str(func), (output,))
         return output
 
 
