@@ -28,7 +28,7 @@ NAMED: dict[str, tuple[str, str]] = {
     "frameworks/jax/adapter.py": ("torch", "a message says whose autocast is asked for"),
     "backend": ("torch", "it is a backend of torch.distributed"),
     "callbacks": ("torch", "averages are torch's, and TensorBoard and the profiler are its own"),
-    "proof/find_lr.py": ("torch optax", "its rates are those of torch's parameter groups"),
+    "tuning/find_lr.py": ("torch optax", "its rates are those of torch's parameter groups"),
     "collectives": ("torch", "they are operations on torch's tensors"),
     "manual": ("torch", "one writes torch by hand there"),
     "cli": ("jax optax tinygrad torch", "demos are recipes, and say what to install for them"),
