@@ -293,6 +293,7 @@ def count_in_step(step, model, batch):
     return model(batch[0]) * (CALLS[0] if phalanx.current_step() == step else 1)
 
 
+@pytest.mark.filterwarnings("ignore:going on with another recipe")
 @pytest.mark.parametrize("way", WAYS)
 def test_the_first_step_after_a_resume(tmp_path, way):
     """It is computed twice, whichever it is; in the run before, the same step was not."""
@@ -303,7 +304,7 @@ def test_the_first_step_after_a_resume(tmp_path, way):
     recipe(forward_fn=forward_fn, steps=5).train(run_dir=tmp_path, progress=False, **WAYS[way])
     CALLS[0] = 0
     with pytest.raises(phalanx.StateError, match="of step 5,") as caught:
-        recipe(forward_fn=forward_fn, steps=8).train(run_dir=tmp_path, progress=False, **WAYS[way])
+        recipe(forward_fn=forward_fn, steps=8).train(run_dir=tmp_path, resume="anyway", progress=False, **WAYS[way])
     assert caught.value.result.steps == 5
 
 
@@ -320,6 +321,53 @@ def test_every_worker_looks():
     with pytest.raises(phalanx.StateError) as caught:
         late.train(progress=False, workers=2)
     assert (caught.value.replica, caught.value.samples) == (2, (8, 9, 10, 11))
+
+
+class FirstScale(Net):
+    """Divides by what it makes of its first call: of its samples, or of none of them."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.of, self.scale = of, None
+
+    def forward(self, x):
+        if self.scale is None:
+            self.scale = x.abs().max() if self.of == "samples" else torch.tensor(2.0)
+        return super().forward(x / self.scale)
+
+
+class FirstMean:
+    """Collates around the mean of the first share that it is given."""
+
+    mean = None
+
+    def __call__(self, samples):
+        x, y = default_collate(samples)
+        if self.mean is None:
+            self.mean = x.mean(0)
+        return x - self.mean, y
+
+
+STICKY = {
+    "in forward": lambda: recipe(functools.partial(FirstScale, "samples")),
+    "in collate": lambda: recipe(collate_fn=FirstMean()),
+}
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("name", STICKY)
+def test_what_the_first_call_leaves_is_found(name, workers):
+    """A value that stays as the first samples of a worker made it differs from worker to worker: refused at once."""
+    with pytest.raises(phalanx.StateError, match=r"step 0, .*keeps what its first call came to") as caught:
+        STICKY[name]().train(progress=False, engine="processes", workers=workers)
+    assert caught.value.result.steps == 0
+
+
+def test_a_table_of_the_first_call_is_no_reason():
+    """What the first call makes of no sample is the same in every worker: one digest."""
+    kept = recipe(functools.partial(FirstScale, "none"))
+    ways = [{"engine": "inline"}, *({"engine": "processes", "workers": workers} for workers in (2, 3, 4))]
+    assert len({kept.train(progress=False, **way).digest for way in ways}) == 1
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -5,7 +5,8 @@ user code keeps elsewhere from call to call shows there. Later steps find what a
 student at first, a queue that is used once it is full.
 
 In an audited step one replica is computed again by the worker after the one that hosts it, or by the same one if that
-is alone. A processor that computes wrongly shows there. Only checksums are exchanged.
+is alone. A processor that computes wrongly shows there. Only checksums are exchanged. So it is in the first step of
+workers, where the other worker has computed other samples before: what code keeps from its first call shows there.
 """
 
 from __future__ import annotations
@@ -49,12 +50,19 @@ WRONG = (
 )
 
 
+FIRST = "code of yours keeps what its first call came to, as a cache does (if self.mean is None: self.mean = ...)"
+
+
 class Audited(NamedTuple):
-    """What an audited step computes again: the last replica of ``work``; which worker hosts it, and which audits."""
+    """What an audited step computes again: the last replica of ``work``; which worker hosts it, and which audits.
+
+    ``first``: no audit was asked for, but it is the first step of these workers.
+    """
 
     work: list[Todo]
     host: int
     auditor: int
+    first: bool
 
     @property
     def alone(self) -> bool:
@@ -79,6 +87,8 @@ class Twice:
         This one.
     sums : mutable sequence of float
         Where each worker leaves what it came to in an audited step.
+    began : int, optional
+        The first update of all workers.
 
     Attributes
     ----------
@@ -96,11 +106,13 @@ class Twice:
         blocks: Sequence[Sequence[int]] | None = None,
         worker: int = 0,
         sums: MutableSequence[float] | memoryview[float] | None = None,
+        began: int | None = None,
     ) -> None:
         self._definition, self._framework = definition, framework
         self._allow, self._audit = allow, audit
         self._blocks, self._worker = blocks or [range(definition.replicas)], worker
         self._sums = [0.0] if sums is None else sums
+        self._began = began if allow is False and len(self._blocks) > 1 else None
         self._after = definition.rounds.updates
         self._checked: set[int] = set()  # updates in which every worker computes its first replica twice
         self.due: Container[int] = self._checked if audit is None else ALL
@@ -127,12 +139,16 @@ class Twice:
             The audited replica came to something else when it was computed again.
         """
         self._update, self._audited = t, None
-        if self._audit is not None and self._audit.due(t):
+        audited = self._audit is not None and self._audit.due(t)
+        if audited or t == self._began:
             ran = [replica for replica, share in enumerate(shares) if len(share.samples)]
-            replica = self._audit.replica(t, ran)
+            last = self._blocks[-1][0]
+            replica = last if last in ran else ran[0]
+            if self._audit is not None and audited:
+                replica = self._audit.replica(t, ran)
             host = next(worker for worker, block in enumerate(self._blocks) if replica in block)
             work = todo(self._definition, t, joined(replica, self._blocks[host], ran), shares)
-            self._audited = Audited(work, host, (host + 1) % len(self._blocks))
+            self._audited = Audited(work, host, (host + 1) % len(self._blocks), not audited)
         compare = None if self._audited is None or self._audited.alone else self._compare
         return propose(cast("Steppable", self), link, self._definition, t, shares, compare)
 
@@ -140,21 +156,22 @@ class Twice:
         """See ``seams.Steppable.gradients``: what is computed once more comes first."""
         audited, told = self._audited, defaultdict[str, list[Any]](list)
         twice = [] if self._allow and todo and todo[0].replica else todo[: self._update in self._checked]
-        if audited is not None and audited.auditor == self._worker:
-            if audited.alone:
-                twice = audited.work
-            else:
-                self._sums[self._worker] = checksum(self._framework.arithmetic, self._computed(audited.work))
-        if not twice:
-            return self._each(todo, {})
-        watch = Watch(lambda kind, name, value: told[kind].append((name, value)), parameters=True)
-        first = self._computed(twice, watch if len(twice) == 1 else None)
-        if told["early"] or (told["written"] and self._definition.replicas > 1):
-            changed = [f"{name!r} {how}" for name, how in told["early"] + told["written"]]
-            self._report(twice[-1], "left more behind than buffers", changed)
-        if told["written"] and twice[-1].replica == todo[0].replica:  # a lone replica may, and has done so now
-            return itertools.chain([first], self._each(todo[1:], {}))
-        return self._each(todo, {twice[-1].replica: noted(self._framework.arithmetic, first)})
+        auditing = audited is not None and audited.auditor == self._worker
+        if audited is not None and auditing and audited.alone:
+            twice = audited.work
+        known: dict[int, Facts] = {}
+        if twice:
+            watch = Watch(lambda kind, name, value: told[kind].append((name, value)), parameters=True)
+            first = self._computed(twice, watch if len(twice) == 1 else None)
+            if told["early"] or (told["written"] and self._definition.replicas > 1):
+                changed = [f"{name!r} {how}" for name, how in told["early"] + told["written"]]
+                self._report(twice[-1], "left more behind than buffers", changed)
+            if told["written"] and twice[-1].replica == todo[0].replica:  # a lone replica may, and has done so now
+                return itertools.chain([first], self._each(todo[1:], {}))
+            known[twice[-1].replica] = noted(self._framework.arithmetic, first)
+        if audited is not None and auditing and not audited.alone:  # now that samples of this worker came first
+            self._sums[self._worker] = checksum(self._framework.arithmetic, self._computed(audited.work))
+        return self._each(todo, known)
 
     def _each(self, todo: Sequence[Todo], known: dict[int, Facts]) -> Iterator[Computed]:
         """The replicas, compared with what is ``known`` of one; what is audited is noted for the auditor."""
@@ -201,9 +218,12 @@ class Twice:
     def _compare(self) -> None:
         """All workers have met, so that both values are there."""
         assert self._audited is not None, "who asks has looked"
-        (*_, one), host, auditor = self._audited
+        (*_, one), host, auditor, first = self._audited
         sums = int(self._sums[host]), int(self._sums[auditor])
-        if sums[0] != sums[1]:
+        if sums[0] != sums[1] and first:
+            what = f"came to something else in worker {auditor}, which had computed other samples before"
+            self._report(one, f"{what}, than in worker {host}", [FIRST, UNSEEN])
+        elif sums[0] != sums[1]:
             what = f"came to something else in worker {auditor}, which computed it again, than in worker {host}"
             raise self._corruption(one, what, sums)
 
@@ -241,7 +261,7 @@ class Twice:
 
     def _corruption(self, one: Todo, what: str, sums: tuple[int, int]) -> CorruptionError:
         assert self._audited is not None, "who asks has looked"
-        _, host, auditor = self._audited
+        _, host, auditor, _ = self._audited
         return CorruptionError(
             f"{self._named(one)}, {what}; {WRONG}", workers=(host, auditor), sums=sums, step=CURRENT.step,
             replica=one.replica, samples=one.share.samples,

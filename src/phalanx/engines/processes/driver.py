@@ -76,7 +76,7 @@ class Processes:
         self._mirror = Mirror(self._framework.sharing, plan.layout, mapped, base)
         facts: dict[str, Any] = {"audit": self.run_state.audit, "hosts": self._rendezvous, "ahead": readers != 0}
         facts |= {"placement": placement, "signature": plan.layout.signature(), "contents": plan.layout.contents}
-        facts |= {"allow": self.run_state.allow}
+        facts |= {"allow": self.run_state.allow, "began": None if self._rendezvous else self._steps}
         pack_recipe(self._definition, self._framework.name, environment_memory, parcel, facts)
         record = StateRecord(self._mirror, self.run_state, self.counters.reports)
         self._failures = FailureLog(self._definition, self._framework, placement, self.counters, self.run_state)

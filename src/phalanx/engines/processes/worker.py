@@ -84,6 +84,7 @@ class Worker:
         self._twice = Twice(
             self._definition, self._framework, allow=setup["allow"], audit=setup["audit"],
             blocks=self._placement.blocks, worker=number, sums=self._counters.sums,
+            began=setup["began"],
         )  # fmt: skip
         self._settled = False
         give_back()  # the model as it was made, before it moved into the arena
