@@ -102,6 +102,7 @@ HOMES = {
         "engines.processes.environment",
         "engines.processes.serialization",
         "definition.packages",
+        "frameworks.registry",
         "frameworks.tinygrad.environment",
         "surroundings.imports",
         "surroundings.sources",

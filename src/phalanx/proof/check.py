@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.frameworks import registry
-from phalanx.frameworks.devices import all_devices as all_devices
-from phalanx.frameworks.devices import device_facts, device_names
+from phalanx.frameworks.registry import all_devices as all_devices
+from phalanx.frameworks.registry import device_facts, device_names
 from phalanx.recipe import Recipe
 
 SAME, DIFFERENT, UNKNOWN = 0, 1, 2  # exit statuses

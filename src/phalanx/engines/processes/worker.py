@@ -31,8 +31,7 @@ from phalanx.engines.reading.taking import Taking
 from phalanx.engines.recovery.deadline import SnapshotTimer
 from phalanx.engines.twice import Twice
 from phalanx.errors import CorruptionError, LostError, Trouble, UsageError
-from phalanx.frameworks.jax.outside import threads
-from phalanx.frameworks.registry import open_framework, sparing
+from phalanx.frameworks.registry import open_framework, sparing, starting
 from phalanx.plan import evaluation_key
 from phalanx.plan.lifecycle import next_snapshot
 from phalanx.plan.shares import share_bounds
@@ -56,7 +55,7 @@ def live(channel: int, memories: Sequence[int], number: int) -> None:
     try:
         place = unpack(environment_memory)
         adopt_environment(place, functools.partial(caller.tell, "imported"))
-        with threads(place["threads"]):  # what is unpacked may hold jax arrays
+        with starting(place["threads"]):  # what is unpacked may hold arrays of a framework
             worker = Worker(caller, unpack(parcel), (arena, base, mailbox, inputs), number)
         orders = unpack(orders)
         worker.take(orders)

@@ -21,10 +21,9 @@ from phalanx.errors import UsageError
 from phalanx.frameworks.arithmetic import Gradient, settled
 from phalanx.frameworks.jax import devices as place
 from phalanx.frameworks.jax import forward as batch
-from phalanx.frameworks.jax import outside
 from phalanx.frameworks.jax.devices import Blocks
 from phalanx.frameworks.jax.devices import available as available
-from phalanx.frameworks.jax.environment import Environment
+from phalanx.frameworks.jax.environment import Environment, check_threads
 from phalanx.frameworks.jax.forward import Forward
 from phalanx.frameworks.jax.optimizer import Update
 from phalanx.frameworks.jax.owners import Owners
@@ -80,7 +79,7 @@ class Jax:
             (self._device,) = leaves[0].devices()
             self.arithmetic = place.arithmetic_on(self._device)
             if self._device.platform == "cpu":
-                outside.check_threads(definition.threads)
+                check_threads(definition.threads)
             self._double = any(leaf.dtype == jnp.float64 for leaf in leaves)
             self._updates = Update(definition)
             self._state = State(params, jax.device_put(self._updates.begin(params), self._device), beside)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -35,7 +34,7 @@ class Torch:
     ----------
     definition : Definition
     model : Any
-        What ``make_model`` made, inside ``building``.
+        What ``make_model`` made, inside its record's ``building``.
 
     Attributes
     ----------
@@ -126,10 +125,3 @@ class Torch:
         self.rewind()
         self._lane.collector.forget()
         return exported(self._lane.shown, self._updates, steps, apart=copy, digest=digest)
-
-
-@contextlib.contextmanager
-def building(threads: int) -> Iterator[None]:
-    """Inside, a model may be made and opened, one at a time: generators, threads and modes are the run's."""
-    with Environment(threads):
-        yield

@@ -9,59 +9,40 @@ from typing import Any, Final
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from phalanx.definition import device_generators, generators
 from phalanx.errors import UsageError
 
 TRAINED: Final[weakref.WeakSet[torch.nn.Module]] = weakref.WeakSet()  # what factories returned, while it lives
 
 
-def made(make_model: Any, seed: int) -> Any:
-    """What is trained, of the run's own: a copy of an ``nn.Module``, or what the factory returns right after seeding.
+def checked_new(model: Any) -> torch.nn.Module:
+    """What a factory made; one that returns the same model again would train on, from run to run, in place.
 
     Raises
     ------
     UsageError
-        The factory raised, or returned a model that it returned before.
+        It was returned before, or is nothing that can be trained here.
     """
-    if isinstance(make_model, torch.nn.Module):
-        return _copied(make_model)
-    try:
-        while True:
-            generators.seed(seed)
-            seeded = bool(device_generators.in_use())
-            model = make_model()
-            if seeded or not _on_accelerator(model):
-                break  # else it was the first to use the devices: once more, now that their generators are there
-    except Exception as error:
-        called = "it is called without arguments: wrap it in functools.partial or a lambda if it needs some"
-        way = called if isinstance(error, TypeError) else "the traceback above says where"
-        raise UsageError(f"make_model raised {type(error).__name__}: {error}; {way}") from error
-    _check_new(model)
-    return model
+    if model in TRAINED:
+        raise UsageError(
+            f"make_model returned the {type(model).__name__} that it returned before, already trained; return a new "
+            "one each time, or pass the model itself, which is copied: make_model=model"
+        )
+    TRAINED.add(model)
+    return checked(model)
 
 
-def _on_accelerator(model: Any) -> bool:
-    first = next(model.parameters(), None) if isinstance(model, torch.nn.Module) else None
-    return first is not None and first.device.type not in ("cpu", "meta")
-
-
-def checked(model: Any) -> torch.nn.Module:
-    """What was made, if it is a model that can be trained here; without gradients.
+def checked(model: torch.nn.Module) -> torch.nn.Module:
+    """A model that can be trained here, without gradients.
 
     Raises
     ------
     UsageError
-        It is something else, or cannot be.
+        It cannot be.
     """
     _check(model)
     for parameter in model.parameters():
         parameter.grad = None
     return model
-
-
-def home_of(model: Any) -> torch.device:
-    """Where a model was made."""
-    return next(checked(model).parameters()).device
 
 
 def check_mode(model: torch.nn.Module, modes: str) -> None:
@@ -78,11 +59,6 @@ def check_mode(model: torch.nn.Module, modes: str) -> None:
             "trained without dropout, and with the statistics of BatchNorm as they are; return model.train(), or say "
             "that it is meant: modes='as_made'"
         )
-
-
-def is_module(model: Any) -> bool:
-    """Whether it is a module."""
-    return isinstance(model, torch.nn.Module)
 
 
 def named_device(name: str | None, *, trains: bool = True) -> torch.device | None:
@@ -113,12 +89,19 @@ def _unusable(name: str, reason: str) -> UsageError:
     return UsageError(f"devices names {name!r}, which torch cannot use here ({reason}); use ['cpu'], or leave it out")
 
 
-def _copied(model: torch.nn.Module) -> torch.nn.Module:
+def copied(model: torch.nn.Module) -> torch.nn.Module:
+    """A model of the run's own.
+
+    Raises
+    ------
+    UsageError
+        It cannot be copied.
+    """
     cause = None
     try:
-        copied = copy.deepcopy(model)
-        if {id(parameter) for parameter in copied.parameters()}.isdisjoint(map(id, model.parameters())):
-            return copied
+        other = copy.deepcopy(model)
+        if {id(parameter) for parameter in other.parameters()}.isdisjoint(map(id, model.parameters())):
+            return other
     except Exception as error:
         cause = error
     raise UsageError(
@@ -127,23 +110,7 @@ def _copied(model: torch.nn.Module) -> torch.nn.Module:
     ) from cause
 
 
-def _check_new(model: Any) -> None:
-    """A factory that returns one model again and again would train on, from run to run, in place."""
-    if isinstance(model, torch.nn.Module):
-        if model in TRAINED:
-            raise UsageError(
-                f"make_model returned the {type(model).__name__} that it returned before, already trained; return a "
-                "new one each time, or pass the model itself, which is copied: make_model=model"
-            )
-        TRAINED.add(model)
-
-
-def _check(model: Any) -> None:
-    if not isinstance(model, torch.nn.Module) or isinstance(model, torch.jit.ScriptModule):
-        raise UsageError(
-            f"make_model returned {_described(model)}; it must return a plain torch.nn.Module, a tree of jax arrays "
-            "(jnp.asarray makes them), or an object with tensors of tinygrad"
-        )
+def _check(model: torch.nn.Module) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
             raise UsageError(
@@ -169,7 +136,3 @@ def _check(model: Any) -> None:
                 f"module {name!r} has sparse=True, and sparse gradients cannot be folded exactly; make it with "
                 "sparse=False"
             )
-
-
-def _described(value: Any) -> str:
-    return "None (is a return missing?)" if value is None else f"a {type(value).__name__}"

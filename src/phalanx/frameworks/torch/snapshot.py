@@ -143,10 +143,8 @@ def stored(leaf: Any) -> Tensor | None:
     return _taken(leaf, copy=True) if isinstance(leaf, torch.Tensor) and _name(leaf.dtype) in CODES else None
 
 
-def state_dict(model: Any, instead: Mapping[str, Any]) -> dict[str, Tensor | None] | None:
-    """What ``model.state_dict()`` has, with some parameters replaced by name; None for what is no module."""
-    if not isinstance(model, torch.nn.Module):
-        return None
+def state_dict(model: torch.nn.Module, instead: Mapping[str, Any]) -> dict[str, Tensor | None]:
+    """What ``model.state_dict()`` has, with some parameters replaced by name."""
     others = {id(parameter): instead[name] for name, parameter in model.named_parameters() if name in instead}
     whole = model.state_dict(keep_vars=True)
     return {name: stored(others.get(id(item), item)) for name, item in whole.items() if isinstance(item, torch.Tensor)}
