@@ -78,12 +78,12 @@ class ResumeState:
         earlier, self.framework = self._earlier, framework.name
         if self._weights is not None:
             with framework.environment:
-                framework.snapshots.adopt_weights(self._weights.weights)
+                framework.adopt(Captured(dict(self._weights.weights), {}, {}))
         rounds = self._definition.rounds
         if earlier is None:
             return RunState(rounds=rounds)
         with taking_over("the state"), framework.environment:
-            framework.snapshots.adopt(Captured(dict(earlier.weights), dict(earlier.training), earlier.facts))
+            framework.adopt(Captured(dict(earlier.weights), dict(earlier.training), earlier.facts))
         with taking_over("what was evaluated"):
             metrics = [Evaluated(steps, float(value), name) for steps, value, name in earlier.metrics]
         states = found(earlier.facts, earlier.training)

@@ -178,7 +178,7 @@ def revote(
     try:
         if what == What.GRADIENT:
             return vote(framework, definition, step, shares, question["replica"], question["block"])
-        link.begin(even=len({len(share.samples) for share in shares}) == 1)
+        link.begin(step, shares)
         proposal = propose(framework, link, definition, step, shares)
         parameter, start = question["piece"]
         entry = proposal.gradient[parameter]

@@ -100,10 +100,6 @@ class AuditedLink:
         """Whether a wrong value ends the run."""
         return self._audit.stop
 
-    def enter(self, step: int) -> None:
-        """The step that is next."""
-        self._within.enter(step)
-
     def aim(self, step: int, shares: Sequence[Share] | None) -> None:
         """The step that begins has these shares; None: it is not audited, whichever it is."""
         self._replica = self._pieces = None

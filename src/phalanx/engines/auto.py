@@ -13,7 +13,6 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import Any
 
 from phalanx.definition import checks
@@ -67,6 +66,7 @@ class Auto:
         self._audit, self._readers = audit, readers
         self._inline = self._in_this_process()
         self._engine: Engine = self._inline
+        self.environment = self.reading = framework.environment
         self._seconds: deque[float] = deque(maxlen=TRIAL)  # of a step, without what is between steps
         self._ends: deque[float] = deque(maxlen=TRIAL + 1)  # when steps were done
         self._left = WARM_UP + TRIAL  # steps until workers are judged
@@ -85,16 +85,6 @@ class Auto:
     def worker_pids(self) -> tuple[int, ...]:
         """See ``seams.Engine.worker_pids``."""
         return self._engine.worker_pids
-
-    @property
-    def environment(self) -> AbstractContextManager[Any]:
-        """See ``seams.Engine.environment``."""
-        return self._inline.environment
-
-    @property
-    def reading(self) -> AbstractContextManager[Any]:
-        """See ``seams.Engine.reading``."""
-        return self._inline.reading
 
     def advance(self, batch: Any, horizon: int) -> StepReport:
         """See ``seams.Engine.advance``."""

@@ -19,7 +19,7 @@ from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.engines.auditing import AuditedLink, spelled
 from phalanx.engines.ballots import OwnBallot
-from phalanx.engines.links import LaneLink, LocalLink, ProcessLink
+from phalanx.engines.links import LaneLink, LocalLink
 from phalanx.engines.own_pieces import OwnPieces
 from phalanx.engines.price import Price
 from phalanx.engines.twice import Twice
@@ -27,7 +27,7 @@ from phalanx.engines.verdict import MOST, Open, decided, endless
 from phalanx.errors import CorruptionError, PhalanxError, RunError, WorkerError
 from phalanx.plan import evaluation_key
 from phalanx.plan.audit import Audit, What
-from phalanx.seams import Exported, Framework, Measurement, RunState, Todo, Weights
+from phalanx.seams import Exported, Framework, Link, Measurement, RunState, Todo, Weights
 from phalanx.seams.events import Incident, StepReport
 from phalanx.seams.snapshots import Captured
 from phalanx.shared.heap import RUNS
@@ -45,7 +45,7 @@ class Inline:
         Holds the state.
     run_state : RunState, optional
         What was done before, in another engine.
-    link : ProcessLink, optional
+    link : Link, optional
     audit : Audit, optional
     open_court : callable, optional
         Starts a fresh process that says which of two values is right.
@@ -66,7 +66,7 @@ class Inline:
         definition: Definition,
         framework: Framework,
         run_state: RunState | None = None,
-        link: ProcessLink | None = None,
+        link: Link | None = None,
         audit: Audit | None = None,
         open_court: Open | None = None,
         ahead: Any = None,
@@ -75,7 +75,7 @@ class Inline:
         self._definition = definition
         self._framework = framework
         self._lanes = lanes = framework.lanes
-        self._link: ProcessLink = link or (
+        self._link: Link = link or (
             LocalLink(framework, range(definition.replicas)) if lanes is None else LaneLink(framework, lanes)
         )
         self._open_court = open_court
@@ -153,7 +153,7 @@ class Inline:
         if self._torn:
             self.check_able()
         with self.environment:
-            return self._framework.snapshots.capture(copy=True)
+            return self._framework.capture(copy=True)
 
     def close(self) -> None:
         """Give back the memory that steps had freed and would have used again."""
@@ -168,7 +168,7 @@ class Inline:
         while True:
             if self._audited is not None:
                 self._audited.aim(t, shares)
-            self._link.begin()
+            self._link.begin(t, shares)
             try:
                 proposal = propose(self._twice.due.get(t, self._framework), self._link, self._definition, t, shares)
                 self._commit(t, proposal, samples)

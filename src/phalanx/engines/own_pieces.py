@@ -64,7 +64,7 @@ class OwnPieces:
     def compare_folds(self, norm: float) -> None:
         """See ``auditing.Pieces.compare_folds``; from here on the state is kept as it is before the update."""
         self._compare(What.FOLD)
-        self._before = self._framework.snapshots.capture(copy=True) if self._rehearses else None
+        self._before = self._framework.capture(copy=True) if self._rehearses else None
 
     def updated(self) -> None:
         """See ``auditing.Pieces.updated``: buffers are settled once, and are no part of it.
@@ -76,15 +76,15 @@ class OwnPieces:
         """
         if self._before is None:
             return
-        snapshots, before = self._framework.snapshots, self._before
-        self._before, after = None, snapshots.capture(copy=True)
-        snapshots.adopt(before)
-        self._framework.update(self._step, self._mean, None)
-        again = snapshots.capture(copy=False)
+        framework, before = self._framework, self._before
+        self._before, after = None, framework.capture(copy=True)
+        framework.adopt(before)
+        framework.update(self._step, self._mean, None)
+        again = framework.capture(copy=False)
         self._second = self._sum(again)
         again.release()
         self._ballot.vote(What.UPDATE, self._sum(after))
-        snapshots.adopt(after if self._ballot.votes(What.UPDATE)[0] == self._second else before)
+        framework.adopt(after if self._ballot.votes(What.UPDATE)[0] == self._second else before)
         self._compare(What.UPDATE)
 
     def _cut(self, gradient: Vector | None) -> Any:

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 from phalanx.definition.data import Share, Source
 from phalanx.definition.evaluation.metrics import Metrics
-from phalanx.definition.streams import Drawn
 from phalanx.plan.placement import Placement
 from phalanx.seams.events import StepReport
 from phalanx.seams.records import Computed as Computed
@@ -24,7 +23,7 @@ from phalanx.seams.records import Todo as Todo
 from phalanx.seams.records import Watch as Watch
 from phalanx.seams.records import Weights as Weights
 from phalanx.seams.sharing import Sharing, Vector
-from phalanx.seams.snapshots import Captured, Snapshots
+from phalanx.seams.snapshots import Captured
 
 
 class Arithmetic(Protocol):
@@ -56,12 +55,15 @@ class Arithmetic(Protocol):
 
 
 class Steppable(Protocol):
-    """What a step needs: the state at its start, and the means to take it to the next. Used inside ``environment``."""
+    """What a step needs: the state at its start, and the means to take it to the next. Used inside ``environment``.
 
-    @property
-    def arithmetic(self) -> Arithmetic:
-        """How gradients are added, scaled and divided."""
-        ...
+    Attributes
+    ----------
+    arithmetic : Arithmetic
+        How gradients are added, scaled and divided.
+    """
+
+    arithmetic: Arithmetic
 
     @property
     def told(self) -> tuple[float, float]:
@@ -89,11 +91,18 @@ class Steppable(Protocol):
 
 
 class Link(Protocol):
-    """How a worker reaches the others: what of a step is not computed alone. All of them call the same in turn."""
+    """How a worker reaches the others: what of a step is not computed alone. All of them call the same in turn.
 
-    @property
-    def hosted(self) -> Sequence[int]:
-        """The replicas computed here, in order."""
+    Attributes
+    ----------
+    hosted : sequence of int
+        The replicas computed here, in order.
+    """
+
+    hosted: Sequence[int]
+
+    def begin(self, step: int, shares: Sequence[Share]) -> None:
+        """Forget what an earlier step left; from here on replicas are computed."""
         ...
 
     def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:
@@ -132,25 +141,18 @@ class Framework(Steppable, Protocol):
         Its devices, if they are several, or one that computes by itself.
     compiles : bool
         Whether batches of another size would be compiled for.
+    environment : context manager
+        Inside, generators, threads and modes are the run's; outside, the caller's. Entered once at a time.
     """
 
     name: str
     lanes: Lanes | None
     compiles: bool
-
-    @property
-    def environment(self) -> AbstractContextManager[None]:
-        """Inside, generators, threads and modes are the run's; outside, the caller's. Entered once at a time."""
-        ...
+    environment: AbstractContextManager[None]
 
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
-        ...
-
-    @property
-    def snapshots(self) -> Snapshots:
-        """How this state becomes a snapshot, and is made again out of one."""
         ...
 
     @property
@@ -177,6 +179,14 @@ class Framework(Steppable, Protocol):
         """The state after ``steps`` steps; ``copy`` makes it independent of the run."""
         ...
 
+    def capture(self, *, copy: bool) -> Captured:
+        """The state for a snapshot; ``copy``: it is to stay as it is while the run goes on."""
+        ...
+
+    def adopt(self, state: Captured) -> None:
+        """Take over such a state; without facts, its parameters and buffers only."""
+        ...
+
 
 class Lanes(Protocol):
     """Several devices of this process, each with a copy of the model, that compute replicas at a time.
@@ -193,61 +203,26 @@ class Lanes(Protocol):
         """A vector with each entry on the device that updates the parameter that it belongs to."""
         ...
 
-    def home(self, vector: Vector) -> Vector:
-        """A vector in host memory."""
-        ...
-
-    def outward(self, left: Sequence[Any]) -> list[bytes | None]:
-        """Buffers that a replica left, as bytes; None for those that it did not write."""
-        ...
-
-    def inward(self, pieces: Sequence[bytes | bytearray | None]) -> list[Any]:
-        """The same as buffers again, of a replica that was computed elsewhere."""
-        ...
-
-    @property
-    def sizes(self) -> list[int]:
-        """Bytes of each buffer."""
-        ...
-
-    @property
-    def blanks(self) -> list[Any]:
-        """In host memory, an array as each parameter's gradient is, with any content."""
-        ...
-
     def expect(self, following: Callable[[], Sequence[Todo]]) -> None:
         """What will be computed in the next step may be read while this one is waited for."""
         ...
 
 
-class Dealer(Protocol):
-    """Deals a stream out in batches, step after step, and says where that is."""
-
-    def draw(self, step: int) -> Drawn:
-        """The samples of a step; the same ones until it is done, and steps beyond it are asked for."""
-        ...
-
-    def postpone(self, step: int) -> None:
-        """The caller brings a batch for this step, so that what was drawn for it is of the one after."""
-        ...
-
-    def epochs(self, steps: int) -> int:
-        """How many epochs are over after so many steps."""
-        ...
-
-    def state(self, steps: int) -> dict[str, Any]:
-        """Where the stream is after so many steps, in plain values."""
-        ...
-
-    def close(self) -> None:
-        """Let go of the iterable."""
-        ...
-
-
 class Engine(Protocol):
-    """Where workers live. Takes a state from step to step, and shows it between two."""
+    """Where workers live. Takes a state from step to step, and shows it between two.
+
+    Attributes
+    ----------
+    run_state : RunState
+    environment : context manager
+        Entered around many steps if nobody looks at the state between them.
+    reading : context manager
+        Entered around reading a stream in this process: generators and threads are the run's. Re-entrant.
+    """
 
     run_state: RunState
+    environment: AbstractContextManager[None]
+    reading: AbstractContextManager[Any]
 
     @property
     def workers(self) -> int:
@@ -257,16 +232,6 @@ class Engine(Protocol):
     @property
     def worker_pids(self) -> tuple[int, ...]:
         """Processes that compute, apart from this one."""
-        ...
-
-    @property
-    def environment(self) -> AbstractContextManager[None]:
-        """Entered around many steps if nobody looks at the state between them."""
-        ...
-
-    @property
-    def reading(self) -> AbstractContextManager[Any]:
-        """Entered around reading a stream in this process: generators and threads are the run's. Re-entrant."""
         ...
 
     def advance(self, batch: Any, horizon: int) -> StepReport:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.definition.data import Share
 from phalanx.errors import Trouble
 from phalanx.plan.fold import Fold
 from phalanx.plan.lifecycle import Phase
@@ -111,7 +112,7 @@ class ArenaLink:
     ) -> None:
         self._worker = barrier.worker
         self.blocks = placement.blocks
-        self.hosted = placement.blocks[self._worker]
+        self.hosted: Sequence[int] = placement.blocks[self._worker]
         self._framework = framework
         self._shard = shard
         self._slots = shard.slots
@@ -127,11 +128,8 @@ class ArenaLink:
         self._order = functools.cache(functools.partial(additions, placement.replicas, plan.nodes))
         self._published = functools.lru_cache(PATTERNS)(self._views)
 
-    def enter(self, step: int) -> None:
-        """The step that is next."""
-
-    def begin(self, *, even: bool) -> None:
-        """Forget what an earlier step left; from here on replicas are computed, on ``even`` shares or not."""
+    def begin(self, step: int, shares: Sequence[Share]) -> None:
+        """See ``seams.Link.begin``."""
         self._count(0)
         self._barrier.at(Phase.COMPUTING)
         self._fold: Fold[Held] = Fold(self._replicas, self._add)
@@ -149,7 +147,7 @@ class ArenaLink:
 
     def all_gather(self, parts: Sequence[Part]) -> list[Part]:
         """See ``seams.Link.all_gather``."""
-        self._counters.parts.write(self.hosted.start, parts, self._framework.told)
+        self._counters.parts.write(self.blocks[self._worker].start, parts, self._framework.told)
         self._mine = self._publish()
         self._barrier.at(Phase.COMPUTED)
         self._barrier.wait(COMPUTE)

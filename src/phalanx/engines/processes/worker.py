@@ -176,7 +176,7 @@ class Worker:
             self._timer.keep(self._save)
         if isinstance(self._link, AuditedLink):
             self._link.aim(t, None if t < self._counters.done else shares)  # what was lost is done again as it was
-        self._link.begin(even=len({len(share.samples) for share in shares}) == 1)
+        self._link.begin(t, shares)
         proposal = propose(self._twice.due.get(t, self._framework), self._link, self._definition, t, shares)
         if self._number == 0:
             samples = sum([len(share.samples) for share in shares])
@@ -225,7 +225,6 @@ class Worker:
     def _come_to(self, step: int) -> None:
         self._step = step
         self._shard.frozen.enter(step)
-        self._link.enter(step)
         self._barrier.enter(step)
 
     def _describe(self, save: bool, metric: tuple[float, int] | None = None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import jax
@@ -28,10 +29,11 @@ from phalanx.frameworks.jax.forward import Forward
 from phalanx.frameworks.jax.optimizer import Update
 from phalanx.frameworks.jax.owners import Owners
 from phalanx.frameworks.jax.sharing import Sharing
-from phalanx.frameworks.jax.snapshot import Snapshots, State, entries
+from phalanx.frameworks.jax.snapshot import State, adopt, captured, entries
 from phalanx.frameworks.jax.tree import named, parted, placed, replaced
 from phalanx.plan.parts import Parts
 from phalanx.seams import Computed, Exported, Lanes, Measurement, Todo, Watch, Weights
+from phalanx.seams.snapshots import Captured
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Reentrant
 
@@ -64,7 +66,7 @@ class Jax:
 
     def __init__(self, definition: Definition, devices: Sequence[str], params: Any) -> None:
         _check(definition)
-        self.environment = Reentrant(Environment(definition.generators))
+        self.environment: AbstractContextManager[None] = Reentrant(Environment(definition.generators))
         with self.environment:
             found = place.found(devices, definition.replicas)
             self._forward = Forward(definition)
@@ -96,19 +98,12 @@ class Jax:
         self._blocks: Blocks | None = None
         if len(devices) > 1:
             self._owners = Owners(self._updates, self._state.params, self._state.optimizer, devices)
-            self._blocks = self.lanes = Blocks(
-                replicas, devices, self._owners.owners, jax.tree.leaves(self._state.params)
-            )
+            self._blocks = self.lanes = Blocks(replicas, devices, self._owners.owners)
 
     @property
     def lr(self) -> float:
         """Learning rate of the default optimizer; NaN for others, which keep theirs to themselves."""
         return self._updates.lr
-
-    @property
-    def snapshots(self) -> Snapshots:
-        """How this state becomes a snapshot, and is made again out of one."""
-        return Snapshots(self._state, self._device)
 
     @property
     def sharing(self) -> Sharing:
@@ -172,6 +167,14 @@ class Jax:
         params = jax.tree.map(lambda leaf: leaf, self._params_on(self._device))
         told = digest_of(entries(params, self._state.optimizer, self._state.buffers), steps) if digest else ""
         return Exported(lambda: self._whole(params), named(params), told)
+
+    def capture(self, *, copy: bool) -> Captured:
+        """See ``seams.Framework.capture``: arrays are never written, so nothing is copied."""
+        return captured(self._state, self._device)
+
+    def adopt(self, state: Captured) -> None:
+        """See ``seams.Framework.adopt``."""
+        adopt(self._state, self._device, state)
 
     def _whole(self, params: Any) -> Any:
         """What ``make_model`` returns, with these parameters."""

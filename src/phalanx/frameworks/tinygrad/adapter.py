@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import numpy as np
@@ -31,9 +32,10 @@ from phalanx.frameworks.tinygrad.listing import available as available
 from phalanx.frameworks.tinygrad.model import opened, write
 from phalanx.frameworks.tinygrad.optimizer import Update
 from phalanx.frameworks.tinygrad.sharing import Sharing
-from phalanx.frameworks.tinygrad.snapshot import Snapshots, State, entries
+from phalanx.frameworks.tinygrad.snapshot import State, adopted, captured, entries
 from phalanx.frameworks.tinygrad.snapshot import array_of as array_of
 from phalanx.seams import Computed, Exported, Lanes, Measurement, Todo, Watch, Weights
+from phalanx.seams.snapshots import Captured
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Reentrant
 
@@ -61,7 +63,9 @@ class Tinygrad:
 
     def __init__(self, definition: Definition, devices: Sequence[str], whole: Any) -> None:
         _check(definition)
-        self.environment = Reentrant(Environment(definition.threads, definition.generators))
+        self.environment: AbstractContextManager[None] = Reentrant(
+            Environment(definition.threads, definition.generators)
+        )
         with self.environment:
             named = place.found(devices, definition.replicas)
             self._model = model = opened(whole)
@@ -75,7 +79,7 @@ class Tinygrad:
             self._environment = recorded(first.device)
         shapes = [plain(tensor) for tensor in model.params.values()]
         self._double = any(array.dtype == np.float64 for array in shapes)
-        self._blocks = Blocks(definition.replicas, homes, shapes) if len(homes) > 1 else None
+        self._blocks = Blocks(definition.replicas, homes) if len(homes) > 1 else None
         self.lanes: Lanes | None = self._blocks
         self._owned = definition.generators
         self._collate = definition.collate_fn or batch.collate
@@ -84,11 +88,6 @@ class Tinygrad:
     def lr(self) -> float:
         """The optimizer's ``lr``; NaN where it has none."""
         return self._updates.lr
-
-    @property
-    def snapshots(self) -> Snapshots:
-        """How this state becomes a snapshot, and is made again out of one."""
-        return Snapshots(self._read, self._write, self._environment)
 
     @property
     def sharing(self) -> Sharing:
@@ -151,6 +150,14 @@ class Tinygrad:
         named = get_state_dict(whole)
         params = {name: named[name] for name in self._model.params}
         return Exported(lambda: whole, params, digest_of(entries(state), steps) if digest else "")
+
+    def capture(self, *, copy: bool) -> Captured:
+        """See ``seams.Framework.capture``: what is read is a copy."""
+        return captured(self._read(), self._environment)
+
+    def adopt(self, state: Captured) -> None:
+        """See ``seams.Framework.adopt``."""
+        self._write(adopted(self._read(), self._environment, state))
 
     def _read(self) -> State:
         params = {name: plain(tensor) for name, tensor in zip(self._model.params, self._lanes[0].params, strict=True)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from phalanx.frameworks.torch.replica.feed import Feed, opened
 from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.frameworks.torch.results import exported
 from phalanx.frameworks.torch.sharing.state import Sharing
-from phalanx.frameworks.torch.snapshot import Snapshots, entries
-from phalanx.seams import Computed, Exported, Lanes, Measurement, Todo, Watch, Weights
+from phalanx.frameworks.torch.snapshot import adopt, captured, entries
+from phalanx.seams import Arithmetic, Computed, Exported, Lanes, Measurement, Todo, Watch, Weights
+from phalanx.seams.snapshots import Captured
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Reentrant
 
@@ -46,9 +48,11 @@ class Torch:
     lanes: Lanes | None = None
 
     def __init__(self, definition: Definition, model: Any) -> None:
-        self.arithmetic = arithmetic
+        self.arithmetic: Arithmetic = arithmetic
         self._shapes = StaticShapes()
-        self.environment = Reentrant(Environment(definition.threads, definition.generators), self._shapes)
+        self.environment: AbstractContextManager[None] = Reentrant(
+            Environment(definition.threads, definition.generators), self._shapes
+        )
         with self.environment, interrupts.user_code():
             self._build(definition, checked(model))
 
@@ -71,12 +75,6 @@ class Torch:
     def told(self) -> tuple[float, float]:
         """See ``seams.Steppable.told``."""
         return self._updates.told
-
-    @property
-    def snapshots(self) -> Snapshots:
-        """How this state becomes a snapshot, and is made again out of one."""
-        self.rewind()
-        return Snapshots(self._lane.model, self._updates, self._lane.buffers)
 
     @property
     def sharing(self) -> Sharing:
@@ -125,3 +123,14 @@ class Torch:
         self.rewind()
         self._lane.collector.forget()
         return exported(self._lane.shown, self._updates, steps, apart=copy, digest=digest)
+
+    def capture(self, *, copy: bool) -> Captured:
+        """See ``seams.Framework.capture``."""
+        self.rewind()
+        return captured(self._lane.model, self._updates, copy=copy)
+
+    def adopt(self, state: Captured) -> None:
+        """See ``seams.Framework.adopt``."""
+        self.rewind()
+        adopt(self._lane.model, self._updates, state)
+        self._lane.buffers.renew()

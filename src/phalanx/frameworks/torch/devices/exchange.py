@@ -59,25 +59,25 @@ class Exchange:
 
     @property
     def sizes(self) -> list[int]:
-        """See ``seams.Lanes.sizes``."""
+        """See ``engines.hosts.lanes``."""
         return [start.nbytes for start in self._lanes[0].buffers.starts]
 
     @property
     def blanks(self) -> list[torch.Tensor]:
-        """See ``seams.Lanes.blanks``."""
+        """See ``engines.hosts.lanes``."""
         return [arithmetic.blank(arithmetic.spec_of(parameter)) for parameter in self._lanes[0].parameters]
 
     def home(self, vector: Gradient) -> Gradient:
-        """See ``seams.Lanes.home``; waits for the devices."""
+        """See ``engines.hosts.lanes``; waits for the devices."""
         return [None if entry is None else entry.cpu() for entry in vector]
 
     def outward(self, left: Sequence[torch.Tensor]) -> list[bytes | None]:
-        """See ``seams.Lanes.outward``."""
+        """See ``engines.hosts.lanes``."""
         unwritten = {id(start) for lane in self._lanes for start in lane.buffers.starts}
         return [None if id(value) in unwritten else bytes_of(value.cpu()).numpy().tobytes() for value in left]
 
     def inward(self, pieces: Sequence[bytes | bytearray | None]) -> Left:
-        """See ``seams.Lanes.inward``."""
+        """See ``engines.hosts.lanes``."""
         found: Left = []
         for piece, start in zip(pieces, self._lanes[0].buffers.starts, strict=True):
             if piece is None:

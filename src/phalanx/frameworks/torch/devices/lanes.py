@@ -10,8 +10,8 @@ generators belong to the process, and a replica's are seeded before it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -35,9 +35,10 @@ from phalanx.frameworks.torch.replica.feed import Feed, opened
 from phalanx.frameworks.torch.replica.forward import Unread
 from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.frameworks.torch.results import exported
-from phalanx.frameworks.torch.snapshot import Snapshots, entries
+from phalanx.frameworks.torch.snapshot import adopt, captured, entries
 from phalanx.plan.placement import Placement, dealt, hosts
-from phalanx.seams import Computed, Exported, Lanes, Measurement, Todo, Watch, Weights
+from phalanx.seams import Arithmetic, Computed, Exported, Lanes, Measurement, Todo, Watch, Weights
+from phalanx.seams.snapshots import Captured
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Reentrant
 
@@ -78,11 +79,12 @@ class TorchLanes:
         allow: bool,
         part: tuple[int, int] = (0, 1),
     ) -> None:
-        self.arithmetic = DeviceArithmetic()
+        self.arithmetic: Arithmetic = DeviceArithmetic()
         self.devices = tuple(devices)
         self._shapes = StaticShapes()
         surroundings = accelerators.Surroundings(devices, allow=allow)
-        self.environment = Reentrant(Environment(definition.threads, definition.generators), self._shapes, surroundings)
+        within = Environment(definition.threads, definition.generators), self._shapes, surroundings
+        self.environment: AbstractContextManager[None] = Reentrant(*within)
         with self.environment, interrupts.user_code():
             rank, processes = part
             placement = hosts(definition.replicas, processes, len(devices))[1][rank]
@@ -139,13 +141,6 @@ class TorchLanes:
     def told(self) -> tuple[float, float]:
         """See ``seams.Steppable.told``."""
         return self._updates.told
-
-    @property
-    def snapshots(self) -> Snapshots:
-        """How this state becomes a snapshot, and is made again out of one."""
-        self.rewind()
-        reading = functools.partial(accelerators.watched, self.devices)
-        return Snapshots(self._first.model, self._updates, self._first.buffers, self._take_over, reading)
 
     @property
     def sharing(self) -> Any:
@@ -235,6 +230,24 @@ class TorchLanes:
                 lane.collector.forget()
             return exported(self._first.shown, self._updates, steps, apart=copy, digest=digest)
 
+    def capture(self, *, copy: bool) -> Captured:
+        """See ``seams.Framework.capture``."""
+        self.rewind()
+        with accelerators.watched(self.devices):
+            return captured(self._first.model, self._updates, copy=copy)
+
+    def adopt(self, state: Captured) -> None:
+        """See ``seams.Framework.adopt``; the other devices take over what the first has, owners too."""
+        self.rewind()
+        adopt(self._first.model, self._updates, state)
+        self._first.buffers.renew()
+        with torch.no_grad():
+            for lane in self._lanes[1:]:
+                for mine, theirs in zip(lane.parameters, self._first.parameters, strict=True):
+                    mine.copy_(theirs)
+                lane.buffers.settle([(1, self._first.buffers.starts)])
+        self._freeze_alike()
+
     def _begin(self, todo: Todo, watch: Watch | None) -> Computed:
         """Give a device a replica to compute; runs user code."""
         number = self._lane_of[todo.replica]
@@ -269,15 +282,6 @@ class TorchLanes:
         for lane in self._lanes[1:]:
             starts = lane.buffers.starts
             lane.buffers.settle([(1, [mine[n] if n in written else start for n, start in enumerate(starts)])])
-
-    def _take_over(self) -> None:
-        """The first device's model was given another state: all others take it over, owners too."""
-        with torch.no_grad():
-            for lane in self._lanes[1:]:
-                for mine, theirs in zip(lane.parameters, self._first.parameters, strict=True):
-                    mine.copy_(theirs)
-                lane.buffers.settle([(1, self._first.buffers.starts)])
-        self._freeze_alike()
 
     def _freeze_alike(self) -> None:
         for index, (_, parameter) in enumerate(self._updates.named if len(self._lanes) > 1 else ()):
