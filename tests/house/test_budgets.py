@@ -13,7 +13,7 @@ import reading
 
 pytestmark = pytest.mark.house
 
-CODE_LINES = 25_111
+CODE_LINES = 24_960
 FILE_LINES = 500
 FUNCTION_LINES = 40
 PARAMETERS = 8

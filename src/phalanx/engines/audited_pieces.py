@@ -86,7 +86,7 @@ class ArenaPieces:
 
     def spare(self) -> None:
         """See ``auditing.Pieces.spare``."""
-        self._shard.slots.set_destination(-1)
+        self._shard.slots.state.aim(None)
 
     def folded(self, gradient: Vector, weight: float) -> None:
         """See ``auditing.Pieces.folded``."""

@@ -18,7 +18,7 @@ from phalanx.errors import CorruptionError
 from phalanx.plan.audit import Audit, What
 from phalanx.plan.fold import fold_values
 from phalanx.plan.shares import share_weights
-from phalanx.seams import Arithmetic, Part, Steppable
+from phalanx.seams import Arithmetic, Framework, Part
 from phalanx.seams.sharing import Vector
 from phalanx.step import begin, compute, weighed
 
@@ -59,7 +59,7 @@ class AuditedLink:
     within : Link
         It also has ``begin``, and ``enter`` where workers have others.
     audit : Audit
-    framework : Steppable
+    framework : Framework
     definition : Definition
     ballot : Ballot
     worker : int
@@ -73,7 +73,7 @@ class AuditedLink:
         self,
         within: Any,
         audit: Audit,
-        framework: Steppable,
+        framework: Framework,
         definition: Definition,
         ballot: Ballot,
         *,
@@ -184,7 +184,7 @@ class AuditedLink:
 
 
 def vote(
-    framework: Steppable,
+    framework: Framework,
     definition: Definition,
     step: int,
     shares: Sequence[Share],

@@ -66,6 +66,7 @@ class Auto:
         self._audit, self._readers = audit, readers
         self._inline = self._in_this_process()
         self._engine: Engine = self._inline
+        self.workers = self._engine.workers
         self.environment = self.reading = framework.environment
         self._seconds: deque[float] = deque(maxlen=TRIAL)  # of a step, without what is between steps
         self._ends: deque[float] = deque(maxlen=TRIAL + 1)  # when steps were done
@@ -75,11 +76,6 @@ class Auto:
         self._moving = framework.sharing.moving_seconds
         movable = framework.sharing.portable
         self._consider: Callable[[], None] | None = self._think_of_starting if movable else None
-
-    @property
-    def workers(self) -> int:
-        """See ``seams.Engine.workers``."""
-        return self._engine.workers
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -142,6 +138,7 @@ class Auto:
             facts = self._definition, self._framework, placement, self.run_state, self._deadline
             self._processes = Processes(*facts, audit=self._audit, readers=self._readers)
             self._engine, self._consider = self._processes, self._judge
+            self.workers = self._engine.workers
             self._inline.close()
         except Exception as error:  # the recipe cannot travel, the arena does not fit, or descriptors are short
             self._stay(error)
@@ -163,6 +160,7 @@ class Auto:
         if self._processes.hand_back():
             self._consider = None
             self._engine = self._in_this_process()
+            self.workers = self._engine.workers
 
     def _in_this_process(self) -> Inline:
         facts = self._definition, self._framework

@@ -105,7 +105,7 @@ class Inline:
         with self.environment:
             shares = self._dealer.planned(t) if batch is None else self._dealer.brought(batch)
             if self._lanes is not None and batch is None:
-                self._lanes.expect(functools.partial(self._following, t + 1, horizon))
+                self._lanes.following = functools.partial(self._following, t + 1, horizon)
             samples = sum([len(share.samples) for share in shares])
             proposal = self._done(t, shares, batch, samples)
         epoch = self._definition.epoch_of(t) if batch is None else None

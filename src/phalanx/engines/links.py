@@ -10,7 +10,7 @@ from typing import Any
 from phalanx.definition.data import Share
 from phalanx.plan.fold import Fold
 from phalanx.plan.placement import added, covers, remaining
-from phalanx.seams import Lanes, Part, Steppable
+from phalanx.seams import Framework, Lanes, Part
 from phalanx.seams.sharing import Vector
 from phalanx.surroundings import interrupts
 
@@ -20,12 +20,12 @@ class LocalLink:
 
     Parameters
     ----------
-    framework : Steppable
+    framework : Framework
     hosted : sequence of int
         All replicas, in order.
     """
 
-    def __init__(self, framework: Steppable, hosted: Sequence[int]) -> None:
+    def __init__(self, framework: Framework, hosted: Sequence[int]) -> None:
         self.hosted = hosted
         self._framework = framework
         self.begin(0, ())
@@ -76,7 +76,7 @@ class LaneLink:
 
     Parameters
     ----------
-    framework : Steppable
+    framework : Framework
     lanes : Lanes
         Its devices.
 
@@ -86,7 +86,7 @@ class LaneLink:
         By replica that ran: how many samples it had, and the buffers that it left.
     """
 
-    def __init__(self, framework: Steppable, lanes: Lanes) -> None:
+    def __init__(self, framework: Framework, lanes: Lanes) -> None:
         placement = lanes.placement
         self._framework = framework
         self._lanes = lanes

@@ -66,7 +66,7 @@ class Twice:
             self.due |= dict.fromkeys(range(update, self._after(step + 1)), self)
 
     def gradients(self, todo: Sequence[Todo]) -> Iterator[Computed]:
-        """See ``seams.Steppable.gradients``.
+        """See ``seams.Framework.gradients``.
 
         Raises
         ------

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import numpy as np
 
 from phalanx.definition.digest import Entry, digest_of
 from phalanx.definition.fields import Definition
 from phalanx.definition.generators import Global
+from phalanx.errors import UsageError
 from phalanx.seams import Framework
 from phalanx.seams.snapshots import CODES, Tensor
 from phalanx.shared.memory import Memory
@@ -159,6 +160,24 @@ class Record:
     def weights(self, model: Any, params: Mapping[str, Any], instead: Mapping[str, Any]) -> dict[str, Tensor | None]:
         """A model's weights by name; ``instead``: other values of parameters. None: of a dtype without a code."""
         return {name: stored(np.asarray(instead.get(name, value))) for name, value in params.items()}
+
+
+class Unshared:
+    """Stands for ``seams.sharing.Sharing`` where a state is not shared with other processes: says why.
+
+    Parameters
+    ----------
+    why : str
+    """
+
+    portable = False
+    moving_seconds = 0.0
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UsageError(self._why)
 
 
 def stored(array: np.ndarray) -> Tensor | None:

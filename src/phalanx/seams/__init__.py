@@ -1,6 +1,6 @@
 """The seams between the step and what computes it: a handful of methods each, and nothing else.
 
-A framework (torch, jax, tinygrad) computes a replica's gradient and applies the mean; a step sees only ``Steppable``.
+A framework (torch, jax, tinygrad) computes a replica's gradient and applies the mean; a step sees only ``Framework``.
 A gradient is a vector: a list with one entry per parameter, None where the parameter got none.
 """
 
@@ -54,42 +54,6 @@ class Arithmetic(Protocol):
         ...
 
 
-class Steppable(Protocol):
-    """What a step needs: the state at its start, and the means to take it to the next. Used inside ``environment``.
-
-    Attributes
-    ----------
-    arithmetic : Arithmetic
-        How gradients are added, scaled and divided.
-    """
-
-    arithmetic: Arithmetic
-
-    @property
-    def told(self) -> tuple[float, float]:
-        """A checksum of the optimizers' options, and a learning rate: workers compare them before an update."""
-        ...
-
-    def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
-        """Compute some replicas in turn, from the state at the step's start; runs user code.
-
-        One is computed when it is asked for; others may have been begun by then. Who watches changes no bit.
-        """
-        ...
-
-    def norm(self, gradient: Vector) -> float:
-        """2-norm of ``gradient``, as the framework's own clipping computes it."""
-        ...
-
-    def update(self, step: int, gradient: Vector, buffers: Sequence[tuple[int, list[Any]]] | None) -> None:
-        """Clip, do the optimizer's ``step``, settle the (samples, buffers) of replicas that ran; None: others do."""
-        ...
-
-    def rewind(self) -> None:
-        """Undo what computing gradients left behind: buffers as at the step's start, no gradients."""
-        ...
-
-
 class Link(Protocol):
     """How a worker reaches the others: what of a step is not computed alone. All of them call the same in turn.
 
@@ -130,7 +94,7 @@ class Link(Protocol):
         ...
 
 
-class Framework(Steppable, Protocol):
+class Framework(Protocol):
     """What an engine needs of a model with its optimizer: steps, and a view of the state between them.
 
     Attributes
@@ -141,6 +105,12 @@ class Framework(Steppable, Protocol):
         Its devices, if they are several, or one that computes by itself.
     compiles : bool
         Whether batches of another size would be compiled for.
+    arithmetic : Arithmetic
+        How gradients are added, scaled and divided.
+    sharing : Sharing
+        How this state is shared with other processes.
+    opened : callable
+        ``opened(source)`` as this framework reads it: columns become its arrays, sharing memory where they can.
     environment : context manager
         Inside, generators, threads and modes are the run's; outside, the caller's. Entered once at a time.
     """
@@ -148,6 +118,9 @@ class Framework(Steppable, Protocol):
     name: str
     lanes: Lanes | None
     compiles: bool
+    arithmetic: Arithmetic
+    sharing: Sharing
+    opened: Callable[[Source], Source]
     environment: AbstractContextManager[None]
 
     @property
@@ -156,8 +129,27 @@ class Framework(Steppable, Protocol):
         ...
 
     @property
-    def sharing(self) -> Sharing:
-        """How this state is shared with other processes."""
+    def told(self) -> tuple[float, float]:
+        """A checksum of the optimizers' options, and a learning rate: workers compare them before an update."""
+        ...
+
+    def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
+        """Compute some replicas in turn, from the state at the step's start; runs user code.
+
+        One is computed when it is asked for; others may have been begun by then. Who watches changes no bit.
+        """
+        ...
+
+    def norm(self, gradient: Vector) -> float:
+        """2-norm of ``gradient``, as the framework's own clipping computes it."""
+        ...
+
+    def update(self, step: int, gradient: Vector, buffers: Sequence[tuple[int, list[Any]]] | None) -> None:
+        """Clip, do the optimizer's ``step``, settle the (samples, buffers) of replicas that ran; None: others do."""
+        ...
+
+    def rewind(self) -> None:
+        """Undo what computing gradients left behind: buffers as at the step's start, no gradients."""
         ...
 
     def schedule(self, value: float, epoch: int | None = None) -> None:
@@ -169,10 +161,6 @@ class Framework(Steppable, Protocol):
 
         What it returns waits for the devices, and gives a reading of each. ``weights`` stand in for parameters.
         """
-        ...
-
-    def opened(self, source: Source) -> Source:
-        """``source`` as this framework reads it: columns become its arrays, sharing memory where they can."""
         ...
 
     def export(self, steps: int, *, copy: bool, digest: bool = True) -> Exported:
@@ -195,16 +183,15 @@ class Lanes(Protocol):
     ----------
     placement : Placement
         Which device computes which replicas.
+    following : callable or None
+        Says what the next step will compute, which may be read while this one is waited for.
     """
 
     placement: Placement
+    following: Callable[[], Sequence[Todo]] | None
 
     def moved(self, vector: Vector) -> Vector:
         """A vector with each entry on the device that updates the parameter that it belongs to."""
-        ...
-
-    def expect(self, following: Callable[[], Sequence[Todo]]) -> None:
-        """What will be computed in the next step may be read while this one is waited for."""
         ...
 
 
@@ -214,6 +201,8 @@ class Engine(Protocol):
     Attributes
     ----------
     run_state : RunState
+    workers : int
+        W.
     environment : context manager
         Entered around many steps if nobody looks at the state between them.
     reading : context manager
@@ -221,13 +210,9 @@ class Engine(Protocol):
     """
 
     run_state: RunState
+    workers: int
     environment: AbstractContextManager[None]
     reading: AbstractContextManager[Any]
-
-    @property
-    def workers(self) -> int:
-        """W."""
-        ...
 
     @property
     def worker_pids(self) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import mmap
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx.seams.sharing import Arrays, WorkerState
+from phalanx.seams.sharing import Arrays
 from phalanx.shared.layout import Contents, Layout, Spec
 
 ELEMENTS = 1 << 14  # of a slice
@@ -58,7 +58,7 @@ class AuditRoom:
         """By whoever computed it: a replica's gradient of the parameter; None: it has none."""
         self._flags[replica] = entry is not None
         if entry is not None:
-            self._arrays.write(self._row(replica, parameter, start), self.cut(parameter, start, entry))
+            self._row(replica, parameter, start)[...] = self.cut(parameter, start, entry)
 
     def left(self, parameter: int, start: int) -> list[Any]:
         """The slices of all replicas, None where one has none; they may be written."""
@@ -69,7 +69,7 @@ class AuditRoom:
         """By the owner: the mean gradient of the parameter; None: it has none."""
         self._flags[self._replicas] = entry is not None
         if entry is not None:
-            self._arrays.write(self._mean(parameter), entry)
+            self._mean(parameter)[...] = entry
 
     def mean(self, parameter: int) -> Any:
         """The mean gradient of the parameter, or None."""
@@ -78,11 +78,11 @@ class AuditRoom:
     def keep(self, parameter: int, weight: Any, pieces: Mapping[int, Any]) -> None:
         """By the auditor: a parameter and its optimizer state as they are before the update."""
         places = self._places(parameter)
-        self._arrays.write(places.pop(-1), weight)
+        places.pop(-1)[...] = weight
         for number, place in places.items():
             self._flags[self._replicas + 1 + number] = number in pieces
             if number in pieces:
-                self._arrays.write(place, pieces[number])
+                place[...] = pieces[number]
 
     def kept(self, parameter: int) -> tuple[Any, dict[int, Any]]:
         """The same; not to be written."""
@@ -126,14 +126,14 @@ class Parts:
 
     Parameters
     ----------
-    local : WorkerState
+    local : SharedState
     arrays : Arrays
     layout : Layout
     arena : mmap.mmap
     worker : int
     """
 
-    def __init__(self, local: WorkerState, arrays: Arrays, layout: Layout, arena: mmap.mmap, worker: int) -> None:
+    def __init__(self, local: Any, arrays: Arrays, layout: Layout, arena: mmap.mmap, worker: int) -> None:
         self._local = local
         self._arrays = arrays
         self._layout = layout

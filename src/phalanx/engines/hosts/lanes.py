@@ -9,7 +9,7 @@ from phalanx.definition.data import Share
 from phalanx.engines.hosts.rendezvous import Across, Rendezvous
 from phalanx.engines.hosts.slices import Mask
 from phalanx.engines.links import LaneLink
-from phalanx.seams import Lanes, Part, Steppable
+from phalanx.seams import Framework, Lanes, Part
 from phalanx.seams.sharing import Vector
 
 NOTHING = b"\0"  # a note of a replica without buffers
@@ -49,13 +49,13 @@ class HostLaneLink:
 
     Parameters
     ----------
-    framework : Steppable
+    framework : Framework
     lanes : TravellingLanes
         Its devices.
     rendezvous : Rendezvous
     """
 
-    def __init__(self, framework: Steppable, lanes: TravellingLanes, rendezvous: Rendezvous) -> None:
+    def __init__(self, framework: Framework, lanes: TravellingLanes, rendezvous: Rendezvous) -> None:
         self._within = LaneLink(framework, lanes)
         self.hosted = self._within.hosted
         self._framework = framework

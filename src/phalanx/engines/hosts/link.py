@@ -102,7 +102,7 @@ class HostLink:
         self._slots = shard.slots
         self._worker = barrier.worker
         self._counters = barrier.counters
-        blanks = [self._slots.blank(index) for index in range(within.publications.entries)]  # memory never touched
+        blanks = self._slots.blanks()
         owned = [index for index, owner in enumerate(plan.layout.owners) if owner == self._worker]
         self._across = Across(rendezvous, self._worker, placement.replicas, blanks, owned)
         self._sums = self._across.sums
@@ -123,7 +123,8 @@ class HostLink:
         self._listening = False
         self._patience = Patience()
         self._early: list[Vector] = []  # partial sums as they come, of all workers, where each has one replica
-        if all(len(block) == 1 for block in placement.blocks) and self._slots.watch(self._arrived):
+        if self._slots.state.direct and all(len(block) == 1 for block in placement.blocks):
+            self._slots.state.watch(self._arrived)
             self._early = [self._slots.peer(worker, 0) for worker, _ in plan.publishers]
 
     def begin(self, step: int, shares: Sequence[Share]) -> None:

@@ -13,7 +13,7 @@ from phalanx.errors import Trouble
 from phalanx.plan.fold import Fold
 from phalanx.plan.lifecycle import Phase
 from phalanx.plan.placement import Placement, additions, most_held
-from phalanx.seams import Part, Steppable
+from phalanx.seams import Framework, Part
 from phalanx.seams.sharing import Vector
 from phalanx.shared.arena import Plan
 from phalanx.shared.barrier import Barrier
@@ -83,7 +83,7 @@ class ArenaLink:
 
     Parameters
     ----------
-    framework : Steppable
+    framework : Framework
     shard : Shard
     plan : Plan
     placement : Placement
@@ -103,7 +103,7 @@ class ArenaLink:
 
     def __init__(
         self,
-        framework: Steppable,
+        framework: Framework,
         shard: Shard,
         plan: Plan,
         placement: Placement,
@@ -162,10 +162,11 @@ class ArenaLink:
 
     def norm(self, gradient: Vector) -> float:
         """See ``seams.Link.norm``."""
-        self._slots.publish_norms(gradient)
+        return self._slots.state.norm(gradient, self._meet, self.there)
+
+    def _meet(self) -> None:
         self._barrier.at(Phase.FOLDED)
         self._barrier.wait(FOLD)
-        return self._slots.total_norm(self.there)
 
     def all_true(self, opinion: bool) -> bool:
         """See ``seams.Link.all_true``."""
@@ -243,14 +244,15 @@ class ArenaLink:
         return views, union(masks)
 
     def _add(self, left: Held, right: Held) -> Held:
-        return Held(left.number, self._slots.add(left.vector, right.vector, left.number))
+        homes = self._slots.destinations(left.number)
+        return Held(left.number, self._slots.add_into(left.vector, right.vector, homes))
 
     def _aim(self) -> None:
         """The next replica's gradient goes where no vector is that is still needed."""
         taken = {partial.value.number for partial in self._fold.partials() if partial.value is not None}
         self._free = next((number for number in range(self._most) if number not in taken), -1)
         if self._free >= 0:
-            self._slots.set_destination(self._free)
+            self._slots.state.aim(self._slots.destinations(self._free))
 
 
 def union(masks: Sequence[bytes]) -> list[int] | None:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from phalanx import seams
 from phalanx.definition import generators
 from phalanx.definition.batches import as_batch
 from phalanx.definition.data import Columns, Samples, Share, Source
@@ -88,6 +89,8 @@ class Jax:
             self._deal(definition.replicas, found)
         self._parts = definition.micro_batches
         self._owned = definition.generators
+        self.opened: Callable[[Source], Source] = _opened
+        self.sharing: seams.Sharing = Sharing(self._state, self._updates, self._device)
         self._collate = definition.collate_fn or batch.collate
 
     def _deal(self, replicas: int, devices: Sequence[Any]) -> None:
@@ -105,13 +108,8 @@ class Jax:
         """Learning rate of the default optimizer; NaN for others, which keep theirs to themselves."""
         return self._updates.lr
 
-    @property
-    def sharing(self) -> Sharing:
-        """How this state is shared with other processes."""
-        return Sharing(self._state, self._updates, self._device)
-
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
-        """See ``seams.Steppable.gradients``: while one is waited for, the other devices compute the next."""
+        """See ``seams.Framework.gradients``: while one is waited for, the other devices compute the next."""
         begun: deque[Callable[[], Computed]] = deque()
         for replica, key, share, *_ in todo:
             params = self._params_on(self._device if self._blocks is None else self._blocks.device_of(replica))
@@ -128,7 +126,7 @@ class Jax:
         return self.arithmetic.norm(gradient)
 
     def update(self, step: int, gradient: Gradient, buffers: Sequence[tuple[int, list[Any]]] | None) -> None:
-        """See ``seams.Steppable.update``; the state beside the parameters is settled as buffers are."""
+        """See ``seams.Framework.update``; the state beside the parameters is settled as buffers are."""
         starts = jax.tree.leaves(self._state.buffers)
         for start, value in zip(starts, settled(buffers or [], starts), strict=True):
             if value is not start:
@@ -155,12 +153,6 @@ class Jax:
                 output = metrics.forward_fn(self._whole(params), samples)
             values = metrics.see(output, self._forward.target(samples) if metrics.targets else None, _home)
             return functools.partial(metrics.read, values, len(share.samples))
-
-    def opened(self, source: Source) -> Source:
-        """See ``seams.Framework.opened``: shares are taken from numpy arrays, over the same memory."""
-        if isinstance(source, Samples):
-            return source
-        return Columns(tuple(map(batch.column, source.arrays)), source.rebuild)
 
     def export(self, steps: int, *, copy: bool, digest: bool = True) -> Exported:
         """See ``seams.Framework.export``; containers are the caller's own, arrays cannot be written."""
@@ -235,6 +227,11 @@ class Jax:
             generators.seed(key, self._owned)
         whole = as_batch(samples, share, self._collate)
         return batch.checked(whole, share.origin, double=self._double)
+
+
+def _opened(source: Source) -> Source:
+    """See ``seams.Framework``: shares are taken from numpy arrays, over the same memory."""
+    return source if isinstance(source, Samples) else Columns(tuple(map(batch.column, source.arrays)), source.rebuild)
 
 
 def _home(leaf: Any) -> Any:

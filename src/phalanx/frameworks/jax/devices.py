@@ -71,6 +71,7 @@ class Blocks:
 
     def __init__(self, replicas: int, devices: Sequence[Any], owners: Sequence[int]) -> None:
         self.placement = place(replicas, len(devices))
+        self.following: Callable[[], Sequence[Todo]] | None = None  # nothing is read ahead
         self._homes = [devices[owner] for owner in owners]
         self._computes = {
             replica: device for device, block in zip(devices, self.placement.blocks, strict=True) for replica in block
@@ -83,9 +84,6 @@ class Blocks:
     def moved(self, vector: Gradient) -> Gradient:
         """See ``seams.Lanes.moved``."""
         return [jax.device_put(entry, home) for entry, home in zip(vector, self._homes, strict=True)]
-
-    def expect(self, following: Callable[[], Sequence[Todo]]) -> None:
-        """Nothing is read ahead: jax has begun each device's next replica by the time one is waited for."""
 
 
 class DeviceArithmetic:

@@ -22,6 +22,7 @@ from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks import arithmetic
 from phalanx.frameworks.arithmetic import Gradient, settled
+from phalanx.frameworks.record import Unshared
 from phalanx.frameworks.tinygrad import devices as place
 from phalanx.frameworks.tinygrad import forward as batch
 from phalanx.frameworks.tinygrad.devices import Blocks
@@ -31,7 +32,6 @@ from phalanx.frameworks.tinygrad.lane import Lane
 from phalanx.frameworks.tinygrad.listing import available as available
 from phalanx.frameworks.tinygrad.model import opened, write
 from phalanx.frameworks.tinygrad.optimizer import Update
-from phalanx.frameworks.tinygrad.sharing import Sharing
 from phalanx.frameworks.tinygrad.snapshot import State, adopted, captured, entries
 from phalanx.frameworks.tinygrad.snapshot import array_of as array_of
 from phalanx.seams import Computed, Exported, Lanes, Measurement, Todo, Watch, Weights
@@ -60,6 +60,11 @@ class Tinygrad:
     compiles = True
     arithmetic = arithmetic
     told = (0.0, 0.0)
+    sharing: Any = Unshared(
+        "the model is tinygrad's, which computes in one process: workers share weights in host memory, which its "
+        "devices would copy in every step; leave workers out, and name several devices instead: devices=['CL:0', "
+        "'CL:1'] (same answer)"
+    )
 
     def __init__(self, definition: Definition, devices: Sequence[str], whole: Any) -> None:
         _check(definition)
@@ -82,6 +87,7 @@ class Tinygrad:
         self._blocks = Blocks(definition.replicas, homes) if len(homes) > 1 else None
         self.lanes: Lanes | None = self._blocks
         self._owned = definition.generators
+        self.opened: Callable[[Source], Source] = _opened
         self._collate = definition.collate_fn or batch.collate
 
     @property
@@ -89,13 +95,8 @@ class Tinygrad:
         """The optimizer's ``lr``; NaN where it has none."""
         return self._updates.lr
 
-    @property
-    def sharing(self) -> Sharing:
-        """Why this state is not shared with other processes."""
-        return Sharing(len(self._model.params))
-
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
-        """See ``seams.Steppable.gradients``: while one is waited for, the other devices compute the next.
+        """See ``seams.Framework.gradients``: while one is waited for, the other devices compute the next.
 
         Nobody can look into a captured program, so nothing is told.
         """
@@ -113,7 +114,7 @@ class Tinygrad:
         return arithmetic.norm(gradient)
 
     def update(self, step: int, gradient: Gradient, buffers: Sequence[tuple[int, list[Any]]] | None) -> None:
-        """See ``seams.Steppable.update``."""
+        """See ``seams.Framework.update``."""
         self._updates.step(gradient)
         self._starts = settled(buffers or [], self._starts)
         self._spread()
@@ -136,12 +137,6 @@ class Tinygrad:
             generators.seed(key, self._owned)  # a trace may have drawn
             values = batch.numbers(metrics.see(output, target if metrics.targets else None, _home))
             return functools.partial(metrics.read, values, len(share.samples))
-
-    def opened(self, source: Source) -> Source:
-        """See ``seams.Framework.opened``: shares are taken from numpy arrays."""
-        if isinstance(source, Samples):
-            return source
-        return Columns(tuple(map(np.asarray, source.arrays)), source.rebuild)
 
     def export(self, steps: int, *, copy: bool, digest: bool = True) -> Exported:
         """See ``seams.Framework.export``: always a copy, on the first device."""
@@ -203,6 +198,11 @@ def _check(definition: Definition) -> None:
                 f"{name} is given, which is not for recipes of tinygrad in this version; leave "
                 f"it out, or write the model in {elsewhere}"
             )
+
+
+def _opened(source: Source) -> Source:
+    """See ``seams.Framework``: shares are taken from numpy arrays."""
+    return source if isinstance(source, Samples) else Columns(tuple(map(np.asarray, source.arrays)), source.rebuild)
 
 
 def _home(leaf: Any) -> Any:

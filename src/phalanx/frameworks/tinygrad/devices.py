@@ -38,14 +38,12 @@ class Blocks:
 
     def __init__(self, replicas: int, devices: Sequence[str]) -> None:
         self.placement = place(replicas, len(devices))
+        self.following: Callable[[], Sequence[Todo]] | None = None  # nothing is read ahead
         self.number_of = {replica: number for number, block in enumerate(self.placement.blocks) for replica in block}
 
     def moved(self, vector: Gradient) -> Gradient:
         """See ``seams.Lanes.moved``: they are in host memory."""
         return vector
-
-    def expect(self, following: Callable[[], Sequence[Todo]]) -> None:
-        """Nothing is read ahead: each device has its next replica by the time one is waited for."""
 
 
 def home_of(model: Model) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from phalanx import seams
 from phalanx.definition.data import Share, Source
 from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
@@ -65,6 +66,9 @@ class Torch:
         check_sizes(found, definition)
         self._shapes.known = self.compiles = bool(found)
         self._describable = False
+        self.opened: Callable[[Source], Source] = opened
+        facts = self._lane.model, self._lane.buffers, self._updates, self._lane.collector, self.environment
+        self.sharing: seams.Sharing = Sharing(*facts, portable=not self._updates.foreign)
 
     @property
     def lr(self) -> float:
@@ -73,25 +77,19 @@ class Torch:
 
     @property
     def told(self) -> tuple[float, float]:
-        """See ``seams.Steppable.told``."""
+        """See ``seams.Framework.told``."""
         return self._updates.told
 
-    @property
-    def sharing(self) -> Sharing:
-        """What it takes to share this state with other processes."""
-        lane = self._lane
-        return Sharing(lane.model, lane.buffers, self._updates, lane.collector, self.environment)
-
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
-        """See ``seams.Steppable.gradients``."""
+        """See ``seams.Framework.gradients``."""
         return self._lane.gradients(todo, watch)
 
     def norm(self, gradient: Gradient) -> float:
-        """See ``seams.Steppable.norm``."""
+        """See ``seams.Framework.norm``."""
         return self._updates.norm(gradient)
 
     def update(self, step: int, gradient: Gradient, buffers: Sequence[tuple[int, Left]] | None) -> None:
-        """See ``seams.Steppable.update``."""
+        """See ``seams.Framework.update``."""
         self._updates.apply(step, gradient)
         if buffers is None:
             self._lane.buffers.expect()
@@ -107,16 +105,12 @@ class Torch:
         self._updates.schedule(value, epoch)
 
     def rewind(self) -> None:
-        """See ``seams.Steppable.rewind``."""
+        """See ``seams.Framework.rewind``."""
         self._lane.rewind()
 
     def measure(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Measurement:
         """See ``seams.Framework.measure``."""
         return self._lane.measure(metrics, key, share, weights)
-
-    def opened(self, source: Source) -> Source:
-        """See ``seams.Framework.opened``."""
-        return opened(source)
 
     def export(self, steps: int, *, copy: bool, digest: bool = True) -> Exported:
         """See ``seams.Framework.export``."""

@@ -41,7 +41,7 @@ class Exchange:
         self._lanes = lanes
         self._homes = devices
         self._owned = {owner: [n for n, other in enumerate(owners) if other == owner] for owner in sorted(set(owners))}
-        self._following: Callable[[], Sequence[Todo]] | None = None
+        self.following: Callable[[], Sequence[Todo]] | None = None
 
     def moved(self, vector: Gradient) -> Gradient:
         """See ``seams.Lanes.moved``."""
@@ -87,13 +87,9 @@ class Exchange:
                 found.append(value.to(start.device))
         return found
 
-    def expect(self, following: Callable[[], Sequence[Todo]]) -> None:
-        """See ``seams.Lanes.expect``."""
-        self._following = following
-
-    def following(self) -> Sequence[Todo]:
+    def take_following(self) -> Sequence[Todo]:
         """What was said to be computed next, once; nothing if that was not said."""
-        following, self._following = self._following, None
+        following, self.following = self.following, None
         return [] if following is None else following()
 
     def spread(self) -> None:

@@ -20,6 +20,7 @@ from phalanx.definition.data import Share, Source
 from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
+from phalanx.frameworks.record import Unshared
 from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.devices import accelerators
 from phalanx.frameworks.torch.devices.apart import check_apart, hooked, put, same
@@ -81,6 +82,11 @@ class TorchLanes:
     ) -> None:
         self.arithmetic: Arithmetic = DeviceArithmetic()
         self.devices = tuple(devices)
+        self.opened: Callable[[Source], Source] = opened
+        self.sharing: Any = Unshared(
+            f"the model is on {self.devices[0]}, but worker processes compute on the CPU in this version; use "
+            "engine='inline'"
+        )
         self._shapes = StaticShapes()
         surroundings = accelerators.Surroundings(devices, allow=allow)
         within = Environment(definition.threads, definition.generators), self._shapes, surroundings
@@ -139,25 +145,11 @@ class TorchLanes:
 
     @property
     def told(self) -> tuple[float, float]:
-        """See ``seams.Steppable.told``."""
+        """See ``seams.Framework.told``."""
         return self._updates.told
 
-    @property
-    def sharing(self) -> Any:
-        """See ``seams.Framework.sharing``: there is none.
-
-        Raises
-        ------
-        UsageError
-            Always.
-        """
-        raise UsageError(
-            f"the model is on {self.devices[0]}, but worker processes compute on the CPU in this version; use "
-            "engine='inline'"
-        )
-
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
-        """See ``seams.Steppable.gradients``: each device has a replica to compute before the first is asked for."""
+        """See ``seams.Framework.gradients``: each device has a replica to compute before the first is asked for."""
         for feed in self._feeds:
             feed.begin(todo)
         count = len(self._lanes)
@@ -175,16 +167,16 @@ class TorchLanes:
                 yield _weighted(computed)
 
     def norm(self, gradient: Gradient) -> float:
-        """See ``seams.Steppable.norm``; the one place where a step waits for its devices."""
+        """See ``seams.Framework.norm``; the one place where a step waits for its devices."""
         with accelerators.watched(self.devices):
             whole = self._updates.enqueue_norm(gradient, self.devices[0])
-        for todo in self._exchange.following():
+        for todo in self._exchange.take_following():
             self._feeds[self._lane_of[todo.replica]].read_ahead(todo)
         with accelerators.watched(self.devices):
             return whole.item()
 
     def update(self, step: int, gradient: Gradient, buffers: Sequence[tuple[int, Left]] | None) -> None:
-        """See ``seams.Steppable.update``."""
+        """See ``seams.Framework.update``."""
         with accelerators.watched(self.devices):
             self._updates.apply(step, gradient)
             self._exchange.spread()
@@ -200,7 +192,7 @@ class TorchLanes:
         self._freeze_alike()
 
     def rewind(self) -> None:
-        """See ``seams.Steppable.rewind``."""
+        """See ``seams.Framework.rewind``."""
         for lane, feed in zip(self._lanes, self._feeds, strict=True):
             lane.rewind()
             feed.forget()
@@ -217,10 +209,6 @@ class TorchLanes:
                 return begun()
 
         return read
-
-    def opened(self, source: Source) -> Source:
-        """See ``seams.Framework.opened``."""
-        return opened(source)
 
     def export(self, steps: int, *, copy: bool, digest: bool = True) -> Exported:
         """See ``seams.Framework.export``; the model is on the first device."""
