@@ -13,11 +13,11 @@ import reading
 
 pytestmark = pytest.mark.house
 
-CODE_LINES = 24_960
+CODE_LINES = 24_965
 FILE_LINES = 500
 FUNCTION_LINES = 40
 PARAMETERS = 8
-PUBLIC_METHODS = 8
+PUBLIC_METHODS = 9
 
 # Fields of records and keyword dictionaries count as parameters: somebody has to pass them.
 MANY_PARAMETERS = {

@@ -108,6 +108,10 @@ class Record:
     def adopt(self, settings: dict[str, Any]) -> None:
         """Set this process to another one's settings."""
 
+    def harmless(self) -> Sequence[str]:
+        """How warnings begin that nobody needs to see in a worker."""
+        return ()
+
     def reduced(self, thing: Any, *, alone: bool) -> Any:
         """How a parcel takes its arrays along (``alone``: without memory beside them); NotImplemented for all else."""
         return NotImplemented

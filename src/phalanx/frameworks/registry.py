@@ -180,6 +180,11 @@ def adopt_numeric_environment(settings: dict[str, Any]) -> None:
         named(name).adopt(found)
 
 
+def harmless_warnings(settings: Mapping[str, Any]) -> list[str]:
+    """How warnings begin that nobody needs to see in a worker with these settings."""
+    return [message for name in settings for message in named(name).harmless()]
+
+
 def changed_environment(recorded: Mapping[str, Any]) -> list[str]:
     """What decides bits and is not as it was when an environment was recorded, in words."""
     return changes(recorded_environment(), recorded)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -89,6 +89,10 @@ class JaxRecord(Record):
         from phalanx.frameworks.jax import environment
 
         environment.adopt(settings)
+
+    def harmless(self) -> Sequence[str]:
+        """What one worker writes another may be reading, where the folder for that is not the user's."""
+        return () if "JAX_COMPILATION_CACHE_DIR" in os.environ else ("Error reading persistent compilation cache",)
 
     def available(self) -> list[tuple[str, str, str]]:
         """Of the backends that it was installed with."""

@@ -193,10 +193,9 @@ def _check(definition: Definition) -> None:
     several = definition.phases is not None, definition.micro_batches > 1
     for name, given in zip(("phases", "micro_batches"), several, strict=True):
         if given:
-            elsewhere = "torch or jax" if name == "micro_batches" else "torch"
+            way = "write the model in torch or jax" if name == "micro_batches" else "write the model in torch"
             raise UsageError(
-                f"{name} is given, which is not for recipes of tinygrad in this version; leave "
-                f"it out, or write the model in {elsewhere}"
+                f"{name} is given, which is not for recipes of tinygrad in this version; leave it out, or {way}"
             )
 
 
