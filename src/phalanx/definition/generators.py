@@ -64,15 +64,11 @@ def reseed(owned: Mapping[str, Any], key: int) -> None:
         _seed(generator, key ^ _stream(path))
 
 
-def of_frameworks() -> list[Global]:
-    """The global generators of all frameworks that are loaded."""
-    return [generator for module, listed in FRAMEWORKS.items() if module in sys.modules for generator in listed()]
-
-
 def find(roots: Mapping[str, Any]) -> Owned:
     """The generators that user code owns, as far as ``roots`` lead to them; not the global ones."""
     known = [np.random.mtrand._rand, np.random.mtrand._rand._bit_generator, random.seed.__self__]  # type: ignore[attr-defined]
-    theirs = [generator.itself for generator in of_frameworks() if generator.itself is not None]
+    loaded = [listed for module, listed in FRAMEWORKS.items() if module in sys.modules]
+    theirs = [each.itself for listed in loaded for each in listed() if each.itself is not None]
     kinds = np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random, *map(type, theirs)
     strangers = {id(generator) for generator in known + theirs}
     return {path: value for path, value in reachable(roots) if isinstance(value, kinds) and id(value) not in strangers}
@@ -102,7 +98,7 @@ class kept(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a fu
         self._restore = [
             functools.partial(random.setstate, random.getstate()),
             _restoring_numpy(),
-            *[generator.kept() for generator in of_frameworks()],
+            *[each.kept() for module, listed in FRAMEWORKS.items() if module in sys.modules for each in listed()],
             *map(restoring, self._owned.values()),
         ]
 
