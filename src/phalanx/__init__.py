@@ -10,7 +10,7 @@ from phalanx import testing as testing
 from phalanx.checkpoint.resume import Loaded, load
 from phalanx.definition.evaluation import Evaluation
 from phalanx.definition.evaluation.metrics import whole
-from phalanx.definition.phases import Phase
+from phalanx.definition.phases import Phase, weighted
 from phalanx.definition.streams import Stream
 from phalanx.errors import (
     CorruptionError,
@@ -25,7 +25,6 @@ from phalanx.errors import (
     WorkerError,
 )
 from phalanx.frameworks.states import digest
-from phalanx.frameworks.torch.replica.forward import weighted
 from phalanx.plan import Plan
 from phalanx.proof.compare.diff import diff
 from phalanx.proof.compare.values import Difference

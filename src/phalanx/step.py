@@ -22,7 +22,7 @@ from phalanx.plan import replica_key
 from phalanx.plan.fold import fold_values
 from phalanx.plan.rounds import Moment
 from phalanx.plan.shares import share_weights
-from phalanx.seams import Arithmetic, Computed, Framework, Link, Measurement, Part, Steppable, Todo, Vector, Weights
+from phalanx.seams import Arithmetic, Computed, Framework, Link, Measurement, Part, Todo, Vector, Weights
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.current import CURRENT
 
@@ -56,7 +56,7 @@ class Proposal:
 
 
 def propose(
-    framework: Steppable,
+    framework: Framework,
     link: Link,
     definition: Definition,
     t: int,
@@ -105,7 +105,7 @@ def propose(
     return Proposal(loss, norm, gradient, accepted, told)
 
 
-def commit(framework: Steppable, link: Link, t: int, proposal: Proposal) -> None:
+def commit(framework: Framework, link: Link, t: int, proposal: Proposal) -> None:
     """Take the state to the one after step ``t``; a step that is skipped leaves it as it was."""
     if not proposal.accepted:
         framework.rewind()
@@ -113,7 +113,7 @@ def commit(framework: Steppable, link: Link, t: int, proposal: Proposal) -> None
 
 
 def _part(
-    framework: Steppable,
+    framework: Framework,
     link: Link,
     definition: Definition,
     computing: Iterator[Computed],
@@ -197,7 +197,7 @@ def _finite(arithmetic: Arithmetic, link: Link, loss: float, norm: float, gradie
 
 
 def begin(
-    framework: Steppable, definition: Definition, t: int, replicas: Sequence[int], shares: Sequence[Share]
+    framework: Framework, definition: Definition, t: int, replicas: Sequence[int], shares: Sequence[Share]
 ) -> Iterator[Computed]:
     """Gradients of these replicas in step ``t``, each computed when it is asked for."""
     return framework.gradients(todo(definition, t, replicas, shares))
@@ -262,7 +262,7 @@ def _measured(function: Callable[[], T], share: Share) -> T:
 
 
 def blame(
-    framework: Steppable, definition: Definition, t: int, shares: Sequence[Share], hosted: Sequence[int]
+    framework: Framework, definition: Definition, t: int, shares: Sequence[Share], hosted: Sequence[int]
 ) -> NonFiniteError:
     """Name the replica. A replica-step is a pure function, so it can simply be computed again."""
     moment = definition.rounds.at(t)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import phalanx
-from phalanx.definition import device_generators
+from phalanx.definition import generators
 from phalanx.frameworks.torch.devices import exchange, feed, lanes, names
 from phalanx.plan.placement import place, remaining
 from tests import accelerator
@@ -95,8 +95,8 @@ def test_a_loop_by_hand_is_seeded(fake):
 
 
 def generator_of_the_first(monkeypatch):
-    original = device_generators.in_use
-    monkeypatch.setattr(device_generators, "in_use", lambda: original()[:1])
+    original = generators.FRAMEWORKS["torch"]
+    monkeypatch.setitem(generators.FRAMEWORKS, "torch", lambda: original()[:2])  # the host's, and the first device's
 
 
 def in_order_of_arrival(monkeypatch):

@@ -748,10 +748,10 @@ def buffers_left_out():
 
 def stale_gradients():
     """A peer's gradient is what it was when it was first looked at."""
-    from phalanx.frameworks.torch.sharing.buckets import GradientBuckets
+    from phalanx.shared.buckets import Buckets
 
-    peer = GradientBuckets.peer
-    GradientBuckets.peer = lambda self, *place: [None if grad is None else grad.clone() for grad in peer(self, *place)]
+    peer = Buckets.peer
+    Buckets.peer = lambda self, *place: [None if grad is None else grad.clone() for grad in peer(self, *place)]
 
 
 def absent_as_zero():
@@ -766,9 +766,10 @@ def absent_as_zero():
 
 def norm_of_the_own():
     """Each worker clips by the norm of what it owns."""
-    from phalanx.frameworks.torch.sharing.buckets import GradientBuckets
+    from phalanx.frameworks.torch.sharing.state import WorkerState
 
-    GradientBuckets.total_norm = lambda self, there: self._updates.total_norm(self._norms[self._owned])
+    norm = WorkerState.norm
+    WorkerState.norm = lambda self, gradient, meet, there: norm(self, gradient, meet, self._owned)
 
 
 def seeded_by_worker():

@@ -39,39 +39,26 @@ def view(memory, offset, wanted):
     return flat.reshape(wanted.shape)
 
 
-def write(target, source):
-    """Implements ``seams.sharing.Arrays.write``."""
-    target[...] = source
-
-
 class Framework:
     """A state, in the caller's process or a worker's, that notes what it is given."""
 
-    arrays = types.SimpleNamespace(view=view, write=write)
-    buckets = None
+    arrays = types.SimpleNamespace(view=view, add_into=None)
+    direct = False
 
     def __init__(self, pieces=()):
         self.starts = [np.arange(7, dtype=np.float32)]
         self.values = [np.arange(count, dtype=np.float64) + count for count in WEIGHTS]
         self.pieces = dict(pieces)
 
-    def caller_state(self, layout):
-        return self
-
-    def worker_state(self, layout, arena, worker):
+    def open(self, layout, arena, worker):
         return self
 
     def weights(self):
         return [value.view(np.uint8) for value in self.values]
 
-    def take_weights(self, contents):
-        self.values = [content.copy().view(np.float64) for content in contents]
-
-    def take_buffers(self, buffers):
+    def take_arrays(self, weights, buffers):
+        self.values = [content.copy().view(np.float64) for content in weights]
         self.starts = [buffer.copy() for buffer in buffers]
-
-    def state(self):
-        return self.pieces
 
     def made(self, absent):
         return {piece: value for piece, value in self.pieces.items() if piece in absent}
@@ -79,11 +66,8 @@ class Framework:
     def adopt(self, pieces, *, more=False):
         self.pieces = {**(self.pieces if more else {}), **pieces}
 
-    def foreign(self):
-        return None
-
-    def options(self):
-        return "options"
+    def rest(self):
+        return None, "options"
 
     def take(self, foreign, options):
         assert (foreign, options) == (None, "options")

@@ -58,7 +58,7 @@ def test_threads_are_the_recipe_s(tmp_path):
 @pytest.mark.long
 def test_two_threads_are_two():
     """XLA has as many threads as the recipe says; whether they change bits is up to the processor."""
-    counted = "from phalanx.frameworks.jax.outside import running_threads\nrun(2)\nprint(running_threads())"
+    counted = "from phalanx.frameworks.jax.environment import running_threads\nrun(2)\nprint(running_threads())"
     assert ran(WIDE + counted) == ["2"]
 
 

@@ -13,7 +13,7 @@ from phalanx.frameworks.torch.adapter import Torch
 from phalanx.frameworks.torch.optimizer import Update
 from phalanx.frameworks.torch.replica.feed import Feed
 from phalanx.frameworks.torch.replica.lane import Lane
-from phalanx.frameworks.torch.sharing.buckets import GradientBuckets
+from phalanx.shared.buckets import Buckets
 from phalanx.shared.state import Shard
 from phalanx.surroundings.current import CURRENT
 
@@ -36,7 +36,7 @@ def _owned(update):
 
 def _idle(this):
     """Whether a process has nothing to fold or to update."""
-    return not (this._owned if isinstance(this, GradientBuckets) else _owned(this))  # planted
+    return not (this._owned if isinstance(this, Buckets) else _owned(this))  # planted
 
 
 def _flip_gradient(lane, arguments, computed):
@@ -106,7 +106,7 @@ def _die(update, arguments, _):
 # What is spoiled, by whom, in which method, and whether before it is called.
 KINDS = {
     "gradient": (Lane, "gradient", _flip_gradient, False),  # while a replica is computed
-    "fold": (GradientBuckets, "fold", _flip_sums, False),  # while owners add
+    "fold": (Buckets, "fold", _flip_sums, False),  # while owners add
     "order": (LocalLink, "begin", add_in_turn, False),  # no bit is flipped, but all is added from left to right
     "update": (Update, "apply", _flip_weights, False),  # while owners write weights
     "state": (Update, "apply", _flip_state, False),  # while owners write optimizer state
@@ -161,7 +161,7 @@ class Fault:
 
         @functools.wraps(real)
         def faulty(this, *arguments, **named):
-            idle = owner in (GradientBuckets, Update) and _idle(this)
+            idle = owner in (Buckets, Update) and _idle(this)
             call = -1 if idle else next(calls)
             computing = owner in (Lane, Feed)
             # where replicas are computed twice it would be found, as what it is not

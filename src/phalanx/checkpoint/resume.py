@@ -92,18 +92,18 @@ class ResumeState:
         self.framework = framework.name
         if self._directory is not None:
             with framework.environment:
-                state = framework.snapshots.capture(copy=False)
+                state = framework.capture(copy=False)
             self._recipe["made"] = made(state)
             self._compare(self._directory, state)
         earlier = self._earlier
         if self._weights is not None:
             with framework.environment:
-                framework.snapshots.adopt_weights(self._weights.weights)
+                framework.adopt(Captured(dict(self._weights.weights), {}, {}))
         rounds = self._definition.rounds
         if earlier is None:
             return RunState(rounds=rounds)
         with taking_over("the state"), framework.environment:
-            framework.snapshots.adopt(Captured(dict(earlier.weights), dict(earlier.training), earlier.facts))
+            framework.adopt(Captured(dict(earlier.weights), dict(earlier.training), earlier.facts))
         with taking_over("what was evaluated"):
             metrics = [Evaluated(steps, float(value), name) for steps, value, name in earlier.metrics]
         states = found(earlier.facts, earlier.training)

@@ -1,7 +1,7 @@
 """Random generators: seeded from keys, and left to the caller as they were found.
 
-Covers ``random``, ``numpy.random`` and, where they are loaded, torch's CPU generator, those of every accelerator in
-use, and tinygrad's; and generators that user code owns, where they can be found. Importing this imports no framework.
+Covers ``random``, ``numpy.random`` and the generators of every framework that is loaded; and generators that user code
+owns, where they can be found. Importing this imports no framework.
 """
 
 from __future__ import annotations
@@ -11,33 +11,49 @@ import functools
 import random
 import sys
 import zlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from phalanx.definition import device_generators
 from phalanx.definition.reachable import reachable
 from phalanx.plan.keys import MASK32, splitmix64
 from phalanx.surroundings.interrupts import guarded
 from phalanx.surroundings.turns import ALONE
 
-TINYGRAD = ("_seed", "_device_seeds", "_device_rng_counters")  # where it keeps the state of its generators
 Owned = dict[str, Any]  # generators that user code owns, by the path that leads there
+
+
+class Global(NamedTuple):
+    """A global random generator of a framework.
+
+    Attributes
+    ----------
+    seed : callable
+        ``seed(key)`` with a key of 64 bits.
+    kept : callable
+        Returns what puts it back into the state that it has now.
+    itself : Any
+        The generator as an object, if it is one.
+    """
+
+    seed: Callable[[int], Any]
+    kept: Callable[[], Callable[[], Any]]
+    itself: Any = None
+
+
+FRAMEWORKS: dict[str, Callable[[], Sequence[Global]]] = {}  # by the module that is loaded where there are any
+NEAR: list[Any] = []  # those of them in host memory: objects whose state can be read without waiting
 
 
 def seed(key: int, owned: Mapping[str, Any] | None = None) -> None:
     """Seed every global generator with the 64-bit ``key`` (numpy takes its low 32 bits), and owned ones with others."""
     random.seed(key)
     np.random.seed(key & MASK32)
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.default_generator.manual_seed(key)
-        for generator in device_generators.in_use():
-            generator.seed(key)
-    tinygrad: Any = sys.modules.get("tinygrad")
-    if tinygrad is not None:
-        tinygrad.Tensor.manual_seed(key)
+    for module, listed in FRAMEWORKS.items():
+        if module in sys.modules:
+            for generator in listed():
+                generator.seed(key)
     if owned:
         reseed(owned, key)
 
@@ -50,21 +66,18 @@ def reseed(owned: Mapping[str, Any], key: int) -> None:
 
 def find(roots: Mapping[str, Any]) -> Owned:
     """The generators that user code owns, as far as ``roots`` lead to them; not the global ones."""
-    torch: Any = sys.modules.get("torch")
     known = [np.random.mtrand._rand, np.random.mtrand._rand._bit_generator, random.seed.__self__]  # type: ignore[attr-defined]
-    kinds: tuple[type, ...] = (np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
-    if torch is not None:
-        known += [torch.default_generator, *device_generators.listed()]
-        kinds += (torch.Generator,)
-    strangers = set(map(id, known))
+    loaded = [listed for module, listed in FRAMEWORKS.items() if module in sys.modules]
+    theirs = [each.itself for listed in loaded for each in listed() if each.itself is not None]
+    kinds = np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random, *map(type, theirs)
+    strangers = {id(generator) for generator in known + theirs}
     return {path: value for path, value in reachable(roots) if isinstance(value, kinds) and id(value) not in strangers}
 
 
 def places(owned: Mapping[str, Any]) -> list[Any]:
     """Where the host's global generators and the owned ones are; the same again if nothing was drawn in between."""
-    torch: Any = sys.modules.get("torch")
     known = [random.seed.__self__, np.random.mtrand._rand]  # type: ignore[attr-defined]
-    return list(map(_place, [*known, *([] if torch is None else [torch.default_generator]), *owned.values()]))
+    return list(map(_place, [*known, *NEAR, *owned.values()]))
 
 
 class kept(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a function
@@ -82,20 +95,12 @@ class kept(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a fu
     def __enter__(self) -> None:
         ALONE.__enter__()
         self._inside = True
-        torch: Any = sys.modules.get("torch")
         self._restore = [
             functools.partial(random.setstate, random.getstate()),
             _restoring_numpy(),
+            *[each.kept() for module, listed in FRAMEWORKS.items() if module in sys.modules for each in listed()],
+            *map(restoring, self._owned.values()),
         ]
-        if torch is not None:
-            self._restore.append(_restoring(torch.default_generator))
-            self._restore += [generator.kept() for generator in device_generators.in_use()]
-        tinygrad: Any = sys.modules.get("tinygrad")
-        if tinygrad is not None:
-            self._restore += [
-                functools.partial(setattr, tinygrad.Tensor, name, getattr(tinygrad.Tensor, name)) for name in TINYGRAD
-            ]
-        self._restore += map(_restoring, self._owned.values())
 
     def __exit__(self, *_: object) -> None:
         try:
@@ -186,7 +191,7 @@ def _restoring_numpy() -> Callable[[], Any]:
     return restore
 
 
-def _restoring(generator: Any) -> Callable[[], Any]:
+def restoring(generator: Any) -> Callable[[], Any]:
     """Puts a generator back into the state that it has now."""
     if isinstance(generator, np.random.Generator):
         generator = generator.bit_generator

@@ -1,7 +1,8 @@
-"""Steps with several phases: what a phase is, and what a recipe that has some may say besides."""
+"""Steps with several phases, and what a recipe that has some may say besides; losses that tell their weight."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -115,3 +116,32 @@ def names_of(phases: Sequence[Phase]) -> tuple[str, ...]:
     """What each is called."""
     given = [phase.name or (phase.parameters if isinstance(phase.parameters, str) else "") for phase in phases]
     return tuple(name or f"phase {number}" for number, name in enumerate(given))
+
+
+def weighted(loss_fn: Callable[[Any, Any], Any], count: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """A loss that tells its weight, so that shares with more to count weigh more.
+
+    Parameters
+    ----------
+    loss_fn : callable
+        ``loss_fn(output, target) -> mean loss``.
+    count : callable
+        ``count(output, target) -> number of things averaged over``; 0 takes the share out.
+
+    Returns
+    -------
+    callable
+        ``(output, target) -> (mean loss, weight)``.
+
+    Examples
+    --------
+    >>> tokens = phalanx.weighted(
+    ...     lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=-100),
+    ...     lambda output, target: (target != -100).sum(),
+    ... )
+    """
+    return functools.partial(_weighted, loss_fn, count)
+
+
+def _weighted(loss_fn: Callable[[Any, Any], Any], count: Callable[[Any, Any], Any], output: Any, target: Any) -> Any:
+    return loss_fn(output, target), count(output, target)

@@ -12,7 +12,6 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import Any
 
 from phalanx.definition import checks
@@ -64,6 +63,8 @@ class Auto:
         self._readers = readers
         self._inline = self._in_this_process()
         self._engine: Engine = self._inline
+        self.workers = self._engine.workers
+        self.environment = self.reading = framework.environment
         self._seconds: deque[float] = deque(maxlen=TRIAL)  # of a step, without what is between steps
         self._ends: deque[float] = deque(maxlen=TRIAL + 1)  # when steps were done
         self._left = WARM_UP + TRIAL  # steps until workers are judged
@@ -74,24 +75,9 @@ class Auto:
         self._consider: Callable[[], None] | None = self._think_of_starting if movable else None
 
     @property
-    def workers(self) -> int:
-        """See ``seams.Engine.workers``."""
-        return self._engine.workers
-
-    @property
     def worker_pids(self) -> tuple[int, ...]:
         """See ``seams.Engine.worker_pids``."""
         return self._engine.worker_pids
-
-    @property
-    def environment(self) -> AbstractContextManager[Any]:
-        """See ``seams.Engine.environment``."""
-        return self._inline.environment
-
-    @property
-    def reading(self) -> AbstractContextManager[Any]:
-        """See ``seams.Engine.reading``."""
-        return self._inline.reading
 
     def advance(self, batch: Any, horizon: int) -> StepReport:
         """See ``seams.Engine.advance``."""
@@ -153,6 +139,7 @@ class Auto:
             facts = self._definition, self._framework, placement, self.run_state, self._deadline
             self._processes = Processes(*facts, readers=self._readers)
             self._engine, self._consider = self._processes, self._judge
+            self.workers = self._engine.workers
             self._inline.close()
         except Exception as error:  # the recipe cannot travel, the arena does not fit, or descriptors are short
             self._stay(error)
@@ -174,6 +161,7 @@ class Auto:
         if self._processes.hand_back():
             self._consider = None
             self._engine = self._in_this_process()
+            self.workers = self._engine.workers
 
     def _in_this_process(self) -> Inline:
         facts = self._definition, self._framework

@@ -16,12 +16,12 @@ from phalanx.definition.batches import BatchShares
 from phalanx.definition.data import Columns
 from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
-from phalanx.engines.links import LaneLink, LocalLink, ProcessLink
+from phalanx.engines.links import LaneLink, LocalLink
 from phalanx.engines.price import Price
 from phalanx.engines.twice import Twice
 from phalanx.errors import PhalanxError, RunError, WorkerError
 from phalanx.plan import evaluation_key
-from phalanx.seams import Exported, Framework, Measurement, RunState, Todo, Weights
+from phalanx.seams import Exported, Framework, Link, Measurement, RunState, Todo, Weights
 from phalanx.seams.events import StepReport
 from phalanx.seams.snapshots import Captured
 from phalanx.shared.heap import RUNS
@@ -39,7 +39,7 @@ class Inline:
         Holds the state.
     run_state : RunState, optional
         What was done before, in another engine.
-    link : ProcessLink, optional
+    link : Link, optional
     ahead : Taking, optional
         Where shares come from that others read; closed with the engine.
 
@@ -57,14 +57,14 @@ class Inline:
         definition: Definition,
         framework: Framework,
         run_state: RunState | None = None,
-        link: ProcessLink | None = None,
+        link: Link | None = None,
         ahead: Any = None,
     ) -> None:
         self.run_state = RunState() if run_state is None else run_state
         self._definition = definition
         self._framework = framework
         self._lanes = lanes = framework.lanes
-        self._link: ProcessLink = link or (
+        self._link: Link = link or (
             LocalLink(framework, range(definition.replicas)) if lanes is None else LaneLink(framework, lanes)
         )
         self._ahead = ahead
@@ -90,9 +90,9 @@ class Inline:
         with self.environment:
             shares = self._dealer.planned(t) if batch is None else self._dealer.brought(batch)
             if self._lanes is not None and batch is None:
-                self._lanes.expect(functools.partial(self._following, t + 1, horizon))
+                self._lanes.following = functools.partial(self._following, t + 1, horizon)
             samples = sum([len(share.samples) for share in shares])
-            self._link.begin()
+            self._link.begin(t, shares)
             if t in self._twice.due:
                 proposal = self._twice.propose(self._link, t, shares)
             else:
@@ -148,7 +148,7 @@ class Inline:
         if self._torn:
             self.check_able()
         with self.environment:
-            return self._framework.snapshots.capture(copy=True)
+            return self._framework.capture(copy=True)
 
     def close(self) -> None:
         """Give back the memory that steps had freed and would have used again."""

@@ -5,21 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
+from phalanx.definition.data import Share
 from phalanx.plan.fold import Fold
 from phalanx.plan.placement import added, covers, remaining
-from phalanx.seams import Lanes, Link, Part, Steppable
+from phalanx.seams import Framework, Lanes, Part
 from phalanx.seams.sharing import Vector
 from phalanx.surroundings import interrupts
-
-
-class ProcessLink(Link, Protocol):
-    """A link that the inline engine drives."""
-
-    def begin(self) -> None:
-        """Forget what an earlier step left."""
-        ...
 
 
 class LocalLink:
@@ -27,18 +20,18 @@ class LocalLink:
 
     Parameters
     ----------
-    framework : Steppable
+    framework : Framework
     hosted : sequence of int
         All replicas, in order.
     """
 
-    def __init__(self, framework: Steppable, hosted: Sequence[int]) -> None:
+    def __init__(self, framework: Framework, hosted: Sequence[int]) -> None:
         self.hosted = hosted
         self._framework = framework
-        self.begin()
+        self.begin(0, ())
 
-    def begin(self) -> None:
-        """Forget what an earlier step left."""
+    def begin(self, step: int, shares: Sequence[Share]) -> None:
+        """See ``seams.Link.begin``."""
         self._fold: Fold[Vector] = Fold(len(self.hosted), self._framework.arithmetic.add)
         self._buffers: list[tuple[int, list[Any]]] = []
 
@@ -81,7 +74,7 @@ class LaneLink:
 
     Parameters
     ----------
-    framework : Steppable
+    framework : Framework
     lanes : Lanes
         Its devices.
 
@@ -91,7 +84,7 @@ class LaneLink:
         By replica that ran: how many samples it had, and the buffers that it left.
     """
 
-    def __init__(self, framework: Steppable, lanes: Lanes) -> None:
+    def __init__(self, framework: Framework, lanes: Lanes) -> None:
         placement = lanes.placement
         self._framework = framework
         self._lanes = lanes
@@ -107,10 +100,10 @@ class LaneLink:
             for top in remaining(placement.replicas, whole)
         ]
         self._order = functools.cache(functools.partial(added, placement.replicas, nodes))
-        self.begin()
+        self.begin(0, ())
 
-    def begin(self) -> None:
-        """Forget what an earlier step left."""
+    def begin(self, step: int, shares: Sequence[Share]) -> None:
+        """See ``seams.Link.begin``."""
         add = self._framework.arithmetic.add
         self._folds: list[Fold[Vector]] = [Fold(self._replicas, add) for _ in self._blocks]
         self.buffers: dict[int, tuple[int, list[Any]]] = {}

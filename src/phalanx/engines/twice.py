@@ -26,7 +26,8 @@ from phalanx.definition.fields import Definition
 from phalanx.definition.reachable import differences, values
 from phalanx.errors import CorruptionError, StateError, spell_samples
 from phalanx.plan.audit import Audit, joined
-from phalanx.seams import Arithmetic, Computed, Framework, Link, Steppable, Todo, Watch
+from phalanx.seams import Arithmetic, Computed, Framework, Link, Todo, Watch
+from phalanx.seams.snapshots import Captured
 from phalanx.step import Proposal, compute, propose, todo
 from phalanx.surroundings.current import CURRENT, outside
 
@@ -76,7 +77,7 @@ class Twice:
     Parameters
     ----------
     definition : Definition
-    framework : Steppable
+    framework : Framework
     allow : bool or None
         Whether user code that comes to something else is only warned of, once, by whoever computes the first replica;
         None: nobody looks.
@@ -99,7 +100,7 @@ class Twice:
     def __init__(
         self,
         definition: Definition,
-        framework: Steppable,
+        framework: Framework,
         *,
         allow: bool | None,
         audit: Audit | None = None,
@@ -150,10 +151,10 @@ class Twice:
             work = todo(self._definition, t, joined(replica, self._blocks[host], ran), shares)
             self._audited = Audited(work, host, (host + 1) % len(self._blocks), not audited)
         compare = None if self._audited is None or self._audited.alone else self._compare
-        return propose(cast("Steppable", self), link, self._definition, t, shares, compare)
+        return propose(cast("Framework", self), link, self._definition, t, shares, compare)
 
     def gradients(self, todo: Sequence[Todo]) -> Iterator[Computed]:
-        """See ``seams.Steppable.gradients``: what is computed once more comes first."""
+        """See ``seams.Framework.gradients``: what is computed once more comes first."""
         audited, told = self._audited, defaultdict[str, list[Any]](list)
         twice = [] if self._allow and todo and todo[0].replica else todo[: self._update in self._checked]
         auditing = audited is not None and audited.auditor == self._worker
@@ -198,13 +199,13 @@ class Twice:
         None where that says nothing or cannot be had: brought batches and streams, user code that raises, or may come
         to something else each time.
         """
-        definition, framework = self._definition, cast("Framework", self._framework)
+        definition, framework = self._definition, self._framework
         if self._allow is not False or definition.source is None:
             return None
         written: list[str] = []
         watch = Watch(lambda kind, *_: written.append(kind) if kind == "written" else None, parameters=True)
         with contextlib.suppress(Exception), framework.environment, outside():
-            before = framework.snapshots.capture(copy=True) if definition.replicas == 1 else None
+            before = framework.capture(copy=True) if definition.replicas == 1 else None
             try:
                 shares = BatchShares(definition, framework.opened).planned(update)
                 computing = framework.gradients(todo(definition, update, [0], shares), watch)
@@ -212,7 +213,7 @@ class Twice:
             finally:
                 framework.rewind()
                 if written and before is not None:  # a lone replica may write parameters
-                    framework.snapshots.adopt_weights(before.weights)
+                    framework.adopt(Captured(before.weights, {}, {}))
         return None
 
     def _compare(self) -> None:

@@ -1,28 +1,74 @@
-"""Picks the framework of a recipe and imports it then, not before.
+"""Finds the framework of a recipe by what ``make_model`` returns, and imports it then, not before.
 
-What ``make_model`` returns decides: a ``torch.nn.Module``, a tree of jax arrays, or an object with tensors of tinygrad.
+The built-in ones stand in a table. Others are found through the entry points of installed packages, once a model is
+none of the known ones'. Nothing but the table knows one framework from another.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from phalanx.definition import generators
 from phalanx.definition.fields import Definition
 from phalanx.definition.plain import changes
 from phalanx.errors import UsageError
-from phalanx.frameworks.jax import outside
-from phalanx.frameworks.jax.outside import threads as threads
-from phalanx.frameworks.tinygrad import outside as outside_tinygrad
+from phalanx.frameworks.record import Made, Record
 from phalanx.seams import Framework
 from phalanx.shared.layout import Contents, apart
 from phalanx.shared.memory import Memory
 from phalanx.surroundings import interrupts
 
+BUILT_IN = ("torch", "jax", "tinygrad")
+GROUP = "phalanx.frameworks"  # of entry points, each of which loads to a record
+RECORDS: dict[str, Record] = {}
+EVERYWHERE: list[Record] = []  # those of them that all processes of any run have
 NOTHING = contextlib.nullcontext()
+
+
+def register(record: Record) -> None:
+    """Have a framework known in this process, and its generators seeded."""
+    RECORDS[record.name] = record
+    generators.FRAMEWORKS[record.module] = record.random
+    EVERYWHERE[:] = [each for each in RECORDS.values() if each.everywhere]
+
+
+for _name in BUILT_IN:
+    register(importlib.import_module(f"phalanx.frameworks.{_name}.record").RECORD)
+
+
+@functools.cache
+def load_others() -> None:
+    """Register what installed packages offer."""
+    for point in importlib.metadata.entry_points(group=GROUP):
+        if point.name not in RECORDS:
+            register(point.load())
+
+
+def named(framework: str) -> Record:
+    """The record with this name.
+
+    Raises
+    ------
+    UsageError
+        There is none.
+    """
+    if framework not in RECORDS:
+        load_others()
+    if framework not in RECORDS:
+        raise UsageError(f"the framework {framework!r} is not known here ({', '.join(RECORDS)}); install its package")
+    return RECORDS[framework]
+
+
+def recognised(model: Any) -> Record | None:
+    """The framework that this is a model of, if one that is known."""
+    return next((record for record in RECORDS.values() if record.recognises(model)), None)
 
 
 def open_framework(
@@ -38,13 +84,10 @@ def open_framework(
     ``allow``: on accelerators, operations without a deterministic kernel, too. ``part``: which of how many processes
     this is, where each drives devices of its own. ``making``: within which the model is made.
     """
-    from phalanx.frameworks.torch.adapter import Torch, building
-    from phalanx.frameworks.torch.devices import accelerators, names
-    from phalanx.frameworks.torch.devices.lanes import TorchLanes
-    from phalanx.frameworks.torch.model import home_of
-
-    accelerators.prepare(devices, allow=allow)
-    with building(definition.threads), outside.threads(definition.threads):
+    with contextlib.ExitStack() as building:
+        for record in RECORDS.values():
+            building.enter_context(record.building(definition.threads, devices, allow=allow))
+        building.enter_context(starting(definition.threads))
         with interrupts.user_code():
             try:
                 with making:
@@ -53,63 +96,88 @@ def open_framework(
                 if making is NOTHING:
                     raise
                 model = _made(definition)  # once more, with memory that can also grow
-        if outside_tinygrad.is_model(model):
-            outside_tinygrad.check_alone(part)
-            return opened_tinygrad().Tinygrad(definition, devices, model)
-        if not outside.is_pytree(model):
-            found = names.found(devices, definition.replicas // part[1], home_of(model))
-            if len(found) > 1 or found[0].type != "cpu":
-                again = functools.partial(_made, definition)
-                return TorchLanes(definition, found, model, again, allow=allow, part=part)
-            return Torch(definition, model)
-        if part[1] > 1 and len(devices) > 1:
-            raise UsageError(
-                f"devices is {list(devices)}, but of several processes each drives one jax device in this version; use "
-                "one process for all of them, or leave devices out"
-            )
-        return opened_jax().Jax(definition, devices, model)
+        record = recognised(model)
+        if record is None:
+            *most, last = [each.returns for each in RECORDS.values()]
+            found = "None (is a return missing?)" if model is None else f"a {type(model).__name__}"
+            raise UsageError(f"make_model returned {found}; it must return {', '.join(most)}, or {last}")
+        again = functools.partial(_made, definition)
+        return record.open(Made(definition, model, devices, again, allow, part))
+
+
+def _made(definition: Definition) -> Any:
+    """What is trained: the run's own of a model, or what a factory returns right after seeding.
+
+    Called once more if it was the first to use generators, or a framework: now they are there to be seeded.
+    """
+    make_model, seed = definition.make_model, definition.seed
+    given = recognised(make_model)
+    if given is not None and given.takes_models:
+        return given.own(make_model)
+    factories = (record.factory(make_model, seed) for record in RECORDS.values())
+    factory = next((found for found in factories if found is not None), make_model)
+    try:
+        while True:
+            generators.seed(seed)
+            seeded = _drawing()
+            model = factory()
+            if recognised(model) is None:
+                load_others()
+            record = recognised(model)
+            if record is None or _drawing().get(record.name, 0) == seeded.get(record.name, 0):
+                return model
+    except Exception as error:
+        called = "it is called without arguments: wrap it in functools.partial or a lambda if it needs some"
+        way = called if isinstance(error, TypeError) else "the traceback above says where"
+        raise UsageError(f"make_model raised {type(error).__name__}: {error}; {way}") from error
+
+
+def _drawing() -> dict[str, int]:
+    """How many global generators each framework has in use."""
+    return {name: len(record.random()) for name, record in RECORDS.items() if record.module in sys.modules}
+
+
+@contextlib.contextmanager
+def starting(threads: int) -> Iterator[None]:
+    """Within this, frameworks may start in this process: operations have so many threads."""
+    with contextlib.ExitStack() as started:
+        for record in RECORDS.values():
+            started.enter_context(record.starting(threads))
+        yield
 
 
 def sparing(memory: Memory, contents: Contents) -> AbstractContextManager[Any]:
     """Within this, a model is made that shares what is frozen with all other processes of the run."""
-    from phalanx.frameworks.torch.sharing.sparing import LEAST, Sparing  # only torch's weights can be frozen
-
-    places = [(contents.storages[number], offset) for number, offset in apart(contents)[0].items()]
-    large = [place for place in places if place[0] >= LEAST]
-    return Sparing(memory, large) if large else NOTHING
+    frozen = [(contents.storages[number], offset) for number, offset in apart(contents)[0].items()]
+    found = (record.sparing(memory, frozen) for record in RECORDS.values())
+    return next((context for context in found if context is not None), NOTHING)
 
 
 def prepare_process(cache: str | None) -> None:
     """Import, in a process of our own, what workers will need; no array is made.
 
-    ``cache``: a folder for what jax compiles; None if jax is not needed.
+    ``cache``: a folder for what is compiled; None if nothing is.
     """
     import numpy.random  # noqa: F401  numpy imports it when it is first used
 
-    import phalanx.frameworks.torch.adapter
-    import phalanx.frameworks.torch.devices.lanes
-    from phalanx.frameworks.torch import process
-    from phalanx.frameworks.torch.devices import names  # noqa: F401
-    from phalanx.frameworks.torch.sharing import sparing  # noqa: F401
-
-    process.without_compiler()
-    if cache is not None:
-        import phalanx.frameworks.jax.adapter  # noqa: F401
-        from phalanx.frameworks.jax.environment import share_programs
-
-        share_programs(cache)
+    for record in RECORDS.values():
+        record.prepare(cache)
 
 
 def numeric_environment(framework: str) -> dict[str, Any]:
     """Settings of this process that change bits in a recipe of this framework."""
-    from phalanx.frameworks.torch import process
+    return {record.name: record.settings() for record in dict.fromkeys([*EVERYWHERE, named(framework)])}
 
-    found = {"torch": process.numeric_environment()}
-    if framework == "jax":
-        from phalanx.frameworks.jax import environment
 
-        found["jax"] = environment.settings()
-    return found
+def adopt_numeric_environment(settings: dict[str, Any]) -> None:
+    """Set this process to another one's."""
+    for name, found in settings.items():
+        named(name).adopt(found)
+
+
+def harmless_warnings(settings: Mapping[str, Any]) -> list[str]:
+    """How warnings begin that nobody needs to see in a worker with these settings."""
+    return [message for name in settings for message in named(name).harmless()]
 
 
 def changed_environment(recorded: Mapping[str, Any]) -> list[str]:
@@ -118,97 +186,60 @@ def changed_environment(recorded: Mapping[str, Any]) -> list[str]:
 
 
 def recorded_environment() -> dict[str, Any]:
-    """The same and the framework's version as text, for snapshots."""
-    from phalanx.frameworks.torch import process
-
-    return process.recorded_environment()
+    """What decides bits in any recipe, as text, for snapshots."""
+    return {name: value for record in EVERYWHERE for name, value in record.recorded().items()}
 
 
 def as_factory(model: Any) -> Any:
     """A ``make_model`` that gives this model, or a copy."""
-    from phalanx.frameworks.torch.model import is_module
-
-    return model if is_module(model) else functools.partial(_the, model)
+    found = recognised(model)
+    return model if found is not None and found.takes_models else functools.partial(_the, model)
 
 
 def _the(model: Any) -> Any:
     return model
 
 
-def adopt_numeric_environment(settings: dict[str, Any]) -> None:
-    """Set this process to another one's."""
-    from phalanx.frameworks.torch import process
-
-    process.adopt(settings["torch"])
-    if "jax" in settings:
-        from phalanx.frameworks.jax import environment
-
-        environment.adopt(settings["jax"])
+def reduced(thing: Any, *, alone: bool = False) -> Any:
+    """How a parcel takes a framework's arrays along (``alone``, as samples of a step); NotImplemented for all else."""
+    for record in EVERYWHERE:
+        if (how := record.reduced(thing, alone=alone)) is not NotImplemented:
+            return how
+    return NotImplemented
 
 
-def reduced(thing: Any) -> Any:
-    """How a parcel takes a framework's arrays along; NotImplemented for all else."""
-    from phalanx.frameworks.torch import process
-
-    return process.reduced(thing)
+reduced_sample = functools.partial(reduced, alone=True)
 
 
-def reduced_sample(thing: Any) -> Any:
-    """The same for the samples of a step."""
-    from phalanx.frameworks.torch import process
-
-    return process.reduced_sample(thing)
-
-
-def reading(
-    framework: str, definition: Definition
-) -> tuple[contextlib.AbstractContextManager[Any], Callable[[Any], Any] | None]:
+def reading(framework: str, definition: Definition) -> tuple[AbstractContextManager[Any], Callable[[Any], Any] | None]:
     """Where no model is: what samples are read in, and what makes a batch of them; None where samples stay samples."""
-    if framework == "jax":
-        from phalanx.frameworks.jax import environment, forward
-
-        surroundings, collate = environment.Environment(definition.generators), forward.collate
-    else:
-        from phalanx.frameworks.torch.environment import Environment
-        from phalanx.frameworks.torch.replica.feed import default_collate
-
-        surroundings, collate = Environment(definition.threads, definition.generators), default_collate
-    samples = definition.batch_size is None or definition.micro_batches > 1 or framework == "tinygrad"
+    own = named(framework).reading(definition)
+    surroundings, collate = own or next(filter(None, (record.reading(definition) for record in EVERYWHERE)))
+    samples = own is None or definition.batch_size is None or definition.micro_batches > 1
     samples |= definition.phases is not None and definition.collate_fn is not None  # each phase has keys of its own
     return surroundings, None if samples else definition.collate_fn or collate
 
 
-def _made(definition: Definition) -> Any:
-    """What ``make_model`` returns right after seeding; only a jax one has a ``key`` to ask for."""
-    from phalanx.frameworks.torch.model import made
-
-    make_model, seed = definition.make_model, definition.seed
-    if outside_tinygrad.is_model(make_model):
-        return make_model  # never written
-    if not outside.takes_key(make_model, required=True):
-        with outside_tinygrad.seeded(seed) as seeded:
-            model = made(make_model, seed)
-        # else it was the first to import tinygrad: once more, now that its generators can be seeded
-        return model if seeded or not outside_tinygrad.is_model(model) else _made(definition)
-    opened_jax()
-    from phalanx.frameworks.jax.tree import prng_key, words
-
-    return made(functools.partial(make_model, key=prng_key(words(seed))), seed)
+def device_names(names: Sequence[str], replicas: int) -> list[str]:
+    """These devices one by one: a kind alone becomes the devices that it has, at most one per replica."""
+    return _whose(names).spelled(names, replicas)
 
 
-def opened_jax() -> Any:
-    """The jax adapter; says what to install where it cannot be imported."""
-    try:
-        from phalanx.frameworks.jax import adapter
-    except ImportError as error:
-        raise UsageError(f"this needs jax and optax ({error}); install them: pip install 'phalanx[jax]'") from error
-    return adapter
+def device_facts(names: Sequence[str]) -> dict[str, str]:
+    """What their framework says of these devices, and how fast the first two exchange memory, if it can tell."""
+    return _whose(names).facts(names)
 
 
-def opened_tinygrad() -> Any:
-    """The tinygrad adapter; says what to install where it cannot be imported."""
-    try:
-        from phalanx.frameworks.tinygrad import adapter
-    except ImportError as error:
-        raise UsageError(f"this needs tinygrad ({error}); install it: pip install 'phalanx[tinygrad]'") from error
-    return adapter
+def all_devices() -> list[tuple[str, str, str, str]]:
+    """Framework, name, what it is, and what is missing for it: every device here, and every kind without one."""
+    rows: list[tuple[str, str, str, str]] = []
+    for name, record in RECORDS.items():
+        try:
+            rows += [(name, *row) for row in record.available()]
+        except UsageError as error:  # it is not installed
+            rows.append((name, "any", "", str(error)))
+    return rows
+
+
+def _whose(names: Sequence[str]) -> Record:
+    return next((record for record in RECORDS.values() if record.knows(names)), EVERYWHERE[0])

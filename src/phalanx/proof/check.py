@@ -22,7 +22,7 @@ from typing import Any
 
 from phalanx.errors import PhalanxError, StateError, UsageError
 from phalanx.frameworks import registry
-from phalanx.frameworks.devices import device_facts, device_names
+from phalanx.frameworks.registry import device_facts, device_names
 from phalanx.proof.compare.diff import diff
 from phalanx.proof.instant import Instant
 from phalanx.proof.verify import DIFFERENT, SAME, UNKNOWN

@@ -216,7 +216,7 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
     def put(self, state: Captured, update: int) -> None:
         """Take back a state that was captured before ``update``; only where steps are computed in this process."""
         with self._framework.environment:
-            self._framework.snapshots.adopt(state)
+            self._framework.adopt(state)
         history = self._engine.run_state.loss_history
         del history[update:]
 
@@ -227,7 +227,7 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
             if begin is None:
                 return RunState(list(self._losses), rounds=rounds)
             with framework.environment:
-                framework.snapshots.adopt(Captured(dict(begin.weights), dict(begin.training), begin.facts))
+                framework.adopt(Captured(dict(begin.weights), dict(begin.training), begin.facts))
             losses, states = losses_in(begin, rounds.updates(begin.step)), found(begin.facts, begin.training)
             return RunState(losses, begin.samples, callbacks=states, rounds=rounds)
 

@@ -16,8 +16,9 @@ from phalanx.definition.batches import Unchanged
 from phalanx.definition.evaluation import Evaluation
 from phalanx.definition.evaluation.metrics import Metrics, Predictions
 from phalanx.definition.fields import Definition
+from phalanx.definition.streams.supply import Dealer
 from phalanx.errors import PhalanxError, RunError, UsageError, WorkerError
-from phalanx.seams import Dealer, Engine, Weights
+from phalanx.seams import Engine, Weights
 from phalanx.seams.events import Evaluated, PhaseReport, StepReport
 from phalanx.seams.observer import Observer
 from phalanx.surroundings import interrupts

@@ -1,6 +1,6 @@
 """The seams between the step and what computes it: a handful of methods each, and nothing else.
 
-A framework (torch, jax, tinygrad) computes a replica's gradient and applies the mean; a step sees only ``Steppable``.
+A framework (torch, jax, tinygrad) computes a replica's gradient and applies the mean; a step sees only ``Framework``.
 A gradient is a vector: a list with one entry per parameter, None where the parameter got none.
 """
 
@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 from phalanx.definition.data import Share, Source
 from phalanx.definition.evaluation.metrics import Metrics
-from phalanx.definition.streams import Drawn
 from phalanx.plan.placement import Placement
 from phalanx.seams.events import StepReport
 from phalanx.seams.records import Computed as Computed
@@ -24,7 +23,7 @@ from phalanx.seams.records import Todo as Todo
 from phalanx.seams.records import Watch as Watch
 from phalanx.seams.records import Weights as Weights
 from phalanx.seams.sharing import Sharing, Vector
-from phalanx.seams.snapshots import Captured, Snapshots
+from phalanx.seams.snapshots import Captured
 
 
 class Arithmetic(Protocol):
@@ -55,45 +54,19 @@ class Arithmetic(Protocol):
         ...
 
 
-class Steppable(Protocol):
-    """What a step needs: the state at its start, and the means to take it to the next. Used inside ``environment``."""
-
-    @property
-    def arithmetic(self) -> Arithmetic:
-        """How gradients are added, scaled and divided."""
-        ...
-
-    @property
-    def told(self) -> tuple[float, float]:
-        """A checksum of the optimizers' options, and a learning rate: workers compare them before an update."""
-        ...
-
-    def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
-        """Compute some replicas in turn, from the state at the step's start; runs user code.
-
-        One is computed when it is asked for; others may have been begun by then. Who watches changes no bit.
-        """
-        ...
-
-    def norm(self, gradient: Vector) -> float:
-        """2-norm of ``gradient``, as the framework's own clipping computes it."""
-        ...
-
-    def update(self, step: int, gradient: Vector, buffers: Sequence[tuple[int, list[Any]]] | None) -> None:
-        """Clip, do the optimizer's ``step``, settle the (samples, buffers) of replicas that ran; None: others do."""
-        ...
-
-    def rewind(self) -> None:
-        """Undo what computing gradients left behind: buffers as at the step's start, no gradients."""
-        ...
-
-
 class Link(Protocol):
-    """How a worker reaches the others: what of a step is not computed alone. All of them call the same in turn."""
+    """How a worker reaches the others: what of a step is not computed alone. All of them call the same in turn.
 
-    @property
-    def hosted(self) -> Sequence[int]:
-        """The replicas computed here, in order."""
+    Attributes
+    ----------
+    hosted : sequence of int
+        The replicas computed here, in order.
+    """
+
+    hosted: Sequence[int]
+
+    def begin(self, step: int, shares: Sequence[Share]) -> None:
+        """Forget what an earlier step left; from here on replicas are computed."""
         ...
 
     def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:
@@ -121,7 +94,7 @@ class Link(Protocol):
         ...
 
 
-class Framework(Steppable, Protocol):
+class Framework(Protocol):
     """What an engine needs of a model with its optimizer: steps, and a view of the state between them.
 
     Attributes
@@ -132,16 +105,23 @@ class Framework(Steppable, Protocol):
         Its devices, if they are several, or one that computes by itself.
     compiles : bool
         Whether batches of another size would be compiled for.
+    arithmetic : Arithmetic
+        How gradients are added, scaled and divided.
+    sharing : Sharing
+        How this state is shared with other processes.
+    opened : callable
+        ``opened(source)`` as this framework reads it: columns become its arrays, sharing memory where they can.
+    environment : context manager
+        Inside, generators, threads and modes are the run's; outside, the caller's. Entered once at a time.
     """
 
     name: str
     lanes: Lanes | None
     compiles: bool
-
-    @property
-    def environment(self) -> AbstractContextManager[None]:
-        """Inside, generators, threads and modes are the run's; outside, the caller's. Entered once at a time."""
-        ...
+    arithmetic: Arithmetic
+    sharing: Sharing
+    opened: Callable[[Source], Source]
+    environment: AbstractContextManager[None]
 
     @property
     def lr(self) -> float:
@@ -149,13 +129,27 @@ class Framework(Steppable, Protocol):
         ...
 
     @property
-    def snapshots(self) -> Snapshots:
-        """How this state becomes a snapshot, and is made again out of one."""
+    def told(self) -> tuple[float, float]:
+        """A checksum of the optimizers' options, and a learning rate: workers compare them before an update."""
         ...
 
-    @property
-    def sharing(self) -> Sharing:
-        """How this state is shared with other processes."""
+    def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
+        """Compute some replicas in turn, from the state at the step's start; runs user code.
+
+        One is computed when it is asked for; others may have been begun by then. Who watches changes no bit.
+        """
+        ...
+
+    def norm(self, gradient: Vector) -> float:
+        """2-norm of ``gradient``, as the framework's own clipping computes it."""
+        ...
+
+    def update(self, step: int, gradient: Vector, buffers: Sequence[tuple[int, list[Any]]] | None) -> None:
+        """Clip, do the optimizer's ``step``, settle the (samples, buffers) of replicas that ran; None: others do."""
+        ...
+
+    def rewind(self) -> None:
+        """Undo what computing gradients left behind: buffers as at the step's start, no gradients."""
         ...
 
     def schedule(self, value: float, epoch: int | None = None) -> None:
@@ -169,12 +163,16 @@ class Framework(Steppable, Protocol):
         """
         ...
 
-    def opened(self, source: Source) -> Source:
-        """``source`` as this framework reads it: columns become its arrays, sharing memory where they can."""
-        ...
-
     def export(self, steps: int, *, copy: bool, digest: bool = True) -> Exported:
         """The state after ``steps`` steps; ``copy`` makes it independent of the run."""
+        ...
+
+    def capture(self, *, copy: bool) -> Captured:
+        """The state for a snapshot; ``copy``: it is to stay as it is while the run goes on."""
+        ...
+
+    def adopt(self, state: Captured) -> None:
+        """Take over such a state; without facts, its parameters and buffers only."""
         ...
 
 
@@ -185,88 +183,40 @@ class Lanes(Protocol):
     ----------
     placement : Placement
         Which device computes which replicas.
+    following : callable or None
+        Says what the next step will compute, which may be read while this one is waited for.
     """
 
     placement: Placement
+    following: Callable[[], Sequence[Todo]] | None
 
     def moved(self, vector: Vector) -> Vector:
         """A vector with each entry on the device that updates the parameter that it belongs to."""
         ...
 
-    def home(self, vector: Vector) -> Vector:
-        """A vector in host memory."""
-        ...
-
-    def outward(self, left: Sequence[Any]) -> list[bytes | None]:
-        """Buffers that a replica left, as bytes; None for those that it did not write."""
-        ...
-
-    def inward(self, pieces: Sequence[bytes | bytearray | None]) -> list[Any]:
-        """The same as buffers again, of a replica that was computed elsewhere."""
-        ...
-
-    @property
-    def sizes(self) -> list[int]:
-        """Bytes of each buffer."""
-        ...
-
-    @property
-    def blanks(self) -> list[Any]:
-        """In host memory, an array as each parameter's gradient is, with any content."""
-        ...
-
-    def expect(self, following: Callable[[], Sequence[Todo]]) -> None:
-        """What will be computed in the next step may be read while this one is waited for."""
-        ...
-
-
-class Dealer(Protocol):
-    """Deals a stream out in batches, step after step, and says where that is."""
-
-    def draw(self, step: int) -> Drawn:
-        """The samples of a step; the same ones until it is done, and steps beyond it are asked for."""
-        ...
-
-    def postpone(self, step: int) -> None:
-        """The caller brings a batch for this step, so that what was drawn for it is of the one after."""
-        ...
-
-    def epochs(self, steps: int) -> int:
-        """How many epochs are over after so many steps."""
-        ...
-
-    def state(self, steps: int) -> dict[str, Any]:
-        """Where the stream is after so many steps, in plain values."""
-        ...
-
-    def close(self) -> None:
-        """Let go of the iterable."""
-        ...
-
 
 class Engine(Protocol):
-    """Where workers live. Takes a state from step to step, and shows it between two."""
+    """Where workers live. Takes a state from step to step, and shows it between two.
+
+    Attributes
+    ----------
+    run_state : RunState
+    workers : int
+        W.
+    environment : context manager
+        Entered around many steps if nobody looks at the state between them.
+    reading : context manager
+        Entered around reading a stream in this process: generators and threads are the run's. Re-entrant.
+    """
 
     run_state: RunState
-
-    @property
-    def workers(self) -> int:
-        """W."""
-        ...
+    workers: int
+    environment: AbstractContextManager[None]
+    reading: AbstractContextManager[Any]
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
         """Processes that compute, apart from this one."""
-        ...
-
-    @property
-    def environment(self) -> AbstractContextManager[None]:
-        """Entered around many steps if nobody looks at the state between them."""
-        ...
-
-    @property
-    def reading(self) -> AbstractContextManager[Any]:
-        """Entered around reading a stream in this process: generators and threads are the run's. Re-entrant."""
         ...
 
     def advance(self, batch: Any, horizon: int) -> StepReport:

@@ -1,10 +1,10 @@
-"""The seam between snapshots and a framework: its state as named tensors and plain values."""
+"""A framework's state as snapshots hold it: named tensors and plain values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 CODES = {
     "bool": ("BOOL", 1), "uint8": ("U8", 1), "int8": ("I8", 1), "uint16": ("U16", 2), "int16": ("I16", 2),
@@ -41,19 +41,3 @@ class Captured:
     training: dict[str, Tensor]
     facts: dict[str, Any]
     release: Callable[[], None] = lambda: None
-
-
-class Snapshots(Protocol):
-    """A framework's state as snapshots hold it."""
-
-    def capture(self, *, copy: bool) -> Captured:
-        """The state for a snapshot; ``copy``: it is to stay as it is while the run goes on."""
-        ...
-
-    def adopt(self, state: Captured) -> None:
-        """Take over such a state."""
-        ...
-
-    def adopt_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over parameters and buffers only."""
-        ...

@@ -49,9 +49,9 @@ class Plan:
             found = remaining(placement.replicas, placement.blocks[worker])
             self.nodes += found
             self.publishers += [(worker, number) for number in range(len(found))]
-        self._flags = carver.take((1 + sharing.count) * len(self.nodes))
-        self._flag_bytes = (1 + sharing.count) * len(self.nodes)
         self.layout = sharing.lay_out(placement, carver.take, known)
+        self._flag_bytes = (1 + len(self.layout.owners)) * len(self.nodes)
+        self._flags = carver.take(self._flag_bytes)
         self.size = carver.size
 
     def counters(self, arena: mmap.mmap) -> Counters:

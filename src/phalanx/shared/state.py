@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.seams.sharing import GradientBuckets, Sharing
+from phalanx.seams.sharing import Sharing
+from phalanx.shared.buckets import Buckets
 from phalanx.shared.frozen import FrozenWeights
 from phalanx.shared.layout import WORD, Layout
 from phalanx.shared.memory import Memory
@@ -36,13 +37,13 @@ class Shard:
         For each replica the memory that ``leave`` writes: its buffers, and which of them changed; empty without
         buffers.
     frozen : FrozenWeights
-    slots : GradientBuckets
+    slots : Buckets
     """
 
     def __init__(self, sharing: Sharing, layout: Layout, arena: mmap.mmap, base: Memory, worker: int) -> None:
         self._arrays = sharing.arrays
         self.frozen = FrozenWeights(sharing, layout, arena, base, layout.owned(worker))
-        self._local = sharing.worker_state(layout, arena, worker)
+        self._local = sharing.open(layout, arena, worker)
         self._layout = layout
         self._arena = arena
         self._worker = worker
@@ -51,7 +52,7 @@ class Shard:
         self._present = memoryview(arena)[layout.present :]
         self._absent: list[int] = []  # pieces of optimizer state that no update has made yet
         self._changed = memoryview(arena)[layout.changed :]
-        self.slots: GradientBuckets = self._local.buckets
+        self.slots = Buckets(sharing.arrays, self._local, layout, arena, worker)
         self.buffer_payload = _buffer_payload(layout, memoryview(arena))
         self._left = [
             [self._arrays.view(arena, *pair) for pair in zip(offsets, layout.contents.buffers, strict=True)]
@@ -71,7 +72,7 @@ class Shard:
         for number, (value, start) in enumerate(zip(left, self._local.starts, strict=True)):
             self._changed[first + number] = changed = value is not start
             if changed:
-                self._arrays.write(self._left[replica][number], value)
+                self._left[replica][number][...] = value
 
     def left(self, replica: int) -> list[Any]:
         """The buffers that a replica left, wherever it ran."""
@@ -86,7 +87,7 @@ class Shard:
         if made:
             homes = {piece: self._home(piece) for piece in made}
             for piece, home in homes.items():
-                self._arrays.write(home, made[piece])
+                home[...] = made[piece]
             self._local.adopt(homes, more=True)
             for piece in made:
                 self._present[piece] = 1
@@ -94,7 +95,7 @@ class Shard:
 
     def state(self) -> dict[str, Any]:
         """What of the state is not weights or buffers, as far as this worker owns it; can be pickled."""
-        return {"foreign": self._local.foreign(), "options": self._local.options()}
+        return dict(zip(("foreign", "options"), self._local.rest(), strict=True))
 
     def take(self, foreign: Any, options: Any) -> None:
         """Continue from what lies in the arena, from optimizer state that no place is known for, and from options."""
@@ -179,7 +180,7 @@ class Mirror:
     def __init__(self, sharing: Sharing, layout: Layout, arena: mmap.mmap, base: Memory) -> None:
         self._frozen = FrozenWeights(sharing, layout, arena, base)
         self._arrays = sharing.arrays
-        self._own = sharing.caller_state(layout)
+        self._own = sharing.open(layout, arena, None)
         self._frozen.fill(list(self._own.weights()))
         self._layout = layout
         self._arena = arena
@@ -191,13 +192,14 @@ class Mirror:
             if shared is not None:
                 shared[:] = mine
         for start, shared in zip(self._own.starts, self._starts(), strict=True):
-            self._arrays.write(shared, start)
-        state, layout = self._own.state(), self._layout
-        for piece in range(len(layout.contents.state)):
+            shared[...] = start
+        layout, pieces = self._layout, range(len(self._layout.contents.state))
+        state = self._own.made(pieces)
+        for piece in pieces:
             self._arena[layout.present + piece] = piece in state
             for offset in {row[piece] for row in layout.state} if piece in state else ():
-                self._arrays.write(self._piece(piece, offset), state[piece])
-        return {"foreign": self._own.foreign(), "options": self._own.options()}
+                self._piece(piece, offset)[...] = state[piece]
+        return dict(zip(("foreign", "options"), self._own.rest(), strict=True))
 
     def get(self, states: Sequence[dict[str, Any]], *, saved: bool) -> None:
         """Copy the state out of the arena, with what the workers described.
@@ -205,8 +207,7 @@ class Mirror:
         Optimizer state may stay where it is; ``saved``: in the snapshot, which is not written while the run goes on.
         """
         self._frozen.renew(self._own.weights())
-        self._own.take_weights(self._weights())
-        self._own.take_buffers(self._starts())
+        self._own.take_arrays(self._weights(), self._starts())
         layout = self._layout.snapshot if saved else self._layout
         there = [piece for piece in range(len(layout.state[0])) if self._arena[layout.present + piece]]
         self._own.take(states[0]["foreign"], states[0]["options"])

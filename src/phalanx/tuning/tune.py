@@ -257,7 +257,7 @@ def phases(definition: Definition, seconds: float, warm: int) -> dict[str, float
                 dealt = shares.planned(updates)
             else:
                 dealt = shares.brought(supply.draw(rounds.at(updates).step))
-            link.begin()
+            link.begin(updates, dealt)
             watched.seconds.clear()
             started = time.perf_counter()
             proposal = propose(watched, link, definition, updates, dealt)

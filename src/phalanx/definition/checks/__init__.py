@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 import os
@@ -156,3 +157,12 @@ def alike(names: Sequence[str], devices: Sequence[Any], kinds: Sequence[str], re
             f"devices names {len(devices)} devices, but {counted(replicas, 'replica')} to compute; name at most "
             f"{replicas}, or raise replicas= (which is part of the answer)"
         )
+
+
+def takes(function: Any, name: str, *, required: bool = False) -> bool:
+    """Whether ``function`` has a parameter with this name; ``required``: and no default for it."""
+    try:
+        parameter = inspect.signature(function).parameters.get(name)
+    except (TypeError, ValueError):  # None, or written in C
+        return False
+    return parameter is not None and not (required and parameter.default is not inspect.Parameter.empty)

@@ -11,7 +11,7 @@ import hashlib
 from collections import deque
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 from phalanx.definition.fields import Definition
 from phalanx.definition.plain import Each, check_like, taking_over
@@ -54,6 +54,30 @@ def supplied(
             raise SnapshotError(f"{STATE} in the snapshot has dealt {supply.dealt} samples, of {run_state.samples}")
     run_state.stream = lambda: {STATE: supply.state(run_state.steps)}
     return supply
+
+
+class Dealer(Protocol):
+    """Deals a stream out in batches, step after step, and says where that is."""
+
+    def draw(self, step: int) -> Drawn:
+        """The samples of a step; the same ones until it is done, and steps beyond it are asked for."""
+        ...
+
+    def postpone(self, step: int) -> None:
+        """The caller brings a batch for this step, so that what was drawn for it is of the one after."""
+        ...
+
+    def epochs(self, steps: int) -> int:
+        """How many epochs are over after so many steps."""
+        ...
+
+    def state(self, steps: int) -> dict[str, Any]:
+        """Where the stream is after so many steps, in plain values."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the iterable."""
+        ...
 
 
 class Supply:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from phalanx.checkpoint.export import CALLBACKS, found, kept
 from phalanx.checkpoint.tensors import packed, unpacked
@@ -18,7 +18,7 @@ from phalanx.definition.digest import hashed
 from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.definition.streams import Drawn
-from phalanx.engines.hosts.lanes import HostLaneLink
+from phalanx.engines.hosts.lanes import HostLaneLink, TravellingLanes
 from phalanx.engines.hosts.world import CLOSED, World
 from phalanx.engines.inline import Inline
 from phalanx.engines.processes.driver import Processes
@@ -65,7 +65,9 @@ class Distributed:
         rendezvous, lanes = world.rendezvous(blocks), framework.lanes
         self._here: Processes | Inline
         if lanes is not None:
-            self._here = Inline(definition, framework, run_state, HostLaneLink(framework, lanes, rendezvous))
+            self._here = Inline(
+                definition, framework, run_state, HostLaneLink(framework, cast("TravellingLanes", lanes), rendezvous)
+            )
         else:
             deadline = Deadline(world.seconds + PATIENCE)
             facts = definition, framework, placements[world.rank], run_state, deadline, rendezvous
@@ -122,7 +124,7 @@ class Distributed:
         if isinstance(self._here, Inline) or not self._here.closed or self._here.lost:
             return self._here.capture()
         with self._framework.environment:
-            return self._framework.snapshots.capture(copy=False)
+            return self._framework.capture(copy=False)
 
     def close(self) -> None:
         """Take the state home, end the workers, leave the world."""
@@ -205,7 +207,7 @@ def _facts(definition: Definition, framework: Framework, workers: int | None) ->
     arrays = definition.source.arrays if isinstance(definition.source, Columns) else ()
     whole = sum(array.nbytes for array in arrays) <= COMPARED_BYTES
     with framework.environment:
-        own = framework.snapshots.capture(copy=False).facts.get("environment", {})
+        own = framework.capture(copy=False).facts.get("environment", {})
     return {
         "steps": definition.total,
         "epochs": definition.epochs,
@@ -228,12 +230,12 @@ def _same_start(world: World, framework: Framework, begin: Callable[[Framework],
         }
         told[CALLBACKS], tensors = kept(run_state.callbacks)
         with framework.environment:
-            captured = framework.snapshots.capture(copy=False)
+            captured = framework.capture(copy=False)
             world.broadcast(packed(dataclasses.replace(captured, training={**captured.training, **tensors}), told))
         return run_state
     captured, told = unpacked(world.broadcast(b""))
     with framework.environment:
-        framework.snapshots.adopt(captured)
+        framework.adopt(captured)
     evaluated = [Evaluated(*item) for item in told["evaluated"]]
     run_state = RunState(told["losses"], told["samples"], resumed_from=told["resumed_from"], evaluated=evaluated)
     run_state.rounds = rounds

@@ -3,15 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
+from phalanx.definition.data import Share
 from phalanx.engines.hosts.rendezvous import Across, Rendezvous
 from phalanx.engines.hosts.slices import Mask
 from phalanx.engines.links import LaneLink
-from phalanx.seams import Lanes, Part, Steppable
+from phalanx.seams import Framework, Lanes, Part
 from phalanx.seams.sharing import Vector
 
 NOTHING = b"\0"  # a note of a replica without buffers
+
+
+class TravellingLanes(Lanes, Protocol):
+    """Lanes whose gradients and buffers other processes take part in."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each buffer."""
+        ...
+
+    @property
+    def blanks(self) -> list[Any]:
+        """In host memory, an array as each parameter's gradient is, with any content."""
+        ...
+
+    def home(self, vector: Vector) -> Vector:
+        """A vector in host memory."""
+        ...
+
+    def outward(self, left: Sequence[Any]) -> list[bytes | None]:
+        """Buffers that a replica left, as bytes; None for those that it did not write."""
+        ...
+
+    def inward(self, pieces: Sequence[bytes | bytearray | None]) -> list[Any]:
+        """The same as buffers again, of a replica that was computed elsewhere."""
+        ...
 
 
 class HostLaneLink:
@@ -22,13 +49,13 @@ class HostLaneLink:
 
     Parameters
     ----------
-    framework : Steppable
-    lanes : Lanes
+    framework : Framework
+    lanes : TravellingLanes
         Its devices.
     rendezvous : Rendezvous
     """
 
-    def __init__(self, framework: Steppable, lanes: Lanes, rendezvous: Rendezvous) -> None:
+    def __init__(self, framework: Framework, lanes: TravellingLanes, rendezvous: Rendezvous) -> None:
         self._within = LaneLink(framework, lanes)
         self.hosted = self._within.hosted
         self._framework = framework
@@ -36,14 +63,13 @@ class HostLaneLink:
         self._entries = len(lanes.blanks)
         replicas = lanes.placement.replicas
         self._across = Across(rendezvous, 0, replicas, lanes.blanks, range(self._entries))
-        self._step = -1
         self._sums: list[Vector | None] = []
         self._masks: list[Mask] = []
 
-    def begin(self) -> None:
-        """See ``LaneLink.begin``."""
-        self._step += 1
-        self._within.begin()
+    def begin(self, step: int, shares: Sequence[Share]) -> None:
+        """See ``seams.Link.begin``."""
+        self._step = step
+        self._within.begin(step, shares)
 
     def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:
         """See ``seams.Link.push``."""

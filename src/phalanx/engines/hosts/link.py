@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.definition.data import Share
 from phalanx.engines.hosts.rendezvous import CHECK_STEPS, Across, Rendezvous
 from phalanx.engines.hosts.slices import LEAST, Mask
 from phalanx.engines.processes.link import ArenaLink, union
@@ -101,11 +102,10 @@ class HostLink:
         self._slots = shard.slots
         self._worker = barrier.worker
         self._counters = barrier.counters
-        blanks = [self._slots.blank(index) for index in range(within.publications.entries)]  # memory never touched
+        blanks = self._slots.blanks()
         owned = [index for index, owner in enumerate(plan.layout.owners) if owner == self._worker]
         self._across = Across(rendezvous, self._worker, placement.replicas, blanks, owned)
         self._sums = self._across.sums
-        self._step = 0
         carried = shard.buffer_payload if self._worker == 0 else []
         # Of each replica the pieces, and which of them changed.
         self._buffer_payload = carried or [[memoryview(bytearray())]] * placement.replicas
@@ -123,18 +123,16 @@ class HostLink:
         self._listening = False
         self._patience = Patience()
         self._early: list[Vector] = []  # partial sums as they come, of all workers, where each has one replica
-        if all(len(block) == 1 for block in placement.blocks) and self._slots.watch(self._arrived):
+        if self._slots.state.direct and all(len(block) == 1 for block in placement.blocks):
+            self._slots.state.watch(self._arrived)
             self._early = [self._slots.peer(worker, 0) for worker, _ in plan.publishers]
 
-    def enter(self, step: int) -> None:
-        """The step that is next."""
-        self._step = step
-
-    def begin(self, *, even: bool) -> None:
-        """See ``ArenaLink.begin``."""
-        self._within.begin(even=even)
+    def begin(self, step: int, shares: Sequence[Share]) -> None:
+        """See ``seams.Link.begin``."""
+        self._within.begin(step, shares)
         self._patience.begin()
-        self._even, self._ahead = even, self._usual if even else None
+        self._step, self._even = step, len({len(share.samples) for share in shares}) == 1
+        self._ahead = self._usual if self._even else None
         self._once, self._fresh = True, 0
         if self._sums.under_way and self._counters.kind == BATCH:
             raise UsageError(

@@ -160,7 +160,7 @@ class Processes:
         with contextlib.ExitStack() as reading:
             reading.callback(self.supervisor.hold, reading=False)
             with self._framework.environment:
-                captured = self._framework.snapshots.capture(copy=False)
+                captured = self._framework.capture(copy=False)
             return dataclasses.replace(captured, release=reading.pop_all().close)
 
     def close(self) -> None:

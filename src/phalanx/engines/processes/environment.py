@@ -20,7 +20,7 @@ from typing import Any
 from phalanx.definition.fields import Definition
 from phalanx.engines.processes.serialization import pack, unpack
 from phalanx.errors import RunError
-from phalanx.frameworks.registry import adopt_numeric_environment, numeric_environment, reduced
+from phalanx.frameworks.registry import adopt_numeric_environment, harmless_warnings, numeric_environment, reduced
 from phalanx.shared.memory import Memory
 from phalanx.surroundings import sources
 from phalanx.surroundings.sources import Source
@@ -74,9 +74,8 @@ def adopt_environment(place: dict[str, Any], tell_imported: Callable[[str, Sourc
     filters: Any = warnings.filters  # last: what is imported above may put its own first
     filters[:] = list(_known_filters(place["filters"]))
     warnings._filters_mutated()  # type: ignore[attr-defined]
-    ours = "JAX_COMPILATION_CACHE_DIR" not in place["environment"]
-    if ours and "jax" in place["numeric"]:  # what one worker writes another may be reading
-        warnings.filterwarnings("ignore", message="Error reading persistent compilation cache")
+    for message in harmless_warnings(place["numeric"]):
+        warnings.filterwarnings("ignore", message=message)
 
 
 class Imported:

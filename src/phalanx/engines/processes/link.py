@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.definition.data import Share
 from phalanx.errors import Trouble
 from phalanx.plan.fold import Fold
 from phalanx.plan.lifecycle import Phase
 from phalanx.plan.placement import Placement, additions, most_held
-from phalanx.seams import Part, Steppable
+from phalanx.seams import Framework, Part
 from phalanx.seams.sharing import Vector
 from phalanx.shared.arena import Plan
 from phalanx.shared.barrier import Barrier
@@ -82,7 +83,7 @@ class ArenaLink:
 
     Parameters
     ----------
-    framework : Steppable
+    framework : Framework
     shard : Shard
     plan : Plan
     placement : Placement
@@ -102,7 +103,7 @@ class ArenaLink:
 
     def __init__(
         self,
-        framework: Steppable,
+        framework: Framework,
         shard: Shard,
         plan: Plan,
         placement: Placement,
@@ -111,7 +112,7 @@ class ArenaLink:
     ) -> None:
         self._worker = barrier.worker
         self.blocks = placement.blocks
-        self.hosted = placement.blocks[self._worker]
+        self.hosted: Sequence[int] = placement.blocks[self._worker]
         self._framework = framework
         self._shard = shard
         self._slots = shard.slots
@@ -127,11 +128,8 @@ class ArenaLink:
         self._order = functools.cache(functools.partial(additions, placement.replicas, plan.nodes))
         self._published = functools.lru_cache(PATTERNS)(self._views)
 
-    def enter(self, step: int) -> None:
-        """The step that is next."""
-
-    def begin(self, *, even: bool) -> None:
-        """Forget what an earlier step left; from here on replicas are computed, on ``even`` shares or not."""
+    def begin(self, step: int, shares: Sequence[Share]) -> None:
+        """See ``seams.Link.begin``."""
         self._count(0)
         self._barrier.at(Phase.COMPUTING)
         self._fold: Fold[Held] = Fold(self._replicas, self._add)
@@ -149,7 +147,7 @@ class ArenaLink:
 
     def all_gather(self, parts: Sequence[Part]) -> list[Part]:
         """See ``seams.Link.all_gather``."""
-        self._counters.parts.write(self.hosted.start, parts, self._framework.told)
+        self._counters.parts.write(self.blocks[self._worker].start, parts, self._framework.told)
         self._mine = self._publish()
         self._barrier.at(Phase.COMPUTED)
         self._barrier.wait(COMPUTE)
@@ -164,10 +162,11 @@ class ArenaLink:
 
     def norm(self, gradient: Vector) -> float:
         """See ``seams.Link.norm``."""
-        self._slots.publish_norms(gradient)
+        return self._slots.state.norm(gradient, self._meet, self.there)
+
+    def _meet(self) -> None:
         self._barrier.at(Phase.FOLDED)
         self._barrier.wait(FOLD)
-        return self._slots.total_norm(self.there)
 
     def all_true(self, opinion: bool) -> bool:
         """See ``seams.Link.all_true``."""
@@ -242,14 +241,15 @@ class ArenaLink:
         return views, union(masks)
 
     def _add(self, left: Held, right: Held) -> Held:
-        return Held(left.number, self._slots.add(left.vector, right.vector, left.number))
+        homes = self._slots.destinations(left.number)
+        return Held(left.number, self._slots.add_into(left.vector, right.vector, homes))
 
     def _aim(self) -> None:
         """The next replica's gradient goes where no vector is that is still needed."""
         taken = {partial.value.number for partial in self._fold.partials() if partial.value is not None}
         self._free = next((number for number in range(self._most) if number not in taken), -1)
         if self._free >= 0:
-            self._slots.set_destination(self._free)
+            self._slots.state.aim(self._slots.destinations(self._free))
 
 
 def union(masks: Sequence[bytes]) -> list[int] | None:

@@ -29,8 +29,7 @@ from phalanx.engines.reading.taking import Taking
 from phalanx.engines.recovery.deadline import SnapshotTimer
 from phalanx.engines.twice import Twice
 from phalanx.errors import LostError, Trouble, UsageError
-from phalanx.frameworks.jax.outside import threads
-from phalanx.frameworks.registry import open_framework, sparing
+from phalanx.frameworks.registry import open_framework, sparing, starting
 from phalanx.plan import evaluation_key
 from phalanx.plan.lifecycle import next_snapshot
 from phalanx.plan.shares import share_bounds
@@ -54,7 +53,7 @@ def live(channel: int, memories: Sequence[int], number: int) -> None:
     try:
         place = unpack(environment_memory)
         adopt_environment(place, functools.partial(caller.tell, "imported"))
-        with threads(place["threads"]):  # what is unpacked may hold jax arrays
+        with starting(place["threads"]):  # what is unpacked may hold arrays of a framework
             worker = Worker(caller, unpack(parcel), (arena, base, mailbox, inputs), number)
         orders = unpack(orders)
         worker.take(orders)
@@ -173,7 +172,7 @@ class Worker:
         started, lr = time.perf_counter(), self._framework.lr
         if self._counters.snapshot_due == t:
             self._timer.keep(self._save)
-        self._link.begin(even=len({len(share.samples) for share in shares}) == 1)
+        self._link.begin(t, shares)
         if t in self._twice.due:
             proposal = self._twice.propose(self._link, t, shares)
         else:
@@ -223,7 +222,6 @@ class Worker:
     def _come_to(self, step: int) -> None:
         self._step = step
         self._shard.frozen.enter(step)
-        self._link.enter(step)
         self._barrier.enter(step)
 
     def _describe(self, save: bool, metric: tuple[float, int] | None = None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from phalanx.engines.processes.environment import adopt_environment
 from phalanx.engines.processes.messages import DriverChannel, as_told
 from phalanx.engines.processes.serialization import pieces_of, unpack
 from phalanx.engines.reading.stream_reader import read_stream
-from phalanx.frameworks.registry import reading, reduced_sample, threads
+from phalanx.frameworks.registry import reading, reduced_sample, starting
 from phalanx.plan import replica_key
 from phalanx.shared.inputs import Inputs
 from phalanx.shared.inputs.ring import Ring
@@ -36,7 +36,7 @@ def live(channel: int, memories: Sequence[int], number: int) -> None:
         adopt_environment(place, functools.partial(caller.tell, "imported"))
         if others:
             warnings.simplefilter("ignore")  # who computes what could not be read here warns
-        with threads(place["threads"]):
+        with starting(place["threads"]):
             setup = unpack(parcel)
             definition = Definition(**setup["fields"])
         if not others:

@@ -20,7 +20,7 @@ from phalanx.definition import checks
 from phalanx.definition.fields import Definition
 from phalanx.definition.streams import Drawn
 from phalanx.definition.streams.again import Shown
-from phalanx.definition.streams.supply import STATE, Supply, supplied
+from phalanx.definition.streams.supply import STATE, Dealer, Supply, supplied
 from phalanx.engines.processes.environment import pack_recipe
 from phalanx.engines.processes.handle import WorkerHandle
 from phalanx.engines.processes.launch import CAPABLE, WARM
@@ -28,7 +28,7 @@ from phalanx.engines.processes.output import Output
 from phalanx.engines.processes.serialization import unpack_bytes
 from phalanx.engines.recovery.deadline import Stillness
 from phalanx.errors import UsageError, WorkerError
-from phalanx.seams import Dealer, Engine
+from phalanx.seams import Engine
 from phalanx.shared.memory import Memory, aligned
 from phalanx.surroundings import interrupts
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from phalanx import seams
 from phalanx.definition import generators
 from phalanx.definition.batches import as_batch
 from phalanx.definition.data import Columns, Samples, Share, Source
@@ -21,18 +23,18 @@ from phalanx.errors import UsageError
 from phalanx.frameworks.arithmetic import Gradient, settled
 from phalanx.frameworks.jax import devices as place
 from phalanx.frameworks.jax import forward as batch
-from phalanx.frameworks.jax import outside
 from phalanx.frameworks.jax.devices import Blocks
 from phalanx.frameworks.jax.devices import available as available
-from phalanx.frameworks.jax.environment import Environment
+from phalanx.frameworks.jax.environment import Environment, check_threads
 from phalanx.frameworks.jax.forward import Forward
 from phalanx.frameworks.jax.optimizer import Update
 from phalanx.frameworks.jax.owners import Owners
 from phalanx.frameworks.jax.sharing import Sharing
-from phalanx.frameworks.jax.snapshot import Snapshots, State, entries
+from phalanx.frameworks.jax.snapshot import State, adopt, captured, entries
 from phalanx.frameworks.jax.tree import named, parted, placed, replaced
 from phalanx.plan.parts import Parts
 from phalanx.seams import Computed, Exported, Lanes, Measurement, Todo, Watch, Weights
+from phalanx.seams.snapshots import Captured
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Reentrant
 
@@ -65,7 +67,7 @@ class Jax:
 
     def __init__(self, definition: Definition, devices: Sequence[str], params: Any) -> None:
         _check(definition)
-        self.environment = Reentrant(Environment(definition.generators))
+        self.environment: AbstractContextManager[None] = Reentrant(Environment(definition.generators))
         with self.environment:
             found = place.found(devices, definition.replicas)
             self._forward = Forward(definition)
@@ -80,13 +82,15 @@ class Jax:
             (self._device,) = leaves[0].devices()
             self.arithmetic = place.arithmetic_on(self._device)
             if self._device.platform == "cpu":
-                outside.check_threads(definition.threads)
+                check_threads(definition.threads)
             self._double = any(leaf.dtype == jnp.float64 for leaf in leaves)
             self._updates = Update(definition)
             self._state = State(params, jax.device_put(self._updates.begin(params), self._device), beside)
             self._deal(definition.replicas, found)
         self._parts = definition.micro_batches
         self._owned = definition.generators
+        self.opened: Callable[[Source], Source] = _opened
+        self.sharing: seams.Sharing = Sharing(self._state, self._updates, self._device)
         self._collate = definition.collate_fn or batch.collate
 
     def _deal(self, replicas: int, devices: Sequence[Any]) -> None:
@@ -97,27 +101,15 @@ class Jax:
         self._blocks: Blocks | None = None
         if len(devices) > 1:
             self._owners = Owners(self._updates, self._state.params, self._state.optimizer, devices)
-            self._blocks = self.lanes = Blocks(
-                replicas, devices, self._owners.owners, jax.tree.leaves(self._state.params)
-            )
+            self._blocks = self.lanes = Blocks(replicas, devices, self._owners.owners)
 
     @property
     def lr(self) -> float:
         """Learning rate of the default optimizer; NaN for others, which keep theirs to themselves."""
         return self._updates.lr
 
-    @property
-    def snapshots(self) -> Snapshots:
-        """How this state becomes a snapshot, and is made again out of one."""
-        return Snapshots(self._state, self._device)
-
-    @property
-    def sharing(self) -> Sharing:
-        """How this state is shared with other processes."""
-        return Sharing(self._state, self._updates, self._device)
-
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
-        """See ``seams.Steppable.gradients``: while one is waited for, the other devices compute the next."""
+        """See ``seams.Framework.gradients``: while one is waited for, the other devices compute the next."""
         begun: deque[Callable[[], Computed]] = deque()
         for replica, key, share, *_ in todo:
             params = self._params_on(self._device if self._blocks is None else self._blocks.device_of(replica))
@@ -134,7 +126,7 @@ class Jax:
         return self.arithmetic.norm(gradient)
 
     def update(self, step: int, gradient: Gradient, buffers: Sequence[tuple[int, list[Any]]] | None) -> None:
-        """See ``seams.Steppable.update``; the state beside the parameters is settled as buffers are."""
+        """See ``seams.Framework.update``; the state beside the parameters is settled as buffers are."""
         starts = jax.tree.leaves(self._state.buffers)
         for start, value in zip(starts, settled(buffers or [], starts), strict=True):
             if value is not start:
@@ -162,17 +154,19 @@ class Jax:
             values = metrics.see(output, self._forward.target(samples) if metrics.targets else None, _home)
             return functools.partial(metrics.read, values, len(share.samples))
 
-    def opened(self, source: Source) -> Source:
-        """See ``seams.Framework.opened``: shares are taken from numpy arrays, over the same memory."""
-        if isinstance(source, Samples):
-            return source
-        return Columns(tuple(map(batch.column, source.arrays)), source.rebuild)
-
     def export(self, steps: int, *, copy: bool, digest: bool = True) -> Exported:
         """See ``seams.Framework.export``; containers are the caller's own, arrays cannot be written."""
         params = jax.tree.map(lambda leaf: leaf, self._params_on(self._device))
         told = digest_of(entries(params, self._state.optimizer, self._state.buffers), steps) if digest else ""
         return Exported(lambda: self._whole(params), named(params), told)
+
+    def capture(self, *, copy: bool) -> Captured:
+        """See ``seams.Framework.capture``: arrays are never written, so nothing is copied."""
+        return captured(self._state, self._device)
+
+    def adopt(self, state: Captured) -> None:
+        """See ``seams.Framework.adopt``."""
+        adopt(self._state, self._device, state)
 
     def _whole(self, params: Any) -> Any:
         """What ``make_model`` returns, with these parameters."""
@@ -233,6 +227,11 @@ class Jax:
             generators.seed(key, self._owned)
         whole = as_batch(samples, share, self._collate)
         return batch.checked(whole, share.origin, double=self._double)
+
+
+def _opened(source: Source) -> Source:
+    """See ``seams.Framework``: shares are taken from numpy arrays, over the same memory."""
+    return source if isinstance(source, Samples) else Columns(tuple(map(batch.column, source.arrays)), source.rebuild)
 
 
 def _home(leaf: Any) -> Any:

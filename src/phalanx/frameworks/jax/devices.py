@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from phalanx.definition import checks
 from phalanx.errors import UsageError
@@ -68,13 +67,11 @@ class Blocks:
     devices : sequence of jax.Device
     owners : sequence of int
         The number of the device that updates each parameter.
-    params : sequence of jax.Array
-        All parameters.
     """
 
-    def __init__(self, replicas: int, devices: Sequence[Any], owners: Sequence[int], params: Sequence[Any]) -> None:
-        self._params = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in params]
+    def __init__(self, replicas: int, devices: Sequence[Any], owners: Sequence[int]) -> None:
         self.placement = place(replicas, len(devices))
+        self.following: Callable[[], Sequence[Todo]] | None = None  # nothing is read ahead
         self._homes = [devices[owner] for owner in owners]
         self._computes = {
             replica: device for device, block in zip(devices, self.placement.blocks, strict=True) for replica in block
@@ -87,31 +84,6 @@ class Blocks:
     def moved(self, vector: Gradient) -> Gradient:
         """See ``seams.Lanes.moved``."""
         return [jax.device_put(entry, home) for entry, home in zip(vector, self._homes, strict=True)]
-
-    def home(self, vector: Gradient) -> Gradient:
-        """See ``seams.Lanes.home``."""
-        return [np.asarray(entry) for entry in vector]
-
-    def outward(self, left: Sequence[Any]) -> list[bytes | None]:
-        """There are no buffers."""
-        return []
-
-    def inward(self, pieces: Sequence[bytes | bytearray | None]) -> list[Any]:
-        """There are no buffers."""
-        return []
-
-    @property
-    def sizes(self) -> list[int]:
-        """There are no buffers."""
-        return []
-
-    @property
-    def blanks(self) -> list[Any]:
-        """See ``seams.Lanes.blanks``."""
-        return [np.empty(leaf.shape, leaf.dtype) for leaf in self._params]
-
-    def expect(self, following: Callable[[], Sequence[Todo]]) -> None:
-        """Nothing is read ahead: jax has begun each device's next replica by the time one is waited for."""
 
 
 class DeviceArithmetic:

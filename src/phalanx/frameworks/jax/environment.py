@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,7 @@ import jaxlib.version
 import optax
 
 from phalanx.definition import generators
+from phalanx.errors import UsageError
 
 NAME = re.compile(r"([a-zA-Z_]+)(?::([0-9]+))?")
 SETTINGS = (
@@ -97,3 +99,33 @@ def adopt(wanted: dict[str, Any]) -> None:
             jax.config.update(name, value)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # each result is waited for at once
+
+
+TASKS = pathlib.Path("/proc/self/task")
+POOL = "tf_XLAEigen"  # the name of the threads that share one operation's work
+
+
+def check_threads(count: int) -> None:
+    """Refuse a backend that was started earlier with another number of threads; on Linux only, where it can be seen.
+
+    Raises
+    ------
+    UsageError
+        Names both numbers and the ways out.
+    """
+    found = running_threads()
+    if found not in (None, count):
+        raise UsageError(
+            f"threads is {count}, but jax's CPU backend was started before this run, with {found} threads, and their "
+            f"number changes bits; make the first jax array in make_model (data as numpy arrays), or start Python with "
+            f"NPROC={count} in its environment"
+        )
+
+
+def running_threads() -> int | None:
+    """Threads of XLA's CPU backend in this process; None where that cannot be seen."""
+    try:
+        names = [(task / "comm").read_text() for task in TASKS.iterdir()]
+    except OSError:
+        return None
+    return sum(name.startswith(POOL) for name in names) or None

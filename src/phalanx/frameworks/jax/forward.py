@@ -15,7 +15,6 @@ from jax import tree_util
 from phalanx.definition import checks, generators
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
-from phalanx.frameworks.jax.outside import takes_key, takes_state
 from phalanx.frameworks.jax.tree import prng_key, words
 from phalanx.frameworks.jax.watching import tell_equations
 from phalanx.seams import Computed, Watch
@@ -37,8 +36,8 @@ class Forward:
 
     def __init__(self, definition: Definition) -> None:
         self._definition = definition
-        self._keyed = takes_key(definition.forward_fn)
-        self.stateful = takes_state(definition.forward_fn)
+        self._keyed = checks.takes(definition.forward_fn, "key")
+        self.stateful = checks.takes(definition.forward_fn, "state")
         self._value_and_grad = jax.jit(jax.value_and_grad(self._loss, has_aux=True))
         self._evaluated = jax.jit(self._output)
 

@@ -6,11 +6,10 @@ put there what their updates returned. So what others updated is seen without be
 
 from __future__ import annotations
 
-import functools
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -23,30 +22,20 @@ from phalanx.frameworks.jax.snapshot import State
 from phalanx.frameworks.jax.tree import copied, is_key, named, plain
 from phalanx.plan.placement import Placement
 from phalanx.seams import Exported
-from phalanx.seams.sharing import Arrays, Order, Places
-from phalanx.shared.buckets import BucketViews
+from phalanx.seams.sharing import Arrays, Places
 from phalanx.shared.layout import SHARED, Contents, Layout, Spec, StatePiece, Take, lay_out, row_major
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sharing:
     """Implements ``seams.sharing.Sharing`` for jax."""
 
     state: State
     updates: Update
     device: Any
-    arrays: ClassVar[Arrays] = arithmetic
-    moving_seconds: ClassVar[float] = 3.0  # of compiling
-
-    @property
-    def count(self) -> int:
-        """How many parameters there are."""
-        return len(jax.tree.leaves(self.state.params))
-
-    @property
-    def portable(self) -> bool:
-        """A state is known as a whole."""
-        return True
+    arrays: Arrays = arithmetic
+    moving_seconds = 3.0  # of compiling
+    portable = True
 
     def lay_out(self, placement: Placement, take: Take, known: Contents | None = None) -> Layout:
         """See ``seams.sharing.Sharing.lay_out``; a state is known as a whole, so ``known`` is not needed."""
@@ -63,12 +52,10 @@ class Sharing:
         contents, owners = self._dealt(placement.workers)
         return lay_out(contents, owners, placement, take)
 
-    def caller_state(self, layout: Layout) -> CallerState:
-        """The state in the caller's process."""
-        return CallerState(self.state, layout)
-
-    def worker_state(self, layout: Layout, arena: mmap.mmap, worker: int) -> WorkerState:
-        """The state in a worker's process; from here on, it lies in the arena."""
+    def open(self, layout: Layout, arena: mmap.mmap, worker: int | None) -> SharedState:
+        """See ``seams.sharing.Sharing.open``."""
+        if worker is None:
+            return SharedState(self.state, layout)
         return WorkerState(self.state, self.updates, layout, arena, worker)
 
     def move(self, layout: Layout, places: Places) -> None:
@@ -107,8 +94,63 @@ class Sharing:
         return Contents(gradients, buffers, [spec.nbytes for spec in gradients], list(range(len(gradients))), pieces)
 
 
-class WorkerState:
-    """Implements ``seams.sharing.WorkerState`` for jax. Puts the worker's state into the arena: all of it, for good.
+class SharedState:
+    """Implements ``seams.sharing.SharedState`` for jax, in the caller's process.
+
+    Parameters
+    ----------
+    state : State
+    layout : Layout
+    """
+
+    direct = False  # jax computes into memory of its own, all entries at once
+
+    def __init__(self, state: State, layout: Layout) -> None:
+        self.starts: list[Any] = jax.tree.leaves(state.buffers)
+        self._state = state
+        self._specs = layout.contents.gradients
+
+    def made(self, absent: Sequence[int]) -> dict[int, np.ndarray]:
+        """See ``seams.sharing.SharedState.made``: all pieces are there from the start."""
+        leaves = jax.tree.leaves(self._state.optimizer) if absent else []
+        return {piece: plain(leaves[piece]) for piece in absent}
+
+    def adopt(self, pieces: Mapping[int, np.ndarray], *, more: bool = False) -> None:
+        """Copy all of the optimizer's state."""
+        self._state.optimizer = copied(self._state.optimizer, list(pieces.values()))
+
+    def rest(self) -> tuple[None, None]:
+        """All of the state has places, and options are part of it."""
+        return None, None
+
+    def take(self, foreign: None, options: None) -> None:
+        """Nothing is left to be taken."""
+
+    def weights(self) -> list[np.ndarray]:
+        """See ``seams.sharing.SharedState.weights``."""
+        return [plain(leaf).reshape(-1).view(np.uint8) for leaf in jax.tree.leaves(self._state.params)]
+
+    def take_arrays(self, weights: Sequence[np.ndarray | None], buffers: Sequence[Any]) -> None:
+        """See ``seams.sharing.SharedState.take_arrays``."""
+        pairs = zip(weights, self._specs, strict=True)
+        arrays = [cast("np.ndarray", content).view(np.dtype(spec.dtype)).reshape(spec.shape) for content, spec in pairs]
+        self._state.params = copied(self._state.params, arrays)
+        for mine, shared in zip(self.starts, buffers, strict=True):
+            mine[...] = shared
+
+    def aim(self, homes: Gradient | None) -> None:
+        """They are copied there when they are published."""
+
+    def watch(self, told: Callable[[int, Any], None]) -> None:
+        """They come all at once."""
+
+    def norm(self, gradient: Gradient, meet: Callable[[], None], there: Sequence[int] | None) -> float:
+        """Nobody else is there."""
+        return arithmetic.norm(gradient)
+
+
+class WorkerState(SharedState):
+    """The same in a worker: puts its state into the arena, all of it, for good.
 
     Parameters
     ----------
@@ -120,11 +162,13 @@ class WorkerState:
     """
 
     def __init__(self, state: State, updates: Update, layout: Layout, arena: mmap.mmap, worker: int) -> None:
-        self.buckets = GradientBuckets(layout, arena, worker)
+        super().__init__(state, layout)
+        self._squares = np.frombuffer(arena, np.float64, len(layout.owners), layout.norms)
         self.starts = [view(arena, *pair) for pair in zip(layout.starts, layout.contents.buffers, strict=True)]
         state.buffers = jax.tree.unflatten(jax.tree.structure(state.buffers), self.starts)
         pieces = layout.contents.state
         owned, mine = layout.owned(worker), layout.kept(worker)
+        self._owned = owned
         self._weights = weights = [
             view(arena, *pair) for pair in zip(layout.weights, layout.contents.gradients, strict=True)
         ]
@@ -139,124 +183,15 @@ class WorkerState:
         params = [jax.tree.leaves(state.params)[index] for index in owned]
         updates.restrict(owned, mine, params, arrays, [weights[index] for index in owned] + homes)
 
-    def made(self, absent: Sequence[int]) -> Mapping[int, np.ndarray]:
-        """All pieces are there from the start."""
-        return {}
-
     def adopt(self, pieces: Mapping[int, np.ndarray], *, more: bool = False) -> None:
         """They are used already."""
 
-    def foreign(self) -> None:
-        """All of the state lies in the arena."""
-
-    def options(self) -> None:
-        """Options are part of the optimizer's state."""
-
-    def take(self, foreign: None, options: None) -> None:
-        """Nothing is left to be taken."""
-
-
-class CallerState:
-    """Implements ``seams.sharing.CallerState`` for jax.
-
-    Parameters
-    ----------
-    state : State
-    layout : Layout
-    """
-
-    def __init__(self, state: State, layout: Layout) -> None:
-        self.starts: list[Any] = jax.tree.leaves(state.buffers)
-        self._state = state
-        self._specs = layout.contents.gradients
-
-    def weights(self) -> list[np.ndarray]:
-        """See ``seams.sharing.CallerState.weights``."""
-        return [plain(leaf).reshape(-1).view(np.uint8) for leaf in jax.tree.leaves(self._state.params)]
-
-    def state(self) -> dict[int, np.ndarray]:
-        """See ``seams.sharing.CallerState.state``: all pieces."""
-        return dict(enumerate(map(plain, jax.tree.leaves(self._state.optimizer))))
-
-    def foreign(self) -> None:
-        """All of the state has places."""
-
-    def options(self) -> None:
-        """Options are part of the optimizer's state."""
-
-    def take_weights(self, contents: Sequence[np.ndarray | None]) -> None:
-        """See ``seams.sharing.CallerState.take_weights``."""
-        pairs = zip(contents, self._specs, strict=True)
-        arrays = [cast("np.ndarray", content).view(np.dtype(spec.dtype)).reshape(spec.shape) for content, spec in pairs]
-        self._state.params = copied(self._state.params, arrays)
-
-    def take_buffers(self, buffers: Sequence[Any]) -> None:
-        """See ``seams.sharing.CallerState.take_buffers``."""
-        for mine, shared in zip(self.starts, buffers, strict=True):
-            mine[...] = shared
-
-    def take(self, foreign: None, options: None) -> None:
-        """Nothing is left to be taken."""
-
-    def adopt(self, pieces: Mapping[int, np.ndarray]) -> None:
-        """Copy all of the optimizer's state."""
-        self._state.optimizer = copied(self._state.optimizer, list(pieces.values()))
-
-
-class GradientBuckets:
-    """Implements ``seams.sharing.GradientBuckets`` for jax.
-
-    Parameters
-    ----------
-    layout : Layout
-    arena : mmap.mmap
-    worker : int
-    """
-
-    def __init__(self, layout: Layout, arena: mmap.mmap, worker: int) -> None:
-        self._views = BucketViews(functools.partial(view, arena), layout, worker)
-        self.blank = functools.partial(_blank, layout)
-        self._squares = np.frombuffer(arena, np.float64, len(layout.owners), layout.norms)
-
-    def set_destination(self, number: int) -> None:
-        """Jax computes into memory of its own."""
-
-    def watch(self, told: Callable[[int, Any], None]) -> bool:
-        """They come all at once."""
-        return False
-
-    def add(self, left: Gradient, right: Gradient, number: int) -> Gradient:
-        """``left + right``, published later."""
-        return arithmetic.add(left, right)
-
-    def publish(self, number: int, vector: Gradient) -> None:
-        """Copy what others own to where they look for it."""
-        for home, entry in zip(self._views.destinations(number), vector, strict=True):
-            if home is not None:
-                arithmetic.write(home, entry)
-
-    def peer(self, worker: int, number: int) -> Gradient:
-        """What another worker published, as far as this one owns it."""
-        return self._views.peer(worker, number)
-
-    def fold(self, vectors: Sequence[Gradient | None], order: Order, divisor: float) -> Gradient:
-        """Add vectors as ``order(positions that are there)`` says, and divide the sum; for what this worker owns."""
-        return self._views.fold(vectors, order, divisor, arithmetic.add_up)
-
-    def publish_norms(self, gradient: Gradient) -> None:
-        """Write the sums of squares of what this worker owns."""
-        owned = self._views.owned
-        if owned:
-            self._squares[owned] = arithmetic.squares([gradient[index] for index in owned])
-
-    def total_norm(self, there: Sequence[int] | None) -> float:
-        """The global norm; every parameter has a gradient."""
+    def norm(self, gradient: Gradient, meet: Callable[[], None], there: Sequence[int] | None) -> float:
+        """See ``seams.sharing.SharedState.norm``: of sums of squares; every parameter has a gradient."""
+        if self._owned:
+            self._squares[self._owned] = arithmetic.squares([gradient[index] for index in self._owned])
+        meet()
         return arithmetic.root(self._squares)
-
-
-def _blank(layout: Layout, index: int) -> np.ndarray:
-    spec = layout.contents.gradients[index]
-    return np.empty(spec.shape, np.dtype(spec.dtype))
 
 
 def alias(array: np.ndarray, like: Any = None) -> Any:

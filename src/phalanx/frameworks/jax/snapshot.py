@@ -21,45 +21,49 @@ OPTIMIZER, STATE = "optimizer.", "state."
 FRAMEWORK, ENVIRONMENT = "framework", "environment"
 
 
-@dataclass(frozen=True)
-class Snapshots:
-    """Implements ``seams.Snapshots`` for jax."""
+@dataclass
+class State:
+    """What changes from step to step: two trees of arrays that are replaced, never written.
 
-    state: State
-    device: Any
+    ``buffers``: what the model keeps beside, if it does, a tree of numpy's arrays, which are written between steps.
+    """
 
-    def capture(self, *, copy: bool) -> Captured:
-        """See ``seams.Snapshots.capture``."""
-        weights = {name: _taken(name, leaf) for name, leaf in named(self.state.params).items()}
-        weights |= {STATE + name: _taken(name, leaf.copy()) for name, leaf in named(self.state.buffers).items()}
-        training = {OPTIMIZER + name: _taken(name, leaf) for name, leaf in named(self.state.optimizer).items()}
-        return Captured(weights, training, {FRAMEWORK: "jax", ENVIRONMENT: recorded(self.device)})
+    params: Any
+    optimizer: Any
+    buffers: Any = ()
 
-    def adopt(self, state: Captured) -> None:
-        """See ``seams.Snapshots.adopt``."""
+
+def captured(state: State, device: Any) -> Captured:
+    """See ``seams.Framework.capture``."""
+    weights = {name: _taken(name, leaf) for name, leaf in named(state.params).items()}
+    weights |= {STATE + name: _taken(name, leaf.copy()) for name, leaf in named(state.buffers).items()}
+    training = {OPTIMIZER + name: _taken(name, leaf) for name, leaf in named(state.optimizer).items()}
+    return Captured(weights, training, {FRAMEWORK: "jax", ENVIRONMENT: recorded(device)})
+
+
+def adopt(mine: State, device: Any, state: Captured) -> None:
+    """See ``seams.Framework.adopt``."""
+    optimizer = mine.optimizer
+    if state.facts:
         if state.facts.get(FRAMEWORK) != "jax":
             raise SnapshotError("the snapshot is not of a jax recipe")
         stored = {name: tensor for name, tensor in state.training.items() if name.startswith(OPTIMIZER)}
-        optimizer = self._fitted(self.state.optimizer, stored, OPTIMIZER)
-        self.adopt_weights(state.weights)
-        self.state.optimizer = optimizer
+        optimizer = _fitted(optimizer, stored, OPTIMIZER, device)
+    buffers = {STATE + name: leaf for name, leaf in named(mine.buffers).items()}
+    params = {name: tensor for name, tensor in state.weights.items() if name not in buffers}
+    mine.params = _fitted(mine.params, params, "", device)
+    check_specs(buffers, {name: tensor for name, tensor in state.weights.items() if name in buffers}, _spelled)
+    for name, leaf in buffers.items():
+        leaf[...] = array_of(state.weights[name])
+    mine.optimizer = optimizer
 
-    def adopt_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """See ``seams.Snapshots.adopt_weights``."""
-        mine = {STATE + name: leaf for name, leaf in named(self.state.buffers).items()}
-        self.state.params = self._fitted(
-            self.state.params, {name: tensor for name, tensor in weights.items() if name not in mine}, ""
-        )
-        check_specs(mine, {name: tensor for name, tensor in weights.items() if name in mine}, _spelled)
-        for name, leaf in mine.items():
-            leaf[...] = array_of(weights[name])
 
-    def _fitted(self, tree: Any, stored: Mapping[str, Tensor], prefix: str) -> Any:
-        """``tree`` with the stored arrays in place of its own."""
-        mine = {prefix + name: leaf for name, leaf in named(tree).items()}
-        check_specs(mine, stored, _spelled)
-        arrays = [_made(stored[name], leaf) for name, leaf in mine.items()]
-        return jax.device_put(jax.tree.unflatten(jax.tree.structure(tree), arrays), self.device)
+def _fitted(tree: Any, stored: Mapping[str, Tensor], prefix: str, device: Any) -> Any:
+    """``tree`` with the stored arrays in place of its own."""
+    mine = {prefix + name: leaf for name, leaf in named(tree).items()}
+    check_specs(mine, stored, _spelled)
+    arrays = [_made(stored[name], leaf) for name, leaf in mine.items()]
+    return jax.device_put(jax.tree.unflatten(jax.tree.structure(tree), arrays), device)
 
 
 def array_of(stored: Tensor) -> np.ndarray:
@@ -84,18 +88,6 @@ def _spelled(part: jax.Array | Tensor) -> str:
         return f"{part.dtype}{list(part.shape)}"
     numbers = plain(part)
     return f"{numbers.dtype}{list(numbers.shape)}"
-
-
-@dataclass
-class State:
-    """What changes from step to step: two trees of arrays that are replaced, never written.
-
-    ``buffers``: what the model keeps beside, if it does, a tree of numpy's arrays, which are written between steps.
-    """
-
-    params: Any
-    optimizer: Any
-    buffers: Any = ()
 
 
 def entries(params: Any, optimizer: Any, buffers: Any = ()) -> Iterator[Entry]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import numpy as np
@@ -21,6 +22,7 @@ from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks import arithmetic
 from phalanx.frameworks.arithmetic import Gradient, settled
+from phalanx.frameworks.record import Unshared
 from phalanx.frameworks.tinygrad import devices as place
 from phalanx.frameworks.tinygrad import forward as batch
 from phalanx.frameworks.tinygrad.devices import Blocks
@@ -30,10 +32,10 @@ from phalanx.frameworks.tinygrad.lane import Lane
 from phalanx.frameworks.tinygrad.listing import available as available
 from phalanx.frameworks.tinygrad.model import opened, write
 from phalanx.frameworks.tinygrad.optimizer import Update
-from phalanx.frameworks.tinygrad.sharing import Sharing
-from phalanx.frameworks.tinygrad.snapshot import Snapshots, State, entries
+from phalanx.frameworks.tinygrad.snapshot import State, adopted, captured, entries
 from phalanx.frameworks.tinygrad.snapshot import array_of as array_of
 from phalanx.seams import Computed, Exported, Lanes, Measurement, Todo, Watch, Weights
+from phalanx.seams.snapshots import Captured
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Reentrant
 
@@ -58,10 +60,17 @@ class Tinygrad:
     compiles = True
     arithmetic = arithmetic
     told = (0.0, 0.0)
+    sharing: Any = Unshared(
+        "the model is tinygrad's, which computes in one process: workers share weights in host memory, which its "
+        "devices would copy in every step; leave workers out, and name several devices instead: devices=['CL:0', "
+        "'CL:1'] (same answer)"
+    )
 
     def __init__(self, definition: Definition, devices: Sequence[str], whole: Any) -> None:
         _check(definition)
-        self.environment = Reentrant(Environment(definition.threads, definition.generators))
+        self.environment: AbstractContextManager[None] = Reentrant(
+            Environment(definition.threads, definition.generators)
+        )
         with self.environment:
             named = place.found(devices, definition.replicas)
             self._model = model = opened(whole)
@@ -75,9 +84,10 @@ class Tinygrad:
             self._environment = recorded(first.device)
         shapes = [plain(tensor) for tensor in model.params.values()]
         self._double = any(array.dtype == np.float64 for array in shapes)
-        self._blocks = Blocks(definition.replicas, homes, shapes) if len(homes) > 1 else None
+        self._blocks = Blocks(definition.replicas, homes) if len(homes) > 1 else None
         self.lanes: Lanes | None = self._blocks
         self._owned = definition.generators
+        self.opened: Callable[[Source], Source] = _opened
         self._collate = definition.collate_fn or batch.collate
 
     @property
@@ -85,18 +95,8 @@ class Tinygrad:
         """The optimizer's ``lr``; NaN where it has none."""
         return self._updates.lr
 
-    @property
-    def snapshots(self) -> Snapshots:
-        """How this state becomes a snapshot, and is made again out of one."""
-        return Snapshots(self._read, self._write, self._environment)
-
-    @property
-    def sharing(self) -> Sharing:
-        """Why this state is not shared with other processes."""
-        return Sharing(len(self._model.params))
-
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
-        """See ``seams.Steppable.gradients``: while one is waited for, the other devices compute the next.
+        """See ``seams.Framework.gradients``: while one is waited for, the other devices compute the next.
 
         Nobody can look into a captured program, so nothing is told.
         """
@@ -114,7 +114,7 @@ class Tinygrad:
         return arithmetic.norm(gradient)
 
     def update(self, step: int, gradient: Gradient, buffers: Sequence[tuple[int, list[Any]]] | None) -> None:
-        """See ``seams.Steppable.update``."""
+        """See ``seams.Framework.update``."""
         self._updates.step(gradient)
         self._starts = settled(buffers or [], self._starts)
         self._spread()
@@ -138,12 +138,6 @@ class Tinygrad:
             values = batch.numbers(metrics.see(output, target if metrics.targets else None, _home))
             return functools.partial(metrics.read, values, len(share.samples))
 
-    def opened(self, source: Source) -> Source:
-        """See ``seams.Framework.opened``: shares are taken from numpy arrays."""
-        if isinstance(source, Samples):
-            return source
-        return Columns(tuple(map(np.asarray, source.arrays)), source.rebuild)
-
     def export(self, steps: int, *, copy: bool, digest: bool = True) -> Exported:
         """See ``seams.Framework.export``: always a copy, on the first device."""
         state = self._read()
@@ -151,6 +145,14 @@ class Tinygrad:
         named = get_state_dict(whole)
         params = {name: named[name] for name in self._model.params}
         return Exported(lambda: whole, params, digest_of(entries(state), steps) if digest else "")
+
+    def capture(self, *, copy: bool) -> Captured:
+        """See ``seams.Framework.capture``: what is read is a copy."""
+        return captured(self._read(), self._environment)
+
+    def adopt(self, state: Captured) -> None:
+        """See ``seams.Framework.adopt``."""
+        self._write(adopted(self._read(), self._environment, state))
 
     def _read(self) -> State:
         params = {name: plain(tensor) for name, tensor in zip(self._model.params, self._lanes[0].params, strict=True)}
@@ -191,11 +193,15 @@ def _check(definition: Definition) -> None:
     several = definition.phases is not None, definition.micro_batches > 1
     for name, given in zip(("phases", "micro_batches"), several, strict=True):
         if given:
-            elsewhere = "torch or jax" if name == "micro_batches" else "torch"
+            way = "write the model in torch or jax" if name == "micro_batches" else "write the model in torch"
             raise UsageError(
-                f"{name} is given, which is not for recipes of tinygrad in this version; leave "
-                f"it out, or write the model in {elsewhere}"
+                f"{name} is given, which is not for recipes of tinygrad in this version; leave it out, or {way}"
             )
+
+
+def _opened(source: Source) -> Source:
+    """See ``seams.Framework``: shares are taken from numpy arrays."""
+    return source if isinstance(source, Samples) else Columns(tuple(map(np.asarray, source.arrays)), source.rebuild)
 
 
 def _home(leaf: Any) -> Any:

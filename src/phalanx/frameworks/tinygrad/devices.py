@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import numpy as np
 
 from phalanx.definition import checks
 from phalanx.errors import UsageError
@@ -37,33 +34,16 @@ class Blocks:
     ----------
     replicas : int
     devices : sequence of str
-    params : sequence of numpy.ndarray
     """
 
-    def __init__(self, replicas: int, devices: Sequence[str], params: Sequence[np.ndarray]) -> None:
+    def __init__(self, replicas: int, devices: Sequence[str]) -> None:
         self.placement = place(replicas, len(devices))
+        self.following: Callable[[], Sequence[Todo]] | None = None  # nothing is read ahead
         self.number_of = {replica: number for number, block in enumerate(self.placement.blocks) for replica in block}
-        self.blanks: list[Any] = [np.empty_like(array) for array in params]
-        self.sizes: list[int] = []
 
     def moved(self, vector: Gradient) -> Gradient:
         """See ``seams.Lanes.moved``: they are in host memory."""
         return vector
-
-    def home(self, vector: Gradient) -> Gradient:
-        """See ``seams.Lanes.home``: they are there."""
-        return vector
-
-    def outward(self, left: Sequence[Any]) -> list[bytes | None]:
-        """Buffers do not travel to other processes."""
-        return []
-
-    def inward(self, pieces: Sequence[bytes | bytearray | None]) -> list[Any]:
-        """Buffers do not travel to other processes."""
-        return []
-
-    def expect(self, following: Callable[[], Sequence[Todo]]) -> None:
-        """Nothing is read ahead: each device has its next replica by the time one is waited for."""
 
 
 def home_of(model: Model) -> str:

@@ -6,17 +6,17 @@ import contextlib
 import functools
 import sqlite3
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
 from tinygrad import helpers
 from tinygrad.device import Device
 from tinygrad.helpers import Context
+from tinygrad.tensor import Tensor
 
 from phalanx.definition import generators
 from phalanx.errors import UsageError
-from phalanx.frameworks.tinygrad import outside
 
 # Settings of tinygrad's that choose other programs, and so other bits, or other defaults of dtypes.
 SETTINGS = (
@@ -24,6 +24,22 @@ SETTINGS = (
     "DISABLE_FAST_IDIV", "FUSE_OPTIM", "EMULATED_DTYPES", "DEFAULT_FLOAT", "DEFAULT_INT", "ALLOW_TF32", "PCONTIG",
     "USE_ATOMICS", "NUM_CPU_THREADS",
 )  # fmt: skip
+
+
+RANDOM = ("_seed", "_device_seeds", "_device_rng_counters")  # where ``Tensor`` keeps the state of its generators
+
+
+def kept() -> Callable[[], None]:
+    """Puts tinygrad's generators back into the state that they have now."""
+    return functools.partial(_put_back, [(name, getattr(Tensor, name)) for name in RANDOM])
+
+
+def _put_back(before: Sequence[tuple[str, Any]]) -> None:
+    for name, value in before:
+        setattr(Tensor, name, value)
+
+
+GENERATOR = generators.Global(Tensor.manual_seed, kept)
 
 
 class Environment(contextlib.AbstractContextManager[None]):
@@ -55,7 +71,7 @@ class Environment(contextlib.AbstractContextManager[None]):
             )
         with contextlib.ExitStack() as exits:
             exits.enter_context(generators.kept(self._owned))
-            exits.enter_context(outside.seeded(0))
+            Tensor.manual_seed(0)
             exits.enter_context(Context(BEAM=0, PARALLEL=0, SCACHE=0, NUM_CPU_THREADS=self._threads))
             self._exits = exits.pop_all()
 

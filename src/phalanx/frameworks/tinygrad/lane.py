@@ -19,7 +19,7 @@ from tinygrad.tensor import Tensor
 
 from phalanx.definition.data import map_tree
 from phalanx.errors import UsageError
-from phalanx.frameworks.tinygrad import outside
+from phalanx.frameworks.tinygrad.environment import RANDOM, kept
 from phalanx.frameworks.tinygrad.forward import Batch, Forward, plain
 from phalanx.frameworks.tinygrad.model import Model, owned, write
 from phalanx.plan.keys import MASK32
@@ -125,10 +125,11 @@ class Lane:
         before = [(tensor, tensor.uop) for pair in pairs for tensor in pair]
         counter = Tensor([0, 0], device=self.device, dtype=dtypes.uint32)
         try:
-            with outside.kept(), no_step():
+            with no_step(), contextlib.ExitStack() as drawn:
+                drawn.callback(kept())
                 self._forward.seed()
                 streams = 0, {self.device: self._key}, {self.device: counter}
-                for name, value in zip(outside.RANDOM, streams, strict=True):
+                for name, value in zip(RANDOM, streams, strict=True):
                     setattr(Tensor, name, value)
                 for tensor, own in pairs:
                     tensor.replace(own)

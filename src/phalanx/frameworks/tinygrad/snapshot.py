@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,52 +31,23 @@ class State:
     optimizer: Named
 
 
-@dataclass(frozen=True)
-class Snapshots:
-    """Implements ``seams.Snapshots`` for tinygrad.
+def captured(state: State, environment: Mapping[str, str]) -> Captured:
+    """See ``seams.Framework.capture``. ``environment``: what changes bits and is not in a recipe."""
+    training = {OPTIMIZER + name: array for name, array in state.optimizer.items()}
+    facts = {FRAMEWORK: NAME, ENVIRONMENT: environment}
+    return Captured(_stored({**state.params, **state.buffers}), _stored(training), facts)
 
-    Parameters
-    ----------
-    read : callable
-        Returns the state.
-    write : callable
-        Takes another one with the same names, shapes and dtypes.
-    environment : dict
-        What changes bits and is not in a recipe.
-    """
 
-    read: Callable[[], State]
-    write: Callable[[State], None]
-    environment: dict[str, str]
-
-    def capture(self, *, copy: bool) -> Captured:
-        """See ``seams.Snapshots.capture``: what is read is a copy."""
-        state = self.read()
-        training = {OPTIMIZER + name: array for name, array in state.optimizer.items()}
-        facts = {FRAMEWORK: NAME, ENVIRONMENT: self.environment}
-        return Captured(_stored({**state.params, **state.buffers}), _stored(training), facts)
-
-    def adopt(self, state: Captured) -> None:
-        """See ``seams.Snapshots.adopt``."""
+def adopted(own: State, environment: Mapping[str, str], state: Captured) -> State:
+    """See ``seams.Framework.adopt``: ``own`` with what was stored."""
+    if state.facts:
         if state.facts.get(FRAMEWORK) != NAME:
             raise SnapshotError("the snapshot is not of a tinygrad recipe")
-        found = self.read()
-        stored = {
-            name.removeprefix(OPTIMIZER): tensor
-            for name, tensor in state.training.items()
-            if name.startswith(OPTIMIZER)
-        }
-        found.optimizer = _fitted(found.optimizer, stored)
-        self._take(found, state.weights)
-
-    def adopt_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """See ``seams.Snapshots.adopt_weights``."""
-        self._take(self.read(), weights)
-
-    def _take(self, state: State, weights: Mapping[str, Tensor]) -> None:
-        fitted = _fitted({**state.params, **state.buffers}, weights)
-        state.params, state.buffers = ({name: fitted[name] for name in part} for part in (state.params, state.buffers))
-        self.write(state)
+        training = [(name, tensor) for name, tensor in state.training.items() if name.startswith(OPTIMIZER)]
+        own.optimizer = _fitted(own.optimizer, {name.removeprefix(OPTIMIZER): tensor for name, tensor in training})
+    fitted = _fitted({**own.params, **own.buffers}, state.weights)
+    own.params, own.buffers = ({name: fitted[name] for name in part} for part in (own.params, own.buffers))
+    return own
 
 
 def array_of(stored: Tensor) -> np.ndarray:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from phalanx import seams
 from phalanx.definition.data import Share, Source
 from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
@@ -22,8 +23,9 @@ from phalanx.frameworks.torch.replica.feed import Feed, opened
 from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.frameworks.torch.results import exported
 from phalanx.frameworks.torch.sharing.state import Sharing
-from phalanx.frameworks.torch.snapshot import Snapshots, entries
-from phalanx.seams import Computed, Exported, Lanes, Measurement, Todo, Watch, Weights
+from phalanx.frameworks.torch.snapshot import adopt, captured, entries
+from phalanx.seams import Arithmetic, Computed, Exported, Lanes, Measurement, Todo, Watch, Weights
+from phalanx.seams.snapshots import Captured
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Reentrant
 
@@ -35,7 +37,7 @@ class Torch:
     ----------
     definition : Definition
     model : Any
-        What ``make_model`` made, inside ``building``.
+        What ``make_model`` made, inside its record's ``building``.
 
     Attributes
     ----------
@@ -47,9 +49,11 @@ class Torch:
     lanes: Lanes | None = None
 
     def __init__(self, definition: Definition, model: Any) -> None:
-        self.arithmetic = arithmetic
+        self.arithmetic: Arithmetic = arithmetic
         self._shapes = StaticShapes()
-        self.environment = Reentrant(Environment(definition.threads, definition.generators), self._shapes)
+        self.environment: AbstractContextManager[None] = Reentrant(
+            Environment(definition.threads, definition.generators), self._shapes
+        )
         with self.environment, interrupts.user_code():
             self._build(definition, checked(model))
 
@@ -62,6 +66,9 @@ class Torch:
         check_sizes(found, definition)
         self._shapes.known = self.compiles = bool(found)
         self._describable = False
+        self.opened: Callable[[Source], Source] = opened
+        facts = self._lane.model, self._lane.buffers, self._updates, self._lane.collector, self.environment
+        self.sharing: seams.Sharing = Sharing(*facts, portable=not self._updates.foreign)
 
     @property
     def lr(self) -> float:
@@ -70,31 +77,19 @@ class Torch:
 
     @property
     def told(self) -> tuple[float, float]:
-        """See ``seams.Steppable.told``."""
+        """See ``seams.Framework.told``."""
         return self._updates.told
 
-    @property
-    def snapshots(self) -> Snapshots:
-        """How this state becomes a snapshot, and is made again out of one."""
-        self.rewind()
-        return Snapshots(self._lane.model, self._updates, self._lane.buffers)
-
-    @property
-    def sharing(self) -> Sharing:
-        """What it takes to share this state with other processes."""
-        lane = self._lane
-        return Sharing(lane.model, lane.buffers, self._updates, lane.collector, self.environment)
-
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
-        """See ``seams.Steppable.gradients``."""
+        """See ``seams.Framework.gradients``."""
         return self._lane.gradients(todo, watch)
 
     def norm(self, gradient: Gradient) -> float:
-        """See ``seams.Steppable.norm``."""
+        """See ``seams.Framework.norm``."""
         return self._updates.norm(gradient)
 
     def update(self, step: int, gradient: Gradient, buffers: Sequence[tuple[int, Left]] | None) -> None:
-        """See ``seams.Steppable.update``."""
+        """See ``seams.Framework.update``."""
         self._updates.apply(step, gradient)
         if buffers is None:
             self._lane.buffers.expect()
@@ -110,16 +105,12 @@ class Torch:
         self._updates.schedule(value, epoch)
 
     def rewind(self) -> None:
-        """See ``seams.Steppable.rewind``."""
+        """See ``seams.Framework.rewind``."""
         self._lane.rewind()
 
     def measure(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Measurement:
         """See ``seams.Framework.measure``."""
         return self._lane.measure(metrics, key, share, weights)
-
-    def opened(self, source: Source) -> Source:
-        """See ``seams.Framework.opened``."""
-        return opened(source)
 
     def export(self, steps: int, *, copy: bool, digest: bool = True) -> Exported:
         """See ``seams.Framework.export``."""
@@ -127,9 +118,13 @@ class Torch:
         self._lane.collector.forget()
         return exported(self._lane.shown, self._updates, steps, apart=copy, digest=digest)
 
+    def capture(self, *, copy: bool) -> Captured:
+        """See ``seams.Framework.capture``."""
+        self.rewind()
+        return captured(self._lane.model, self._updates, copy=copy)
 
-@contextlib.contextmanager
-def building(threads: int) -> Iterator[None]:
-    """Inside, a model may be made and opened, one at a time: generators, threads and modes are the run's."""
-    with Environment(threads):
-        yield
+    def adopt(self, state: Captured) -> None:
+        """See ``seams.Framework.adopt``."""
+        self.rewind()
+        adopt(self._lane.model, self._updates, state)
+        self._lane.buffers.renew()

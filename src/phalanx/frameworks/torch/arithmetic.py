@@ -58,6 +58,17 @@ def finite(vector: Gradient) -> bool:
     return all(bool(torch.isfinite(a).all()) for a in vector if a is not None)
 
 
+def add_into(left: Gradient, right: Gradient, homes: Gradient) -> Gradient:
+    """See ``seams.sharing.Arrays.add_into``. What is in ``left`` itself was added already."""
+    added: Gradient = []
+    for mine, other, home in zip(left, right, homes, strict=True):
+        if mine is not None:
+            added.append(mine if other is None or other is mine else mine.add_(other))
+        else:
+            added.append(other if other is None or home is None else home.copy_(other))
+    return added
+
+
 def add_up(
     parts: Sequence[torch.Tensor | None], additions: Sequence[tuple[int, int]], first: int, divisor: float
 ) -> torch.Tensor:
@@ -96,11 +107,6 @@ def view(memory: mmap.mmap, offset: int, spec: Spec) -> torch.Tensor:
         return blank(spec)
     flat = torch.frombuffer(memory, dtype=getattr(torch, spec.dtype), count=spec.elements, offset=offset)
     return flat.as_strided(spec.shape, spec.strides)
-
-
-def write(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a tensor into another."""
-    target.copy_(source)
 
 
 def _add(

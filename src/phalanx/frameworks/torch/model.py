@@ -9,63 +9,41 @@ from typing import Any, Final, TypeVar
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from phalanx.definition import device_generators, generators
 from phalanx.errors import UsageError
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 TRAINED: Final[weakref.WeakSet[torch.nn.Module]] = weakref.WeakSet()  # what factories returned, while it lives
 
 
-def made(make_model: Any, seed: int) -> Any:
-    """What is trained, of the run's own: a copy of an ``nn.Module``, or what the factory returns right after seeding.
+def checked_new(model: Any) -> torch.nn.Module:
+    """What a factory made; one that returns the same model again would train on, from run to run, in place.
 
     Raises
     ------
     UsageError
-        The factory raised, or returned a model that it returned before.
+        It was returned before, or is nothing that can be trained here.
     """
-    if isinstance(make_model, torch.nn.Module):
-        way = (
-            "a model that is passed in is never trained in place; pass a function that makes it: make_model=lambda: ..."
+    if model in TRAINED:
+        raise UsageError(
+            f"make_model returned the {type(model).__name__} that it returned before, already trained; return a new "
+            "one each time, or pass the model itself, which is copied: make_model=model"
         )
-        return copied("make_model", make_model, f", and {way}")
-    try:
-        while True:
-            generators.seed(seed)
-            seeded = bool(device_generators.in_use())
-            model = make_model()
-            if seeded or not _on_accelerator(model):
-                break  # else it was the first to use the devices: once more, now that their generators are there
-    except Exception as error:
-        called = "it is called without arguments: wrap it in functools.partial or a lambda if it needs some"
-        way = called if isinstance(error, TypeError) else "the traceback above says where"
-        raise UsageError(f"make_model raised {type(error).__name__}: {error}; {way}") from error
-    _check_new(model)
-    return model
+    TRAINED.add(model)
+    return checked(model)
 
 
-def _on_accelerator(model: Any) -> bool:
-    first = next(model.parameters(), None) if isinstance(model, torch.nn.Module) else None
-    return first is not None and first.device.type not in ("cpu", "meta")
-
-
-def checked(model: Any) -> torch.nn.Module:
-    """What was made, if it is a model that can be trained here; without gradients.
+def checked(model: torch.nn.Module) -> torch.nn.Module:
+    """A model that can be trained here, without gradients.
 
     Raises
     ------
     UsageError
-        It is something else, or cannot be.
+        It cannot be.
     """
     _check(model)
     for parameter in model.parameters():
         parameter.grad = None
     return model
-
-
-def home_of(model: Any) -> torch.device:
-    """Where a model was made."""
-    return next(checked(model).parameters()).device
 
 
 def check_mode(model: torch.nn.Module, modes: str) -> None:
@@ -82,11 +60,6 @@ def check_mode(model: torch.nn.Module, modes: str) -> None:
             "trained without dropout, and with the statistics of BatchNorm as they are; return model.train(), or say "
             "that it is meant: modes='as_made'"
         )
-
-
-def is_module(model: Any) -> bool:
-    """Whether it is a module."""
-    return isinstance(model, torch.nn.Module)
 
 
 def named_device(name: str | None) -> torch.device | None:
@@ -134,23 +107,7 @@ def copied(argument: str, model: Model, way_out: str) -> Model:
     raise UsageError(f"{argument} is a {type(model).__name__} that cannot be copied ({reason}){way_out}") from cause
 
 
-def _check_new(model: Any) -> None:
-    """A factory that returns one model again and again would train on, from run to run, in place."""
-    if isinstance(model, torch.nn.Module):
-        if model in TRAINED:
-            raise UsageError(
-                f"make_model returned the {type(model).__name__} that it returned before, already trained; return a "
-                "new one each time, or pass the model itself, which is copied: make_model=model"
-            )
-        TRAINED.add(model)
-
-
-def _check(model: Any) -> None:
-    if not isinstance(model, torch.nn.Module) or isinstance(model, torch.jit.ScriptModule):
-        raise UsageError(
-            f"make_model returned {_described(model)}; it must return a plain torch.nn.Module, a tree of jax arrays "
-            "(jnp.asarray makes them), or an object with tensors of tinygrad"
-        )
+def _check(model: torch.nn.Module) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
             raise UsageError(
@@ -176,7 +133,3 @@ def _check(model: Any) -> None:
                 f"module {name!r} has sparse=True, and sparse gradients cannot be folded exactly; make it with "
                 "sparse=False"
             )
-
-
-def _described(value: Any) -> str:
-    return "None (is a return missing?)" if value is None else f"a {type(value).__name__}"

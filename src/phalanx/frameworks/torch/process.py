@@ -93,8 +93,16 @@ def adopt(settings: dict[str, Any]) -> None:
     torch.autograd.set_detect_anomaly(anomaly, check_nan)
 
 
-def reduced(thing: Any) -> Any:
-    """How a parcel takes a storage along: as its memory, once for all tensors in it. NotImplemented for all else."""
+def reduced(thing: Any, *, alone: bool) -> Any:
+    """How a parcel takes a storage along: as its memory, once for all tensors in it. NotImplemented for all else.
+
+    ``alone``, for what a step alone needs: a tensor that is a small part of its memory goes without the rest.
+    """
+    if alone and type(thing) is torch.Tensor and thing.device.type == "cpu" and thing.layout is torch.strided:
+        if thing.untyped_storage().nbytes() > 2 * thing.nbytes + SMALL_BYTES:
+            own = thing.detach().clone(memory_format=torch.preserve_format)
+            return own.requires_grad_(thing.requires_grad).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
     if isinstance(thing, torch.storage.TypedStorage):
         return _typed, (thing._untyped_storage, thing.dtype)
     if isinstance(thing, torch.UntypedStorage) and thing.device.type == "cpu":
@@ -102,16 +110,6 @@ def reduced(thing: Any) -> Any:
             return torch.UntypedStorage, (0,)
         return _untyped, (pickle.PickleBuffer(_memory_of(thing)),)
     return NotImplemented
-
-
-def reduced_sample(thing: Any) -> Any:
-    """The same for what a step alone needs: a tensor that is a small part of its memory goes without the rest."""
-    if type(thing) is torch.Tensor and thing.device.type == "cpu" and thing.layout is torch.strided:
-        if thing.untyped_storage().nbytes() > 2 * thing.nbytes + SMALL_BYTES:
-            alone = thing.detach().clone(memory_format=torch.preserve_format)
-            return alone.requires_grad_(thing.requires_grad).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        return NotImplemented
-    return reduced(thing)
 
 
 def without_compiler() -> None:

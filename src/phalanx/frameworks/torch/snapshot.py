@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,47 +14,10 @@ from phalanx.definition.digest import Entry, digest_of
 from phalanx.definition.plain import check_like, check_specs, decoded, encoded, taking_over
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.phases import Updates, fit_options
-from phalanx.frameworks.torch.replica.buffers import Buffers, bytes_of
+from phalanx.frameworks.torch.replica.buffers import bytes_of
 from phalanx.frameworks.torch.schedules import Named
 from phalanx.frameworks.torch.sharing.optimizer_state import check_state, find_pieces
 from phalanx.seams.snapshots import CODES, Captured, Tensor
-
-
-@dataclass(frozen=True)
-class Snapshots:
-    """Implements ``seams.Snapshots`` for PyTorch.
-
-    ``taken_over`` is called when ``model`` was written: other devices have copies of it. ``reading()`` is a context in
-    which tensors are read, which says what it means if that fails.
-    """
-
-    model: torch.nn.Module
-    updates: Updates
-    buffers: Buffers
-    taken_over: Callable[[], None] = lambda: None
-    reading: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-
-    def capture(self, *, copy: bool) -> Captured:
-        """See ``seams.Snapshots.capture``."""
-        with self.reading():
-            return captured(self.model, self.updates, copy=copy)
-
-    def adopt(self, state: Captured) -> None:
-        """See ``seams.Snapshots.adopt``."""
-        if self.updates.foreign:
-            checks.warn(
-                "the optimizer is not one of torch's own: what it keeps outside optimizer.state is not in snapshots, "
-                "so that the run may go on differently"
-            )
-        adopt(self.model, self.updates, state)
-        self.buffers.renew()
-        self.taken_over()
-
-    def adopt_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """See ``seams.Snapshots.adopt_weights``."""
-        adopt_weights(self.model, weights)
-        self.buffers.renew()
-        self.taken_over()
 
 
 def captured(model: torch.nn.Module, updates: Updates, *, copy: bool) -> Captured:
@@ -82,14 +43,21 @@ def captured(model: torch.nn.Module, updates: Updates, *, copy: bool) -> Capture
 
 
 def adopt(model: torch.nn.Module, updates: Updates, state: Captured) -> None:
-    """Make a captured state that of ``model`` and its optimizers.
+    """Make a captured state that of ``model`` and its optimizers; without facts, its weights that of the model.
 
     Raises
     ------
     SnapshotError
         It is of another model, or not what ``captured`` makes.
     """
-    adopt_weights(model, state.weights)
+    if updates.foreign and state.facts:
+        checks.warn(
+            "the optimizer is not one of torch's own: what it keeps outside optimizer.state is not in snapshots, so "
+            "that the run may go on differently"
+        )
+    _adopt_weights(model, state.weights)
+    if not state.facts:
+        return
     parameters = dict(updates.named)
     left = {name: tensor for name, tensor in state.training.items() if name.startswith(("optimizer.", "options."))}
     find = functools.partial(_found, left)
@@ -111,7 +79,7 @@ def adopt(model: torch.nn.Module, updates: Updates, state: Captured) -> None:
         check_state(updates, pieces)
 
 
-def adopt_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
+def _adopt_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Write parameters and buffers.
 
     Raises
@@ -144,10 +112,8 @@ def stored(leaf: Any) -> Tensor | None:
     return _taken(leaf, copy=True) if isinstance(leaf, torch.Tensor) and _name(leaf.dtype) in CODES else None
 
 
-def state_dict(model: Any, instead: Mapping[str, Any]) -> dict[str, Tensor | None] | None:
-    """What ``model.state_dict()`` has, with some parameters replaced by name; None for what is no module."""
-    if not isinstance(model, torch.nn.Module):
-        return None
+def state_dict(model: torch.nn.Module, instead: Mapping[str, Any]) -> dict[str, Tensor | None]:
+    """What ``model.state_dict()`` has, with some parameters replaced by name."""
     others = {id(parameter): instead[name] for name, parameter in model.named_parameters() if name in instead}
     whole = model.state_dict(keep_vars=True)
     return {name: stored(others.get(id(item), item)) for name, item in whole.items() if isinstance(item, torch.Tensor)}

@@ -42,7 +42,7 @@ class Exchange:
         self._homes = devices
         self._places = [devices[owner] for owner in owners]
         self._owned = {owner: [n for n, other in enumerate(owners) if other == owner] for owner in sorted(set(owners))}
-        self._following: Callable[[], Sequence[Todo]] | None = None
+        self.following: Callable[[], Sequence[Todo]] | None = None
 
     def moved(self, vector: Gradient) -> Gradient:
         """See ``seams.Lanes.moved``."""
@@ -51,25 +51,25 @@ class Exchange:
 
     @property
     def sizes(self) -> list[int]:
-        """See ``seams.Lanes.sizes``."""
+        """See ``engines.hosts.lanes``."""
         return [start.nbytes for start in self._lanes[0].buffers.starts]
 
     @property
     def blanks(self) -> list[torch.Tensor]:
-        """See ``seams.Lanes.blanks``."""
+        """See ``engines.hosts.lanes``."""
         return [arithmetic.blank(arithmetic.spec_of(parameter)) for parameter in self._lanes[0].parameters]
 
     def home(self, vector: Gradient) -> Gradient:
-        """See ``seams.Lanes.home``; waits for the devices."""
+        """See ``engines.hosts.lanes``; waits for the devices."""
         return [None if entry is None else entry.cpu() for entry in vector]
 
     def outward(self, left: Sequence[torch.Tensor]) -> list[bytes | None]:
-        """See ``seams.Lanes.outward``."""
+        """See ``engines.hosts.lanes``."""
         unwritten = {id(start) for lane in self._lanes for start in lane.buffers.starts}
         return [None if id(value) in unwritten else bytes_of(value.cpu()).numpy().tobytes() for value in left]
 
     def inward(self, pieces: Sequence[bytes | bytearray | None]) -> Left:
-        """See ``seams.Lanes.inward``."""
+        """See ``engines.hosts.lanes``."""
         found: Left = []
         for piece, start in zip(pieces, self._lanes[0].buffers.starts, strict=True):
             if piece is None:
@@ -79,13 +79,9 @@ class Exchange:
                 found.append(value.to(start.device))
         return found
 
-    def expect(self, following: Callable[[], Sequence[Todo]]) -> None:
-        """See ``seams.Lanes.expect``."""
-        self._following = following
-
-    def following(self) -> Sequence[Todo]:
+    def take_following(self) -> Sequence[Todo]:
         """What was said to be computed next, once; nothing if that was not said."""
-        following, self._following = self._following, None
+        following, self.following = self.following, None
         return [] if following is None else following()
 
     def spread(self) -> None:

@@ -10,8 +10,8 @@ generators belong to the process, and a replica's are seeded before it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from phalanx.definition.data import Share, Source
 from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
+from phalanx.frameworks.record import Unshared
 from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.devices import accelerators
 from phalanx.frameworks.torch.devices.apart import check_apart, hooked, put, same
@@ -35,9 +36,10 @@ from phalanx.frameworks.torch.replica.feed import Feed, opened
 from phalanx.frameworks.torch.replica.forward import Unread
 from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.frameworks.torch.results import exported
-from phalanx.frameworks.torch.snapshot import Snapshots, entries
+from phalanx.frameworks.torch.snapshot import adopt, captured, entries
 from phalanx.plan.placement import Placement, dealt, hosts
-from phalanx.seams import Computed, Exported, Lanes, Measurement, Todo, Watch, Weights
+from phalanx.seams import Arithmetic, Computed, Exported, Lanes, Measurement, Todo, Watch, Weights
+from phalanx.seams.snapshots import Captured
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Reentrant
 
@@ -78,11 +80,17 @@ class TorchLanes:
         allow: bool,
         part: tuple[int, int] = (0, 1),
     ) -> None:
-        self.arithmetic = DeviceArithmetic()
+        self.arithmetic: Arithmetic = DeviceArithmetic()
         self.devices = tuple(devices)
+        self.opened: Callable[[Source], Source] = opened
+        self.sharing: Any = Unshared(
+            f"the model is on {self.devices[0]}, but worker processes compute on the CPU in this version; use "
+            "engine='inline'"
+        )
         self._shapes = StaticShapes()
         surroundings = accelerators.Surroundings(devices, allow=allow)
-        self.environment = Reentrant(Environment(definition.threads, definition.generators), self._shapes, surroundings)
+        within = Environment(definition.threads, definition.generators), self._shapes, surroundings
+        self.environment: AbstractContextManager[None] = Reentrant(*within)
         with self.environment, interrupts.user_code():
             rank, processes = part
             placement = hosts(definition.replicas, processes, len(devices))[1][rank]
@@ -137,32 +145,11 @@ class TorchLanes:
 
     @property
     def told(self) -> tuple[float, float]:
-        """See ``seams.Steppable.told``."""
+        """See ``seams.Framework.told``."""
         return self._updates.told
 
-    @property
-    def snapshots(self) -> Snapshots:
-        """How this state becomes a snapshot, and is made again out of one."""
-        self.rewind()
-        reading = functools.partial(accelerators.watched, self.devices)
-        return Snapshots(self._first.model, self._updates, self._first.buffers, self._take_over, reading)
-
-    @property
-    def sharing(self) -> Any:
-        """See ``seams.Framework.sharing``: there is none.
-
-        Raises
-        ------
-        UsageError
-            Always.
-        """
-        raise UsageError(
-            f"the model is on {self.devices[0]}, but worker processes compute on the CPU in this version; use "
-            "engine='inline'"
-        )
-
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
-        """See ``seams.Steppable.gradients``: each device has a replica to compute before the first is asked for."""
+        """See ``seams.Framework.gradients``: each device has a replica to compute before the first is asked for."""
         for feed in self._feeds:
             feed.begin(todo)
         count = len(self._lanes)
@@ -180,16 +167,16 @@ class TorchLanes:
                 yield _weighted(computed)
 
     def norm(self, gradient: Gradient) -> float:
-        """See ``seams.Steppable.norm``; the one place where a step waits for its devices."""
+        """See ``seams.Framework.norm``; the one place where a step waits for its devices."""
         with accelerators.watched(self.devices):
             whole = self._updates.enqueue_norm(gradient, self.devices[0])
-        for todo in self._exchange.following():
+        for todo in self._exchange.take_following():
             self._feeds[self._lane_of[todo.replica]].read_ahead(todo)
         with accelerators.watched(self.devices):
             return whole.item()
 
     def update(self, step: int, gradient: Gradient, buffers: Sequence[tuple[int, Left]] | None) -> None:
-        """See ``seams.Steppable.update``."""
+        """See ``seams.Framework.update``."""
         with accelerators.watched(self.devices):
             self._updates.apply(step, gradient)
             self._exchange.spread()
@@ -205,7 +192,7 @@ class TorchLanes:
         self._freeze_alike()
 
     def rewind(self) -> None:
-        """See ``seams.Steppable.rewind``."""
+        """See ``seams.Framework.rewind``."""
         for lane, feed in zip(self._lanes, self._feeds, strict=True):
             lane.rewind()
             feed.forget()
@@ -223,10 +210,6 @@ class TorchLanes:
 
         return read
 
-    def opened(self, source: Source) -> Source:
-        """See ``seams.Framework.opened``."""
-        return opened(source)
-
     def export(self, steps: int, *, copy: bool, digest: bool = True) -> Exported:
         """See ``seams.Framework.export``; the model is on the first device."""
         with accelerators.watched(self.devices):
@@ -234,6 +217,24 @@ class TorchLanes:
             for lane in self._lanes:
                 lane.collector.forget()
             return exported(self._first.shown, self._updates, steps, apart=copy, digest=digest)
+
+    def capture(self, *, copy: bool) -> Captured:
+        """See ``seams.Framework.capture``."""
+        self.rewind()
+        with accelerators.watched(self.devices):
+            return captured(self._first.model, self._updates, copy=copy)
+
+    def adopt(self, state: Captured) -> None:
+        """See ``seams.Framework.adopt``; the other devices take over what the first has, owners too."""
+        self.rewind()
+        adopt(self._first.model, self._updates, state)
+        self._first.buffers.renew()
+        with torch.no_grad():
+            for lane in self._lanes[1:]:
+                for mine, theirs in zip(lane.parameters, self._first.parameters, strict=True):
+                    mine.copy_(theirs)
+                lane.buffers.settle([(1, self._first.buffers.starts)])
+        self._freeze_alike()
 
     def _begin(self, todo: Todo, watch: Watch | None) -> Computed:
         """Give a device a replica to compute; runs user code."""
@@ -269,15 +270,6 @@ class TorchLanes:
         for lane in self._lanes[1:]:
             starts = lane.buffers.starts
             lane.buffers.settle([(1, [mine[n] if n in written else start for n, start in enumerate(starts)])])
-
-    def _take_over(self) -> None:
-        """The first device's model was given another state: all others take it over, owners too."""
-        with torch.no_grad():
-            for lane in self._lanes[1:]:
-                for mine, theirs in zip(lane.parameters, self._first.parameters, strict=True):
-                    mine.copy_(theirs)
-                lane.buffers.settle([(1, self._first.buffers.starts)])
-        self._freeze_alike()
 
     def _freeze_alike(self) -> None:
         for index, (_, parameter) in enumerate(self._updates.named if len(self._lanes) > 1 else ()):

@@ -6,7 +6,6 @@ than samples and do not say so. Knows nothing of gradients, replicas or steps.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -206,35 +205,6 @@ def _split(value: Any) -> tuple[Any, Any]:
 
 def _refuse_loss(name: str, got: str, wanted: str) -> NoReturn:
     raise UsageError(f"{name} returned {got}; it must return {wanted}, or (that, weight)")
-
-
-def weighted(loss_fn: Callable[[Any, Any], Any], count: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """A loss that tells its weight, so that shares with more to count weigh more.
-
-    Parameters
-    ----------
-    loss_fn : callable
-        ``loss_fn(output, target) -> mean loss``.
-    count : callable
-        ``count(output, target) -> number of things averaged over``; 0 takes the share out.
-
-    Returns
-    -------
-    callable
-        ``(output, target) -> (mean loss, weight)``.
-
-    Examples
-    --------
-    >>> tokens = phalanx.weighted(
-    ...     lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=-100),
-    ...     lambda output, target: (target != -100).sum(),
-    ... )
-    """
-    return functools.partial(_weighted, loss_fn, count)
-
-
-def _weighted(loss_fn: Callable[[Any, Any], Any], count: Callable[[Any, Any], Any], output: Any, target: Any) -> Any:
-    return loss_fn(output, target), count(output, target)
 
 
 def check_stateless(loss_fn: Any) -> None:

@@ -9,23 +9,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch import arithmetic
-from phalanx.frameworks.torch.arithmetic import spec_of, view
+from phalanx.frameworks.torch.arithmetic import Gradient, spec_of, view
 from phalanx.frameworks.torch.optimizer import check_no_global_hooks
 from phalanx.frameworks.torch.phases import Updates
 from phalanx.frameworks.torch.replica.buffers import Buffers, Left
 from phalanx.frameworks.torch.replica.gradient import Collector
 from phalanx.frameworks.torch.results import Shown
-from phalanx.frameworks.torch.sharing.buckets import GradientBuckets
 from phalanx.frameworks.torch.sharing.optimizer_state import OptimizerState, find_pieces
 from phalanx.frameworks.torch.sharing.storages import bytes_of, home_at, placed, rebind, storages_of
 from phalanx.plan.placement import Placement
@@ -36,7 +35,7 @@ from phalanx.shared.layout import Contents, Layout, StatePiece, Take, lay_out
 STATES = 2  # arrays per parameter that optimizers from elsewhere are taken to keep: Adam's
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sharing:
     """Implements ``seams.sharing.Sharing`` for PyTorch: the parts of a framework that processes share."""
 
@@ -45,24 +44,15 @@ class Sharing:
     updates: Updates
     collector: Collector
     environment: AbstractContextManager[None]
-    arrays: ClassVar[Arrays] = arithmetic
-    moving_seconds: ClassVar[float] = 0.2  # of making the arena and forking workers
+    portable: bool  # optimizers from elsewhere may keep some of the state in attributes
+    arrays: Arrays = arithmetic
+    moving_seconds = 0.2  # of making the arena and forking workers
     looks: dict[tuple[int, ...], Shown] = field(default_factory=dict[tuple[int, ...], Shown], compare=False)
 
     @functools.cached_property
     def parameters(self) -> list[torch.nn.Parameter]:
         """Those of the model."""
         return list(self.model.parameters())
-
-    @property
-    def count(self) -> int:
-        """How many parameters there are."""
-        return len(self.parameters)
-
-    @property
-    def portable(self) -> bool:
-        """Whether the whole state is known: optimizers from elsewhere may keep some in attributes."""
-        return not self.updates.foreign
 
     def lay_out(self, placement: Placement, take: Take, known: Contents | None = None) -> Layout:
         """See ``seams.sharing.Sharing.lay_out``."""
@@ -81,13 +71,9 @@ class Sharing:
         owners = [0] * len(self.parameters) if self.updates.whole else contents.owners(placement.workers)
         return lay_out(contents, owners, placement, take)
 
-    def caller_state(self, layout: Layout) -> CallerState:
-        """The model and its optimizers in the caller's process."""
-        return CallerState(self, layout)
-
-    def worker_state(self, layout: Layout, arena: mmap.mmap, worker: int) -> WorkerState:
-        """The model and its optimizers in a worker's process; from here on, they lie in the arena."""
-        return WorkerState(self, layout, arena, worker)
+    def open(self, layout: Layout, arena: mmap.mmap, worker: int | None) -> SharedState:
+        """See ``seams.sharing.Sharing.open``."""
+        return SharedState(self, layout) if worker is None else WorkerState(self, layout, arena, worker)
 
     def move(self, layout: Layout, places: Places) -> None:
         """See ``seams.sharing.Sharing.move``."""
@@ -122,8 +108,59 @@ class Sharing:
         return Contents(gradients, buffers, sizes, storage_of, state, frozen, private)
 
 
-class WorkerState:
-    """Implements ``seams.sharing.WorkerState`` for PyTorch. Binds the worker's model to the arena.
+class SharedState:
+    """Implements ``seams.sharing.SharedState`` for PyTorch, in the caller's process.
+
+    Parameters
+    ----------
+    sharing : Sharing
+    layout : Layout
+    """
+
+    direct = True
+
+    def __init__(self, sharing: Sharing, layout: Layout) -> None:
+        self._parameters = sharing.parameters
+        self._buffers = sharing.buffers
+        self._updates = sharing.updates
+        self._owned: Sequence[int] = range(len(sharing.parameters))
+        state = self._state = OptimizerState(sharing.updates, sharing.parameters, layout.contents.state)
+        self.made, self.adopt = state.made, state.adopt
+        self.aim, self.watch = sharing.collector.set_destination, sharing.collector.tell
+
+    @property
+    def starts(self) -> Left:
+        """See ``seams.sharing.SharedState.starts``."""
+        return self._buffers.starts
+
+    def rest(self) -> tuple[list[Any] | None, list[Any]]:
+        """See ``seams.sharing.SharedState.rest``."""
+        return self._state.foreign(self._owned), self._updates.options()
+
+    def take(self, foreign: list[Any] | None, options: list[Any]) -> None:
+        """See ``seams.sharing.SharedState.take``."""
+        self._state.take_foreign(foreign, self._owned)
+        self._updates.take_options(options)
+        self._buffers.expect()  # somebody else may have written them
+
+    def weights(self) -> list[np.ndarray]:
+        """See ``seams.sharing.SharedState.weights``: memory of the model's own."""
+        return [bytes_of(storage) for storage in storages_of(self._parameters).values()]
+
+    def take_arrays(self, weights: Sequence[np.ndarray | None], buffers: Sequence[torch.Tensor]) -> None:
+        """See ``seams.sharing.SharedState.take_arrays``."""
+        for mine, shared in zip(self.weights(), weights, strict=True):
+            if shared is not None:
+                mine[:] = shared
+        self._buffers.rehome([shared.clone() for shared in buffers])
+
+    def norm(self, gradient: Gradient, meet: Callable[[], None], there: Sequence[int] | None) -> float:
+        """Nobody else is there."""
+        return self._updates.norm(gradient)
+
+
+class WorkerState(SharedState):
+    """The same in a worker: binds its model to the arena.
 
     Parameters
     ----------
@@ -134,89 +171,30 @@ class WorkerState:
     """
 
     def __init__(self, sharing: Sharing, layout: Layout, arena: mmap.mmap, worker: int) -> None:
-        self._buffers = sharing.buffers
-        self._updates = sharing.updates
-        self._owned = layout.owned(worker)
-        self._parameters = sharing.parameters
         sharing.move(
             layout, {number: (arena, at) for number, at in enumerate(layout.weights) if number not in layout.frozen}
         )
         buffers = zip(layout.starts, layout.contents.buffers, strict=True)
-        self._buffers.rehome([view(arena, *placed) for placed in buffers])
-        self._updates.restrict(self._owned)
-        self.buckets = GradientBuckets(sharing.collector, sharing.updates, layout, arena, worker)
-        state = self._state = OptimizerState(sharing.updates, sharing.parameters, layout.contents.state)
-        self.made, self.adopt = state.made, state.adopt
+        sharing.buffers.rehome([view(arena, *placed) for placed in buffers])
+        sharing.updates.restrict(layout.owned(worker))
+        super().__init__(sharing, layout)
+        self._owned = layout.owned(worker)
+        self._first = worker == 0
+        count, dtype = len(layout.owners), sharing.updates.norm_dtype
+        self._norms = torch.frombuffer(arena, dtype=dtype, count=count, offset=layout.norms)
+        self._norm_of = list(self._norms)
+        sharing.collector.watch([index for index, owner in enumerate(layout.owners) if owner != worker])
 
-    @property
-    def starts(self) -> Left:
-        """See ``seams.sharing.WorkerState.starts``."""
-        return self._buffers.starts
-
-    def foreign(self) -> list[Any] | None:
-        """See ``seams.sharing.WorkerState.foreign``."""
-        return self._state.foreign(self._owned)
-
-    def options(self) -> list[Any]:
-        """See ``seams.sharing.WorkerState.options``."""
-        return self._updates.options()
-
-    def take(self, foreign: list[Any] | None, options: list[Any]) -> None:
-        """See ``seams.sharing.WorkerState.take``."""
-        self._state.take_foreign(foreign, self._owned)
-        self._updates.take_options(options)
-        self._buffers.expect()  # somebody else may have written them
-
-
-class CallerState:
-    """Implements ``seams.sharing.CallerState`` for PyTorch.
-
-    Parameters
-    ----------
-    sharing : Sharing
-    layout : Layout
-    """
-
-    def __init__(self, sharing: Sharing, layout: Layout) -> None:
-        self._parameters = sharing.parameters
-        self._buffers = sharing.buffers
-        self._updates = sharing.updates
-        state = self._state = OptimizerState(sharing.updates, sharing.parameters, layout.contents.state)
-        self._pieces = range(len(layout.contents.state))
-        self.adopt = state.adopt
-
-    @property
-    def starts(self) -> Left:
-        """See ``seams.sharing.CallerState.starts``."""
-        return self._buffers.starts
-
-    def weights(self) -> list[np.ndarray]:
-        """See ``seams.sharing.CallerState.weights``: memory of the model's own."""
-        return [bytes_of(storage) for storage in storages_of(self._parameters).values()]
-
-    def state(self) -> dict[int, torch.Tensor]:
-        """See ``seams.sharing.CallerState.state``."""
-        return self._state.made(self._pieces)
-
-    def foreign(self) -> list[Any] | None:
-        """See ``seams.sharing.CallerState.foreign``."""
-        return self._state.foreign(range(len(self._parameters)))
-
-    def options(self) -> list[Any]:
-        """See ``seams.sharing.CallerState.options``."""
-        return self._updates.options()
-
-    def take_weights(self, contents: Sequence[np.ndarray | None]) -> None:
-        """See ``seams.sharing.CallerState.take_weights``."""
-        for mine, shared in zip(self.weights(), contents, strict=True):
-            if shared is not None:
-                mine[:] = shared
-
-    def take_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
-        """See ``seams.sharing.CallerState.take_buffers``."""
-        self._buffers.rehome([shared.clone() for shared in buffers])
-
-    def take(self, foreign: list[Any] | None, options: list[Any]) -> None:
-        """See ``seams.sharing.CallerState.take``."""
-        self._state.take_foreign(foreign, range(len(self._parameters)))
-        self._updates.take_options(options)
+    def norm(self, gradient: Gradient, meet: Callable[[], None], there: Sequence[int] | None) -> float:
+        """See ``seams.sharing.SharedState.norm``."""
+        if self._updates.whole:
+            if self._first:
+                self._norms[0] = self._updates.norm(gradient)
+            meet()
+            return self._norms[0].item()
+        for index in self._owned:
+            grad = gradient[index]
+            if grad is not None:
+                torch.linalg.vector_norm(grad, out=self._norm_of[index])
+        meet()
+        return self._updates.total_norm(self._norms if there is None else self._norms[list(there)])

@@ -1,0 +1,123 @@
+"""jax as the registry knows it, before it is needed: nothing here imports it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from phalanx.definition.checks import takes
+from phalanx.definition.digest import Entry
+from phalanx.definition.fields import Definition
+from phalanx.errors import UsageError
+from phalanx.frameworks.record import Collate, Made, Record
+from phalanx.seams import Framework
+from phalanx.seams.snapshots import Tensor
+
+VARIABLES = ("PJRT_NPROC", "NPROC")  # what XLA's CPU client asks for its number of threads, before it counts processors
+
+
+class JaxRecord(Record):
+    """See ``frameworks.record.Record``."""
+
+    name = module = "jax"
+    returns = "a tree of jax arrays (jnp.asarray makes them)"
+
+    def recognises(self, model: Any) -> bool:
+        """Whether there is a jax array in it, which may be a tree."""
+        jax = sys.modules.get("jax")
+        return jax is not None and any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(model))
+
+    def open(self, made: Made) -> Framework:
+        """On one device, or several of this process."""
+        if made.part[1] > 1 and len(made.devices) > 1:
+            raise UsageError(
+                f"devices is {list(made.devices)}, but of several processes each drives one jax device in this "
+                "version; use one process for all of them, or leave devices out"
+            )
+        return _adapter().Jax(made.definition, made.devices, made.model)
+
+    def factory(self, make_model: Callable[..., Any], seed: int) -> Callable[[], Any] | None:
+        """A ``key``, where it asks for one."""
+        if not takes(make_model, "key", required=True):
+            return None
+        _adapter()
+        from phalanx.frameworks.jax.tree import prng_key, words
+
+        return functools.partial(make_model, key=prng_key(words(seed)))
+
+    @contextlib.contextmanager
+    def starting(self, threads: int) -> Iterator[None]:
+        """XLA's CPU backend has so many threads if it is started inside the block; it decides once per process."""
+        before = {name: os.environ.get(name) for name in VARIABLES}
+        os.environ.update(dict.fromkeys(VARIABLES, str(threads)))
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+    def reading(self, definition: Definition) -> tuple[AbstractContextManager[Any], Collate] | None:
+        """Samples become numpy arrays."""
+        from phalanx.frameworks.jax import environment, forward
+
+        return environment.Environment(definition.generators), forward.collate
+
+    def prepare(self, cache: str | None) -> None:
+        """Where workers that need it will be: they share what they compile."""
+        if cache is not None:
+            import phalanx.frameworks.jax.adapter  # noqa: F401
+            from phalanx.frameworks.jax.environment import share_programs
+
+            share_programs(cache)
+
+    def settings(self) -> dict[str, Any]:
+        """Options of jax."""
+        from phalanx.frameworks.jax import environment
+
+        return environment.settings()
+
+    def adopt(self, settings: dict[str, Any]) -> None:
+        """Set those of this process."""
+        from phalanx.frameworks.jax import environment
+
+        environment.adopt(settings)
+
+    def harmless(self) -> Sequence[str]:
+        """What one worker writes another may be reading, where the folder for that is not the user's."""
+        return () if "JAX_COMPILATION_CACHE_DIR" in os.environ else ("Error reading persistent compilation cache",)
+
+    def available(self) -> list[tuple[str, str, str]]:
+        """Of the backends that it was installed with."""
+        return _adapter().available()
+
+    def entries(self, model: Any, optimizer: Any, state: Any) -> Iterator[Entry]:
+        """Of a tree of parameters, and of an optimizer's state."""
+        from phalanx.frameworks.jax import snapshot
+
+        return snapshot.entries(model, optimizer, state)
+
+    def tensor_of(self, stored: Tensor) -> Any:
+        """A numpy array; of dtypes that numpy itself does not have, too."""
+        _adapter()
+        from phalanx.frameworks.jax import snapshot
+
+        return snapshot.array_of(stored)
+
+
+def _adapter() -> Any:
+    try:
+        from phalanx.frameworks.jax import adapter
+    except ImportError as error:
+        raise UsageError(f"this needs jax and optax ({error}); install them: pip install 'phalanx[jax]'") from error
+    return adapter
+
+
+RECORD = JaxRecord()

@@ -1,0 +1,95 @@
+"""tinygrad as the registry knows it, before it is needed: nothing here imports it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from phalanx.definition.digest import Entry
+from phalanx.definition.generators import Global
+from phalanx.errors import UsageError
+from phalanx.frameworks.record import Made, Record, stored
+from phalanx.seams import Framework
+from phalanx.seams.snapshots import Tensor
+
+
+class TinygradRecord(Record):
+    """See ``frameworks.record.Record``."""
+
+    name = module = "tinygrad"
+    returns = "an object with tensors of tinygrad"
+    takes_models = True  # which are never written
+
+    def recognises(self, model: Any) -> bool:
+        """Whether there is a tensor of tinygrad in it, an object or a tree."""
+        module = sys.modules.get("tinygrad")
+        if module is None or isinstance(model, type):
+            return False
+        kind, seen, left = module.Tensor, set[int](), [model]
+        while left:
+            item = left.pop()
+            if isinstance(item, kind):
+                return True
+            if id(item) not in seen:
+                seen.add(id(item))
+                left += _inside(item)
+        return False
+
+    def open(self, made: Made) -> Framework:
+        """In a process that is alone."""
+        if made.part[1] > 1:
+            raise UsageError(
+                f"this is one of {made.part[1]} processes, but a recipe with tinygrad computes in one; use one "
+                "process, with several devices"
+            )
+        return _adapter().Tinygrad(made.definition, made.devices, made.model)
+
+    def random(self) -> Sequence[Global]:
+        """That of its tensors, for all devices."""
+        from phalanx.frameworks.tinygrad.environment import GENERATOR
+
+        return (GENERATOR,)
+
+    def knows(self, names: Sequence[str]) -> bool:
+        """Names in capitals, which torch and jax have none in."""
+        return bool(names) and all(name.split(":")[0].isupper() for name in names)
+
+    def facts(self, names: Sequence[str]) -> dict[str, str]:
+        """And of their compilers."""
+        from phalanx.frameworks.tinygrad.devices import facts
+
+        return facts(names)
+
+    def available(self) -> list[tuple[str, str, str]]:
+        """Of all kinds that tinygrad has."""
+        return _adapter().available()
+
+    def entries(self, model: Any, optimizer: Any, state: Any) -> Iterator[Entry]:
+        """Of a model, and of its optimizer."""
+        from phalanx.frameworks.tinygrad import snapshot
+
+        return snapshot.entries(snapshot.state_of(model, optimizer))
+
+    def weights(self, model: Any, params: Mapping[str, Any], instead: Mapping[str, Any]) -> dict[str, Tensor | None]:
+        """Its tensors do not convert by themselves."""
+        return {name: stored(instead.get(name, tensor).numpy()) for name, tensor in params.items()}
+
+
+def _inside(item: Any) -> list[Any]:
+    if isinstance(item, Mapping):
+        return list(item.values())
+    if isinstance(item, (list, tuple)):
+        return list(item)
+    return list(getattr(item, "__dict__", {}).values()) if not isinstance(item, type) else []
+
+
+def _adapter() -> Any:
+    try:
+        from phalanx.frameworks.tinygrad import adapter
+    except ImportError as error:
+        raise UsageError(f"this needs tinygrad ({error}); install it: pip install 'phalanx[tinygrad]'") from error
+    return adapter
+
+
+RECORD = TinygradRecord()

@@ -1,0 +1,129 @@
+"""torch as the registry knows it. Data and samples of any recipe may be its tensors, so every process has it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from phalanx.definition.fields import Definition
+from phalanx.definition.generators import NEAR, Global
+from phalanx.frameworks.record import Collate, Made, Record
+from phalanx.frameworks.torch import process, snapshot
+from phalanx.frameworks.torch.adapter import Torch
+from phalanx.frameworks.torch.devices import accelerators, names
+from phalanx.frameworks.torch.devices.lanes import TorchLanes
+from phalanx.frameworks.torch.environment import Environment
+from phalanx.frameworks.torch.model import checked_new, copied
+from phalanx.frameworks.torch.replica.feed import default_collate
+from phalanx.frameworks.torch.sharing.sparing import LEAST, Sparing
+from phalanx.seams import Framework
+from phalanx.seams.snapshots import Tensor
+from phalanx.shared.memory import Memory
+
+HOST: Any = torch.default_generator
+NEAR.append(HOST)
+OTHERWISE = (
+    ", and a model that is passed in is never trained in place; pass a function that makes it: make_model=lambda: ..."
+)
+
+
+class TorchRecord(Record):
+    """See ``frameworks.record.Record``."""
+
+    name = module = "torch"
+    returns = "a plain torch.nn.Module"
+    everywhere = takes_models = True
+
+    def __init__(self) -> None:
+        self.random = generators_in_use
+        self.settings, self.recorded = process.numeric_environment, process.recorded_environment
+        self.adopt, self.reduced = process.adopt, process.reduced
+        self.own = functools.partial(copied, "make_model", way_out=OTHERWISE)
+        self.tensor_of, self.stored = snapshot.tensor_of, snapshot.stored
+        self.spelled, self.facts, self.available = names.spelled, names.facts, names.available
+
+    def recognises(self, model: Any) -> bool:
+        """Every module but TorchScript's; which of them can be trained is said when it is opened."""
+        return isinstance(model, torch.nn.Module) and not isinstance(model, torch.jit.ScriptModule)
+
+    def open(self, made: Made) -> Framework:
+        """On one CPU, or on devices of their own."""
+        definition, model, devices, again, allow, part = made
+        home = next(checked_new(model).parameters()).device
+        found = names.found(devices, definition.replicas // part[1], home)
+        if len(found) > 1 or found[0].type != "cpu":
+            return TorchLanes(definition, found, model, lambda: checked_new(again()), allow=allow, part=part)
+        return Torch(definition, model)
+
+    @contextmanager
+    def building(self, threads: int, devices: Sequence[str], *, allow: bool) -> Iterator[None]:
+        """Generators, threads and modes are the run's; one at a time."""
+        accelerators.prepare(devices, allow=allow)
+        with Environment(threads):
+            yield
+
+    def reading(self, definition: Definition) -> tuple[AbstractContextManager[Any], Collate]:
+        """With torch's own collating."""
+        return Environment(definition.threads, definition.generators), default_collate
+
+    def prepare(self, cache: str | None) -> None:
+        """Torch's compiler is left out."""
+        process.without_compiler()
+
+    def sparing(self, memory: Memory, frozen: Sequence[tuple[int, int]]) -> AbstractContextManager[Any] | None:
+        """Large ones."""
+        large = [place for place in frozen if place[0] >= LEAST]
+        return Sparing(memory, large) if large else None
+
+    def digest(self, model: Any, optimizer: Any, step: int | None, state: Any) -> str:
+        """Of modules and optimizers of torch's."""
+        return snapshot.digest(model, optimizer, step)
+
+    def weights(self, model: Any, params: Mapping[str, Any], instead: Mapping[str, Any]) -> dict[str, Tensor | None]:
+        """All that ``model.state_dict()`` has."""
+        return snapshot.state_dict(model, instead)
+
+
+def generators_in_use() -> tuple[Global, ...]:
+    """The host's, and those of the accelerators that this process uses; asking starts none, so it may fork."""
+    try:
+        kind = torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6, where there is none
+        return HOSTS
+    if not kind:
+        return HOSTS
+    # By its name: torch remembers what it answers when asked without one, and a kind may be registered later.
+    module = torch.get_device_module(kind)
+    # To use them only for that would take memory.
+    if not getattr(module, "is_initialized", module.is_available)():
+        return HOSTS
+    return _of(module, module.device_count())
+
+
+@functools.cache
+def _of(module: Any, count: int) -> tuple[Global, ...]:
+    return *HOSTS, *(_on(module, number) for number in range(count))
+
+
+def _on(module: Any, number: int) -> Global:
+    """The generator of one device; ``module``: what torch has for this kind (``torch.get_device_module``)."""
+    listed = getattr(module, "default_generators", ())
+    own = listed[number] if len(listed) > number else None  # as an object, of kinds that show them
+    which = (number,) if hasattr(module, "set_device") else ()  # kinds of one device, as mps, name none
+    # Kinds without a list of generators seed all of theirs at once: then each is seeded before it is used.
+    seed_all = getattr(module, "manual_seed_all", None) or module.manual_seed
+    kept = functools.partial(_restoring, module.get_rng_state, module.set_rng_state, which)
+    return Global(seed_all if own is None else own.manual_seed, kept, own)
+
+
+def _restoring(get: Callable[..., Any], put: Callable[..., Any], which: tuple[int, ...] = ()) -> Callable[[], Any]:
+    """Puts a generator back into the state that it has now."""
+    return functools.partial(put, get(*which), *which)
+
+
+HOSTS = (Global(HOST.manual_seed, functools.partial(_restoring, HOST.get_state, HOST.set_state), HOST),)
+RECORD = TorchRecord()
