@@ -130,7 +130,7 @@ def demo(
     """Train on real data and draw a picture; fashion-mnist with one worker or device, and then with all."""
     from phalanx.cli.demos import CHAPTER
     from phalanx.cli.demos import demo as chosen
-    from phalanx.frameworks.devices import device_names
+    from phalanx.frameworks.registry import device_names
 
     check_picture(plot)
     shown = chosen(name, framework, None if digits else data)

@@ -10,7 +10,7 @@ import typer
 
 from phalanx.cli.files import load_recipe
 from phalanx.cli.printed import check_picture, save, show
-from phalanx.frameworks.devices import all_devices
+from phalanx.frameworks.registry import all_devices
 from phalanx.proof import check as checked
 from phalanx.tuning.tune import Tuned, tune
 

@@ -198,9 +198,11 @@ def _codes(module: ModuleType) -> Iterator[CodeType]:
     waiting, classes = list(vars(module).values()), set[type]()
     while waiting:
         member = waiting.pop()
-        plain = getattr(member, "__func__", getattr(member, "fget", member))  # of static and class methods, properties
-        if isinstance(plain, FunctionType):
+        # By their types: a user's own object may answer anything, or raise, when it is asked for an attribute.
+        kind: type = type(member)
+        plain = member.__func__ if kind in (staticmethod, classmethod) else member.fget if kind is property else member
+        if type(plain) is FunctionType:
             yield plain.__code__
-        elif isinstance(member, type) and member.__module__ == module.__name__ and member not in classes:
+        elif issubclass(kind, type) and member.__module__ == module.__name__ and member not in classes:
             classes.add(member)
             waiting.extend(vars(member).values())
