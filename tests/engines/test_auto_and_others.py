@@ -222,7 +222,7 @@ def test_a_run_is_watched_again_after_a_finish_that_failed():
     calls = itertools.count()
 
     def loss(output, target):
-        if next(calls) == 5:
+        if phalanx.current_step() == 2 and next(calls) == 0:
             raise ValueError("once")
         return F.cross_entropy(output, target)
 

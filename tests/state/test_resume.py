@@ -96,20 +96,29 @@ def forget_schedule(monkeypatch):
 
 
 def forget_moments(monkeypatch):
-    from phalanx.frameworks.torch import snapshot
+    from phalanx.frameworks.torch import adapter
 
-    original = snapshot.adopt
+    original = adapter.adopt
 
     def adopt(model, updates, state):
         original(model, updates, state)
         for optimizer in updates.optimizers:
             optimizer.state.clear()
 
-    monkeypatch.setattr(snapshot, "adopt", adopt)
+    monkeypatch.setattr(adapter, "adopt", adopt)
 
 
 def forget_weights(monkeypatch):
-    monkeypatch.setattr("phalanx.frameworks.torch.snapshot.adopt_weights", lambda model, weights: None)
+    from phalanx.frameworks.torch import adapter
+
+    original = adapter.adopt
+
+    def adopt(model, updates, state):
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        original(model, updates, state)
+        model.load_state_dict(before)
+
+    monkeypatch.setattr(adapter, "adopt", adopt)
 
 
 @pytest.mark.long

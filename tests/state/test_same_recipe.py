@@ -123,10 +123,10 @@ def test_elsewhere_values_are_not_compared(tmp_path, monkeypatch, where):
     elif where == "library":
         monkeypatch.setattr("phalanx.definition.described.version", lambda name: "0.0")
     else:
-        from phalanx.frameworks.torch import snapshot
+        from phalanx.frameworks.torch import adapter
 
-        captured = snapshot.captured
-        monkeypatch.setattr(snapshot, "captured", functools.partial(on_another_device, captured))
+        captured = adapter.captured
+        monkeypatch.setattr(adapter, "captured", functools.partial(on_another_device, captured))
     said = {"processor": "cpu is ABACUS", "library": "torch is 0.0 here", "device": "device is mps, was cpu"}[where]
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
