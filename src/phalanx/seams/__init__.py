@@ -250,6 +250,13 @@ class Engine(Protocol):
         """The state as of the last finished step, for a snapshot; it stays as it is while the run goes on."""
         ...
 
+    def check_able(self) -> None:
+        """Refuse, by a RunError that says why, to go on with a run that has ended."""
+        ...
+
     def close(self) -> None:
-        """End what the engine holds; ``export`` still works."""
+        """End what the engine holds; ``export`` still works. The framework of the caller has the state again.
+
+        If it could not be had, ``check_able`` says so.
+        """
         ...

@@ -15,9 +15,9 @@ from phalanx.checkpoint.tensors import packed, unpacked
 from phalanx.definition.data import Columns
 from phalanx.definition.described import shared
 from phalanx.definition.digest import hashed
-from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.definition.streams import Drawn
+from phalanx.engines.changing import Changing
 from phalanx.engines.hosts.lanes import HostLaneLink, TravellingLanes
 from phalanx.engines.hosts.world import CLOSED, World
 from phalanx.engines.inline import Inline
@@ -27,7 +27,7 @@ from phalanx.errors import SeveredError, UsageError
 from phalanx.frameworks.registry import open_framework, recorded_environment
 from phalanx.plan.placement import hosts
 from phalanx.plan.rounds import Rounds
-from phalanx.seams import Exported, Framework, RunState, Weights
+from phalanx.seams import Framework, RunState
 from phalanx.seams.events import Evaluated, StepReport
 from phalanx.seams.snapshots import Captured
 
@@ -35,8 +35,8 @@ COMPARED_BYTES = 256 << 20
 PATIENCE = 60.0  # seconds beyond those that workers wait for other hosts
 
 
-class Distributed:
-    """Implements ``seams.Engine`` for one process of a torch.distributed world.
+class Distributed(Changing["Processes | Inline"]):
+    """One process of a torch.distributed world; its engine is that of this host.
 
     Parameters
     ----------
@@ -46,6 +46,7 @@ class Distributed:
     world : World
     workers : int
         On each host.
+    readers : int or None
     """
 
     def __init__(
@@ -57,37 +58,32 @@ class Distributed:
         workers: int,
         readers: int | None = 0,
     ) -> None:
-        self.run_state = run_state
         self._definition = definition
         self._framework = framework
         self._world = world
-        blocks, placements = hosts(definition.replicas, world.size, workers)
-        rendezvous, lanes = world.rendezvous(blocks), framework.lanes
-        self._here: Processes | Inline
-        if lanes is not None:
-            self._here = Inline(
-                definition, framework, run_state, HostLaneLink(framework, cast("TravellingLanes", lanes), rendezvous)
-            )
-        else:
-            deadline = Deadline(world.seconds + PATIENCE)
-            facts = definition, framework, placements[world.rank], run_state, deadline, rendezvous
-            self._here = Processes(*facts, readers=readers)
-        self.environment, self.reading = self._here.environment, self._here.reading
+        self._on_each, self._readers = workers, readers
+        super().__init__(run_state, self._on_this_host)
         self.workers, self._last = workers * world.size, False
 
-    @property
-    def worker_pids(self) -> tuple[int, ...]:
-        """See ``seams.Engine.worker_pids``: those of this host."""
-        return self._here.worker_pids
+    def _on_this_host(self) -> Processes | Inline:
+        definition, framework, world = self._definition, self._framework, self._world
+        blocks, placements = hosts(definition.replicas, world.size, self._on_each)
+        rendezvous = world.rendezvous(blocks)
+        if framework.lanes is not None:
+            link = HostLaneLink(framework, cast("TravellingLanes", framework.lanes), rendezvous)
+            return Inline(definition, framework, self.run_state, link)
+        deadline = Deadline(world.seconds + PATIENCE)
+        facts = definition, framework, placements[world.rank], self.run_state, deadline, rendezvous
+        return Processes(*facts, readers=self._readers)
 
     def advance(self, batch: Any, horizon: int) -> StepReport:
         """See ``seams.Engine.advance``. Whatever is raised ends the run, here and in all other processes."""
-        self._here.check_able()
+        self.check_able()
         step = self._steps
         try:
             if batch is not None:
                 self._check_batch(step, batch)
-            report = self._here.advance(batch, horizon)
+            report = self.engine.advance(batch, horizon)
             self._last = isinstance(batch, Drawn) and batch.last and batch.epoch + 1 == self._definition.epochs
             return report
         except SeveredError as error:
@@ -99,39 +95,19 @@ class Distributed:
             self._quit(f"{type(error).__name__} ({error}) at step {step}, and others do not wait for it")
             raise
 
-    def pause(self) -> bool:
-        """See ``seams.Engine.pause``."""
-        return self._here.pause()
-
-    def evaluate(self, metrics: Metrics, data: Any, batch_size: int, weights: Weights | None = None) -> list[Any]:
-        """See ``seams.Engine.evaluate``: each host measures all of it."""
-        return self._here.evaluate(metrics, data, batch_size, weights)
-
-    def schedule(self, value: float, epoch: int) -> None:
-        """See ``seams.Engine.schedule``."""
-        self._here.schedule(value, epoch)
-
-    def export(self, *, copy: bool, digest: bool = True) -> Exported:
-        """See ``seams.Engine.export``."""
-        return self._here.export(copy=copy, digest=digest)
-
-    def peek(self) -> dict[str, Any] | None:
-        """See ``seams.Engine.peek``; in the first process, which has the first replica."""
-        return self._here.peek()
-
     def capture(self) -> Captured:
         """See ``seams.Engine.capture``; also after others have left, of the last step that was finished here."""
-        if isinstance(self._here, Inline) or not self._here.closed or self._here.lost:
-            return self._here.capture()
+        if isinstance(self.engine, Inline) or not self.engine.closed or self.engine.lost:
+            return self.engine.capture()
         with self._framework.environment:
             return self._framework.capture(copy=False)
 
     def close(self) -> None:
         """Take the state home, end the workers, leave the world."""
-        if not self._here.closed and not self._here.ended and not self._finished:
+        if not self.engine.closed and not self.engine.ended and not self._finished:
             self._world.tell(f"{CLOSED} {self._steps} steps")
         try:
-            self._here.close()
+            self.engine.close()
         finally:
             self._world.close()
 
@@ -146,7 +122,7 @@ class Distributed:
 
     def _quit(self, why: str) -> None:
         """Take the state after the last finished step home, as far as it is whole, and end the run here."""
-        self._here.ended = why
+        self.engine.ended = why
         self.close()
 
     def _check_batch(self, step: int, batch: Any) -> None:

@@ -178,15 +178,6 @@ class Processes:
                 self._close_readers()
                 self._pool.end()
 
-    def hand_back(self) -> bool:
-        """Take the state home for another engine, or raise; False while steps are unseen, or the snapshot is read."""
-        if not self.closed and (not self.pause() or self.counters.held):
-            return False
-        self.close()
-        if self.lost:
-            self.check_able()
-        return True
-
     @property
     def _steps(self) -> int:
         return len(self.run_state.loss_history)
