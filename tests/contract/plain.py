@@ -31,7 +31,7 @@ class Line:
 class Plain:
     """Implements ``seams.Framework``."""
 
-    name, compiles, lanes, told, arithmetic = "plain", False, None, (0.0, 0.0), arithmetic
+    name, lanes, told, arithmetic = "plain", None, (0.0, 0.0), arithmetic
     sharing = Unshared("the model is plain, which computes in one process; leave workers out")
 
     def __init__(self, made):

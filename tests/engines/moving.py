@@ -1,6 +1,6 @@
 """An automatic engine that moves as soon as it can."""
 
-from phalanx.engines import auto
+from phalanx.engines import selection
 from phalanx.engines.processes.launch import WARM
 from phalanx.frameworks.registry import open_framework
 
@@ -13,7 +13,7 @@ def hurry(monkeypatch, recipe):
         prepare(definition)
         WARM.zygote()._ask({"end": 0})  # answered once it has imported what it was told to
 
-    monkeypatch.setattr(auto, "START_SECONDS", 0.0)
+    monkeypatch.setattr(selection, "START_SECONDS", 0.0)
     monkeypatch.setattr(type(open_framework(recipe).sharing), "moving_seconds", -1.0)
     monkeypatch.setattr("phalanx.engines.selection.usable_cores", lambda: 2)
     monkeypatch.setattr(WARM, "prepare", prepare_and_wait)
@@ -21,7 +21,7 @@ def hurry(monkeypatch, recipe):
 
 def turn_back(monkeypatch):
     """Let workers seem slower than one process."""
-    monkeypatch.setattr(auto.Auto, "_alone", property(lambda self: -1.0, lambda self, value: None), raising=False)
+    monkeypatch.setattr(selection.Auto, "_alone", property(lambda self: -1.0, lambda self, value: None), raising=False)
 
 
 def moves(recipe, **options):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import phalanx
-from phalanx.engines import auto
+from phalanx.engines import selection
 from phalanx.shared import ordering
 from phalanx.shared.barrier import Barrier
 from phalanx.shared.counters import COMPUTE, FOLD, Counters, float_count, word_count
@@ -46,7 +46,7 @@ def test_a_run_that_moves_to_workers_and_back_keeps_its_bits(eager, monkeypatch,
 
 def test_workers_are_judged_by_all_that_a_step_costs(eager, monkeypatch):
     """Steps that are quick in themselves, with long waits between them, are slow: the run moves back."""
-    here, advance, begun = auto.Inline.advance, auto.Processes.advance, []
+    here, advance, begun = selection.Inline.advance, selection.Processes.advance, []
 
     def timed(self, batch, horizon):
         begun.append(time.perf_counter())
@@ -56,8 +56,8 @@ def test_workers_are_judged_by_all_that_a_step_costs(eager, monkeypatch):
         time.sleep(2 * max(later - earlier for earlier, later in itertools.pairwise(begun[:4])))  # steps of one process
         return advance(self, batch, horizon)._replace(seconds=0.0)
 
-    monkeypatch.setattr(auto.Inline, "advance", timed)
-    monkeypatch.setattr(auto.Processes, "advance", slow)
+    monkeypatch.setattr(selection.Inline, "advance", timed)
+    monkeypatch.setattr(selection.Processes, "advance", slow)
     counts, _ = moves(FAMILIES["mlp"].recipe(3, steps=20))
     assert [count for count, _ in itertools.groupby(counts)] == [1, 2, 1]
 

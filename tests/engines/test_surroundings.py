@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import phalanx
-from phalanx.engines import auto
+from phalanx.engines import selection
 from phalanx.frameworks.torch import process
 from tests.engines.moving import hurry, moves
 
@@ -207,7 +207,7 @@ def test_staying_in_one_process_is_explained(monkeypatch):
     def refuse(*arguments, **options):
         raise OSError("no more descriptors")
 
-    monkeypatch.setattr(auto, "Processes", refuse)
+    monkeypatch.setattr(selection, "Processes", refuse)
     job = recipe(steps=12)
     with pytest.warns(UserWarning, match=r"goes on in this process \(same answer\).*no more descriptors") as caught:
         counts, result = moves(job)

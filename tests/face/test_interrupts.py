@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import phalanx
-from phalanx.engines import auto
+from phalanx.engines import selection
 from phalanx.engines.processes import pool as crew
 from phalanx.surroundings import interrupts
 from tests.sampling import SEED, generator
@@ -369,7 +369,7 @@ def sleeping_often(folder, output, target):
 @pytest.mark.long
 def test_ctrl_c_at_the_hand_over_comes_after_the_step(monkeypatch):
     """Engine auto that hears of Ctrl-C while workers start hands over, does the step, and can go on."""
-    real, calls = auto.Processes, []
+    real, calls = selection.Processes, []
 
     def interrupted(*arguments, **options):
         calls.append(1)
@@ -377,9 +377,9 @@ def test_ctrl_c_at_the_hand_over_comes_after_the_step(monkeypatch):
         interrupts.check()
         return real(*arguments, **options)
 
-    monkeypatch.setattr(auto, "Processes", interrupted)
     monkeypatch.setattr("phalanx.engines.selection.usable_cores", lambda: 2)
     phalanx.Recipe(Net, (X, Y), F.mse_loss, replicas=2, steps=1).train(workers=2, engine="processes")  # a warm zygote
+    monkeypatch.setattr(selection, "Processes", interrupted)
     with recipe(functools.partial(slow_loss, 0.01), steps=150).start(workers="auto") as run:
         with pytest.raises(KeyboardInterrupt):
             run.finish()

@@ -94,7 +94,7 @@ APART = (
     ("frameworks.jax", "frameworks.registry"),
     ("engines.inline", "engines.processes"),
     ("engines.processes", "engines.inline"),
-    ("engines.processes", "engines.auto"),
+    ("engines.processes", "engines.selection"),
 )
 
 # Who may import optional packages and picklers, at the top of a file or inside. For frameworks test_rooms has a table.

@@ -1,4 +1,4 @@
-"""Where workers live. ``inline``: this process; ``processes``: this host; ``hosts``: several; ``auto`` measures.
+"""Where workers live. ``inline``: this process; ``processes``: this host; ``hosts``: several. ``selection`` picks one.
 
 ``recovery`` is what ``processes`` does when workers fall.
 """

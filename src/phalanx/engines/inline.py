@@ -17,7 +17,6 @@ from phalanx.definition.data import Columns
 from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.engines.links import LaneLink, LocalLink
-from phalanx.engines.price import Price
 from phalanx.engines.twice import Twice
 from phalanx.errors import PhalanxError, RunError, WorkerError
 from phalanx.plan import evaluation_key
@@ -72,7 +71,6 @@ class Inline:
         self._torn = False
         self.ended = ""
         self.closed = False
-        self._price = Price(definition, framework, self.run_state)
         self._twice = Twice(definition, framework, allow=self.run_state.allow, audit=self.run_state.audit)
         self._twice.begin(len(self.run_state.loss_history))
         RUNS.begin()
@@ -101,7 +99,6 @@ class Inline:
         epoch = self._definition.epoch_of(t) if batch is None else None
         ended = time.perf_counter()
         self.run_state.time(started, ended)
-        self._price.look(ended - started)
         parts = tuple(proposal.parts)
         return StepReport(t, epoch, proposal.loss, proposal.norm, lr, samples, ended - started, parts=parts)
 

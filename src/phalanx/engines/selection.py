@@ -1,14 +1,24 @@
-"""Picks the engine of a run."""
+"""Picks the engine of a run: before it begins, or, where nobody says how many workers, while it goes on.
+
+The answer cannot change, so the choice may be made while training. Such a run starts in this process at once. Workers
+are started beside it when what is left of it seems worth that. The state moves at a step boundary, and moves back if
+the workers turn out to be slower. A state that is not wholly known (optimizers from elsewhere) stays where it is.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from phalanx.definition import checks
 from phalanx.definition.fields import Definition
-from phalanx.engines.auto import Auto
+from phalanx.engines.changing import Changing
 from phalanx.engines.inline import Inline
 from phalanx.engines.processes.driver import Processes
 from phalanx.engines.processes.launch import CAPABLE, WARM
@@ -21,7 +31,12 @@ from phalanx.plan.audit import Audit
 from phalanx.plan.placement import place
 from phalanx.plan.tally import MOST
 from phalanx.seams import Engine, Framework, RunState
+from phalanx.seams.events import StepReport
 from phalanx.surroundings.presence import processors, several, usable_cores
+
+START_SECONDS = 2.0  # of importing the framework in a new process, with room
+WARM_UP = 3  # steps after a move that say nothing
+TRIAL = 7  # steps that decide
 
 
 def open_engine(
@@ -89,3 +104,116 @@ def open_trained(definition: Definition, model: Any) -> Iterator[tuple[Definitio
 def distributes(engine: str) -> bool:
     """Whether this engine means all processes of a torch.distributed world."""
     return engine == "distributed" or (engine == "auto" and several())
+
+
+class Auto(Changing[Engine]):
+    """Begins in this process.
+
+    Parameters
+    ----------
+    definition : Definition
+    framework : Framework
+    run_state : RunState
+        What was done before.
+    workers : int
+        How many to hand over to, at least 2.
+    deadline : Deadline
+    readers : int or None
+        As ``ahead_here`` takes it.
+    """
+
+    def __init__(
+        self,
+        definition: Definition,
+        framework: Framework,
+        run_state: RunState,
+        workers: int,
+        deadline: Deadline,
+        readers: int | None = 0,
+    ) -> None:
+        self._definition = definition
+        self._framework = framework
+        self._most = workers
+        self._deadline = deadline
+        self._readers = readers
+        super().__init__(run_state, self._in_this_process)
+        self._seconds: deque[float] = deque(maxlen=TRIAL)  # of a step, without what is between steps
+        self._ends: deque[float] = deque(maxlen=TRIAL + 1)  # when steps were done
+        self._left = WARM_UP + TRIAL  # steps until workers are judged
+        self._alone = 0.0  # seconds from step to step without workers
+        self._moving = framework.sharing.moving_seconds
+        movable = framework.sharing.portable
+        self._consider: Callable[[], None] | None = self._think_of_starting if movable else None
+
+    def advance(self, batch: Any, horizon: int) -> StepReport:
+        """See ``seams.Engine.advance``; before a step it is the time to change."""
+        if self._consider is not None:
+            self._consider()
+        report = self.engine.advance(batch, horizon)
+        if self._consider is not None and self.run_state.span is not None:
+            self._seconds.append(report.seconds)
+            self._ends.append(self.run_state.span[1])
+        return report
+
+    def _think_of_starting(self) -> None:
+        """Start the process that forks workers as soon as that may pay."""
+        if self._gain() > self._moving + (0.0 if WARM.awake else START_SECONDS):
+            try:
+                WARM.prepare(self._definition)
+                self._consider = self._think_of_moving
+            except Exception as error:  # no process can be started here
+                self._stay(error)
+
+    def _think_of_moving(self) -> None:
+        """Hand over once workers can start at once; stay where that is refused or no longer pays."""
+        if not WARM.awake:
+            return
+        if self._gain() < self._moving:
+            self._consider = None
+            return
+        self._alone = _pace(self._ends)
+        try:  # Ctrl-C leaves all as it is; the next step tries again
+            self.change(self._in_workers)
+            self._consider = self._judge
+        except Exception as error:  # the recipe cannot travel, the arena does not fit, or descriptors are short
+            self._stay(error)
+
+    def _stay(self, error: Exception) -> None:
+        """Go on in this process, and say why."""
+        self._consider = None
+        checks.warn(f"training goes on in this process (same answer), as it cannot move to workers: {error}")
+
+    def _judge(self) -> None:
+        """Move back if the workers are slower."""
+        self._left -= 1
+        if self._left < 0:
+            self._consider = self._move_back if _pace(self._ends) > self._alone else None
+
+    def _move_back(self) -> None:
+        """As soon as nothing is ahead of the caller."""
+        if self.engine.pause():
+            self._consider = None
+            self.change(self._in_this_process)
+
+    def _in_this_process(self) -> Inline:
+        facts = self._definition, self._framework
+        return Inline(*facts, self.run_state, ahead=ahead_here(*facts, self._readers))
+
+    def _in_workers(self) -> Processes:
+        placement = place(self._definition.replicas, self._most)
+        facts = self._definition, self._framework, placement, self.run_state, self._deadline
+        return Processes(*facts, readers=self._readers)
+
+    def _gain(self) -> float:
+        """Seconds that workers might save: what is left, if all of them computed at once and nothing else took time."""
+        done = len(self.run_state.loss_history)
+        if len(self._ends) < WARM_UP:
+            return -math.inf
+        updates = self._definition.updates
+        left = done if updates is None else updates - done
+        return left * statistics.median(self._seconds) * (1 - 1 / self._most)
+
+
+def _pace(ends: Iterable[float]) -> float:
+    """Seconds from the end of a step to the end of the next: all that steps cost, whoever does it."""
+    return statistics.median(later - earlier for earlier, later in itertools.pairwise(ends))

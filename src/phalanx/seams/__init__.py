@@ -103,8 +103,6 @@ class Framework(Protocol):
         "torch", "jax" or "tinygrad".
     lanes : Lanes or None
         Its devices, if they are several, or one that computes by itself.
-    compiles : bool
-        Whether batches of another size would be compiled for.
     arithmetic : Arithmetic
         How gradients are added, scaled and divided.
     sharing : Sharing
@@ -117,7 +115,6 @@ class Framework(Protocol):
 
     name: str
     lanes: Lanes | None
-    compiles: bool
     arithmetic: Arithmetic
     sharing: Sharing
     opened: Callable[[Source], Source]

@@ -147,8 +147,6 @@ class RunState:
         Every evaluation so far, those of that earlier run first.
     chain : str or None
         The newest link of the run's chain, if one is kept.
-    priced : bool
-        Whether it is known what R costs, or does not matter.
     callbacks : dict
         What callbacks of that earlier run left, by their names, until they are asked.
     states : callable
@@ -180,7 +178,6 @@ class RunState:
     resumed_from: int | None = None
     evaluated: list[Evaluated] = field(default_factory=list[Evaluated])
     chain: str | None = None
-    priced: bool = False
     callbacks: dict[str, Any] = field(default_factory=dict[str, Any])
     states: Callable[[], dict[str, Any]] = dict[str, Any]
     stream: Callable[[], dict[str, Any]] = dict[str, Any]

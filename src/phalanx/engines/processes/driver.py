@@ -11,7 +11,6 @@ from typing import Any
 
 from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
-from phalanx.engines.price import Price
 from phalanx.engines.processes.environment import pack_recipe
 from phalanx.engines.processes.messages import WHERE, WorkerMessage, first_error, reason
 from phalanx.engines.processes.pool import LONG, WorkerPool
@@ -57,7 +56,7 @@ class Processes:
         self.workers, self.reading = placement.workers, framework.environment
         self._definition, self._framework, self._deadline = definition, framework, deadline or Deadline()
         self._rendezvous = rendezvous
-        self.ended, self.closed, self.lost, self._price = "", False, False, Price(definition, framework, self.run_state)
+        self.ended, self.closed, self.lost = "", False, False
         plan = Plan(framework.sharing, placement)
         check_room(plan.layout.touched, placement.workers)
         memories = [Memory(0) for _ in range(MEMORIES)]
@@ -258,7 +257,6 @@ class Processes:
         loss, norm, lr, samples, started, ended = reports.read(t)
         self.run_state.add(loss, int(samples))
         self.run_state.time(started, ended)
-        self._price.look(ended - started)
         self._deadline.note(ended - started)
         parts = reports.parts(t)
         return StepReport(t, self._definition.epoch_of(t), loss, norm, lr, int(samples), ended - started, parts=parts)

@@ -61,7 +61,6 @@ class Jax:
     """
 
     name = "jax"
-    compiles = True
     lanes: Lanes | None = None
     told = (0.0, 0.0)
 

@@ -57,7 +57,6 @@ class Tinygrad:
     """
 
     name = "tinygrad"
-    compiles = True
     arithmetic = arithmetic
     told = (0.0, 0.0)
     sharing: Any = Unshared(

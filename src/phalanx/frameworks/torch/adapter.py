@@ -64,7 +64,7 @@ class Torch:
         self._updates = updates_of(definition, self._lane.named, model)
         found = compiled({"make_model": model, **definition.holders})
         check_sizes(found, definition)
-        self._shapes.known = self.compiles = bool(found)
+        self._shapes.known = bool(found)
         self._describable = False
         self.opened: Callable[[Source], Source] = opened
         facts = self._lane.model, self._lane.buffers, self._updates, self._lane.collector, self.environment

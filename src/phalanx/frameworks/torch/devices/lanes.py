@@ -103,7 +103,7 @@ class TorchLanes:
     def _build(self, definition: Definition, models: Sequence[torch.nn.Module], placement: Placement) -> None:
         found = compiled({"make_model": models[0], **definition.holders})
         check_sizes(found, definition)
-        self._shapes.known = self.compiles = bool(found)
+        self._shapes.known = bool(found)
         ambiguous = AmbiguousMean(definition)
         self._lanes: list[Lane] = []
         self._feeds: list[DeviceFeed] = []
