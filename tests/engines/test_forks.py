@@ -34,13 +34,19 @@ CHILDREN = """
 def refuse():
     raise LookupError("in the child")
 def use():
-    for touch in (run.step, run.result, lambda: run.evaluate(torch.nn.functional.mse_loss, (x, y)), run.step):
+    for touch in (run.result, lambda: run.evaluate(torch.nn.functional.mse_loss, (x, y))):
         try:
             touch()
         except phalanx.RunError as error:
             assert f"it belongs to process {os.getppid()}, from which this one" in str(error), error
         else:
-            raise AssertionError("the parent's run went on in its child")
+            raise AssertionError("the parent's run was used in its child")
+    try:
+        run.step()  # the child is within a callback, too
+    except phalanx.UsageError as error:
+        assert "in the middle of another" in str(error), error
+    else:
+        raise AssertionError("the parent's run went on in its child")
     run.close()
     os._exit(7)
 def train():
