@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from phalanx.checkpoint.chained import brought_as, leaves_of
@@ -25,14 +25,12 @@ from phalanx.engines.twice import checksum
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.plan.audit import joined
 from phalanx.run.loop import merged
+from phalanx.run.observers import shown
 from phalanx.seams import Computed, Framework, RunState, Watch
 from phalanx.seams.events import StepReport
 from phalanx.seams.snapshots import Captured
 from phalanx.step import compute, propose, todo
 from phalanx.surroundings.current import outside
-from phalanx.surroundings.presence import shows
-
-DELAY_SECONDS = 1.0  # until recomputing shows its progress
 
 
 class Instant(contextlib.AbstractContextManager["Instant"]):
@@ -254,14 +252,6 @@ def of_updates(result: Any, definition: Definition) -> list[float]:
         return list(result.loss_history)
     updates = range(sum(map(len, result.phase_history.values())))
     return [next(history[definition.rounds.at(update).name]) for update in updates]
-
-
-def shown(numbers: range, what: str, *, unit: str = "step", progress: bool | str = "auto") -> Iterable[int]:
-    """Steps, or what else is done again, with a bar where that takes a while; "auto": if stderr is a terminal."""
-    from tqdm import tqdm
-
-    delay = 0.0 if progress is True else DELAY_SECONDS
-    return tqdm(numbers, desc=what, unit=unit, disable=not shows(progress), delay=delay, leave=False)
 
 
 def nearest(folder: pathlib.Path | None, step: int) -> Snapshot | None:

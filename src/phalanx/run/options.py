@@ -15,7 +15,7 @@ from phalanx.definition.checks.elsewhere import ARGUMENTS, answer
 from phalanx.definition.evaluation import Evaluation, listed_evaluations
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
-from phalanx.run.callbacks import checked_callbacks
+from phalanx.run.observers import checked_callbacks
 from phalanx.surroundings import presence
 
 

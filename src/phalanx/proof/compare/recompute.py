@@ -14,7 +14,8 @@ from phalanx import errors
 from phalanx.checkpoint.chained import tensors_of
 from phalanx.errors import PhalanxError
 from phalanx.proof.compare.values import Difference, Unequal, flat, taken, unequal
-from phalanx.proof.instant import Instant, shown
+from phalanx.proof.instant import Instant
+from phalanx.run.observers import shown
 from phalanx.seams import Watch
 from phalanx.seams.events import StepReport
 from phalanx.seams.snapshots import Captured, Tensor
