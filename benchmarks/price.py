@@ -111,7 +111,7 @@ def ours(case: models.Case, replicas: int) -> float:
 
 def in_parts(case: models.Case, replicas: int) -> dict:
     """Seconds of a step in each of its parts, and of the whole, inline."""
-    from phalanx.tuning.tune import phases
+    from phalanx.tuning import phases
 
     told = phases(recipe_of(case, replicas, 10**9), PARTS_SECONDS, case.warm_up)
     assert told is not None

@@ -35,8 +35,7 @@ from phalanx.run.result import Result
 from phalanx.run.run import Run
 from phalanx.seams.events import Evaluated, Incident, StepReport
 from phalanx.surroundings.current import current_step
-from phalanx.tuning.find_lr import find_lr
-from phalanx.tuning.tune import tune
+from phalanx.tuning import find_lr, tune
 
 __version__ = "0.1.0"
 

@@ -8,8 +8,8 @@ import torch
 
 import phalanx
 from phalanx import step
-from phalanx.tuning import tune as where_time_goes
-from phalanx.tuning.tune import Choice, Tuned, advised, candidates, phases
+from phalanx import tuning as where_time_goes
+from phalanx.tuning import Choice, Tuned, advised, candidates, phases
 from tests.families import FAMILIES
 from tests.shell.test_command_line import phalanx_command
 

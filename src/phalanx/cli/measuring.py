@@ -12,7 +12,7 @@ from phalanx.cli.files import load_recipe
 from phalanx.cli.printed import check_picture, save, show
 from phalanx.frameworks.registry import all_devices
 from phalanx.proof import check as checked
-from phalanx.tuning.tune import Tuned, tune
+from phalanx.tuning import Tuned, tune
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Plot = Annotated[str, typer.Option("--plot", metavar="PATH", help="Where to write the picture.")]
