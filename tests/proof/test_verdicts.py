@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import phalanx
 from phalanx.checkpoint.chain import CHAIN, records_of
 from phalanx.cli.app import app
-from phalanx.cli.files import load_recipe
+from phalanx.cli.common import load_recipe
 from phalanx.proof.certify import certify
 from phalanx.proof.replay import failure_of
 from tests.proof.jobs import ran, recipe

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import phalanx
-from phalanx.cli.demos import images as chapter
+from phalanx.cli import demos as chapter
 from tests.shell.test_command_line import phalanx_command
 
 JAX = pytest.mark.skipif(importlib.util.find_spec("optax") is None, reason="needs jax and optax")
