@@ -26,8 +26,8 @@ from phalanx.errors import (
 )
 from phalanx.frameworks.states import digest
 from phalanx.plan import Plan
-from phalanx.proof.compare.diff import diff
-from phalanx.proof.compare.values import Difference
+from phalanx.proof.diff import diff
+from phalanx.proof.difference import Difference
 from phalanx.proof.replay import Replayed, replay
 from phalanx.proof.verify import Verified, verify
 from phalanx.recipe import Recipe, close, train

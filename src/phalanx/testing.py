@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.proof.compare.diff import diff
+from phalanx.proof.diff import diff
 from phalanx.recipe import Recipe
 
 __all__ = ["assert_equal_runs", "assert_same_run"]

@@ -14,8 +14,8 @@ import phalanx
 from phalanx.checkpoint.chain import CHAIN, records_of
 from phalanx.cli.app import app
 from phalanx.cli.common import load_recipe
-from phalanx.proof.certify import certify
 from phalanx.proof.replay import failure_of
+from phalanx.proof.verify import certify
 from tests.proof.jobs import ran, recipe
 
 SNAPSHOT = "snapshots/step-{:012d}"

@@ -21,12 +21,11 @@ from phalanx.checkpoint.tensors import write as write_tensors
 from phalanx.cli.common import File, Json, check_picture, load_recipe, save, show, writing
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.proof import check as checked
-from phalanx.proof.certify import certify, check_certificate
-from phalanx.proof.compare.diff import diff as compare
-from phalanx.proof.compare.sides import side
-from phalanx.proof.compare.values import Difference, flat
+from phalanx.proof.diff import diff as compare
+from phalanx.proof.difference import Difference, flat
 from phalanx.proof.replay import Replayed, replay
-from phalanx.proof.verify import UNKNOWN, Verified, verify
+from phalanx.proof.sides import side
+from phalanx.proof.verify import UNKNOWN, Verified, certify, check_certificate, verify
 from phalanx.recipe import Recipe
 from phalanx.seams.snapshots import CODES
 

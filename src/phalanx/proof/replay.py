@@ -24,9 +24,8 @@ from phalanx.definition.data import map_tree
 from phalanx.definition.fields import Definition
 from phalanx.errors import PhalanxError, RunError, SnapshotError, UsageError
 from phalanx.frameworks.registry import as_factory
-from phalanx.proof.compare.fields import another
-from phalanx.proof.compare.sides import side
 from phalanx.proof.instant import Instant, nearest, of_updates
+from phalanx.proof.sides import another, side
 from phalanx.seams import Watch
 
 MOST_LOG = 1 << 32
@@ -282,7 +281,7 @@ def debugged(run: Callable[[], Any], stops: Sequence[types.CodeType]) -> Any:
 def _stops(instant: Instant) -> list[types.CodeType]:
     """Where forward and loss begin, as far as they are functions of Python."""
     definition = instant.definition
-    forward = definition.forward_fn or getattr(instant.model, "forward", instant.model)
+    forward = definition.forward_fn or getattr(instant.exported.model, "forward", instant.exported.model)
     codes = [_code(function) for function in (forward, definition.loss_fn) if function is not None]
     return [code for code in codes if code is not None]
 
