@@ -7,7 +7,6 @@ follows advice on ``replicas``, ``threads`` or a rate chooses another answer; ``
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -20,15 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import tqdm
 
-from phalanx.definition.batches import BatchShares
-from phalanx.definition.fields import Definition
-from phalanx.definition.streams.supply import supplied
-from phalanx.engines.links import LocalLink
 from phalanx.errors import NonFiniteError, UsageError
-from phalanx.frameworks.registry import open_framework
 from phalanx.recipe import Recipe
-from phalanx.seams import Computed, Framework, RunState, Todo
-from phalanx.step import commit, propose
 from phalanx.surroundings.presence import shows, usable_cores
 
 if TYPE_CHECKING:
@@ -38,7 +30,6 @@ REPLICAS = (1, 2, 4, 8, 16)
 WARM_STEPS = 3  # of each way, left out: the first ones fault memory in and fill caches
 ENOUGH_STEPS = 200
 AS_GOOD = 0.95  # of the best throughput; what two measurements of one thing differ by on a shared machine
-PARTS = ("input", "forward", "backward", "fold", "update")
 FOREVER = 1 << 40  # steps; a run is broken off when its time is over
 SMOOTHING = 0.9  # of the loss, over steps
 FIRST = 10  # steps that say little, as few losses are smoothed
@@ -61,9 +52,6 @@ class Choice:
         Processor time of a step in one process over that of the plain loop with one thread; None for other ways.
     memory : int
         Bytes of all processes after the last step; pages that they share count once. 0 where the system does not tell.
-    phases : dict or None
-        Seconds of a step that go into input, forward, backward, fold and update, in one process with one thread; None
-        for other ways, and where the framework does not tell.
     """
 
     replicas: int
@@ -73,7 +61,6 @@ class Choice:
     samples_per_second: float
     price: float | None
     memory: int
-    phases: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -230,8 +217,7 @@ def _measure(recipe: Recipe, replicas: int, workers: int, threads: int, seconds:
             if len(spans) == ENOUGH_STEPS or now - began > seconds:
                 break
         memory = sum(map(_shared_bytes, [os.getpid(), *run.worker_pids]))
-    parts = phases(tried, seconds / 4, WARM_STEPS) if workers == threads == 1 else None
-    return Choice(replicas, workers, threads, statistics.median(spans), samples / sum(spans), None, memory, parts)
+    return Choice(replicas, workers, threads, statistics.median(spans), samples / sum(spans), None, memory)
 
 
 def _shared_bytes(pid: int) -> int:
@@ -241,61 +227,6 @@ def _shared_bytes(pid: int) -> int:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
     except (OSError, StopIteration):
         return 0
-
-
-def phases(definition: Definition, seconds: float, warm: int) -> dict[str, float] | None:
-    """Mean seconds that a step, with all of its phases, spends in each part, in one process.
-
-    Over steps of about so many seconds in all, after ``warm`` ones.
-
-    None where the framework does not tell: it may compute forward and backward as one.
-    """
-    watched: Any = _Watched(open_framework(definition, ()))
-    shares = BatchShares(definition, watched.opened)
-    link = LocalLink(watched, range(definition.replicas))
-    supply = supplied(definition, RunState(), contextlib.nullcontext(), lambda numbers, _: numbers)
-    spent, rounds = [0.0] * len(PARTS), definition.rounds
-    began, steps, updates = time.perf_counter(), 0, 0
-    with contextlib.closing(supply) if supply else contextlib.nullcontext(), watched.environment:
-        while steps <= warm or updates < rounds.updates(steps) or time.perf_counter() - began < seconds:
-            if updates == rounds.updates(warm):
-                spent, began = [0.0] * len(PARTS), time.perf_counter()
-            drawing = time.perf_counter()
-            if supply is None:
-                dealt = shares.planned(updates)
-            else:
-                dealt = shares.brought(supply.draw(rounds.at(updates).step))
-            link.begin(updates, dealt)
-            watched.seconds.clear()
-            started = time.perf_counter()
-            proposal = propose(watched, link, definition, updates, dealt)
-            proposed = time.perf_counter()
-            commit(watched, link, updates, proposal)
-            if None in watched.seconds:
-                return None
-            computed = [sum(column) for column in zip(*watched.seconds, strict=True)]
-            parts = [*computed, proposed - started - sum(computed), time.perf_counter() - proposed]
-            parts[0] += started - drawing if supply else 0.0  # a stream is read before its samples are dealt
-            spent = [before + part for before, part in zip(spent, parts, strict=True)]
-            updates += 1
-            steps = rounds.at(updates - 1).step + 1
-    return {name: total / (steps - warm) for name, total in zip(PARTS, spent, strict=True)}
-
-
-class _Watched:
-    """A framework that keeps how long each replica's parts took."""
-
-    def __init__(self, framework: Framework) -> None:
-        self._framework = framework
-        self.seconds: list[tuple[float, float, float] | None] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._framework, name)
-
-    def gradients(self, todo: Sequence[Todo]) -> Iterator[Computed]:
-        for computed in self._framework.gradients(todo):
-            self.seconds.append(computed.seconds)
-            yield computed
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ def demo(
     name: Annotated[str, typer.Argument(metavar="NAME", help="digits, iris or fashion-mnist.")],
     workers: Workers = "auto",
     framework: Annotated[str, typer.Option("--framework", help="torch; fashion-mnist also jax, tinygrad.")] = "torch",
-    digits: Annotated[bool, typer.Option("--digits", help="fashion-mnist on bundled digits: no network.")] = False,
+    digits: Annotated[bool, typer.Option("--digits", help="fashion-mnist on scikit-learn's digits.")] = False,
     data: Annotated[str, typer.Option("--data", metavar="DIR", help="Where the IDX files are.")] = "data/fashion-mnist",
     devices: Devices = "auto",
     plot: Plot = "out/demo-{name}.png",
@@ -124,8 +124,8 @@ def demo(
     iris: a small network on the 150 flowers that come with scikit-learn; a second.
 
     fashion-mnist: the LeNet of d2l's chapter on several GPUs, with one worker or device and then with all: the digests
-    have to be equal. Its four files are looked for in --data, and fetched if they are not there; --digits takes
-    scikit-learn's digits instead, without network. Takes --framework torch, jax or tinygrad.
+    have to be equal. Its four files are to be in --data; --digits takes scikit-learn's digits instead. Takes
+    --framework torch, jax or tinygrad.
     """
     from phalanx.cli.demos import CHAPTER
     from phalanx.cli.demos import demo as chosen
@@ -365,15 +365,10 @@ def _plain(value: float | None) -> float | str | None:
 
 
 def _measured(found: Tuned) -> list[list[str]]:
-    """A row for each way that was measured, one for each whose phases are known, and the advice."""
+    """A row for each way that was measured, and the advice."""
     rows = [["replicas", "workers", "threads", "ms a step", "samples/s", "price of R", "memory"]]
     for row in found.rows:
         price = "" if row.price is None else f"{row.price:.2f}"
         numbers = f"{row.seconds * 1e3:.2f}", f"{row.samples_per_second:,.0f}", price, f"{row.memory / 2**20:,.0f} MiB"
         rows.append([str(row.replicas), str(row.workers), str(row.threads), *numbers])
-    told = [row for row in found.rows if row.phases]
-    if told:
-        rows += [[], ["one process, ms a step:"], ["replicas", *(told[0].phases or ())]]
-    for row in told:
-        rows.append([str(row.replicas), *(f"{spent * 1e3:.2f}" for spent in (row.phases or {}).values())])
     return [*rows, [], [found.advice]]
