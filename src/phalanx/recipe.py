@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import time
 from typing import TYPE_CHECKING, Any, Unpack
@@ -237,7 +236,7 @@ class Recipe(Definition):
 
         if distributes(settled.engine) and rank() > 0:  # the first process reports and saves, and sends its state
             everywhere = tuple(item for item in settled.callbacks if getattr(item, "everywhere", False))
-            settled = dataclasses.replace(settled, run_dir=None, warm_start=None, callbacks=everywhere, progress=False)
+            vars(settled).update(run_dir=None, warm_start=None, callbacks=everywhere, progress=False)
         with contextlib.ExitStack() as undo:
             beside, keep = (*settled.evaluation, *settled.callbacks), settled.keep_snapshots
             past = ResumeState(self, settled.run_dir, settled.resume, keep, settled.warm_start, beside)
