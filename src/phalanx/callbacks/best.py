@@ -133,14 +133,8 @@ class EarlyStopping:
         if not self._resumed:
             self.best_value, self.stopped_at, self._waited = None, None, 0
         self._resumed = False
-        if self.stopped_at is None:
-            return
-        if self._stopped_by != self._spelled:
-            checks.warn(
-                f"the run was stopped after {self.stopped_at} steps by {self._stopped_by}, and stays so, though it is "
-                f"{self._spelled} now; choose another run_dir, or leave the callback out to go on"
-            )
-        run.stop(self._stopped_by)
+        if self.stopped_at is not None:
+            run.stop(self._stopped_by)
 
     def evaluated(self, values: Mapping[str, float]) -> None:
         """Compare with the best."""

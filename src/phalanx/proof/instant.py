@@ -43,8 +43,6 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         Where to begin; None: with the model as it is made.
     workers : int
         That compute what lies between.
-    devices : sequence of str
-        As ``Recipe.train`` takes them; none: where ``make_model`` puts the model.
     batch : Any
         That the caller brought for this step; None for planned ones.
     losses : sequence of float
@@ -56,7 +54,6 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         definition: Definition,
         begin: Snapshot | None = None,
         workers: int = 1,
-        devices: Sequence[str] = (),
         *,
         batch: Any = None,
         losses: Sequence[float] = (),
@@ -71,7 +68,7 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         self.definition = definition
         self._batch, self._losses = batch, losses
         self._opened: list[Framework] = []
-        where = "inline" if workers == 1 else "processes", workers, tuple(devices), None
+        where = "inline" if workers == 1 else "processes", workers, (), None
         self._engine = open_engine(definition, *where, self._beginning(begin), allow=None)
         (self._framework,) = self._opened
         self._dealer = BatchShares(definition, self._framework.opened)
