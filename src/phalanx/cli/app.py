@@ -144,7 +144,8 @@ def demo(
         assert alone.digest == result.digest
     else:
         result = _trained(shown.recipe, shown.evaluation, workers, quiet=quiet, devices=_listed(devices))
-    _report(name, result, save(result.plot(), plot.format(name=name)), json_=json_)
+    drawn = save(result.plot(), plot.format(name=name)) if plot else None
+    _report(name, result, drawn, json_=json_)
 
 
 @app.command()

@@ -65,10 +65,13 @@ def show(facts: Any, rows: Iterable[Sequence[Any]], *, json_: bool) -> None:
 
 
 def check_picture(path: str) -> None:
-    """Refuse the name of a picture that matplotlib would not know how to write."""
-    suffix = pathlib.Path(path).suffix
-    if path and suffix not in PICTURES:
+    """Refuse a picture that matplotlib would not know how to write, or that needs it where it is missing."""
+    if path and pathlib.Path(path).suffix not in PICTURES:
         raise UsageError(f"--plot is {path!r}; its ending must be one of {', '.join(PICTURES)}")
+    if path and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError(
+            f"--plot is {path!r}, but matplotlib is missing; pip install 'phalanx[plot]', or give --plot ''"
+        )
 
 
 def save(drawn: Any, path: str) -> pathlib.Path:

@@ -59,6 +59,13 @@ class Side:
     loose: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     recipe: Definition | None = None
 
+    @property
+    def chain(self) -> Links:
+        """Its links, which it has to have."""
+        if self.links is None:
+            raise UsageError(f"run_dir is {self.name!r}, which has no chain; give the directory of a run")
+        return self.links
+
     def tensors(self, step: int) -> dict[str, Tensor]:
         """The tensors of the state after so many steps, if there is a good snapshot of it."""
         with contextlib.suppress(SnapshotError, KeyError):

@@ -94,8 +94,6 @@ def verify(
     """
     path = checks.path("run_dir", run_dir, hint="give the directory of a run")
     with contextlib.closing(side(path, recipe)) as run:
-        if run.links is None:
-            raise UsageError(f"run_dir is {str(path)!r}, which has no chain; give the directory of a run")
         if reason := _unlike(recipe, run) or _cut(run, whole=steps is None):
             return Verified(UNKNOWN, 0, reason)
         stretches = _stretches(run, steps, sample)
@@ -110,19 +108,17 @@ def verify(
 
 def _cut(run: Side, *, whole: bool) -> str:
     """Why the chain cannot be that of the whole run."""
-    assert run.links is not None, "who asks has looked"
-    newest, count = max(run.states, default=0), len(run.links)
+    newest, count = max(run.states, default=0), len(run.chain)
     if whole and newest > count:
         return (
-            f"it cannot be told: {run.links.path} has {count} steps, and the newest snapshot is of step {newest}, so "
-            "the chain was cut" + (f"; --steps {run.links.first}:{count} checks what is left of it" if count else "")
+            f"it cannot be told: {run.chain.path} has {count} steps, and the newest snapshot is of step {newest}, so "
+            "the chain was cut" + (f"; --steps {run.chain.first}:{count} checks what is left of it" if count else "")
         )
-    return "" if count > run.links.first else f"it cannot be told: {run.links.path} has no steps yet"
+    return "" if count > run.chain.first else f"it cannot be told: {run.chain.path} has no steps yet"
 
 
 def _damaged(recipe: Definition, run: Side, stretches: Sequence[tuple[int, int]]) -> str:
     """Which snapshot of these steps cannot be used, or has other losses than the chain, if one is such."""
-    assert run.links is not None, "who asks has looked"
     updates = recipe.rounds.updates
     known = [step for first, end in stretches for step in range(first, end)]
     for saved, folder in snapshots(run.folder).items():
@@ -131,7 +127,7 @@ def _damaged(recipe: Definition, run: Side, stretches: Sequence[tuple[int, int]]
         try:
             history = losses_in(read(folder), updates(saved))
             for step in (step for step in known if step < saved):
-                mine, theirs = history[updates(step) : updates(step + 1)], run.links.losses(step)
+                mine, theirs = history[updates(step) : updates(step + 1)], run.chain.losses(step)
                 if list(map(str, mine)) != list(map(str, theirs)):
                     why = f"the snapshot of step {saved} has another loss of step {step} than the chain"
                     raise SnapshotError(why)
@@ -171,8 +167,7 @@ def _unlike(recipe: Definition, run: Side) -> str:
 
 def _stretches(run: Side, steps: tuple[int, int] | None, sample: int | None) -> Sequence[tuple[int, int]]:
     """What is to be compared, cut where there are snapshots."""
-    links = run.links
-    assert links is not None, "who asks has looked"
+    links = run.chain
     first, last = steps or (links.first, len(links))
     if not links.first <= first < last <= len(links):
         raise UsageError(f"steps is {first}:{last}, and the chain has {links.first}:{len(links)}; give some of those")
@@ -214,8 +209,7 @@ def _again(
 
     A stretch ends before a step whose batch was brought, which is added to those that are ``gone``.
     """
-    links = run.links
-    assert links is not None, "who asks has looked"
+    links = run.chain
     for begin, end in stretches:
         with Instant(recipe, nearest(run.folder, begin), workers) as instant:
             brought = [step for step in range(max(instant.step, links.first), end) if links.brought(step)][:1]
@@ -233,8 +227,7 @@ def _again(
 
 def _step_of(instant: Instant, run: Side, ahead: int) -> str:
     """Do a step, maybe up to ``ahead`` of them; how its link differs from that of the run, in words."""
-    links, step = run.links, instant.step
-    assert links is not None, "who asks has looked"
+    links, step = run.chain, instant.step
     body = body_of(fields_of(instant.advance(ahead), instant.definition, instant.brought))
     told = links.told(step)
     if line_after(links.before(step), body, links.width) == links.line(step):

@@ -51,12 +51,7 @@ def plot_history(
 
 def plot_timeline(incidents: Sequence[Incident], seconds: float, workers: int, title: str) -> Figure:
     """One line per worker: where it was there, its deaths and replacements; rollbacks across all of them."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 1.6 + 0.45 * workers), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    ax = figure.subplots()
+    ax: Any = new_axes(10, 1.6 + 0.45 * workers)
     styles = {"death": ("x", DEATH_COLOR, "killed"), "replaced": ("o", METRIC_COLORS[1], "replaced")}
     for worker in range(workers):
         since: float | None = 0.0  # when the worker that is there began
@@ -80,7 +75,7 @@ def plot_timeline(incidents: Sequence[Incident], seconds: float, workers: int, t
     ax.set_title(title, fontsize=10, loc="left")
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.32), ncols=3, frameon=False, fontsize=8)
-    return figure
+    return ax.figure
 
 
 def plot_runs(
@@ -103,7 +98,7 @@ def plot_runs(
         ax.set_title(key, fontsize=10, loc="left")
         ax.grid(alpha=0.2)
         ax.spines[["top", "right"]].set_visible(False)
-    if len(names) > 1:
+    if keys and len(names) > 1:
         figure.axes[0].legend(loc="best", fontsize=8)
     return figure
 
