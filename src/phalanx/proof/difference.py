@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from phalanx.checkpoint.chain import Links
 from phalanx.definition.data import content, is_array, leaves
+from phalanx.frameworks.states import stored
 from phalanx.seams.snapshots import Tensor
 
 FLOATS = {"float16": np.uint16, "bfloat16": np.uint16, "float32": np.uint32, "float64": np.uint64}
@@ -131,12 +132,8 @@ def taken(value: Any) -> Tensor:
     """An array of any framework as bytes that stay as they are; of other values, their text."""
     if not is_array(value):
         return Tensor(TEXT, (), repr(value).encode(errors="surrogatepass"))
-    if hasattr(value, "detach"):
-        value = value.detach().cpu()
-        if str(value.dtype).endswith("bfloat16"):  # which numpy does not have
-            wide = np.asarray(value.float()).view(np.uint32)
-            return Tensor("bfloat16", tuple(value.shape), (wide >> 16).astype(np.uint16).tobytes())
-    return Tensor(*content(value))
+    kept = stored(value)
+    return Tensor(*content(value)) if kept is None else replace(kept, content=bytes(kept.content))
 
 
 def unequal(one: Mapping[str, Tensor], other: Mapping[str, Tensor], *, common: bool = False) -> Unequal | None:

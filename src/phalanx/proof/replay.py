@@ -166,8 +166,7 @@ def _of_error(error: RunError, replica: int | None, *, debug: bool) -> Replayed:
             "run_dir"
         )
     checks.integer("replica", replica, least=0, most=recipe.replicas - 1)
-    before = {item.name: getattr(recipe, item.name) for item in dataclasses.fields(Definition)}
-    definition = Definition(**{**before, "make_model": as_factory(error.result.model)})
+    definition = dataclasses.replace(recipe, make_model=as_factory(error.result.model))
     losses = of_updates(error.result, definition)
     with Instant(definition, batch=error.batch, losses=losses) as instant:
         return replayed(instant, replica, debug=debug)
