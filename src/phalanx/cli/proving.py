@@ -61,7 +61,7 @@ def diff(
     """
     check_picture(plot)
     with _untold():
-        recipes = _recipe_of(a, told=not json_), _recipe_of(b, told=not json_)
+        recipes = _recipe_of(a), _recipe_of(b)
         found = compare(a, b, recipes=recipes, operations=ops)
         if plot and found is not None:
             save(found.plot(), plot)
@@ -192,26 +192,24 @@ def _end(found: Verified, *, json_: bool) -> None:
         raise typer.Exit(found.status)
 
 
-def _recipe_of(run: str, *, told: bool) -> Recipe | None:
+def _recipe_of(run: str) -> Recipe | None:
     """The recipe of a run, from the file that it noted; None where there is none."""
     if not os.path.isdir(run):
         return None
-    found = side(run)
-    found.close()
-    origin = found.run.get("origin")
+    with contextlib.closing(side(run)) as found:
+        origin = found.run.get("origin")
     if not isinstance(origin, str):
         return None
     try:
         return load_recipe(origin)[0]
     except Exception as error:  # whatever the file does
-        if told:
-            typer.echo(f"phalanx: the recipe of {run} was not loaded from {origin}: {error}", err=True)
+        typer.echo(f"phalanx: the recipe of {run} was not loaded from {origin}: {error}", err=True)
         return None
 
 
 def _known(run: str, file: str, otherwise: str = "--recipe FILE[:NAME]") -> Recipe:
     """The recipe in a file, or that of a run."""
-    known = load_recipe(file)[0] if file else _recipe_of(run, told=True)
+    known = load_recipe(file)[0] if file else _recipe_of(run)
     if known is None:
         raise UsageError(f"the recipe of {run} is not known; say where it is: {otherwise}")
     return known
