@@ -13,7 +13,6 @@ import argparse
 import itertools
 import json
 import pathlib
-import statistics
 import sys
 import time
 
@@ -31,9 +30,7 @@ REPLICAS = (1, 2, 4, 8)
 ALONE = ("plain", "by hand", *(f"R={count}" for count in REPLICAS))
 TOGETHER = ("plain all cores", "DDP W=2", "R=2 W=2", "R=4 W=2")
 COMPUTING = "compute W=2"
-PARTS = ("parts R=1", "parts R=8")
-COLUMNS = (*ALONE, *TOGETHER, COMPUTING, "copy", *PARTS)
-PARTS_SECONDS = 2.0  # that parts of steps are timed for
+COLUMNS = (*ALONE, *TOGETHER, COMPUTING, "copy")
 ALL = (*REAL, *models.CASES)
 ASKED = {  # what R = 8 is to cost at most
     "BERT": 1.7, "resnet18": 2.2, "mobilenet, bf16": 2.5, "ViT": 1.6, "VAE": 2.4, "LSTM": 2.2, "minGPT": 2.0,
@@ -44,10 +41,6 @@ steps left out. The plain loop and DDP: what one writes by hand, same model, dat
 PRICE = """One process, one thread, processor time of a step over that of the plain loop. `8 shares by hand` is the loop
 that adds up the gradients of 8 shares in `.grad`: what cutting a batch into 8 costs without phalanx. Where R=8 is not
 above it, what is left is the price of small shares in torch itself."""
-WHERE = """By the clock, in one process with one thread, in ms a step. `more` is what R = 8 takes beyond R = 1, and the
-last columns say where: `input` is reading, seeding and putting buffers back, `fold` adding up, weights of shares, mean
-and norm. Forward and backward are torch's own time for eight small shares instead of a large one, backward with what it
-adds to the replica before. Where `more` is small beside R=1, noise is a large part of it."""
 SPEED = """All cores, the clock. `plain` uses all cores for each operation; DDP and phalanx have two workers of one
 thread. Above 1, phalanx is faster. R=4 is what a recipe has where nothing is said. The limit of R=2, W=2 is computing
 (two processes at once, forward and backward of half a batch each, nothing else) plus traffic (each gradient read once,
@@ -109,24 +102,12 @@ def ours(case: models.Case, replicas: int) -> float:
         return (time.process_time() - began) / case.steps
 
 
-def in_parts(case: models.Case, replicas: int) -> dict:
-    """Seconds of a step in each of its parts, and of the whole, inline."""
-    from phalanx.tuning.tune import phases
-
-    told = phases(recipe_of(case, replicas, 10**9), PARTS_SECONDS, case.warm_up)
-    assert told is not None
-    return {"seconds": sum(told.values()), "phases": told}
-
-
 def measure(column: str, case: models.Case) -> dict:
     """Seconds a step of one column, in this process."""
     if column in ALONE:
         torch.set_num_threads(1)
         by_hand = {"plain": plain, "by hand": accumulated}.get(column)
         return {"seconds": by_hand(case) if by_hand else ours(case, int(column[2:]))}
-    if column in PARTS:
-        torch.set_num_threads(1)
-        return in_parts(case, int(column.rpartition("=")[2]))
     return step.measure(column, case)
 
 
@@ -176,22 +157,6 @@ def limits(model: str, facts: step.Facts) -> list[dict]:
     return [{"seconds": computing["seconds"] + size / copy["bytes_per_second"]} for computing, copy in rounds]
 
 
-def phases_of(runs: list[dict]) -> dict[str, float]:
-    """Milliseconds a step in each part, medians of the rounds."""
-    return {name: statistics.median(run["phases"][name] for run in runs) * 1e3 for name in runs[0]["phases"]}
-
-
-def where_table(measured: dict[str, step.Facts]) -> str:
-    """What R = 8 takes beyond R = 1, and in which parts of a step."""
-    rows = []
-    for model, facts in measured.items():
-        one, many = (phases_of(facts[column]) for column in PARTS)
-        more = {name: many[name] - one[name] for name in one}
-        cells = [model, *(step.spelled(sum(took.values())) for took in (one, many)), step.spelled(sum(more.values()))]
-        rows.append([*cells, *(f"{took:.2f}" for took in more.values())])
-    return step.markdown(["model", "R=1", "R=8", "more", *more], rows)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", action="append", help=f"one of {', '.join(ALL)}; may be given several times")
@@ -209,7 +174,6 @@ def main() -> None:
         measured = {model: compare(model, rounds, bar, quick=arguments.quick) for model in chosen}
     parts = [f"# The price of R\n\n{step.circumstances('price.py')}\n\n{METHOD.format(rounds=rounds)}"]
     parts += [f"## In one process\n\n{PRICE}\n\n{price_table(measured)}"]
-    parts += [f"## Where R=8 goes\n\n{WHERE}\n\n{where_table(measured)}"]
     parts += [f"## On all cores\n\n{SPEED}\n\n{speed_table(measured)}"]
     report = "\n\n".join(parts) + "\n"
     print(report)

@@ -26,8 +26,8 @@ from phalanx.errors import (
 )
 from phalanx.frameworks.states import digest
 from phalanx.plan import Plan
-from phalanx.proof.compare.diff import diff
-from phalanx.proof.compare.values import Difference
+from phalanx.proof.diff import diff
+from phalanx.proof.difference import Difference
 from phalanx.proof.replay import Replayed, replay
 from phalanx.proof.verify import Verified, verify
 from phalanx.recipe import Recipe, close, train
@@ -35,8 +35,7 @@ from phalanx.run.result import Result
 from phalanx.run.run import Run
 from phalanx.seams.events import Evaluated, Incident, StepReport
 from phalanx.surroundings.current import current_step
-from phalanx.tuning.find_lr import find_lr
-from phalanx.tuning.tune import tune
+from phalanx.tuning import find_lr, tune
 
 __version__ = "0.1.0"
 

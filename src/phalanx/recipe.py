@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import time
 from typing import TYPE_CHECKING, Any, Unpack
@@ -15,7 +14,7 @@ from phalanx.engines import close as close
 from phalanx.errors import UsageError
 from phalanx.plan.audit import Audit
 from phalanx.run.loop import Loop
-from phalanx.run.observers import reading_again, watching
+from phalanx.run.observers import shown, watching
 from phalanx.run.options import DEFAULTS, FIELDS, Options, check_evaluated, settle, unknown
 from phalanx.run.result import Result
 from phalanx.run.run import Run
@@ -237,7 +236,7 @@ class Recipe(Definition):
 
         if distributes(settled.engine) and rank() > 0:  # the first process reports and saves, and sends its state
             everywhere = tuple(item for item in settled.callbacks if getattr(item, "everywhere", False))
-            settled = dataclasses.replace(settled, run_dir=None, warm_start=None, callbacks=everywhere, progress=False)
+            vars(settled).update(run_dir=None, warm_start=None, callbacks=everywhere, progress=False)
         with contextlib.ExitStack() as undo:
             beside, keep = (*settled.evaluation, *settled.callbacks), settled.keep_snapshots
             past = ResumeState(self, settled.run_dir, settled.resume, keep, settled.warm_start, beside)
@@ -253,7 +252,8 @@ class Recipe(Definition):
             turn, stop, anyway = Turns(), settled.on_snapshot_error == "stop", settled.resume == ANYWAY
             keeping = past.observers(settled.snapshot_every, stop=stop, chain=settled.chain)
             observers = [*watching(settled.progress, settled.callbacks, self.total, turn, stop=stop), *keeping]
-            supply = dealer(self, engine, past, settled.readers, reading_again(settled.progress), anyway=anyway)
+            bar = functools.partial(shown, unit="sample", progress=settled.progress)  # while a stream is read again
+            supply = dealer(self, engine, past, settled.readers, bar, anyway=anyway)
             undo.callback(supply.close if supply else bool)
             loop = Loop(self, engine, settled.evaluation, observers, supply, past.first_step)
             run = Run(self, engine, loop, keeping[-1] if keeping else None, turn, called, self._predicted)

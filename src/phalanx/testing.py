@@ -10,7 +10,8 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.proof.compare.diff import diff
+from phalanx.errors import StateError
+from phalanx.proof.diff import diff
 from phalanx.recipe import Recipe
 
 __all__ = ["assert_equal_runs", "assert_same_run"]
@@ -33,19 +34,22 @@ def assert_same_run(recipe: Recipe, workers: Sequence[int] = (1, 2, 3), kills: i
     AssertionError
         A run differs; says where, as ``phalanx.diff`` does.
     """
-    counts = list(dict.fromkeys(min(count, recipe.replicas) for count in workers))
+    most = max(min(count, recipe.replicas) for count in workers)
+    ways = {f"workers={count}": (count, 0) for count in (min(count, recipe.replicas) for count in workers)}
+    if kills and most > 1:
+        ways[f"{kills} workers killed"] = most, kills
     with tempfile.TemporaryDirectory(prefix="phalanx-") as folder:
         runs: list[tuple[str, pathlib.Path, str]] = []
-        for count in counts:
-            target = pathlib.Path(folder) / f"workers-{count}"
-            engine = "inline" if count == 1 else "processes"
-            result = recipe.train(workers=count, engine=engine, run_dir=target, chain="every", progress=False)
-            runs.append((f"workers={count}", target, result.digest))
-        if kills and max(counts) > 1:
-            target = pathlib.Path(folder) / "killed"
-            runs.append((f"{kills} workers killed", target, _killed(recipe, max(counts), kills, target)))
-        for name, target, digest in runs[1:]:
-            _check(recipe, runs[0], (name, target, digest))
+        for name, (count, killed) in ways.items():
+            target = pathlib.Path(folder) / name
+            try:
+                runs.append((name, target, _trained(recipe, count, killed, target)))
+            except StateError as error:
+                raise AssertionError(f"{name}: {error}") from error
+            found = diff(runs[0][1], target, recipes=(recipe, recipe))
+            if found is not None or runs[0][2] != runs[-1][2]:
+                told = found or "the digests differ, though all that was noted of the steps is the same"
+                raise AssertionError(f"A ({runs[0][0]}) and B ({name}) are not the same run:\n{told}")
 
 
 def assert_equal_runs(a: Any, b: Any) -> None:
@@ -61,18 +65,12 @@ def assert_equal_runs(a: Any, b: Any) -> None:
         raise AssertionError(str(found))
 
 
-def _killed(recipe: Recipe, workers: int, kills: int, target: pathlib.Path) -> str:
-    """Train while a worker is killed after each of the first steps; returns the digest."""
-    with recipe.start(workers=workers, engine="processes", run_dir=target, chain="every", progress=False) as run:
+def _trained(recipe: Recipe, workers: int, kills: int, target: pathlib.Path) -> str:
+    """Train, while a worker is killed after each of so many steps; returns the digest."""
+    engine = "inline" if workers == 1 else "processes"
+    with recipe.start(workers=workers, engine=engine, run_dir=target, chain="every", progress=False) as run:
         for number, _ in enumerate(run):
             if number < kills and run.worker_pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(run.worker_pids[number % len(run.worker_pids)], signal.SIGKILL)
         return run.result().digest
-
-
-def _check(recipe: Recipe, first: tuple[str, pathlib.Path, str], other: tuple[str, pathlib.Path, str]) -> None:
-    found = diff(first[1], other[1], recipes=(recipe, recipe))
-    if found is not None or first[2] != other[2]:
-        told = found or "the digests differ, though all that was noted of the steps is the same"
-        raise AssertionError(f"A ({first[0]}) and B ({other[0]}) are not the same run:\n{told}")

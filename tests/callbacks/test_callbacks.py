@@ -263,10 +263,7 @@ def test_a_result_says_that_its_run_was_stopped(tmp_path):
     again = recipe().train(callbacks=[callbacks.EarlyStopping("accuracy", patience=2)], **stopping)
     assert first.steps < EPOCHS * 5
     assert (first.stopped_early, again.stopped_early, again.resumed_from) == (said, said, first.steps)
-    with (
-        pytest.warns(UserWarning, match="EarlyStopping.patience is 9 here, and 2 there"),
-        pytest.warns(UserWarning, match=r"patience=2\), and stays so.*patience=9, min_delta=0.1"),
-    ):
+    with pytest.warns(UserWarning, match="EarlyStopping.patience is 9 here, and 2 there"):
         other = recipe().train(callbacks=[callbacks.EarlyStopping("accuracy", 9, 0.1)], **stopping)
     assert (other.digest, other.stopped_early) == (first.digest, said)
     with pytest.warns(UserWarning, match="the state of EarlyStopping"):

@@ -4,9 +4,9 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.text import Annotation
 
-from phalanx.cli.rounds import ADDED_COLOR, plot_rounds
 from phalanx.collectives import schedule
 from phalanx.collectives.schedules import SCHEDULES, rounds_of
+from phalanx.run.plots import DEATH_COLOR, plot_rounds
 
 ALL_REDUCE = ("ordered", "ring", "naive")
 
@@ -14,7 +14,7 @@ ALL_REDUCE = ("ordered", "ring", "naive")
 def drawn(ax):
     """The arrows: where each begins and ends, and whether it is drawn as an addition."""
     arrows = [text for text in ax.texts if isinstance(text, Annotation)]
-    return [(arrow.xyann, arrow.xy, to_hex(arrow.arrow_patch.get_edgecolor()) == ADDED_COLOR) for arrow in arrows]
+    return [(arrow.xyann, arrow.xy, to_hex(arrow.arrow_patch.get_edgecolor()) == DEATH_COLOR) for arrow in arrows]
 
 
 def due(transfers):
@@ -31,27 +31,27 @@ def due(transfers):
 def test_every_transfer_is_an_arrow(name, participants):
     """Each transfer is drawn once, down to the next round, red where it adds."""
     transfers = schedule(name, participants)
-    assert drawn(plot_rounds(transfers, participants, name)) == due(transfers)
+    assert drawn(plot_rounds(rounds_of(transfers), participants, name)) == due(transfers)
 
 
 @pytest.mark.parametrize("name", ALL_REDUCE)
 def test_a_transfer_less_is_seen(name):
     """Negative twin: a picture without the last transfer is not that of the schedule."""
     transfers = schedule(name, 3)
-    assert drawn(plot_rounds(transfers[:-1], 3, name)) != due(transfers)
+    assert drawn(plot_rounds(rounds_of(transfers[:-1]), 3, name)) != due(transfers)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_round_has_its_name(name):
     """Rounds are counted within their phase, as in the words."""
     transfers = schedule(name, 4)
-    labels = [label.get_text() for label in plot_rounds(transfers, 4, name).get_yticklabels()]
+    labels = [label.get_text() for label in plot_rounds(rounds_of(transfers), 4, name).get_yticklabels()]
     assert labels == [f"{group[0].phase}, round {group[0].round + 1}" for group in rounds_of(transfers)]
 
 
 def test_chunks_are_numbered_where_there_are_several():
     """In a ring each arrow carries its chunk; in a tree, where chunk 0 is all, none does."""
-    ring, tree = (plot_rounds(schedule(name, 4), 4, name) for name in ("ring", "ordered"))
+    ring, tree = (plot_rounds(rounds_of(schedule(name, 4)), 4, name) for name in ("ring", "ordered"))
     numbers = [[text.get_text() for text in ax.texts if not isinstance(text, Annotation)] for ax in (ring, tree)]
     assert numbers == [[str(one.chunk) for one in schedule("ring", 4)], []]
 
@@ -59,5 +59,5 @@ def test_chunks_are_numbered_where_there_are_several():
 @pytest.mark.long
 def test_a_large_picture_is_saved(tmp_path):
     """Ten participants in a ring fit, with all their chunks."""
-    plot_rounds(schedule("ring", 10), 10, "ring").figure.savefig(tmp_path / "rounds.png")
+    plot_rounds(rounds_of(schedule("ring", 10)), 10, "ring").figure.savefig(tmp_path / "rounds.png")
     assert (tmp_path / "rounds.png").stat().st_size > 10_000

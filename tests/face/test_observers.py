@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import phalanx
-from phalanx.run.callbacks import observing
 from phalanx.run.loop import Loop
 from phalanx.run.observers import watching
 from phalanx.seams import RunState
@@ -85,7 +84,7 @@ def test_the_nearest_horizon_counts():
     loop.advance(None, watched=False)
     evaluated, other = loop_of(Witness("far", seen), evaluation=True)
     evaluated.advance(None, watched=False)
-    called, third = loop_of(*observing([print], Turns()), evaluation=True)
+    called, third = loop_of(*watching(False, [print], STEPS, Turns()), evaluation=True)
     assert engine.horizons == [3]
     assert other.horizons == [PER_EPOCH]
     assert (loop.runs_user_code, called.runs_user_code) == (False, True)

@@ -56,16 +56,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "surroundings",
     ),
     "testing": ("proof", "recipe"),
-    "tuning": (
-        "definition",
-        "seams",
-        "step",
-        "frameworks",
-        "engines",
-        "recipe",
-        "run",
-        "surroundings",
-    ),
+    "tuning": ("frameworks", "recipe", "run", "surroundings"),
     "cli": (
         "",
         "definition",
@@ -99,8 +90,8 @@ APART = (
 
 # Who may import optional packages and picklers, at the top of a file or inside. For frameworks test_rooms has a table.
 HOMES = {
-    "matplotlib": ("run.plots", "cli"),
-    "tqdm": ("run.observers", "proof", "tuning"),
+    "matplotlib": ("run.plots",),
+    "tqdm": ("run.observers", "proof.verify", "tuning"),
     "typer": ("cli",),
     "rich": ("cli",),
     "sklearn": ("cli.demos",),

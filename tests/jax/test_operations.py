@@ -91,7 +91,7 @@ def test_the_first_equation_is_named(tmp_path, changes, phase, name, line):
 @pytest.mark.long
 def test_equations_with_a_key_are_done_as_in_a_step():
     """What is told as the output of a forward pass that draws is that of the step, not that of an evaluation."""
-    from phalanx.proof.compare.recompute import computed
+    from phalanx.proof.diff import computed
     from phalanx.proof.instant import Instant
 
     with Instant(job(drawn)) as instant:

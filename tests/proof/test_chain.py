@@ -14,7 +14,7 @@ import torch
 
 import phalanx
 from phalanx.checkpoint.chain import CHAIN, ChainFile, Links
-from phalanx.proof.compare.links import parting
+from phalanx.proof.difference import parting
 from tests.families import FAMILIES
 from tests.proof.jobs import mlp, ran
 from tests.sampling import sample

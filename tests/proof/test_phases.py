@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import phalanx
-from phalanx.proof.compare.links import parted
+from phalanx.proof.difference import parted
 from tests.exactness.test_phases import KINDS, actor_loss, critic_loss, recipe, walks
 from tests.proof.faults import Fault, in_workers
 

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 import phalanx
 import phalanx.testing
 from phalanx.checkpoint.chain import CHAIN
-from phalanx.proof.certify import certify, check_certificate
-from phalanx.proof.compare.recompute import computed
-from phalanx.proof.compare.values import taken, unequal
+from phalanx.proof.diff import computed
+from phalanx.proof.difference import taken, unequal
 from phalanx.proof.instant import Instant
+from phalanx.proof.verify import certify, check_certificate
 from tests.proof.faults import Fault
 from tests.proof.jobs import Net, X, Y, mlp, ran, recipe
 
@@ -138,29 +138,17 @@ def test_a_run_that_is_not_what_it_says_gets_no_certificate(tmp_path):
 
 
 @pytest.mark.long
-def test_stretches_are_computed_side_by_side(tmp_path, monkeypatch):
-    """With processes of their own the same is found as one after another: nothing, or the first step that differs."""
-    import phalanx.proof.verify as module
-
+@pytest.mark.parametrize("workers", [1, 2])
+def test_of_several_stretches_the_first_step_that_differs_is_told(tmp_path, workers):
+    """In this process and in two others: a run in which a weight flipped once, and one in which nothing did."""
     job = recipe(steps=40)
     folders = [ran(tmp_path / "right", job, snapshot_every=8, keep_snapshots=9, chain=4)]
     with Fault("update", str(tmp_path / "pid"), 17).planted():
         folders.append(ran(tmp_path / "wrong", job, snapshot_every=8, keep_snapshots=9, chain=4))
-    alone = [phalanx.verify(job, folder, progress=False) for folder in folders]
-    opened = []
-
-    def noted(*arguments, **options):
-        opened.append(options["apart"])
-        return Instant(*arguments, **options)
-
-    monkeypatch.setattr(module, "ALONE_SECONDS", -1.0)
-    monkeypatch.setattr(module, "usable_cores", lambda: 3)
-    monkeypatch.setattr(module, "Instant", noted)
-    beside = [phalanx.verify(job, folder, progress=False) for folder in folders]
-    assert all(opened)
-    assert [(one.status, one.text) for one in beside] == [(one.status, one.text) for one in alone]
-    assert [one.status for one in alone] == [0, 1]
-    assert "step 18 differs" in alone[1].text
+    right, wrong = (phalanx.verify(job, folder, workers=workers, progress=False) for folder in folders)
+    assert (right.status, right.steps) == (0, 40)
+    assert (wrong.status, wrong.steps) == (1, 18)
+    assert "step 18 differs" in wrong.text
 
 
 def test_files_of_tensors(tmp_path):
@@ -229,7 +217,7 @@ def test_the_same_run_in_other_peoples_tests():
 
         return F.cross_entropy(output, target) * (1 + os.getpid() % 1009)
 
-    with pytest.raises(AssertionError, match="differ first in step 0: loss of replica"):
+    with pytest.raises(AssertionError, match=r"workers=2: replica \d of step 0.* came to something else in worker"):
         phalanx.testing.assert_same_run(mlp(steps=3, loss_fn=odd), workers=(1, 2), kills=0)
 
 

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 import phalanx
 from phalanx.checkpoint.chain import CHAIN, records_of
 from phalanx.cli.app import app
-from phalanx.cli.files import load_recipe
-from phalanx.proof.certify import certify
+from phalanx.cli.common import load_recipe
 from phalanx.proof.replay import failure_of
+from phalanx.proof.verify import certify
 from tests.proof.jobs import ran, recipe
 
 SNAPSHOT = "snapshots/step-{:012d}"

@@ -4,6 +4,7 @@ import html.parser
 import json
 import pathlib
 import re
+import sys
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ import torch
 import phalanx
 from phalanx.checkpoint.export import read_weights
 from phalanx.cli import pages
-from phalanx.run.plots import plot_runs
+from phalanx.run import plots
+from phalanx.tuning import Choice, Rates, Tuned
 from tests.callbacks.jobs import evaluation, recipe
+from tests.shell.test_proofs import JOB
 
 
 class Parser(html.parser.HTMLParser):
@@ -75,7 +78,7 @@ def test_the_terminal_has_the_rows_of_the_page(here, run_dir, tmp_path):
 def test_deaths_are_drawn_where_they_were():
     """Each death is a mark below the curve of its run; a run without one has none; a long curve is thinned."""
     curve = [(step, 1.0 / (1 + step)) for step in range(5000)]
-    figure = plot_runs(["a", "b"], [{"loss": curve, "lr": []}, {"loss": curve[:40], "lr": []}], [[7, 9], []])
+    figure = plots.plot_runs(["a", "b"], [{"loss": curve, "lr": []}, {"loss": curve[:40], "lr": []}], [[7, 9], []])
     (ax,) = figure.axes
     assert [list(line.get_xdata()) for line in ax.lines if line.get_marker() == "|"] == [[7, 9], []]
     drawn = [line for line in ax.lines if line.get_marker() != "|"]
@@ -96,3 +99,56 @@ def test_an_export_has_the_weights_of_the_newest_snapshot(here, run_dir, tmp_pat
     assert done.stdout == "10 steps  m.safetensors\n"
     weights = read_weights(pathlib.Path(tmp_path / "m.safetensors"))
     assert all(torch.equal(weights[name], value) for name, value in phalanx.load(run_dir).weights.items())
+
+
+@pytest.fixture
+def without_matplotlib(monkeypatch):
+    """A machine on which matplotlib is not installed."""
+    for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+PLOTS = [
+    lambda result: result.plot(),
+    lambda result: plots.plot_timeline([], 1.0, 2, "title"),
+    lambda result: plots.plot_rounds([], 3, "title"),
+    lambda result: Tuned(1, 1, 1, (Choice(1, 1, 1, 0.1, 10.0, 1.0, 0),), "").plot(),
+    lambda result: Rates([0.1], [1.0], 0.1).plot(),
+    lambda result: phalanx.Difference({"seed": "seed is another"}).plot(),
+    lambda result: svg_of(result),
+]
+
+
+def svg_of(result):
+    """The picture of a page."""
+    return plots.svg(plots.plot_runs(["a"], [{"loss": [(0, 1.0)]}], [[]]))
+
+
+@pytest.mark.parametrize("number", range(len(PLOTS)))
+def test_every_picture_needs_matplotlib(without_matplotlib, number):
+    """Where it is not installed, whatever draws says in a sentence how to install it."""
+    with pytest.raises(phalanx.UsageError, match=r"plot needs matplotlib; install it: pip install 'phalanx\[plot\]'"):
+        PLOTS[number](recipe(epochs=1).train())
+
+
+@pytest.mark.parametrize("number", range(len(PLOTS)))
+def test_every_picture_is_drawn_with_it(number):
+    """Twin: with matplotlib the same calls draw."""
+    assert PLOTS[number](recipe(epochs=1).train())
+
+
+def test_commands_without_matplotlib(here, run_dir, tmp_path, without_matplotlib):
+    """A report and --plot are refused in words, before anything is written or trained; certify draws nothing."""
+    refused = here("report", str(run_dir), cwd=tmp_path)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "matplotlib" in refused.stderr
+    (tmp_path / "job.py").write_text(JOB)
+    for words in (("train", "job.py", "--plot", "a.png"), ("chaos", "job.py"), ("demo", "iris"), ("explain", "ring")):
+        refused = here(*words, cwd=tmp_path)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert "--plot" in refused.stderr
+        assert "matplotlib is missing" in refused.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["job.py"]
+    assert "round 1 of" in here("explain", "ring", "--plot", "", cwd=tmp_path).stdout
+    assert here("train", "job.py", "--run-dir", "run", "--quiet", cwd=tmp_path).returncode == 0
+    assert here("certify", "run", cwd=tmp_path).stdout.startswith("chain ")

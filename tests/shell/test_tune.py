@@ -7,9 +7,7 @@ import pytest
 import torch
 
 import phalanx
-from phalanx import step
-from phalanx.tuning import tune as where_time_goes
-from phalanx.tuning.tune import Choice, Tuned, advised, candidates, phases
+from phalanx.tuning import Choice, Tuned, advised, candidates
 from tests.families import FAMILIES
 from tests.shell.test_command_line import phalanx_command
 
@@ -37,49 +35,7 @@ def test_the_table(tmp_path):
     assert all(choice["samples_per_second"] > 0 for choice in told["rows"])
     assert all((choice["price"] is None) == (choice["workers"] + choice["threads"] > 2) for choice in told["rows"])
     assert f"replicas={told['replicas']}" in told["advice"]
-    parts = [choice["phases"] for choice in told["rows"] if choice["workers"] == choice["threads"] == 1]
-    assert all(list(part) == ["input", "forward", "backward", "fold", "update"] for part in parts)
-    assert all(0 < spent < 1 for part in parts for spent in part.values())
     assert (tmp_path / "out/tune.png").stat().st_size > 1000
-
-
-def test_where_the_time_goes_over_a_stream():
-    """The parts of a step are told for a stream, too, which is read as input, more than once, and closed."""
-    read = []
-
-    def generate():
-        try:
-            for number in range(24):
-                read.append(number)
-                yield torch.full((2,), number / 24), torch.tensor(number % 3)
-        finally:
-            read.append("closed")
-
-    loss_fn = torch.nn.functional.cross_entropy
-    made = phalanx.Recipe(lambda: torch.nn.Linear(2, 3), phalanx.Stream(generate), loss_fn, batch_size=8, steps=3)
-    found = phases(made, 0.2, 5)
-    assert all(spent > 0 for spent in found.values())
-    assert read[-1] == "closed"
-    assert read.count(0) > 1
-
-
-@pytest.mark.parametrize(("every", "updates"), [((), 1), ((1, 1), 2), ((1, 2), 1.5)])
-def test_where_the_time_goes_in_steps_with_phases(monkeypatch, every, updates):
-    """What is told of a step is that of all its phases, those that come seldom in their share: an update lasts 1 s."""
-    clock = [0.0]
-
-    def committed(*arguments):
-        clock[0] += 1.0
-        return step.commit(*arguments)
-
-    monkeypatch.setattr(where_time_goes, "commit", committed)
-    monkeypatch.setattr(where_time_goes.time, "perf_counter", lambda: clock[0])
-    loss_fn = torch.nn.functional.cross_entropy
-    data = torch.rand(24, 2), torch.arange(24) % 3
-    parts = [phalanx.Phase(lambda model, batch: loss_fn(model(batch[0]), batch[1]), every=every) for every in every]
-    options = {"loss_fn": None, "phases": parts} if parts else {"loss_fn": loss_fn}
-    made = phalanx.Recipe(lambda: torch.nn.Linear(2, 3), data, batch_size=8, steps=3, **options)
-    assert phases(made, 2 * updates, 2)["update"] == updates
 
 
 def test_ways_that_are_tried():

@@ -222,7 +222,7 @@ FORGED = {
     "no average": ("cycle", ("facts", "callbacks", "EMA", "is", 0, 1), put(None)),
     "an average that lacks a parameter": ("cycle", ("facts", "callbacks", "EMA", "is", 0, 1, "is", 0), delete),
     "nothing kept": ("cycle", ("facts", "callbacks", "SaveBest", "is", 0, 1), put(3)),
-    "no columns": ("cycle", ("facts", "callbacks", "Log", "is", -1, 0), put("x")),
+    "a log that keeps something": ("cycle", ("facts", "callbacks", "Log", "is"), put([["columns", []]])),
     "a moment under another name": ("cycle", ("facts", "optimizers", 0, 0, "is", 0, 1, "is", 1, 0), put("x")),
     "a moment gone": ("cycle", ("facts", "optimizers", 0, 0, "is", 0, 1, "is", 1), delete),
     "a parameter's state gone": ("cycle", ("facts", "optimizers", 0, 0, "is", 0), delete),

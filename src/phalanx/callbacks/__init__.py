@@ -18,12 +18,12 @@ must be that calls ``run.stop()``.
 import sys
 from typing import TYPE_CHECKING
 
-from phalanx.callbacks.early_stopping import EarlyStopping as EarlyStopping
+from phalanx.callbacks.best import Best as Best
+from phalanx.callbacks.best import EarlyStopping as EarlyStopping
+from phalanx.callbacks.best import SaveBest as SaveBest
 from phalanx.callbacks.ema import EMA as EMA
 from phalanx.callbacks.log import Log as Log
-from phalanx.callbacks.profile import Profile as Profile
-from phalanx.callbacks.save_best import Best as Best
-from phalanx.callbacks.save_best import SaveBest as SaveBest
+from phalanx.callbacks.log import Profile as Profile
 from phalanx.definition.checks import elsewhere
 
 __all__ = ["EMA", "Best", "EarlyStopping", "Log", "Profile", "SaveBest"]

@@ -1,69 +1,119 @@
-"""Write what was measured to where people look at it: a CSV file, TensorBoard."""
+"""What a run writes for people to look at: rows of what was measured, as CSV or for TensorBoard, and profiles."""
 
 from __future__ import annotations
 
-import importlib
+import csv
+import io
 import math
 import pathlib
-from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from phalanx.callbacks.table import Csv, Row
 from phalanx.checkpoint import files
+from phalanx.checkpoint.lock import Held
 from phalanx.definition import checks
-from phalanx.definition.plain import Each, check_like
+from phalanx.definition.plain import check_like
 from phalanx.errors import UsageError
 
-LIKE: dict[str, Any] = {"csv": {"columns": Each(str)}, "tensorboard": {"open": bool}}  # what their states have
+Row = dict[str, float | int]
+MOST_BYTES = 1 << 44  # of a file that is read
 
 
-class Writer(Protocol):
-    """Where rows go: one per step, with the values that were evaluated after it."""
+class Csv:
+    """A file with a line for each step, and a column for each metric, empty where it was not evaluated.
 
-    def open(self, run: Any, state: Mapping[str, Any] | None) -> None:
-        """Begin, or go on from what ``state`` gave at the snapshot."""
-        ...
+    A run that goes on leaves out the lines of steps that are done again, and columns that are empty then. A disk that
+    is full stops nothing: lines that do not fit are left out whole, and a metric for which there is no room has no
+    column.
+    """
+
+    def __init__(self, where: Any, options: Mapping[str, Any]) -> None:
+        if options:
+            raise UsageError(f"Log('csv') takes no {', '.join(options)}")
+        self._target = where
+        self._columns: list[str] = []
+        self._held = Held()
+
+    def open(self, run: Any) -> None:
+        """Begin with the lines of steps that are done."""
+        folder = (run.run_dir or pathlib.Path()).resolve()
+        self._csv = pathlib.Path(folder / "log.csv" if self._target is None else self._target)
+        self._csv.parent.mkdir(parents=True, exist_ok=True)
+        rows = self._rows() if run.steps and self._csv.exists() else []
+        done = [row for row in rows if (row.get("step") or "").isdigit() and int(row["step"]) < run.steps]
+        self._begin(list(dict.fromkeys(name for row in done for name in row if name and row[name])), done)
 
     def write(self, step: int, row: Row) -> None:
-        """Take a step's row."""
-        ...
+        """Add a line; a new column makes the file anew."""
+        row = {"step": step, **row}
+        new = [name for name in row if name not in self._columns]
+        if new:
+            try:
+                self._begin([*self._columns, *new], self._rows())
+            except OSError as error:
+                checks.warn(f"{str(self._csv)!r} gets no columns {', '.join(new)}: {error}; the run goes on")
+        if self._columns:
+            self._log.add(_text(self._columns, [row]))
 
-    def state(self) -> dict[str, Any]:
-        """What it takes to go on."""
-        ...
+    def flush(self) -> None:
+        """Lines are written at once."""
 
     def close(self) -> None:
-        """All rows are written."""
-        ...
+        """Let the file go."""
+        self._held.let_go()
+
+    def _rows(self) -> list[dict[str, str]]:
+        """Those that are there."""
+        text = files.read(self._csv, MOST_BYTES).decode(errors="replace")
+        return list(csv.DictReader(io.StringIO(text, newline="")))
+
+    def _begin(self, columns: list[str], rows: list[dict[str, str]]) -> None:
+        """A file with the header and these rows takes the place of the one that is there."""
+        text = _text(columns, [dict(zip(columns, columns, strict=True)), *rows])
+        files.replace(self._csv, lambda file: file.write(text))
+        self._held.let_go()
+        self._held, self._columns = Held(), columns
+        self._log = files.Log(self._held.add(files.open_log(self._csv)))
+
+
+def _text(columns: list[str], rows: Sequence[Mapping[str, Any]]) -> bytes:
+    file = io.StringIO(newline="")
+    csv.DictWriter(file, columns, extrasaction="ignore").writerows(rows)
+    return file.getvalue().encode()
 
 
 class TensorBoard:
-    """An event file; after a resume, TensorBoard is told to forget the steps that are done again."""
+    """An event file; a run that goes on tells TensorBoard to forget the steps that are done again."""
 
     def __init__(self, where: Any, options: Mapping[str, Any]) -> None:
         self._target, self._options = where, options
 
-    def open(self, run: Any, state: Mapping[str, Any] | None) -> None:
-        """See ``Writer.open``."""
-        module = _module("torch.utils.tensorboard", "tensorboard")
+    def open(self, run: Any) -> None:
+        """Begin a file of events."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise UsageError(f"Log needs tensorboard ({error}); install it: pip install tensorboard") from error
         folder = self._target or (run.run_dir or pathlib.Path()).resolve() / "tensorboard"
         if self._target is None and run.run_dir is not None:
             files.make_folder(folder)
-        self._writer = module.SummaryWriter(str(folder), purge_step=run.steps if state else None, **self._options)
+        self._writer = SummaryWriter(str(folder), purge_step=run.steps or None, **self._options)
 
     def write(self, step: int, row: Row) -> None:
-        """See ``Writer.write``."""
+        """Add a scalar for each value."""
         for name, value in row.items():
             self._writer.add_scalar(name, value, step)
 
-    def state(self) -> dict[str, Any]:
-        """See ``Writer.state``."""
+    def flush(self) -> None:
+        """Write what is buffered."""
         self._writer.flush()
-        return {"open": True}
 
     def close(self) -> None:
-        """See ``Writer.close``."""
+        """Write what is buffered, and end."""
         self._writer.close()
+
+
+KINDS = {"csv": Csv, "tensorboard": TensorBoard}
 
 
 class Log:
@@ -86,36 +136,27 @@ class Log:
         ``to`` is something else, or the library is missing.
     """
 
-    KINDS: ClassVar[Mapping[str, Any]] = {"csv": Csv, "tensorboard": TensorBoard}
-
     def __init__(self, to: str, where: Any = None, **options: Any) -> None:
-        checks.choice("to", to, tuple(self.KINDS))
-        self._like = LIKE[to]
-        self._writer: Writer = self.KINDS[to](where, options)
-        self._state: Mapping[str, Any] | None = None
+        checks.choice("to", to, tuple(KINDS))
+        self._writer = KINDS[to](where, options)
         self._open = False
         self._row: Row | None = None
         self._step = 0
 
     def begin(self, run: Any) -> None:
-        """Open it, or go on where the snapshot was."""
-        state, self._state = self._state, None
+        """Open it; where the run goes on, the log does."""
         self._row = None
-        self._writer.open(run, state)
+        self._writer.open(run)
         self._open = True
 
     def step(self, report: Any) -> None:
         """Note a step; it is written when the next one comes, with what is evaluated until then."""
-        self._flush()
-        epoch = {} if report.epoch is None else {"epoch": report.epoch}
+        self._write()
         values = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": report.lr, "samples": report.samples}
         for name, phase in report.phases.items():
             values |= {f"{what}/{name}": value for what, value in phase._asdict().items()}
-        self._row = {
-            **epoch,
-            **{k: v for k, v in values.items() if not math.isnan(v) or k.partition("/")[0] != "lr"},
-        }
-        self._step = report.step
+        known = {k: v for k, v in values.items() if not math.isnan(v) or k.partition("/")[0] != "lr"}
+        self._step, self._row = report.step, ({} if report.epoch is None else {"epoch": report.epoch}) | known
 
     def evaluated(self, values: Mapping[str, float]) -> None:
         """Add what was evaluated to the step's row."""
@@ -125,30 +166,82 @@ class Log:
     def end(self, result: Any) -> None:
         """Write what is left, and close it."""
         if self._open:
-            self._flush()
+            self._write()
             self._writer.close()
             self._open = False
 
     def state(self) -> dict[str, Any]:
-        """How far it is."""
-        self._flush()
-        return self._writer.state() if self._open else {}
+        """Nothing, but all rows are written before a snapshot is: those after it are written again."""
+        if self._open:
+            self._write()
+            self._writer.flush()
+        return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
-        check_like(state, dict, "Log")
-        if state:
-            check_like({name: state.get(name) for name in self._like}, self._like, "Log")
-        self._state = state or None
+        """All that is needed is in what was written."""
+        check_like(state, {}, "Log")
 
-    def _flush(self) -> None:
+    def _write(self) -> None:
         if self._row is not None:
             row, self._row = self._row, None
             self._writer.write(self._step, row)
 
 
-def _module(name: str, package: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UsageError(f"Log needs {package} ({error}); install it: pip install {package}") from error
+class Profile:
+    """Profiles some steps with torch.profiler; the files open in https://ui.perfetto.dev and chrome://tracing.
+
+    It looks at the process that it is in, so the recipe is trained in that: ``engine="inline"``, or several devices.
+
+    Parameters
+    ----------
+    steps : iterable of int, default (3, 4, 5)
+        Which, counted from 0; the first ones are slower than the rest.
+    where : path-like, default "profile"
+        A folder; each step becomes a file ``step-K.json`` in it.
+
+    Raises
+    ------
+    UsageError
+        A step is no integer of at least 0.
+    """
+
+    def __init__(self, steps: Iterable[int] = (3, 4, 5), where: Any = "profile") -> None:
+        self._steps = frozenset(checks.integer("steps", step, least=0) for step in steps)
+        self._folder = checks.path("where", where)
+        self._run: Any = None
+        self._profiler: Any = None
+        self.files: list[pathlib.Path] = []
+
+    def begin(self, run: Any) -> None:
+        """Begin, if the first step is one of them."""
+        self._run = run
+        self._start(run.steps)
+
+    def step(self, report: Any) -> None:
+        """Write a step's profile, and begin the next."""
+        if self._profiler is not None:
+            profiler, self._profiler = self._profiler, None
+            profiler.__exit__(None, None, None)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self.files.append(self._folder / f"step-{report.step}.json")
+            profiler.export_chrome_trace(str(self.files[-1]))
+        self._start(report.step + 1)
+
+    def end(self, result: Any) -> None:
+        """Leave a profile that was begun for a step that did not come."""
+        if self._profiler is not None:
+            self._profiler.__exit__(None, None, None)
+            self._profiler = None
+
+    def _start(self, step: int) -> None:
+        if step not in self._steps:
+            return
+        if self._run.worker_pids:
+            raise UsageError(
+                "Profile sees this process only, and replicas are computed by worker processes; train with "
+                "engine='inline' to profile (same answer)"
+            )
+        from torch.profiler import profile
+
+        self._profiler = profile()
+        self._profiler.__enter__()

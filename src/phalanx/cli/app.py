@@ -1,4 +1,4 @@
-"""The commands ``phalanx train FILE``, ``demo NAME``, ``chaos``, ``check``, ``tune``, ``devices``, ``explain NAME``.
+"""The commands ``phalanx train``, ``demo``, ``chaos``, ``tune``, ``devices``, ``report``, ``export`` and ``explain``.
 
 Those that compare, replay and verify runs are in ``proving``.
 
@@ -8,29 +8,31 @@ saved, run the same again; 130 stopped by Ctrl-C.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import pathlib
 import sys
 import traceback
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from phalanx import __version__
 from phalanx.checkpoint.export import write_file
 from phalanx.checkpoint.resume import ANYWAY, read_any
-from phalanx.cli import measuring, pages, proving
-from phalanx.cli.files import load_recipe
-from phalanx.cli.printed import check_picture, pace, report, show, trial_line
-from phalanx.cli.printed import save as save_picture
+from phalanx.cli import pages, proving
+from phalanx.cli.common import File, Json, Plot, check_picture, load_recipe, save, show
 from phalanx.definition import checks
 from phalanx.definition.evaluation import Evaluation
 from phalanx.errors import PhalanxError, Preempted, UsageError
-from phalanx.proof.chaos import campaign
+from phalanx.frameworks.registry import all_devices, device_names
+from phalanx.proof.chaos import Trial, campaign
 from phalanx.recipe import Recipe
-from phalanx.run.plots import plot_timeline
+from phalanx.run.plots import MOST_PARTICIPANTS, plot_rounds, plot_timeline
 from phalanx.run.result import Result
 from phalanx.surroundings.presence import rank, usable_cores
+from phalanx.tuning import Tuned, tune
 
 EXIT_RUN, EXIT_USAGE, EXIT_PREEMPTED, EXIT_INTERRUPTED = 1, 2, 75, 130
 EXIT_CODES = (
@@ -45,9 +47,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar.")]
-Plot = Annotated[str, typer.Option("--plot", metavar="PATH", help="Where to write the picture of loss and metric.")]
 RunDir = Annotated[str, typer.Option("--run-dir", metavar="DIR", help="Keep snapshots there, and go on from them.")]
 SnapshotEvery = Annotated[str, typer.Option("--snapshot-every", help="Steps from one snapshot to the next, or auto.")]
 Devices = Annotated[str, typer.Option("--devices", help="As in cuda, or cuda:0,cuda:1. Never changes the answer.")]
@@ -67,7 +67,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 @app.command()
 def train(
-    file: Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="A Python file that defines `recipe`, or NAME.")],
+    file: File,
     workers: Workers = "auto",
     devices: Devices = "auto",
     run_dir: RunDir = "",
@@ -76,7 +76,9 @@ def train(
     readers: Readers = "auto",
     audit: Audit = "0",
     plot: Plot = "",
-    save: Annotated[str, typer.Option("--save", metavar="FILE", help="Write the weights, as model.safetensors.")] = "",
+    weights: Annotated[
+        str, typer.Option("--save", metavar="FILE", help="Write the weights, as model.safetensors.")
+    ] = "",
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -86,8 +88,8 @@ def train(
     beside it are used too.
     """
     check_picture(plot)
-    if save and pathlib.Path(save).suffix != ".safetensors":
-        raise UsageError(f"--save is {save!r}; end it in .safetensors")
+    if weights and pathlib.Path(weights).suffix != ".safetensors":
+        raise UsageError(f"--save is {weights!r}; end it in .safetensors")
     checks.choice("--resume", resume, tuple(RESUME))
     recipe, evaluation, callbacks = load_recipe(file)
     saving = {"run_dir": run_dir or None, "snapshot_every": _count(snapshot_every), "resume": RESUME[resume]}
@@ -97,40 +99,36 @@ def train(
     )  # fmt: skip
     if rank() > 0:  # one of several processes: the first reports
         return
-    if save:
-        result.save(save, averaged=result.averaged is not None)
-    drawn = save_picture(result.plot(), plot) if plot else None
-    report(pathlib.Path(file.split(":")[0]).name, result, drawn, json_=json_)
+    if weights:
+        result.save(weights, averaged=result.averaged is not None)
+    drawn = save(result.plot(), plot) if plot else None
+    _report(pathlib.Path(file.split(":")[0]).name, result, drawn, json_=json_)
 
 
-class DemoCommand(TyperCommand):
-    """Its help is that of the demo that is named before --help."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Note which demo is named."""
-        from phalanx.cli.demos import ABOUT
-
-        named = next((ABOUT[word] for word in args if word in ABOUT), None)
-        self.help = named or f"{self.help}\n\n" + "\n\n".join(ABOUT.values())
-        return super().parse_args(ctx, args)
-
-
-@app.command(cls=DemoCommand)
+@app.command()
 def demo(
     name: Annotated[str, typer.Argument(metavar="NAME", help="digits, iris or fashion-mnist.")],
     workers: Workers = "auto",
     framework: Annotated[str, typer.Option("--framework", help="torch; fashion-mnist also jax, tinygrad.")] = "torch",
-    digits: Annotated[bool, typer.Option("--digits", help="fashion-mnist on bundled digits: no network.")] = False,
+    digits: Annotated[bool, typer.Option("--digits", help="fashion-mnist on scikit-learn's digits.")] = False,
     data: Annotated[str, typer.Option("--data", metavar="DIR", help="Where the IDX files are.")] = "data/fashion-mnist",
     devices: Devices = "auto",
     plot: Plot = "out/demo-{name}.png",
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train on real data and draw a picture; fashion-mnist with one worker or device, and then with all."""
+    """Train on real data and draw a picture.
+
+    digits: LeNet on the 1,797 handwritten digits that come with scikit-learn, 20 epochs, a few seconds.
+
+    iris: a small network on the 150 flowers that come with scikit-learn; a second.
+
+    fashion-mnist: the LeNet of d2l's chapter on several GPUs, with one worker or device and then with all: the digests
+    have to be equal. Its four files are to be in --data; --digits takes scikit-learn's digits instead. Takes
+    --framework torch, jax or tinygrad.
+    """
     from phalanx.cli.demos import CHAPTER
     from phalanx.cli.demos import demo as chosen
-    from phalanx.frameworks.registry import device_names
 
     check_picture(plot)
     shown = chosen(name, framework, None if digits else data)
@@ -142,16 +140,17 @@ def demo(
         count = "1" if named else (str(min(usable_cores(), 8)) if workers == "auto" else workers)
         result = _trained(shown.recipe, shown.evaluation, count, quiet=quiet, devices=named or "auto")
         if not json_:
-            typer.echo(f"{pace(alone, named[:1])}\n{pace(result, named)}")
+            typer.echo(f"{_pace(alone, named[:1])}\n{_pace(result, named)}")
         assert alone.digest == result.digest
     else:
         result = _trained(shown.recipe, shown.evaluation, workers, quiet=quiet, devices=_listed(devices))
-    report(name, result, save_picture(result.plot(), plot.format(name=name)), json_=json_)
+    drawn = save(result.plot(), plot.format(name=name)) if plot else None
+    _report(name, result, drawn, json_=json_)
 
 
 @app.command()
 def chaos(
-    file: Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="A Python file that defines `recipe`, or NAME.")],
+    file: File,
     kills: Annotated[int, typer.Option("--kills", min=1, help="How many workers to kill.")] = 50,
     seed: Annotated[int, typer.Option("--seed", help="When and whom; give the same to see the same.")] = 0,
     workers: Annotated[int, typer.Option("--workers", min=1, help="How many workers there are.")] = 3,
@@ -168,12 +167,12 @@ def chaos(
         raise UsageError(f"--workers is {workers}, but the recipe has {recipe.replicas} replicas; use at most those")
     if not json_:
         typer.echo(f"phalanx: killing {kills} workers of {file}, seed {seed}")
-    trials = campaign(recipe, kills, seed, workers, lambda one: None if json_ else typer.echo(trial_line(one)))
+    trials = campaign(recipe, kills, seed, workers, lambda one: None if json_ else typer.echo(_spelled(one)))
     shown = max(trials, key=lambda one: one.kills)
     verdict = "same digest" if shown.right else "WRONG"
     title = f"{shown.kills} kills in {shown.steps} steps, seed {shown.seed}: {verdict}"
     if plot:
-        save_picture(plot_timeline(shown.incidents, shown.seconds, workers, title), plot)
+        save(plot_timeline(shown.incidents, shown.seconds, workers, title), plot)
     pauses = sorted(pause for one in trials for pause in one.pauses)
     facts = {
         "kills": sum(one.kills for one in trials),
@@ -188,6 +187,34 @@ def chaos(
     show(facts, told.items(), json_=json_)
     if facts["wrong"] or facts["problems"]:
         raise typer.Exit(EXIT_RUN)
+
+
+@app.command("tune")
+def tune_recipe(
+    file: File,
+    seconds: Annotated[float, typer.Option("--seconds", help="About how long it may take.")] = 60.0,
+    plot: Plot = "",
+    json_: Json = False,
+) -> None:
+    """Measure how many replicas, workers and threads suit a recipe on this machine, and give advice.
+
+    Replicas and threads are part of the answer: with others, a recipe ends in other weights.
+    """
+    check_picture(plot)
+    recipe, *_ = load_recipe(file)
+    found = tune(recipe, seconds, progress=False if json_ else "auto")
+    if plot:
+        save(found.plot(), plot)
+    show(dataclasses.asdict(found), _measured(found), json_=json_)
+
+
+@app.command("devices")
+def list_devices(json_: Json = False) -> None:
+    """List which devices each framework can use here, and what is missing for the others."""
+    names = ("framework", "device", "what", "missing")
+    rows = all_devices()
+    told = [[framework, device, what or f"not here: {missing}"] for framework, device, what, missing in rows]
+    show([dict(zip(names, row, strict=True)) for row in rows], told, json_=json_)
 
 
 @app.command("export")
@@ -226,9 +253,8 @@ def explain(
     ] = "out/{name}.png",
 ) -> None:
     """Show a collective algorithm round by round, in words and as a picture."""
-    from phalanx.cli.rounds import MOST_PARTICIPANTS, plot_rounds
     from phalanx.collectives import schedule, spell_rounds
-    from phalanx.collectives.schedules import ALGORITHMS
+    from phalanx.collectives.schedules import ALGORITHMS, rounds_of
 
     check_picture(plot)
     transfers = schedule(name, participants)
@@ -238,11 +264,10 @@ def explain(
         typer.echo(f"no picture: {MOST_PARTICIPANTS} participants fit in one")
     elif plot:
         kind = " all-reduce" if name in ALGORITHMS else ""
-        drawn = plot_rounds(transfers, participants, f"{name}{kind}, {participants} participants")
-        typer.echo(f"picture  {save_picture(drawn, plot.format(name=name))}")
+        drawn = plot_rounds(rounds_of(transfers), participants, f"{name}{kind}, {participants} participants")
+        typer.echo(f"picture  {save(drawn, plot.format(name=name))}")
 
 
-measuring.add_to(app)
 proving.add_to(app)
 
 
@@ -286,3 +311,65 @@ def _trained(recipe: Recipe, evaluation: Evaluation | None, workers: str, *, qui
         after = f" after {result.steps} steps, digest {result.digest}" if result is not None else ""
         typer.echo(f"\nphalanx: stopped{after}", err=True)
         raise typer.Exit(EXIT_INTERRUPTED) from interrupt
+
+
+def _pace(result: Result, devices: Sequence[str] = ()) -> str:
+    """As d2l prints it, with examples per second; ``devices``: where it was trained, if not in workers."""
+    places = ", ".join(devices or [f"worker {number}" for number in range(result.workers)])
+    seconds = result.seconds / result.steps * (result.steps_per_epoch or 1)
+    rate = result.samples / result.seconds
+    value = result.metric_history[-1].value
+    return f"test acc {value:.3f}, {seconds:.2f} sec/epoch, {rate:.0f} examples/sec on [{places}]"
+
+
+def _spelled(one: Trial) -> str:
+    """What a run of a campaign came to."""
+    verdict = "same digest" if one.right else "WRONG DIGEST"
+    return f"seed {one.seed}: {one.kills} kills, {one.steps} steps, {verdict} {one.problem}".rstrip()
+
+
+def _report(name: str, result: Result, drawn: pathlib.Path | None, *, json_: bool) -> None:
+    """Print what came out, the digest last."""
+    done = result.steps - (result.resumed_from or 0)
+    per_epoch = result.seconds / done * result.steps_per_epoch if result.steps_per_epoch and done else None
+    metrics = {evaluated.name: _plain(evaluated.value) for evaluated in result.metric_history}
+    facts: dict[str, Any] = {
+        "loss": _plain(result.loss),
+        "seconds per epoch": per_epoch,
+        "steps": result.steps,
+        "resumed from step": result.resumed_from,
+        "samples": result.samples,
+        "replicas": result.replicas,
+        "workers": result.workers,
+        "steps audited": result.audited or None,
+        "picture": None if drawn is None else str(drawn),
+    }
+    ends = {"chain": result.chain, "digest": result.digest}
+    rows: list[list[Any]] = []
+    before = result.resumed_from == result.steps
+    if result.stopped_early is not None:
+        when = "; that was before, and nothing was done now" if before else ""
+        rows.append([f"phalanx: stopped early {result.stopped_early}{when}"])
+    elif before:
+        rows.append(["phalanx: all steps were done before; nothing was left to do"])
+    told = {f"test {metric}": value for metric, value in metrics.items()} | facts
+    known = {key: value for key, value in told.items() if value is not None}
+    rows += [[key, f"{value:.4f}" if isinstance(value, float) else value] for key, value in known.items()]
+    rows += [[f"{key:6} {value}"] for key, value in ends.items() if value is not None]
+    machines = {"name": name, "metrics": metrics, "stopped early": result.stopped_early} | facts | ends
+    show({key.replace(" ", "_"): value for key, value in machines.items()}, rows, json_=json_)
+
+
+def _plain(value: float | None) -> float | str | None:
+    """JSON has no NaN and no infinity: those become text."""
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+def _measured(found: Tuned) -> list[list[str]]:
+    """A row for each way that was measured, and the advice."""
+    rows = [["replicas", "workers", "threads", "ms a step", "samples/s", "price of R", "memory"]]
+    for row in found.rows:
+        price = "" if row.price is None else f"{row.price:.2f}"
+        numbers = f"{row.seconds * 1e3:.2f}", f"{row.samples_per_second:,.0f}", price, f"{row.memory / 2**20:,.0f} MiB"
+        rows.append([str(row.replicas), str(row.workers), str(row.threads), *numbers])
+    return [*rows, [], [found.advice]]

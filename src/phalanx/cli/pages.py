@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
-import json
 import math
 import pathlib
 from collections import Counter
@@ -12,14 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.checkpoint import files
-from phalanx.checkpoint.directory import LOG
 from phalanx.checkpoint.resume import read_any
 from phalanx.errors import SnapshotError, UsageError
+from phalanx.proof.replay import events
 from phalanx.run.plots import plot_runs, svg
 
 RATE = "samples a second"
 SHOWN = ("start", "resume", "death", "replaced", "rollback", "snapshot", "failed", "end")
-MOST_LOG = 1 << 44  # bytes
 MOST_EVENTS = 200  # on a page, the last ones
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 820px; margin: 2rem auto; padding: 0 1rem }
@@ -104,26 +103,16 @@ def report(runs: Sequence[pathlib.Path], to: pathlib.Path) -> list[dict[str, Any
 def read(path: pathlib.Path) -> History:
     """A run's history out of its directory."""
     history = History(path.name)
-    try:
-        lines = files.read(path / LOG, MOST_LOG).decode(errors="replace").splitlines()
-    except OSError as error:
-        raise UsageError(f"RUN is {str(path)!r}, which has no {LOG} ({error.strerror}); give a run_dir") from error
-    for text in lines:
-        try:
-            line = json.loads(text)
-        except ValueError:  # torn by a kill
-            continue
+    for line in events(path):
         if line.get("event") == "step":
             history.steps[line["step"]] = line
-        else:
-            if line.get("event") in ("start", "resume"):
-                history.steps = {step: kept for step, kept in history.steps.items() if step < line["step"]}
-            history.events.append(line)
-    try:
+            continue
+        if line.get("event") in ("start", "resume"):
+            history.steps = {step: kept for step, kept in history.steps.items() if step < line["step"]}
+        history.events.append(line)
+    with contextlib.suppress(SnapshotError):
         newest = read_any(path)
         history.facts = {"recipe": newest.noted("values"), **newest.environment}
-    except SnapshotError:
-        pass
     return history
 
 

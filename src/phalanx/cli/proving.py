@@ -1,6 +1,6 @@
-"""The commands ``phalanx diff``, ``replay``, ``verify`` and ``certify``.
+"""The commands ``phalanx diff``, ``replay``, ``check``, ``verify`` and ``certify``.
 
-Exit status of diff and verify: 0 the same, 1 they differ, 2 it could not be told.
+Exit status of diff, check and verify: 0 the same, 1 they differ, 2 it could not be told.
 """
 
 from __future__ import annotations
@@ -18,26 +18,31 @@ import typer
 
 from phalanx.checkpoint.files import make_folder, replace
 from phalanx.checkpoint.tensors import write as write_tensors
-from phalanx.cli.files import load_recipe
-from phalanx.cli.printed import check_picture, save, writing
+from phalanx.cli.common import File, Json, check_picture, load_recipe, save, show, writing
 from phalanx.errors import PhalanxError, UsageError
-from phalanx.proof.certify import certify, check_certificate
-from phalanx.proof.compare.diff import diff as compare
-from phalanx.proof.compare.sides import side
-from phalanx.proof.compare.values import Difference, flat
+from phalanx.proof import check as checked
+from phalanx.proof.diff import diff as compare
+from phalanx.proof.difference import Difference, flat
 from phalanx.proof.replay import Replayed, replay
-from phalanx.proof.verify import UNKNOWN, Verified, verify
+from phalanx.proof.sides import side
+from phalanx.proof.verify import UNKNOWN, Verified, certify, check_certificate, verify
 from phalanx.recipe import Recipe
 from phalanx.seams.snapshots import CODES
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The directory of a run.")]
 From = Annotated[str, typer.Option("--recipe", metavar="FILE[:NAME]", help="Where the run's recipe is, if it moved.")]
 
 
 def add_to(app: typer.Typer) -> None:
     """Make these commands some of ``app``."""
-    for name, command in (("diff", diff), ("replay", replay_step), ("verify", verify_run), ("certify", certify_run)):
+    commands = {
+        "diff": diff,
+        "replay": replay_step,
+        "check": check_recipe,
+        "verify": verify_run,
+        "certify": certify_run,
+    }
+    for name, command in commands.items():
         app.command(name)(command)
 
 
@@ -56,7 +61,7 @@ def diff(
     """
     check_picture(plot)
     with _untold():
-        recipes = _recipe_of(a, told=not json_), _recipe_of(b, told=not json_)
+        recipes = _recipe_of(a), _recipe_of(b)
         found = compare(a, b, recipes=recipes, operations=ops)
         if plot and found is not None:
             save(found.plot(), plot)
@@ -90,6 +95,40 @@ def replay_step(
         with writing("--out", out) as target:
             _write(found, target, facts)
         typer.echo(f"values    {out}")
+
+
+def check_recipe(
+    file: File,
+    devices: Annotated[str, typer.Option("--devices", help="As in cuda, or cuda:0,cuda:1.")] = "",
+    steps: Annotated[int, typer.Option("--steps", help="How many to train each time.")] = 5,
+    into: Annotated[str, typer.Option("--into", hidden=True)] = "",
+    json_: Json = False,
+) -> None:
+    """Before a long run, train a few steps again, in a new process and with more workers.
+
+    With --devices: twice on one device, on two and on all.
+
+    Exit status 0 if all is the same, 1 if something differs, 2 if that could not be told.
+    """
+    recipe, *_ = load_recipe(file)
+    if into:  # the new process
+        recipe = dataclasses.replace(recipe, steps=steps, epochs=None)
+        typer.echo(checked.trained(recipe, "", pathlib.Path(into), engine="inline").digest)
+        return
+    named = devices.split(",") if devices else []
+    rows: list[checked.Row] = []
+    for row in checked.check(recipe, file, named, steps):
+        rows.append(row)
+        if not json_:
+            outcome = {True: row.digest or "nothing was written", False: "DIFFERENT", None: "could not be told"}
+            took = "" if row.seconds is None else f"  {row.seconds * 1e3:.1f} ms a step"
+            typer.echo(f"{row.what:32}  {outcome[row.same]}{took}" + (f"\n  {row.told}" if row.told else ""))
+    status, facts = checked.verdict(rows), checked.circumstances(named, recipe.replicas)
+    said = ("the same", "DIFFERENT", "it could not be told")[status]
+    told = {"circumstances": facts, "rows": [dataclasses.asdict(row) for row in rows], "same": status == checked.SAME}
+    show(told, [*(facts.items() if named else ()), [said]], json_=json_)
+    if status:
+        raise typer.Exit(status)
 
 
 def verify_run(
@@ -153,26 +192,24 @@ def _end(found: Verified, *, json_: bool) -> None:
         raise typer.Exit(found.status)
 
 
-def _recipe_of(run: str, *, told: bool) -> Recipe | None:
+def _recipe_of(run: str) -> Recipe | None:
     """The recipe of a run, from the file that it noted; None where there is none."""
     if not os.path.isdir(run):
         return None
-    found = side(run)
-    found.close()
-    origin = found.run.get("origin")
+    with contextlib.closing(side(run)) as found:
+        origin = found.run.get("origin")
     if not isinstance(origin, str):
         return None
     try:
         return load_recipe(origin)[0]
     except Exception as error:  # whatever the file does
-        if told:
-            typer.echo(f"phalanx: the recipe of {run} was not loaded from {origin}: {error}", err=True)
+        typer.echo(f"phalanx: the recipe of {run} was not loaded from {origin}: {error}", err=True)
         return None
 
 
 def _known(run: str, file: str, otherwise: str = "--recipe FILE[:NAME]") -> Recipe:
     """The recipe in a file, or that of a run."""
-    known = load_recipe(file)[0] if file else _recipe_of(run, told=True)
+    known = load_recipe(file)[0] if file else _recipe_of(run)
     if known is None:
         raise UsageError(f"the recipe of {run} is not known; say where it is: {otherwise}")
     return known

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from phalanx.engines.processes.launch import WARM
@@ -70,62 +71,6 @@ class Trial:
         return found
 
 
-class Nemesis(threading.Thread):
-    """Kills workers of a run, when and whom its seed says; only processes that the run names as its workers.
-
-    Parameters
-    ----------
-    run : Run
-    kills : int
-        It stops after so many.
-    seed : int
-    pause : float
-        Mean seconds from a replacement to the next kill.
-    """
-
-    def __init__(self, run: Run, kills: int, seed: int, pause: float) -> None:
-        super().__init__(name="nemesis", daemon=True)
-        self.kills = 0
-        self._run = run
-        self._most = kills
-        self._random = random.Random(seed)
-        self._pause = pause
-        self._stopped = threading.Event()
-
-    def run(self) -> None:
-        """Kill until enough are dead or the run is over."""
-        while self.kills < self._most and not self._stopped.wait(self._random.uniform(0.2, 1.8) * self._pause):
-            noticed = self._noticed()
-            for _ in range(2 if self._random.random() < AGAIN else 1):
-                pids = self._run.worker_pids
-                everybody = self._random.random() < ALL_AT_ONCE
-                victims = list(pids) if everybody or not pids else [self._random.choice(pids)]
-                for pid in victims[: self._most - self.kills]:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                        self.kills += 1
-                self._stopped.wait(self._random.uniform(0, REPLACING))
-            self._await_progress(noticed)
-
-    def _noticed(self) -> int:
-        return sum(one.kind == "death" for one in self._run.incidents)
-
-    def _await_progress(self, noticed: int) -> None:
-        """Deaths in a row at one place end a run: wait until it is past that."""
-        while not self._stopped.wait(0.002):
-            if self._noticed() == noticed:
-                continue
-            found = [one for one in self._run.incidents if one.kind != "rollback"]
-            latest = {one.worker: one.kind for one in found}
-            if latest and set(latest.values()) == {"replaced"} and self._run.steps > max(one.step for one in found) + 1:
-                return
-
-    def stop(self) -> None:
-        """Come to an end."""
-        self._stopped.set()
-        self.join()
-
-
 def trial(recipe: Recipe, quiet: Result, kills: int, seed: int, workers: int) -> Trial:
     """Train ``recipe`` while up to ``kills`` of its workers are killed, and compare with the undisturbed result."""
     WARM.zygote()  # stays
@@ -137,24 +82,57 @@ def trial(recipe: Recipe, quiet: Result, kills: int, seed: int, workers: int) ->
 
 def _under_fire(recipe: Recipe, quiet: Result, kills: int, seed: int, workers: int) -> Trial:
     pause = STEPS_BETWEEN * max(quiet.seconds / max(quiet.steps, 1), SLOWEST)
-    began, problem, result = time.perf_counter(), "", None
-    with recipe.start(workers=workers, engine="processes", progress=False) as run:
-        nemesis = Nemesis(run, kills, seed, pause)
-        nemesis.start()
+    began, problem, result, over = time.perf_counter(), "", None, threading.Event()
+    with recipe.start(workers=workers, engine="processes", progress=False) as run, ThreadPoolExecutor(1) as nemesis:
+        killed = nemesis.submit(_kill, run, kills, seed, pause, over)
         try:
             run.finish()
             result = run.result()
         except PhalanxError as error:
             problem = f"{type(error).__name__}: {error}"
         finally:
-            nemesis.stop()
+            over.set()
     if run.worker_pids:
         problem += f" workers {run.worker_pids} are left"
     right = result is not None and (result.digest, result.loss_history) == (quiet.digest, quiet.loss_history)
     seconds = time.perf_counter() - began if result is None else result.seconds
     first = began if result is None else began + result.startup_seconds
     incidents = tuple(one._replace(seconds=one.seconds - first) for one in run.incidents)
-    return Trial(seed, workers, nemesis.kills, right, problem, seconds, quiet.steps, incidents)
+    return Trial(seed, workers, killed.result(), right, problem, seconds, quiet.steps, incidents)
+
+
+def _kill(run: Run, most: int, seed: int, pause: float, over: threading.Event) -> int:
+    """Kill workers of a run, when and whom the seed says, until so many are dead or it is over; returns how many.
+
+    ``pause``: mean seconds from a replacement to the next kill.
+    """
+    draw, kills = random.Random(seed), 0
+    while kills < most and not over.wait(draw.uniform(0.2, 1.8) * pause):
+        deaths = _deaths(run)
+        for _ in range(2 if draw.random() < AGAIN else 1):
+            pids = run.worker_pids
+            everybody = draw.random() < ALL_AT_ONCE
+            victims = list(pids) if everybody or not pids else [draw.choice(pids)]
+            for pid in victims[: most - kills]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                    kills += 1
+            over.wait(draw.uniform(0, REPLACING))
+        while not over.wait(0.002) and not _recovered(run, deaths):
+            pass
+    return kills
+
+
+def _deaths(run: Run) -> int:
+    return sum(one.kind == "death" for one in run.incidents)
+
+
+def _recovered(run: Run, deaths: int) -> bool:
+    """Whether a run has noticed a death and is past it, as deaths in a row at one place end a run."""
+    found = [one for one in run.incidents if one.kind != "rollback"]
+    latest = {one.worker: one.kind for one in found}
+    replaced = _deaths(run) > deaths and set(latest.values()) == {"replaced"}
+    return replaced and run.steps > max(one.step for one in found) + 1
 
 
 def campaign(recipe: Recipe, kills: int, seed: int, workers: int, show: Callable[[Trial], None]) -> list[Trial]:

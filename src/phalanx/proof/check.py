@@ -23,7 +23,7 @@ from typing import Any
 from phalanx.errors import PhalanxError, StateError, UsageError
 from phalanx.frameworks import registry
 from phalanx.frameworks.registry import device_facts, device_names
-from phalanx.proof.compare.diff import diff
+from phalanx.proof.diff import diff
 from phalanx.proof.instant import Instant
 from phalanx.proof.verify import DIFFERENT, SAME, UNKNOWN
 from phalanx.recipe import Recipe

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.checkpoint.chained import brought_as, leaves_of
@@ -25,14 +25,12 @@ from phalanx.engines.twice import checksum
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.plan.audit import joined
 from phalanx.run.loop import merged
-from phalanx.seams import Computed, Framework, RunState, Watch
+from phalanx.run.observers import shown
+from phalanx.seams import Computed, Exported, Framework, RunState, Watch
 from phalanx.seams.events import StepReport
 from phalanx.seams.snapshots import Captured
 from phalanx.step import compute, propose, todo
 from phalanx.surroundings.current import outside
-from phalanx.surroundings.presence import shows
-
-DELAY_SECONDS = 1.0  # until recomputing shows its progress
 
 
 class Instant(contextlib.AbstractContextManager["Instant"]):
@@ -45,14 +43,10 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         Where to begin; None: with the model as it is made.
     workers : int
         That compute what lies between.
-    devices : sequence of str
-        As ``Recipe.train`` takes them; none: where ``make_model`` puts the model.
     batch : Any
         That the caller brought for this step; None for planned ones.
     losses : sequence of float
         Of the updates that were done before, where the model is made as they left it.
-    apart : bool
-        Compute in a process of its own, even if it is one.
     """
 
     def __init__(
@@ -60,11 +54,9 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         definition: Definition,
         begin: Snapshot | None = None,
         workers: int = 1,
-        devices: Sequence[str] = (),
         *,
         batch: Any = None,
         losses: Sequence[float] = (),
-        apart: bool = False,
     ) -> None:
         if definition.data is None and batch is None:
             raise UsageError(
@@ -76,7 +68,7 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         self.definition = definition
         self._batch, self._losses = batch, losses
         self._opened: list[Framework] = []
-        where = "inline" if workers == 1 and not apart else "processes", workers, tuple(devices), None
+        where = "inline" if workers == 1 else "processes", workers, (), None
         self._engine = open_engine(definition, *where, self._beginning(begin), allow=None)
         (self._framework,) = self._opened
         self._dealer = BatchShares(definition, self._framework.opened)
@@ -107,19 +99,14 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         return self.definition.rounds.at(self.update).name
 
     @property
-    def model(self) -> Any:
-        """The model, with the weights of now."""
-        return self._engine.export(copy=False).model
-
-    @property
-    def digest(self) -> str:
-        """Of the state, as ``Result.digest``."""
-        return self._engine.export(copy=False).digest
+    def exported(self) -> Exported:
+        """Model, parameters and digest of now."""
+        return self._engine.export(copy=False)
 
     @functools.cached_property
     def parameters(self) -> list[str]:
         """Names of all parameters, in the order of a gradient's entries."""
-        return list(self._engine.export(copy=False).params)
+        return list(self.exported.params)
 
     def advance(self, horizon: int = 0, *, whole: bool = True) -> StepReport:
         """Do what is left of a step; processes of their own may run ahead of it, up to ``horizon`` finished steps.
@@ -185,6 +172,17 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
             finally:
                 self._framework.rewind()
 
+    def sums(self, replica: int) -> set[int]:
+        """What a replica of this step comes to, as audits compare it: by itself, or added to the one before."""
+        shares, found = self.shares(), set[int]()
+        ran = [number for number, share in enumerate(shares) if len(share.samples)]
+        with self._framework.environment, outside():
+            for work in ([replica], joined(replica, range(len(shares)), ran)):
+                *_, computed = self._framework.gradients(todo(self.definition, self.update, work, shares))
+                found.add(checksum(self._framework.arithmetic, computed))
+                self._framework.rewind()
+        return found
+
     def mean(self) -> dict[str, Any]:
         """The mean gradient of this step by names of parameters; the state stays as it is."""
         link = LocalLink(self._framework, range(self.definition.replicas))
@@ -234,19 +232,6 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         return adopted
 
 
-def sums(instant: Instant, replica: int) -> set[int]:
-    """What a replica of this step comes to, as audits compare it: by itself, or added to the one before."""
-    framework, shares = instant._framework, instant.shares()
-    ran = [number for number, share in enumerate(shares) if len(share.samples)]
-    found: set[int] = set()
-    with framework.environment, outside():
-        for work in ([replica], joined(replica, range(len(shares)), ran)):
-            *_, computed = framework.gradients(todo(instant.definition, instant.update, work, shares))
-            found.add(checksum(framework.arithmetic, computed))
-            framework.rewind()
-    return found
-
-
 def of_updates(result: Any, definition: Definition) -> list[float]:
     """The loss of every update that led to a result."""
     history = {name: iter(values) for name, values in result.phase_history.items()}
@@ -256,41 +241,19 @@ def of_updates(result: Any, definition: Definition) -> list[float]:
     return [next(history[definition.rounds.at(update).name]) for update in updates]
 
 
-def shown(numbers: range, what: str, *, unit: str = "step", progress: bool | str = "auto") -> Iterable[int]:
-    """Steps, or what else is done again, with a bar where that takes a while; "auto": if stderr is a terminal."""
-    from tqdm import tqdm
-
-    delay = 0.0 if progress is True else DELAY_SECONDS
-    return tqdm(numbers, desc=what, unit=unit, disable=not shows(progress), delay=delay, leave=False)
+def snapshots(folder: pathlib.Path | None) -> dict[int, pathlib.Path]:
+    """Where the snapshots of a run are, by their steps, newest first; a snapshot by itself is one."""
+    if folder is None or not ((alone := (folder / MANIFEST).exists()) or (folder / SNAPSHOTS).is_dir()):
+        return {}
+    if alone:
+        return {read(folder).step: folder}
+    return {int(path.name.rpartition("-")[2]): path for path in snapshot_folders(folder)}
 
 
 def nearest(folder: pathlib.Path | None, step: int) -> Snapshot | None:
     """The newest good snapshot of a run from before ``step``; None: begin with the model as it is made."""
-    for saved in steps_in(folder) if folder is not None else ():
+    for saved, path in snapshots(folder).items():
         if saved <= step:
             with contextlib.suppress(SnapshotError):
-                return snapshot_at(folder, saved)
+                return read(path)
     return None
-
-
-def steps_in(folder: pathlib.Path | None) -> Iterator[int]:
-    """The steps of a run's snapshots, newest first; a snapshot by itself has one."""
-    if folder is None:
-        return
-    if (folder / MANIFEST).exists():
-        yield read(folder).step
-    elif (folder / SNAPSHOTS).is_dir():
-        yield from (int(path.name.rpartition("-")[2]) for path in snapshot_folders(folder))
-
-
-def snapshot_at(folder: pathlib.Path | None, step: int) -> Snapshot:
-    """The snapshot of a step.
-
-    Raises
-    ------
-    SnapshotError
-        It is damaged, or not there.
-    """
-    if folder is None:
-        raise SnapshotError(f"there is no snapshot of step {step}")
-    return read(folder) if (folder / MANIFEST).exists() else read(folder / SNAPSHOTS / f"step-{step:012d}")

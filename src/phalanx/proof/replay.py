@@ -12,7 +12,7 @@ import pathlib
 import pdb
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,12 +24,11 @@ from phalanx.definition.data import map_tree
 from phalanx.definition.fields import Definition
 from phalanx.errors import PhalanxError, RunError, SnapshotError, UsageError
 from phalanx.frameworks.registry import as_factory
-from phalanx.proof.compare.fields import another
-from phalanx.proof.compare.sides import side
 from phalanx.proof.instant import Instant, nearest, of_updates
+from phalanx.proof.sides import another, side
 from phalanx.seams import Watch
 
-MOST_LOG = 1 << 32
+MOST_LOG = 1 << 44  # bytes
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,6 @@ def replay(
     replica: int | None = None,
     phase: str | None = None,
     debug: bool = False,
-    devices: Sequence[str] = (),
     progress: bool | str = "auto",
 ) -> Replayed:
     """Compute one replica of one step again, from the same state and samples, with the same random keys.
@@ -93,8 +91,6 @@ def replay(
         Which of the recipe's phases, by its name; by default that which failed, else the first of the step.
     debug : bool
         Stop under ``pdb`` at the first line of forward or loss, and where user code raises.
-    devices : sequence of str
-        Where to compute, as ``Recipe.train`` takes them; by default, where ``make_model`` puts the model.
     progress : bool or "auto"
         Whether a bar is shown while the steps in between are computed.
 
@@ -114,17 +110,16 @@ def replay(
         The debugger was left with ``q``.
     """
     if isinstance(recipe, RunError):
-        return _of_error(recipe, replica, devices, debug=debug)
+        return _of_error(recipe, replica, debug=debug)
     folder = None if run_dir is None else checks.path("run_dir", run_dir, hint="give the directory of a run")
     if folder is not None and not folder.is_dir():
         raise UsageError(f"run_dir is {str(folder)!r}, which is no directory; give the directory of a run")
     batch = None
     if folder is not None and (step is None or recipe.data is None):
         failed = failure_of(folder)
-        batch = failed.batch(folder) if step in (None, failed.step) else None
-        phase = failed.phase or None if phase is None and step in (None, failed.step) else phase
+        if step in (None, failed.step):
+            batch, phase = failed.batch(folder), phase or failed.phase or None
         step, replica = failed.step if step is None else step, failed.replica if replica is None else replica
-    told = _warned_of_another(recipe, folder)
     if step is None or replica is None:
         missing = "step" if step is None else "replica"
         raise UsageError(f"{missing} is not given; name step and replica, or give the run_dir of a run that failed")
@@ -134,40 +129,31 @@ def replay(
     begin = nearest(folder, step)
     if batch is not None and (begin.step if begin else 0) != step:
         raise SnapshotError(f"there is no snapshot of step {step}, and batches of the steps before it are gone")
-    with Instant(recipe, begin, devices=devices, batch=batch) as instant:
+    before = None if folder is None else _loss_in(folder, recipe, step, replica)
+    with Instant(recipe, begin, batch=batch) as instant:
         instant.go_to(step, phase, progress=progress)
         found = replayed(instant, replica, debug=debug)
-    if folder is not None and recipe.phases is None and not told:
-        _warn_of_another_loss(found, folder)
+    if before not in (None, str(found.loss)):
+        checks.warn(
+            f"replica {replica} of step {step} comes to the loss {found.loss}, and came to {before} in the run: this "
+            "recipe, or something that it reads, is another"
+        )
     return found
 
 
-def _warned_of_another(recipe: Definition, folder: pathlib.Path | None) -> bool:
-    if folder is None:
-        return False
-    with contextlib.suppress(PhalanxError), contextlib.closing(side(folder)) as run:
-        why = another(recipe, run.run.get("recipe"))
-        if why:
+def _loss_in(folder: pathlib.Path, recipe: Definition, step: int, replica: int) -> str | None:
+    """The loss of a replica in a run, if its chain has one; warns where the run had another recipe."""
+    with contextlib.suppress(PhalanxError, LookupError), contextlib.closing(side(folder)) as run:
+        if why := another(recipe, run.run.get("recipe")):
             text = f"the run in {str(folder)!r} had another recipe ({why}): this one is computed, from the run's state"
             checks.warn(text)
-            return True
-    return False
+        elif recipe.phases is None and run.links is not None and run.links.first <= step < len(run.links):
+            loss, weight = (run.links.told(step)[name][replica] for name in ("losses", "weights"))
+            return str(loss) if weight else None
+    return None
 
 
-def _warn_of_another_loss(found: Replayed, folder: pathlib.Path) -> None:
-    """Tell of a replica that comes to something else than its run's chain says."""
-    with contextlib.suppress(PhalanxError), contextlib.closing(side(folder)) as run:
-        if run.links is not None and run.links.first <= found.step < len(run.links):
-            told = run.links.told(found.step)
-            loss, weight = (told[name][found.replica] for name in ("losses", "weights"))
-            if weight and str(loss) != str(found.loss):
-                checks.warn(
-                    f"replica {found.replica} of step {found.step} comes to the loss {found.loss}, and came to {loss} "
-                    "in the run: this recipe, or something that it reads, is another"
-                )
-
-
-def _of_error(error: RunError, replica: int | None, devices: Sequence[str], *, debug: bool) -> Replayed:
+def _of_error(error: RunError, replica: int | None, *, debug: bool) -> Replayed:
     """From what an error has in memory."""
     recipe, replica = error.recipe, error.replica if replica is None else replica
     if recipe is None or error.step is None or replica is None:
@@ -180,10 +166,9 @@ def _of_error(error: RunError, replica: int | None, devices: Sequence[str], *, d
             "run_dir"
         )
     checks.integer("replica", replica, least=0, most=recipe.replicas - 1)
-    before = {item.name: getattr(recipe, item.name) for item in dataclasses.fields(Definition)}
-    definition = Definition(**{**before, "make_model": as_factory(error.result.model)})
+    definition = dataclasses.replace(recipe, make_model=as_factory(error.result.model))
     losses = of_updates(error.result, definition)
-    with Instant(definition, devices=devices, batch=error.batch, losses=losses) as instant:
+    with Instant(definition, batch=error.batch, losses=losses) as instant:
         return replayed(instant, replica, debug=debug)
 
 
@@ -240,17 +225,30 @@ def failure_of(folder: pathlib.Path) -> Failed:
     UsageError
         It did not, or the error names no replica.
     """
+    for told in events(folder, newest_first=True):
+        if told.get("event") == "error" and told.get("step") is not None and told.get("replica") is not None:
+            where = told["step"], told["replica"], told.get("batch"), str(told.get("phase", ""))
+            return Failed(*where, told.get("workers", ()), told.get("sums", ()))
+    raise UsageError(f"no step of the run in {str(folder)!r} failed; name one with --step and --replica")
+
+
+def events(folder: pathlib.Path, *, newest_first: bool = False) -> Iterator[dict[str, Any]]:
+    """What the log of a run tells; a line that is torn is left out.
+
+    Raises
+    ------
+    UsageError
+        There is none.
+    """
     try:
         lines = read(folder / LOG, MOST_LOG).splitlines()
     except (OSError, ValueError) as error:
-        raise UsageError(f"{str(folder)!r} has no log of events: {error}; give the directory of a run") from error
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError, AttributeError, RecursionError):  # a line may be torn
-            told = json.loads(line) if b'"error"' in line else {}
-            if told.get("event") == "error" and told.get("step") is not None and told.get("replica") is not None:
-                where = told["step"], told["replica"], told.get("batch"), str(told.get("phase", ""))
-                return Failed(*where, told.get("workers", ()), told.get("sums", ()))
-    raise UsageError(f"no step of the run in {str(folder)!r} failed; name one with --step and --replica")
+        raise UsageError(f"{str(folder)!r} has no {LOG}, or none that can be read: {error}; give a run_dir") from error
+    for line in reversed(lines) if newest_first else lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            told = json.loads(line)
+            if isinstance(told, dict):
+                yield told
 
 
 def debugged(run: Callable[[], Any], stops: Sequence[types.CodeType]) -> Any:
@@ -272,8 +270,7 @@ def debugged(run: Callable[[], Any], stops: Sequence[types.CodeType]) -> Any:
             raise cause from None
         print(f"{type(cause).__name__}: {cause}", file=debugger.stdout)
         debugger.clear_all_breaks()
-        debugger.reset()
-        debugger.interaction(None, cause.__traceback__)
+        pdb.post_mortem(cause.__traceback__)
         raise
     finally:
         sys.settrace(before)
@@ -282,7 +279,7 @@ def debugged(run: Callable[[], Any], stops: Sequence[types.CodeType]) -> Any:
 def _stops(instant: Instant) -> list[types.CodeType]:
     """Where forward and loss begin, as far as they are functions of Python."""
     definition = instant.definition
-    forward = definition.forward_fn or getattr(instant.model, "forward", instant.model)
+    forward = definition.forward_fn or getattr(instant.exported.model, "forward", instant.exported.model)
     codes = [_code(function) for function in (forward, definition.loss_fn) if function is not None]
     return [code for code in codes if code is not None]
 

@@ -1,4 +1,7 @@
-"""Is a run what its chain says: steps are computed again from snapshots, and their links compared."""
+"""Is a run what its chain says: steps are computed again from snapshots, and their links compared.
+
+A certificate is a run that was verified, as a file with all that is needed to train it again and compare.
+"""
 
 from __future__ import annotations
 
@@ -7,30 +10,32 @@ import dataclasses
 import itertools
 import json
 import pathlib
-import time
-from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+import tempfile
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from phalanx.checkpoint.chain import body_of, line_after
+from phalanx.checkpoint.chain import CHAIN, Links, body_of, line_after
 from phalanx.checkpoint.chained import fields_of
-from phalanx.checkpoint.resume import losses_in
-from phalanx.checkpoint.snapshot import Snapshot
+from phalanx.checkpoint.files import read as read_file
+from phalanx.checkpoint.resume import losses_in, read_any
+from phalanx.checkpoint.snapshot import read
 from phalanx.definition import checks
 from phalanx.definition.fields import Definition
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.registry import changed_environment
 from phalanx.plan.keys import splitmix64
-from phalanx.proof.compare.fields import differing
-from phalanx.proof.compare.links import parted
-from phalanx.proof.compare.sides import Side, side
-from phalanx.proof.instant import Instant, nearest, snapshot_at, steps_in, sums
+from phalanx.proof.difference import parted
+from phalanx.proof.instant import Instant, nearest, snapshots
 from phalanx.proof.replay import failure_of
-from phalanx.surroundings.presence import shows, usable_cores
+from phalanx.proof.sides import Side, another, differing, side
+from phalanx.recipe import Recipe
+from phalanx.surroundings.presence import shows
 
 SAME, DIFFERENT, UNKNOWN = 0, 1, 2  # exit statuses
-ALONE_SECONDS = 2.0  # that are computed in this process, before it is worth starting others
+FORMAT = 1
+FIELDS = {"recipe", "environment", "steps", "chain", "digest"}  # of a certificate
+MOST_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -73,8 +78,7 @@ def verify(
     sample : int, optional
         Of the stretches between snapshots, so many, which the chain's root draws.
     workers : int
-        Worker processes that compute a stretch. What takes longer than a moment is computed side by side, as many
-        stretches between snapshots as there are cores for.
+        Worker processes that compute.
     progress : bool or "auto"
 
     Returns
@@ -89,48 +93,47 @@ def verify(
         The chain or a snapshot is damaged.
     """
     path = checks.path("run_dir", run_dir, hint="give the directory of a run")
-    with_chain = side(path, recipe)
-    try:
-        if with_chain.links is None:
-            raise UsageError(f"run_dir is {str(path)!r}, which has no chain; give the directory of a run")
-        reason = _unlike(recipe, with_chain) or _cut(with_chain, whole=steps is None)
-        if reason:
+    with contextlib.closing(side(path, recipe)) as run:
+        if reason := _unlike(recipe, run) or _cut(run, whole=steps is None):
             return Verified(UNKNOWN, 0, reason)
-        stretches = _stretches(with_chain, path, steps, sample)
-        found = _verified(recipe, with_chain, stretches, workers, progress)
-        _, reads = differing(recipe, with_chain.run["recipe"])
+        stretches = _stretches(run, steps, sample)
+        found = _compared(recipe, run, stretches, workers, progress)
+        _, reads = differing(recipe, run.run["recipe"])
         if found.status == DIFFERENT and reads:
             return Verified(UNKNOWN, found.steps, f"{found.text}, but the recipe may be another: {reads}")
-        damaged = _damaged(recipe, with_chain, stretches) if found.status == SAME else ""
-        if damaged:
+        if found.status == SAME and (damaged := _damaged(recipe, run, stretches)):
             return Verified(UNKNOWN, found.steps, f"{found.text}, but {damaged}")
         return found if found.status else dataclasses.replace(found, text=found.text + _blamed(recipe, path))
-    finally:
-        with_chain.close()
 
 
 def _cut(run: Side, *, whole: bool) -> str:
     """Why the chain cannot be that of the whole run."""
-    assert run.links is not None, "who asks has looked"
-    newest, count = max(run.states, default=0), len(run.links)
+    newest, count = max(run.states, default=0), len(run.chain)
     if whole and newest > count:
         return (
-            f"it cannot be told: {run.links.path} has {count} steps, and the newest snapshot is of step {newest}, so "
-            "the chain was cut" + (f"; --steps {run.links.first}:{count} checks what is left of it" if count else "")
+            f"it cannot be told: {run.chain.path} has {count} steps, and the newest snapshot is of step {newest}, so "
+            "the chain was cut" + (f"; --steps {run.chain.first}:{count} checks what is left of it" if count else "")
         )
-    return "" if count > run.links.first else f"it cannot be told: {run.links.path} has no steps yet"
+    return "" if count > run.chain.first else f"it cannot be told: {run.chain.path} has no steps yet"
 
 
 def _damaged(recipe: Definition, run: Side, stretches: Sequence[tuple[int, int]]) -> str:
-    """Which snapshot of these steps cannot be used, if one cannot; one that went away meanwhile is none."""
-    for step in steps_in(run.folder):
-        if any(first <= step <= end for first, end in stretches):
-            try:
-                known = itertools.chain(*(range(first, min(step, end)) for first, end in stretches))
-                _check_losses(recipe, run, snapshot_at(run.folder, step), known)
-            except SnapshotError as error:
-                if step in steps_in(run.folder):
-                    return f"{error}; remove that folder, which a run that goes on does not use either"
+    """Which snapshot of these steps cannot be used, or has other losses than the chain, if one is such."""
+    updates = recipe.rounds.updates
+    known = [step for first, end in stretches for step in range(first, end)]
+    for saved, folder in snapshots(run.folder).items():
+        if not any(first <= saved <= end for first, end in stretches):
+            continue
+        try:
+            history = losses_in(read(folder), updates(saved))
+            for step in (step for step in known if step < saved):
+                mine, theirs = history[updates(step) : updates(step + 1)], run.chain.losses(step)
+                if list(map(str, mine)) != list(map(str, theirs)):
+                    why = f"the snapshot of step {saved} has another loss of step {step} than the chain"
+                    raise SnapshotError(why)
+        except SnapshotError as error:
+            if folder.exists():  # a run that is at work removes old ones
+                return f"{error}; remove that folder, which a run that goes on does not use either"
     return ""
 
 
@@ -144,23 +147,12 @@ def _blamed(recipe: Definition, folder: pathlib.Path) -> str:
         return ""
     with Instant(recipe, nearest(folder, failed.step)) as instant:
         instant.go_to(failed.step, failed.phase or None, progress=False)
-        right = sums(instant, failed.replica)
+        right = instant.sums(failed.replica)
     wrong = sorted({worker for worker, came in zip(failed.workers, failed.sums, strict=True) if came not in right})
     named = f"; of replica {failed.replica} of step {failed.step}, of which an audit had two values,"
     if len(wrong) == 1 and any(came in right for came in failed.sums):
         return f"{named} worker {wrong[0]} had the wrong one"
     return f"{named} neither comes out here: look whether the model computes the same twice (phalanx check)"
-
-
-def _check_losses(recipe: Definition, run: Side, saved: Snapshot, steps: Iterable[int]) -> None:
-    """Raise if a snapshot has another loss of one of these steps than the chain."""
-    assert run.links is not None, "who asks has looked"
-    rounds = recipe.rounds
-    history = losses_in(saved, rounds.updates(saved.step))
-    for step in steps:
-        mine = history[rounds.updates(step) : rounds.updates(step + 1)]
-        if list(map(str, mine)) != list(map(str, run.links.losses(step))):
-            raise SnapshotError(f"the snapshot of step {saved.step} has another loss of step {step} than the chain")
 
 
 def _unlike(recipe: Definition, run: Side) -> str:
@@ -173,16 +165,13 @@ def _unlike(recipe: Definition, run: Side) -> str:
     return f"it cannot be checked: the recipe is another: {differs}" if differs else ""
 
 
-def _stretches(
-    run: Side, path: pathlib.Path, steps: tuple[int, int] | None, sample: int | None
-) -> Sequence[tuple[int, int]]:
+def _stretches(run: Side, steps: tuple[int, int] | None, sample: int | None) -> Sequence[tuple[int, int]]:
     """What is to be compared, cut where there are snapshots."""
-    links = run.links
-    assert links is not None, "who asks has looked"
+    links = run.chain
     first, last = steps or (links.first, len(links))
     if not links.first <= first < last <= len(links):
         raise UsageError(f"steps is {first}:{last}, and the chain has {links.first}:{len(links)}; give some of those")
-    cuts = sorted({first, last, *(step for step in steps_in(path) if first < step < last)})
+    cuts = sorted({first, last, *(step for step in snapshots(run.folder) if first < step < last)})
     found = list(itertools.pairwise(cuts))
     if sample is not None:
         key = int(links.root[:16], 16)
@@ -190,103 +179,55 @@ def _stretches(
     return sorted(found)
 
 
-class _Going(NamedTuple):
-    """A stretch that is being computed: its number, what it is, its steps, and whether in processes of its own."""
-
-    number: int
-    stretch: tuple[int, int]
-    steps: Generator[str, None, None]
-    apart: bool
-
-
-def _verified(
+def _compared(
     recipe: Definition, run: Side, stretches: Sequence[tuple[int, int]], workers: int, progress: bool | str
 ) -> Verified:
-    """The outcome; of several stretches that differ, the first one's.
-
-    What takes more than a moment is computed side by side, as many stretches as there are cores for.
-    """
+    """The outcome of computing steps again, up to the first that differs."""
     from tqdm import tqdm
 
-    began, beside, done, differs = time.monotonic(), usable_cores() // workers, 0, ""
     gone: set[int] = set()  # steps whose batches are
-    total = sum(end - begin for begin, end in stretches)
-    waiting, going = deque(enumerate(stretches)), deque[_Going]()
-    with (
-        contextlib.ExitStack() as opened,
-        tqdm(total=total, unit="step", disable=not shows(progress)) as bar,
-    ):
-        while waiting or going:
-            apart = beside > 1 and time.monotonic() - began > ALONE_SECONDS
-            while waiting and len(going) < (beside if apart else 1):
-                number, stretch = waiting.popleft()
-                steps = _compared(recipe, run, stretch, workers, gone, progress=not apart and progress, apart=apart)
-                going.append(_Going(number, stretch, opened.enter_context(contextlib.closing(steps)), apart))
-            one = going.popleft()  # the others compute meanwhile
-            try:
-                reason = next(one.steps, None)
-            except UsageError:
-                if not one.apart:
-                    raise
-                beside = 1  # it cannot leave this process
-                waiting.appendleft((one.number, one.stretch))
-                continue
+    done, total = 0, sum(end - begin for begin, end in stretches)
+    with contextlib.closing(_again(recipe, run, stretches, workers, gone, progress)) as steps:
+        for reason in tqdm(steps, total=total, unit="step", disable=not shows(progress)):
             if reason:
-                differs = reason
-                going = deque(item for item in going if item.number < one.number)  # the rest does not matter any more
-                waiting.clear()
-            elif reason is not None:
-                done += 1
-                bar.update()
-                going.append(one)
-    return Verified(DIFFERENT, done, differs) if differs else _agreed(done, total, gone)
-
-
-def _agreed(done: int, total: int, gone: set[int]) -> Verified:
-    """Nothing differs; of ``total`` steps, ``done`` could be computed again."""
+                return Verified(DIFFERENT, done, reason)
+            done += 1
     same = f"the same: {done} steps, computed again, have the links of the run"
     if done == total:
         return Verified(SAME, done, same)
     named = f"step {min(gone)}" + (f" and of {len(gone) - 1} more" if len(gone) > 1 else "")
-    why = (
-        f"{total - done} of the steps cannot be computed again: the batch of {named} was brought by the caller, and is "
-    )
-    why += "gone; steps after it can from the next snapshot on"
+    why = f"{total - done} of the steps cannot be computed again: the batch of {named} was brought by the caller, and "
+    why += "is gone; steps after it can from the next snapshot on"
     return Verified(UNKNOWN, done, f"{same}, but {why}" if done else f"it cannot be told: {why}")
 
 
-def _compared(
-    recipe: Definition, run: Side, stretch: tuple[int, int], workers: int, gone: set[int],
-    *, progress: bool | str, apart: bool,
+def _again(
+    recipe: Definition, run: Side, stretches: Sequence[tuple[int, int]], workers: int, gone: set[int],
+    progress: bool | str,
 ) -> Generator[str, None, None]:  # fmt: skip
-    """For each step of a stretch how it differs from the run, in words; empty where it does not.
+    """For each step how it differs from the run, in words; empty where it does not.
 
-    Ends before a step whose batch was brought, which is added to those that are ``gone``.
+    A stretch ends before a step whose batch was brought, which is added to those that are ``gone``.
     """
-    begin, end = stretch
-    links = run.links
-    assert links is not None, "who asks has looked"
-    with Instant(recipe, nearest(run.folder, begin), workers, apart=apart) as instant:
-        for step in range(max(instant.step, links.first), end):
-            if links.brought(step):
-                gone.add(step)
-                end = step
-                break
-        if end < begin:
-            return
-        instant.go_to(begin, progress=progress)
-        for step in range(begin, end):
-            ahead = min([end, *(known for known in run.states if known > step)])
-            yield _state_of(instant, run) or _step_of(instant, run, ahead)
-        reason = _state_of(instant, run)
-        if reason:
-            yield reason
+    links = run.chain
+    for begin, end in stretches:
+        with Instant(recipe, nearest(run.folder, begin), workers) as instant:
+            brought = [step for step in range(max(instant.step, links.first), end) if links.brought(step)][:1]
+            gone.update(brought)
+            end = min([end, *brought])
+            if end < begin:
+                continue
+            instant.go_to(begin, progress=progress)
+            for step in range(begin, end):
+                ahead = min([end, *(known for known in run.states if known > step)])
+                yield _state_of(instant, run) or _step_of(instant, run, ahead)
+            if reason := _state_of(instant, run):
+                yield reason
 
 
 def _step_of(instant: Instant, run: Side, ahead: int) -> str:
     """Do a step, maybe up to ``ahead`` of them; how its link differs from that of the run, in words."""
-    links, step = run.links, instant.step
-    assert links is not None, "who asks has looked"
+    links, step = run.chain, instant.step
     body = body_of(fields_of(instant.advance(ahead), instant.definition, instant.brought))
     told = links.told(step)
     if line_after(links.before(step), body, links.width) == links.line(step):
@@ -306,3 +247,64 @@ def _state_of(instant: Instant, run: Side) -> str:
     if not differing:
         return ""
     return f"the state after {instant.step} steps differs in {len(differing)} tensors, the first is {differing[0]}"
+
+
+def certify(
+    recipe: Recipe, run_dir: pathlib.Path, *, workers: int = 1, progress: bool | str = "auto"
+) -> tuple[Verified, dict[str, Any]]:
+    """What came of verifying a run, and its certificate as JSON values, which is empty if it is not what it says.
+
+    Raises
+    ------
+    UsageError
+        The directory has no chain, or no snapshot of a later step than 0.
+    SnapshotError
+        No snapshot there can be used.
+    """
+    newest = read_any(run_dir)
+    if not newest.step:
+        raise UsageError(
+            f"the newest snapshot in {str(run_dir)!r} is of step 0, so that there is nothing to certify; wait for a "
+            "later one, or end the run"
+        )
+    found = verify(recipe, run_dir, workers=workers, progress=progress)
+    if found.status != SAME:
+        return found, {}
+    with Links(run_dir / CHAIN) as links, Instant(recipe, newest) as instant:
+        root, digest = links[newest.step - 1]["link"], instant.exported.digest
+    told = {"certificate": FORMAT, "recipe": newest.recipe, "environment": newest.environment, "steps": newest.step}
+    return found, {**told, "chain": root, "digest": digest}
+
+
+def check_certificate(
+    path: pathlib.Path, recipe: Recipe, *, workers: int = 1, progress: bool | str = "auto"
+) -> Verified:
+    """Train the recipe at hand, and compare chain and digest with those of a certificate.
+
+    Raises
+    ------
+    UsageError
+        It is no certificate.
+    """
+    try:
+        told = json.loads(read_file(path.resolve(), MOST_BYTES))
+        if told["certificate"] != FORMAT or set(told) < FIELDS or not isinstance(told["steps"], int):
+            raise ValueError("it lacks fields")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UsageError(f"{str(path)!r} is no certificate: {error}; give one that phalanx certify wrote") from error
+    if differs := another(recipe, told["recipe"]):
+        return Verified(DIFFERENT, 0, f"the recipe differs: {differs}")
+    if changes := changed_environment(told["environment"]):
+        return Verified(UNKNOWN, 0, f"the recipe is the same, but {changes[0]}, so the bits may differ")
+    with (
+        tempfile.TemporaryDirectory(prefix="phalanx-") as folder,
+        recipe.start(workers=workers, run_dir=folder, progress=progress) as run,
+    ):
+        for report in run:
+            if report.step + 1 >= told["steps"]:
+                break
+        result = run.result()
+    if (result.steps, result.chain, result.digest) == (told["steps"], told["chain"], told["digest"]):
+        return Verified(SAME, result.steps, f"the same: {result.steps} steps, trained again, end in chain and digest")
+    ends = f"{result.steps} steps, trained again, end in the chain {result.chain} and the digest {result.digest}"
+    return Verified(DIFFERENT, result.steps, f"{ends}; the certificate has {told['chain']} and {told['digest']}")

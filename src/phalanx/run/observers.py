@@ -1,20 +1,30 @@
-"""Who looks on at a run for the user: a progress bar on stderr, and callbacks."""
+"""Who looks on at a run for the user: a progress bar on stderr, and the user's own callbacks.
+
+Callbacks are plain functions, or objects with hooks and a state of their own.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from phalanx.run.callbacks import observing
+from phalanx.definition import checks
+from phalanx.definition.plain import taking_over
+from phalanx.errors import PhalanxError, SnapshotError, UsageError
 from phalanx.seams import Engine
 from phalanx.seams.events import Evaluated, StepReport
 from phalanx.seams.observer import Observer
+from phalanx.surroundings import interrupts
 from phalanx.surroundings.presence import shows
 from phalanx.surroundings.turns import Turns
 
 REFRESH_SECONDS = 0.1
 DELAY_SECONDS = 0.5
+HOOKS = ("begin", "step", "evaluated", "end", "state", "load")
+LEFT = ("averaged", "best")  # attributes that results have, too
 
 
 def watching(
@@ -37,15 +47,142 @@ def watching(
     observers: list[Observer] = []
     if shows(progress):
         observers.append(ProgressBar(total, 0.0 if progress is True else DELAY_SECONDS))
-    return [*observers, *observing(callbacks, turn, stop=stop)]
+    seen: Counter[str] = Counter()
+    for callback in callbacks:  # objects have their classes' names in snapshots, with numbers from the second on
+        kind = type(callback).__name__
+        seen[kind] += is_object(callback)
+        name = "" if not is_object(callback) else kind if seen[kind] == 1 else f"{kind}-{seen[kind]}"
+        observers.append(Called(callback, name, turn, stop=stop))
+    return observers
 
 
-def reading_again(progress: bool | str) -> Callable[[Iterable[int], str], Iterable[int]]:
-    """How a stream that goes on where an earlier run was shows how far it is, if that takes a while."""
+def shown(numbers: Iterable[int], what: str, *, unit: str = "step", progress: bool | str = "auto") -> Iterable[int]:
+    """Numbers of steps, or of what else is done again, with a bar where that takes a while."""
     from tqdm import tqdm
 
-    hidden = not shows(progress)
-    return lambda numbers, title: tqdm(numbers, desc=title, unit="sample", disable=hidden, delay=DELAY_SECONDS)
+    delay = 0.0 if progress is True else DELAY_SECONDS
+    return tqdm(numbers, desc=what, unit=unit, disable=not shows(progress), delay=delay, leave=False)
+
+
+def is_object(callback: Any) -> bool:
+    """Whether it has hooks, rather than being a function."""
+    return any(callable(getattr(callback, hook, None)) for hook in HOOKS)
+
+
+def checked_callbacks(callbacks: Any) -> tuple[Any, ...]:
+    """What was passed as ``callbacks``, one by one.
+
+    Raises
+    ------
+    UsageError
+        One is neither a function nor an object with hooks, or is a class.
+    """
+    listed: list[Any] = list(callbacks) if isinstance(callbacks, Iterable) else [None]
+    for callback in listed:
+        if isinstance(callback, type):
+            raise UsageError(f"callbacks has the class {callback.__name__}; pass an instance: {callback.__name__}(...)")
+        if not callable(callback) and not is_object(callback):
+            raise UsageError(
+                f"callbacks is {checks.shown(callbacks)}; it must be a list of functions f(report), as in "
+                f"callbacks=[show], or of objects with any of {', '.join(HOOKS)}"
+            )
+        if callable(getattr(callback, "state", None)) != callable(getattr(callback, "load", None)):
+            raise UsageError(
+                f"callbacks has a {type(callback).__name__} with only one of state() and load(state); what one gives, "
+                "the other takes when a run is resumed"
+            )
+    return tuple(listed)
+
+
+class Called(Observer):
+    """Calls a user's callback in the thread that does the steps.
+
+    Meanwhile this thread's turn is lent, so that a callback may wait for a thread that uses the same run.
+
+    Parameters
+    ----------
+    callback : callable, or object with hooks
+    name : str
+        Of an object's state in snapshots; "" for a function.
+    turn : Turns
+        The run's own.
+    stop : bool
+        Whether one of the package's own that cannot write, as on a full disk, ends the run, as a snapshot does.
+    """
+
+    runs_user_code = True
+
+    def __init__(self, callback: Any, name: str, turn: Turns, *, stop: bool = False) -> None:
+        self._callback, self._name, self._turn, self._stop = callback, name, turn, stop
+        self._run: Any = None
+
+    def begin(self, engine: Engine, run: Any = None) -> None:
+        """Give it the state that it left in the snapshot from which the run goes on; then call ``begin(run)``."""
+        self._run, state = run, engine.run_state
+        if self._name in state.callbacks:
+            with taking_over(f"the state of {self._name}"):
+                self._call("load", state.callbacks.pop(self._name))
+        elif state.resumed_from and hasattr(self._callback, "load"):
+            checks.warn(
+                f"the snapshot of step {state.resumed_from} has no state of {self._name}, which begins anew there"
+            )
+        if self._name and hasattr(self._callback, "state"):
+            others = state.states
+            state.states = lambda: {**others(), self._name: self._callback.state()}
+        self._call("begin", run)
+
+    def horizon(self, steps: int) -> int:
+        """A callback may look at the state, so no step is done ahead of the one that it is told of."""
+        return steps + 1
+
+    def advanced(self, report: StepReport) -> None:
+        """Call an object's ``step(report)``."""
+        self._call("step", report)
+
+    def evaluated(self, values: Mapping[str, float]) -> None:
+        """Call an object's ``evaluated(values)``."""
+        self._call("evaluated", values)
+
+    def step(self, report: StepReport) -> None:
+        """Call a function."""
+        if not self._name:
+            self._guarded(self._callback, report)
+
+    def left(self) -> dict[str, Any]:
+        """What a result has, too."""
+        found = {name: getattr(self._callback, name, None) for name in LEFT} if self._name else {}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def end(self) -> None:
+        """Call ``end(result)``; with None if there is no whole state."""
+        if self._run is None or not callable(getattr(self._callback, "end", None)):
+            return
+        result = None
+        with contextlib.suppress(PhalanxError):  # the state may be lost
+            result = self._run.result()
+        self._call("end", result)
+
+    def _call(self, hook: str, argument: Any) -> None:
+        if self._name and (function := getattr(self._callback, hook, None)) is not None:
+            try:
+                self._guarded(function, argument)
+            except OSError as error:
+                self._not_written(hook, error)
+
+    def _not_written(self, hook: str, error: OSError) -> None:
+        """One of the package's own could not write: the run goes on, unless a snapshot that fails would end it."""
+        if not type(self._callback).__module__.startswith("phalanx."):
+            raise error
+        why = f"the callback {self._name} could not write: {error}"
+        if hook == "begin":
+            raise UsageError(f"{why}; mend that, or leave the callback out") from error
+        if self._stop:
+            raise SnapshotError(why) from error
+        checks.warn(f"{why}; the run goes on")
+
+    def _guarded(self, function: Any, argument: Any) -> None:
+        with self._turn.lent(), interrupts.user_code():
+            function(argument)
 
 
 class ProgressBar(Observer):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 import select
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, TypedDict
 
 from phalanx.checkpoint.resume import ANYWAY
@@ -15,7 +16,7 @@ from phalanx.definition.checks.elsewhere import ARGUMENTS, answer
 from phalanx.definition.evaluation import Evaluation, listed_evaluations
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
-from phalanx.run.callbacks import checked_callbacks
+from phalanx.run.observers import checked_callbacks
 from phalanx.surroundings import presence
 
 
@@ -42,45 +43,17 @@ class Options(TypedDict, total=False):
     progress: bool | str
 
 
-DEFAULTS: Mapping[str, Any] = Options(
-    workers="auto", readers="auto", engine="auto", devices="auto", nondeterministic="error",
-    run_dir=None, resume=True, snapshot_every="auto", keep_snapshots=3,
-    on_snapshot_error="continue", chain="auto", audit=0.0, max_failures=10, deadline_seconds="auto",
-    warm_start=None, evaluation=None, callbacks=(),
-    progress="auto",
-)  # fmt: skip
+Check = Callable[[str, Any], Any]
 FIELDS = frozenset(item.name for item in dataclasses.fields(Definition))
 NEEDS_RUN_DIR = ("resume", "snapshot_every", "keep_snapshots", "on_snapshot_error", "chain")
 MOST_READERS = 64
 CHAIN = {"auto": None, "every": 1, "off": 0}
 
 
-@dataclass(frozen=True)
-class Settled:
-    """Options after checking: None stands for "auto", and for a ``run_dir`` or ``warm_start`` that there is not."""
+def settle(options: Mapping[str, Any], replicas: int) -> SimpleNamespace:
+    """Every option after checking; refuse what this version cannot do.
 
-    workers: int | None
-    readers: int | None
-    engine: str
-    devices: tuple[str, ...]
-    nondeterministic: str
-    deadline_seconds: float | None
-    run_dir: pathlib.Path | None
-    resume: bool | str
-    snapshot_every: int | None
-    keep_snapshots: int
-    on_snapshot_error: str
-    chain: int | None
-    audit: float
-    max_failures: int
-    warm_start: pathlib.Path | None
-    evaluation: tuple[Evaluation, ...]
-    callbacks: tuple[Any, ...]
-    progress: bool | str
-
-
-def settle(options: Mapping[str, Any], replicas: int) -> Settled:
-    """Check every option; refuse what this version cannot do.
+    None stands for "auto", and for a ``run_dir`` or ``warm_start`` that there is not.
 
     Raises
     ------
@@ -91,32 +64,7 @@ def settle(options: Mapping[str, Any], replicas: int) -> Settled:
         if name not in DEFAULTS:
             raise UsageError(unknown(name, DEFAULTS))
     given: dict[str, Any] = {**DEFAULTS, **options}
-    checks.choice("engine", given["engine"], ("auto", "inline", "processes", "distributed"))
-    checks.choice("resume", given["resume"], (True, False, ANYWAY))
-    checks.choice("on_snapshot_error", given["on_snapshot_error"], ("continue", "stop"))
-    checks.choice("nondeterministic", given["nondeterministic"], ("error", "allow"))
-    checks.choice("progress", given["progress"], (True, False, "auto"))
-    seconds = given["deadline_seconds"]
-    settled = Settled(
-        workers=_auto_or_count("workers", given["workers"]),
-        readers=_auto_or_count("readers", given["readers"], least=0, most=MOST_READERS),
-        engine=given["engine"],
-        devices=_checked_devices(given["devices"]),
-        nondeterministic=given["nondeterministic"],
-        deadline_seconds=None if seconds == "auto" else checks.positive("deadline_seconds", seconds, hint="or 'auto'"),
-        run_dir=_path("run_dir", given["run_dir"]),
-        resume=given["resume"],
-        snapshot_every=_auto_or_count("snapshot_every", given["snapshot_every"]),
-        keep_snapshots=checks.integer("keep_snapshots", given["keep_snapshots"], least=1),
-        on_snapshot_error=given["on_snapshot_error"],
-        chain=_checked_chain(given["chain"]),
-        audit=_checked_share(given["audit"]),
-        max_failures=checks.integer("max_failures", given["max_failures"], least=1),
-        warm_start=_path("warm_start", given["warm_start"]),
-        evaluation=listed_evaluations(given["evaluation"]),
-        callbacks=checked_callbacks(given["callbacks"]),
-        progress=given["progress"],
-    )
+    settled = SimpleNamespace(**{name: check(name, given[name]) for name, (_, check) in CHECKS.items()})
     _check_engine(settled, replicas)
     for name in NEEDS_RUN_DIR:
         if settled.run_dir is None and given[name] != DEFAULTS[name]:
@@ -133,11 +81,7 @@ def unknown(name: str, known: Iterable[str], options: Iterable[str] = ()) -> str
     return f"{name} is not an argument{' here' if name in ARGUMENTS else ''}; {answer(name, known)}"
 
 
-def _auto_or_count(name: str, value: Any, least: int = 1, most: int | None = None) -> int | None:
-    return None if value == "auto" else checks.integer(name, value, least=least, most=most, hint="or 'auto'")
-
-
-def check_evaluated(definition: Definition, settled: Settled) -> None:
+def check_evaluated(definition: Definition, settled: SimpleNamespace) -> None:
     """Refuse evaluations that no epoch ends for, and a schedule that waits for one that nobody asked for."""
     if settled.evaluation and definition.data is None:
         raise UsageError("evaluation is given, but data is None, so there are no epochs; call run.evaluate() yourself")
@@ -154,7 +98,7 @@ def check_evaluated(definition: Definition, settled: Settled) -> None:
         )
 
 
-def _check_engine(settled: Settled, replicas: int) -> None:
+def _check_engine(settled: SimpleNamespace, replicas: int) -> None:
     """Refuse workers and devices that do not go with each other or with the engine."""
     workers, engine = settled.workers, settled.engine
     if workers is not None and workers > replicas:
@@ -181,17 +125,35 @@ def _check_engine(settled: Settled, replicas: int) -> None:
         raise UsageError("worker processes need Linux or macOS; use engine='inline' (same answer)")
 
 
-def _checked_chain(value: Any) -> int | None:
+def _one_of(*known: object) -> Check:
+    def check(name: str, value: Any) -> Any:
+        checks.choice(name, value, known)
+        return value
+
+    return check
+
+
+def _count(least: int = 1, most: int | None = None) -> Check:
+    def check(name: str, value: Any) -> int | None:
+        return None if value == "auto" else checks.integer(name, value, least=least, most=most, hint="or 'auto'")
+
+    return check
+
+
+def _seconds(name: str, value: Any) -> float | None:
+    return None if value == "auto" else checks.positive(name, value, hint="or 'auto'")
+
+
+def _chain(name: str, value: Any) -> int | None:
     """Steps from one digest of the state to the next: None for "auto", 0 for none."""
     if isinstance(value, str) and value in CHAIN:
         return CHAIN[value]
-    return checks.integer("chain", value, least=1, hint="or 'auto', 'every' or 'off'")
+    return checks.integer(name, value, least=1, hint="or 'auto', 'every' or 'off'")
 
 
-def _checked_share(value: Any) -> float:
-    """Of the steps that are audited."""
+def _share(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise UsageError(f"audit is {checks.shown(value)}; it must be a share of steps from 0 to 1, as in audit=0.01")
+        raise UsageError(f"{name} is {checks.shown(value)}; it must be a share of steps from 0 to 1, as in audit=0.01")
     return float(value)
 
 
@@ -199,7 +161,7 @@ def _path(name: str, value: Any) -> pathlib.Path | None:
     return None if value is None else checks.path(name, value, hint="give a directory, or leave it out")
 
 
-def _checked_devices(devices: Any) -> tuple[str, ...]:
+def _devices(_: str, devices: Any) -> tuple[str, ...]:
     """Their names; none for 'auto'. The CPU has one name."""
     if isinstance(devices, str):
         devices = () if devices == "auto" else (devices,)
@@ -215,3 +177,27 @@ def _checked_devices(devices: Any) -> tuple[str, ...]:
                 "replica at a time; name each once"
             )
     return names
+
+
+# Each option: what it is where nobody says it, and what makes of a value what the run takes.
+CHECKS: Mapping[str, tuple[Any, Check]] = {
+    "workers": ("auto", _count()),
+    "readers": ("auto", _count(0, MOST_READERS)),
+    "engine": ("auto", _one_of("auto", "inline", "processes", "distributed")),
+    "devices": ("auto", _devices),
+    "nondeterministic": ("error", _one_of("error", "allow")),
+    "run_dir": (None, _path),
+    "resume": (True, _one_of(True, False, ANYWAY)),
+    "snapshot_every": ("auto", _count()),
+    "keep_snapshots": (3, functools.partial(checks.integer, least=1)),
+    "on_snapshot_error": ("continue", _one_of("continue", "stop")),
+    "chain": ("auto", _chain),
+    "audit": (0.0, _share),
+    "max_failures": (10, functools.partial(checks.integer, least=1)),
+    "deadline_seconds": ("auto", _seconds),
+    "warm_start": (None, _path),
+    "evaluation": (None, lambda _, value: listed_evaluations(value)),
+    "callbacks": ((), lambda _, value: checked_callbacks(value)),
+    "progress": ("auto", _one_of(True, False, "auto")),
+}
+DEFAULTS = {name: default for name, (default, _) in CHECKS.items()}

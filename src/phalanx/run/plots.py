@@ -19,6 +19,8 @@ LOSS_COLOR = "#1f5a96"
 PLATE = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1}
 DEATH_COLOR = "#c1452b"
 POINTS = 600
+MOST_PARTICIPANTS = 16  # of which a picture shows rounds
+LABEL = 0.2  # of an arrow's way: where it carries the number of its chunk
 METRIC_COLORS = ("#c1452b", "#3d8b5f", "#8a5ca8")
 
 
@@ -49,12 +51,7 @@ def plot_history(
 
 def plot_timeline(incidents: Sequence[Incident], seconds: float, workers: int, title: str) -> Figure:
     """One line per worker: where it was there, its deaths and replacements; rollbacks across all of them."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 1.6 + 0.45 * workers), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    ax = figure.subplots()
+    ax: Any = new_axes(10, 1.6 + 0.45 * workers)
     styles = {"death": ("x", DEATH_COLOR, "killed"), "replaced": ("o", METRIC_COLORS[1], "replaced")}
     for worker in range(workers):
         since: float | None = 0.0  # when the worker that is there began
@@ -78,7 +75,7 @@ def plot_timeline(incidents: Sequence[Incident], seconds: float, workers: int, t
     ax.set_title(title, fontsize=10, loc="left")
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.32), ncols=3, frameon=False, fontsize=8)
-    return figure
+    return ax.figure
 
 
 def plot_runs(
@@ -101,7 +98,7 @@ def plot_runs(
         ax.set_title(key, fontsize=10, loc="left")
         ax.grid(alpha=0.2)
         ax.spines[["top", "right"]].set_visible(False)
-    if len(names) > 1:
+    if keys and len(names) > 1:
         figure.axes[0].legend(loc="best", fontsize=8)
     return figure
 
@@ -199,4 +196,28 @@ def plot_rates(lrs: Sequence[float], losses: Sequence[float], suggestion: float,
     ax.set_ylabel("training loss, smoothed")
     ax.grid(alpha=0.2)
     ax.legend(loc="best", fontsize=8)
+    return ax
+
+
+def plot_rounds(rounds: Sequence[Sequence[Any]], participants: int, title: str) -> Axes:
+    """Draw a collective algorithm: participants from left to right, rounds downwards, an arrow for each transfer.
+
+    Arrows are red where what arrives is added, and blue where it replaces what is there. Where the data is cut, each
+    carries the number of its chunk.
+    """
+    cut = any(one.chunk for group in rounds for one in group)
+    ax = new_axes(3 + 0.6 * participants, 2 + 0.6 * len(rounds))
+    for row, group in enumerate(rounds):
+        for one in group:
+            color = DEATH_COLOR if one.reduces else LOSS_COLOR
+            arrow = {"arrowstyle": "-|>", "color": color}
+            ax.annotate("", xy=(one.target, row + 1), xytext=(one.source, row), arrowprops=arrow)
+            if cut:
+                place = one.source + LABEL * (one.target - one.source), row + LABEL
+                ax.text(*place, str(one.chunk), color=color, backgroundcolor="white", fontsize=7, ha="center")
+    ax.set(xlim=(-0.5, participants - 0.5), ylim=(len(rounds) + 0.2, -0.2), xticks=range(participants))
+    ax.set_yticks(range(len(rounds)), [f"{group[0].phase}, round {group[0].round + 1}" for group in rounds])
+    ax.grid(axis="x")
+    ax.set_xlabel("participant")
+    ax.set_title(f"{title}\nred: added, blue: copied{'; numbers: chunks' if cut else ''}", fontsize=10)
     return ax

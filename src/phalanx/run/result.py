@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -96,13 +95,13 @@ class Result:
         return self.loss_history[-1] if self.loss_history else None
 
     def _repr_html_(self) -> str:
-        """What notebooks show: the figures, and the loss as a line."""
+        """What notebooks show: the figures."""
         facts: dict[str, Any] = {"loss": self.loss, "steps": self.steps, "replicas": self.replicas}
         facts |= {"workers": self.workers, "seconds": round(self.seconds, 2)}
         facts |= {item.name: item.value for item in self.metric_history} | {"digest": self.digest[:16]}
         cells = ((html.escape(name), html.escape(str(value))) for name, value in facts.items())
         rows = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in cells)
-        return f"<table>{rows}</table>{_sparkline(self.loss_history)}"
+        return f"<table>{rows}</table>"
 
     def predict(self, data: Any, batch_size: int = DEFAULT_BATCH, forward_fn: Callable[..., Any] | None = None) -> Any:
         """Outputs for all samples, in their order, on the CPU; in evaluation mode, in this process.
@@ -164,21 +163,6 @@ class Result:
 
         title = f"{self.replicas} replicas, {self.steps} steps, digest {self.digest[:12]}"
         return plot_history(self.loss_history, self.metric_history, self.steps_per_epoch, title, ax)
-
-
-def _sparkline(values: Sequence[float], width: int = 320, height: int = 48) -> str:
-    """A curve as SVG, without axes."""
-    shown = [value for value in values[:: max(1, len(values) // width)] if math.isfinite(value)]
-    if len(shown) < 2:
-        return ""
-    low, high = min(shown), max(shown)
-    points = " ".join(
-        f"{number * width / (len(shown) - 1):.1f},{height * (high - value) / ((high - low) or 1):.1f}"
-        for number, value in enumerate(shown)
-    )
-    return (
-        f'<svg width="{width}" height="{height}"><polyline points="{points}" fill="none" stroke="currentColor"/></svg>'
-    )
 
 
 def result_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,10 +13,9 @@ from phalanx.definition import checks
 from phalanx.definition.evaluation import DEFAULT_BATCH, check_evaluation
 from phalanx.definition.evaluation.metrics import Predictions
 from phalanx.definition.fields import Definition
-from phalanx.errors import LeftError, Preempted, SnapshotError, UsageError
-from phalanx.run.handover import Outcomes
+from phalanx.errors import LeftError, PhalanxError, Preempted, SnapshotError, UsageError
 from phalanx.run.loop import Loop
-from phalanx.run.result import Result
+from phalanx.run.result import Result, result_of
 from phalanx.seams import Engine, Exported
 from phalanx.seams.events import Incident, StepReport
 from phalanx.surroundings import interrupts
@@ -46,7 +46,7 @@ class Run:
         self._saver = saver  # also one of the observers in the loop
         self._terminated = self._closed = False
         self._given: set[Callable[[], object]] = set()  # checks of what was given out: who keeps it may change it later
-        self._outcomes = Outcomes(definition, engine, loop, saver, called, predictor)
+        self._times, self._predictor = (called, time.perf_counter()), predictor
         self._watched = True  # whether the caller may look at the state after each step
         self.turn, self.metric_history = turn, engine.run_state.evaluated
 
@@ -58,7 +58,7 @@ class Run:
         with interrupts.guarded(leaving=interrupted), interrupts.held(), self.turn:
             try:
                 if interrupted:
-                    self._outcomes.hand_over(error)
+                    self._hand_over(error)
             finally:
                 self.close()
 
@@ -111,7 +111,7 @@ class Run:
                 with contextlib.nullcontext() if self._watched else self._engine.environment:
                     going_on = self._until_wanted()
         except BaseException as error:  # nobody else holds this run: what was trained must not be lost with it
-            self._outcomes.hand_over(error)
+            self._hand_over(error)
             raise
         finally:
             self._watched = True
@@ -209,7 +209,7 @@ class Run:
         self._check_open()
         self._complete()
         check_evaluation(metric_fn, data, batch_size)
-        with self._outcomes.handed_over():
+        with self._handed_over():
             values = self._loop.evaluate(metric_fn, data, batch_size)
         return values if isinstance(metric_fn, (dict, list, tuple)) or len(values) > 1 else next(iter(values.values()))
 
@@ -231,7 +231,7 @@ class Run:
         """
         self._check_open()
         check_evaluation(Predictions(), data, batch_size)
-        with self._outcomes.handed_over():
+        with self._handed_over():
             return self._loop.predict(data, batch_size, forward_fn)
 
     @verb
@@ -250,33 +250,61 @@ class Run:
         if target.exists() or target.is_symlink():
             raise UsageError(f"path is {str(path)!r}, which exists already; choose another name, or remove it")
         self._complete()
-        write_apart(target, self._definition, self._engine, self._outcomes.now(copy=False).digest)
+        write_apart(target, self._definition, self._engine, self._now(copy=False).digest)
 
     @verb
     def result(self) -> Result:
         """The state now as a Result of your own; a RunError if an update broke off, or workers were lost with it."""
-        return self._outcomes.now(copy=not self._closed)
+        return self._now(copy=not self._closed)
 
     @verb
     def close(self) -> None:
         """End the run and its workers. ``result()`` still works; steps do not."""
         if self._closed:
             return
-        self._closed = self._outcomes.closed = True
+        self._closed = True
         try:
             self._loop.end()
         except SnapshotError as error:
-            self._outcomes.hand_over(error)
+            self._hand_over(error)
             raise
 
     def terminate(self) -> None:
         """After the step that is being done, save (in ``run_dir``) and raise ``Preempted``; for signal handlers."""
         self._terminated = True
 
+    def _now(self, *, copy: bool) -> Result:
+        """The state as it is; ``copy``: independent of the run."""
+        if self._loop.refused:
+            self._loop.check_able()
+        if self._saver is not None and not self._closed:
+            self._saver.settle()
+        left = {**self._loop.left(), "stopped_early": self._loop.stopped_early}
+        return result_of(self._definition, self._engine, self._times, left, self._predictor, copy=copy)
+
+    @contextlib.contextmanager
+    def _handed_over(self) -> Iterator[None]:
+        """What is raised inside gets the last good state."""
+        try:
+            yield
+        except PhalanxError as error:
+            self._hand_over(error)
+            raise
+
+    def _hand_over(self, error: BaseException | None) -> None:
+        """Set ``error.result`` to the last good state, unless it is set, the class has no room, or an update was torn.
+
+        A model that cannot be copied is handed over as it is.
+        """
+        for copy in (True, False):
+            if getattr(error, "result", None) is None:
+                with contextlib.suppress(AttributeError, TypeError, PhalanxError), interrupts.held():
+                    error.result = self._now(copy=copy)  # type: ignore[union-attr]
+
     def _complete(self) -> None:
         """Do first what an exception or Ctrl-C left of the last step."""
         if not self._closed:
-            with self._outcomes.handed_over():
+            with self._handed_over():
                 self._loop.complete()
 
     def _until_wanted(self) -> bool:
@@ -288,7 +316,7 @@ class Run:
         for check in self._given:
             check()
         interrupts.check()
-        with self._outcomes.handed_over():
+        with self._handed_over():
             try:
                 report = self._loop.advance(batch, watched=self._watched)
             except LeftError as error:

@@ -64,15 +64,12 @@ class Computed:
         neighbour's already (see ``plan.fold``) is that very entry of the left neighbour.
     buffers : list
         The model's buffers as this replica left them.
-    seconds : (float, float, float) or None
-        How long reading the batch, forward and backward took, where that is known.
     """
 
     loss: Any
     weight: float | None
     gradient: Vector | None
     buffers: list[Any]
-    seconds: tuple[float, float, float] | None = None
 
 
 class Part(NamedTuple):

@@ -8,8 +8,7 @@ import numpy as np
 import optax
 
 import phalanx
-from phalanx.cli.demos import Demo, accuracy
-from phalanx.cli.demos.images import EPOCHS, images
+from phalanx.cli.demos import EPOCHS, Demo, accuracy, images
 
 SHAPES = {"conv1": (20, 1, 3, 3), "conv2": (50, 20, 5, 5), "dense1": (800, 128), "dense2": (128, 10)}
 WINDOW = (1, 1, 2, 2)

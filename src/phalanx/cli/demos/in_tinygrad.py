@@ -9,8 +9,7 @@ from tinygrad.nn.optim import LARS
 from tinygrad.tensor import Tensor
 
 import phalanx
-from phalanx.cli.demos import Demo, accuracy
-from phalanx.cli.demos.images import EPOCHS, images
+from phalanx.cli.demos import EPOCHS, Demo, accuracy, images
 
 
 def lenet() -> list[Any]:

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 import phalanx
-from phalanx.cli.demos import Demo, accuracy
-from phalanx.cli.demos.images import EPOCHS, images
+from phalanx.cli.demos import EPOCHS, Demo, accuracy, images
 
 BATCH, LONG, PEAK_LR = 32, 20, 5e-3  # of digits
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -122,29 +121,24 @@ class Lane:
 
     def gradient(self, todo: Todo, onto: Gradient | None = None, watch: Watch | None = None) -> Computed:
         """Compute one replica, and add its gradient to ``onto`` if that is the same; runs user code."""
-        began = time.perf_counter()
         self.buffers.begin()
         versions = self._versions() if self._shared else []
         if self._parts == 1:
             batch = self._batch(todo.key, todo.share, watch)
-            fed = time.perf_counter()
             loss, weight = self._loss(batch, todo, todo.share, watch)
             if onto is not None and not (self._joins and _weight(todo, weight) == 1 and self.collector.joins):
                 onto = None
-            computed = time.perf_counter()
             taken = None if weight == 0 else self.collector.backward(loss, onto, self._trained(todo.phase))
             read = self._read(loss)
-            seconds = (fed - began, computed - fed, time.perf_counter() - computed)
         else:
             read, weight, taken = self._in_parts(todo, watch)
-            seconds = None
         if self._shared:
             self._check_unwritten(versions, "in forward, loss_fn or a hook")
         left = self.buffers.left()
         if watch is not None:
             for name, value in zip(self.buffers.paths, left, strict=True):
                 watch.told("buffer", name, value)
-        return Computed(read, weight, taken, left, seconds)
+        return Computed(read, weight, taken, left)
 
     def _in_parts(self, todo: Todo, watch: Watch | None) -> tuple[Any, float | None, Gradient | None]:
         """Loss, returned weight and gradient of a replica whose share is cut: the means of its micro-batches, in order.

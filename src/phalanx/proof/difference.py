@@ -1,24 +1,26 @@
-"""Values side by side: trees of arrays become named bytes; of two such, what differs first and by how much."""
+"""What differs first: of named values, which become bytes, and by how much; and of the links of two chains."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from phalanx.checkpoint.chain import Links
 from phalanx.definition.data import content, is_array, leaves
+from phalanx.frameworks.states import stored
 from phalanx.seams.snapshots import Tensor
 
 FLOATS = {"float16": np.uint16, "bfloat16": np.uint16, "float32": np.uint32, "float64": np.uint64}
 TEXT = "text"
-WHOLE = {"samples": "samples", "batch": "batch", "forward": "forward pass", "loss": "loss", "gradient": "gradient",
-         "fold": "fold", "norm": "norm of the gradient", "update": "update", "buffer": "buffers", "state": "state",
-         "end": "number of steps", "tensors": "tensors"}  # fmt: skip
-
-
+WORDS = {"forward": "forward pass", "norm": "norm of the gradient", "buffer": "buffers", "end": "number of steps"}
 OF_REPLICAS = ("samples", "batch", "forward", "loss", "gradient", "buffer")
+IN = "in A", "in B"
+MOST = 60  # characters of a value
+OWN = ("link", "step")  # what a line is called by, and no difference in itself
+PHASES = {"samples": "samples", "losses": "loss", "weights": "loss", "loss": "loss", "norm": "gradient", "lr": "update"}
 
 
 class Unequal(NamedTuple):
@@ -86,7 +88,7 @@ class Difference:
             where = "" if self.step is None else f" in step {self.step}{part}"
             whose = f" of replica {self.replica}" if self.replica is not None and self.phase in OF_REPLICAS else ""
             what = f", {self._what()}" if self.name not in (None, self.phase) else ""
-            told.append(f"A and B differ first{where}: {WHOLE.get(self.phase, self.phase)}{whose}{what}{self._much()}")
+            told.append(f"A and B differ first{where}: {WORDS.get(self.phase, self.phase)}{whose}{what}{self._much()}")
         elif self.fields:
             told.append("A and B were not made in the same way, but nothing that can be compared differs")
         told += [f"  {text}" for text in (self.line, self.note) if text]
@@ -130,12 +132,8 @@ def taken(value: Any) -> Tensor:
     """An array of any framework as bytes that stay as they are; of other values, their text."""
     if not is_array(value):
         return Tensor(TEXT, (), repr(value).encode(errors="surrogatepass"))
-    if hasattr(value, "detach"):
-        value = value.detach().cpu()
-        if str(value.dtype).endswith("bfloat16"):  # which numpy does not have
-            wide = np.asarray(value.float()).view(np.uint32)
-            return Tensor("bfloat16", tuple(value.shape), (wide >> 16).astype(np.uint16).tobytes())
-    return Tensor(*content(value))
+    kept = stored(value)
+    return Tensor(*content(value)) if kept is None else replace(kept, content=bytes(kept.content))
 
 
 def unequal(one: Mapping[str, Tensor], other: Mapping[str, Tensor], *, common: bool = False) -> Unequal | None:
@@ -169,3 +167,77 @@ def _ordered(bits: np.ndarray) -> np.ndarray:
     """Bits of floats as unsigned numbers in the order of the floats; neighbours differ by 1, and so do the zeros."""
     sign = bits.dtype.type(1 << (8 * bits.dtype.itemsize - 1))
     return np.where(bits & sign, ~bits, bits | sign)
+
+
+def parting(one: Links, other: Links) -> Difference | None:
+    """The first step of which the two say something else; None if there is none that both have.
+
+    All lines that both have are read.
+
+    Raises
+    ------
+    SnapshotError
+        A line that differs is damaged: its link is not that of what it says and of the link before.
+    """
+    first, end = max(one.first, other.first), min(len(one), len(other))
+    for step in range(first, end):
+        if one.line(step).rstrip() != other.line(step).rstrip():
+            told = one[step], other[step]
+            found = parted(step, *told)
+            if found is not None or one.first == other.first:
+                note = _said("link", (told[0]["link"], told[1]["link"]), IN)
+                return found or Difference(step=step, phase="samples", name="link", note=note)
+    return None
+
+
+def in_common(one: Links | None, other: Links | None) -> int:
+    """The step up to which two chains that do not part say the same of anything; 0 if they say nothing in common.
+
+    Raises
+    ------
+    SnapshotError
+        A line that only one of them has is damaged.
+    """
+    end = min(len(one), len(other)) if one and other else 0
+    if one and other and end > max(one.first, other.first):
+        left, right = one[end - 1], other[end - 1]
+        end = end if left["link"] == right["link"] or set(left) & set(right) - set(OWN) else 0
+    else:
+        end = 0
+    for links in filter(None, (one, other)):
+        links.check(end)
+    return end
+
+
+def parted(
+    step: int, one: Mapping[str, Any], other: Mapping[str, Any], sides: tuple[str, str] = IN
+) -> Difference | None:
+    """How two links of a step differ in what both say, in the order in which a step comes to it."""
+    common = [name for name in [*PHASES, *one] if name in one and name in other and name not in OWN]
+    differing = [name for name in dict.fromkeys(common) if one[name] != other[name]]
+    if not differing:
+        return None
+    name = what = differing[0]
+    values, replica, part = (one[name], other[name]), None, ""
+    if lists := [known for known in ("losses", "weights") if known in differing]:
+        replica = _first(one[lists[0]], other[lists[0]])
+    if replica is not None and name in ("losses", "weights") and all(replica < len(value) for value in values):
+        values = values[0][replica], values[1][replica]
+        what = "loss" if name == "losses" else "weight"
+    names = list(one.get("phases", ()))
+    if names and replica is not None:
+        count = max(1, len(one["losses"]) // len(names))  # replicas: each has a loss in every phase
+        part, replica = names[min(replica // count, len(names) - 1)], replica % count
+    what = what if what == name else f"{what} of replica {replica}"
+    note = _said(what, values, sides)
+    return Difference(step=step, replica=replica, phase=PHASES.get(name, name), name=name, part=part, note=note)
+
+
+def _said(what: str, values: tuple[Any, Any], sides: tuple[str, str]) -> str:
+    texts = (text if len(text) <= MOST else f"{text[: MOST - 3]}..." for text in map(str, values))
+    return f"{what} is " + ", and ".join(f"{text} {side}" for text, side in zip(texts, sides, strict=True))
+
+
+def _first(one: Any, other: Any) -> int:
+    pairs = zip(one, other, strict=False)
+    return next((number for number, (left, right) in enumerate(pairs) if left != right), min(len(one), len(other)))

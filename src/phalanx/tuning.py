@@ -1,41 +1,40 @@
-"""How many replicas, workers and threads suit a recipe on this machine: measured, with a picture and one sentence.
+"""How to choose what a recipe leaves open: replicas, workers and threads by measuring, a learning rate by trying.
 
-A step is trained for a short while in each way, so the figures are those of the user's own model and data. Nothing of
-the recipe changes, and nothing is kept: whoever follows the advice on ``replicas`` or ``threads`` chooses another
-answer, since both are part of it; ``workers`` changes the speed only.
+``tune`` trains for a short while in each way, so its figures are those of the user's own model and data. ``find_lr``
+trains with a rate that grows, as Smith (2017) proposed. Nothing of the recipe changes, and nothing is kept. Whoever
+follows advice on ``replicas``, ``threads`` or a rate chooses another answer; ``workers`` changes the speed only.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import math
 import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import tqdm
 
-from phalanx.definition.batches import BatchShares
-from phalanx.definition.fields import Definition
-from phalanx.definition.streams.supply import supplied
-from phalanx.engines.links import LocalLink
-from phalanx.errors import UsageError
-from phalanx.frameworks.registry import open_framework
+from phalanx.errors import NonFiniteError, UsageError
 from phalanx.recipe import Recipe
-from phalanx.seams import Computed, Framework, RunState, Todo
-from phalanx.step import commit, propose
 from phalanx.surroundings.presence import shows, usable_cores
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 REPLICAS = (1, 2, 4, 8, 16)
 WARM_STEPS = 3  # of each way, left out: the first ones fault memory in and fill caches
 ENOUGH_STEPS = 200
 AS_GOOD = 0.95  # of the best throughput; what two measurements of one thing differ by on a shared machine
-PARTS = ("input", "forward", "backward", "fold", "update")
 FOREVER = 1 << 40  # steps; a run is broken off when its time is over
+SMOOTHING = 0.9  # of the loss, over steps
+FIRST = 10  # steps that say little, as few losses are smoothed
+WIDE = 5  # steps on either side, over which a slope is taken
+DIVERGED = 4.0  # times the best smoothed loss
 
 
 @dataclass(frozen=True)
@@ -53,9 +52,6 @@ class Choice:
         Processor time of a step in one process over that of the plain loop with one thread; None for other ways.
     memory : int
         Bytes of all processes after the last step; pages that they share count once. 0 where the system does not tell.
-    phases : dict or None
-        Seconds of a step that go into input, forward, backward, fold and update, in one process with one thread; None
-        for other ways, and where the framework does not tell.
     """
 
     replicas: int
@@ -65,7 +61,6 @@ class Choice:
     samples_per_second: float
     price: float | None
     memory: int
-    phases: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -222,8 +217,7 @@ def _measure(recipe: Recipe, replicas: int, workers: int, threads: int, seconds:
             if len(spans) == ENOUGH_STEPS or now - began > seconds:
                 break
         memory = sum(map(_shared_bytes, [os.getpid(), *run.worker_pids]))
-    parts = phases(tried, seconds / 4, WARM_STEPS) if workers == threads == 1 else None
-    return Choice(replicas, workers, threads, statistics.median(spans), samples / sum(spans), None, memory, parts)
+    return Choice(replicas, workers, threads, statistics.median(spans), samples / sum(spans), None, memory)
 
 
 def _shared_bytes(pid: int) -> int:
@@ -235,56 +229,95 @@ def _shared_bytes(pid: int) -> int:
         return 0
 
 
-def phases(definition: Definition, seconds: float, warm: int) -> dict[str, float] | None:
-    """Mean seconds that a step, with all of its phases, spends in each part, in one process.
+@dataclass(frozen=True)
+class Rates:
+    """Losses over learning rates.
 
-    Over steps of about so many seconds in all, after ``warm`` ones.
-
-    None where the framework does not tell: it may compute forward and backward as one.
+    Attributes
+    ----------
+    lrs, losses : list of float
+        The rate of each step, and its smoothed loss.
+    suggestion : float
+        Where the loss fell fastest.
     """
-    watched: Any = _Watched(open_framework(definition, ()))
-    shares = BatchShares(definition, watched.opened)
-    link = LocalLink(watched, range(definition.replicas))
-    supply = supplied(definition, RunState(), contextlib.nullcontext(), lambda numbers, _: numbers)
-    spent, rounds = [0.0] * len(PARTS), definition.rounds
-    began, steps, updates = time.perf_counter(), 0, 0
-    with contextlib.closing(supply) if supply else contextlib.nullcontext(), watched.environment:
-        while steps <= warm or updates < rounds.updates(steps) or time.perf_counter() - began < seconds:
-            if updates == rounds.updates(warm):
-                spent, began = [0.0] * len(PARTS), time.perf_counter()
-            drawing = time.perf_counter()
-            if supply is None:
-                dealt = shares.planned(updates)
-            else:
-                dealt = shares.brought(supply.draw(rounds.at(updates).step))
-            link.begin(updates, dealt)
-            watched.seconds.clear()
-            started = time.perf_counter()
-            proposal = propose(watched, link, definition, updates, dealt)
-            proposed = time.perf_counter()
-            commit(watched, link, updates, proposal)
-            if None in watched.seconds:
-                return None
-            computed = [sum(column) for column in zip(*watched.seconds, strict=True)]
-            parts = [*computed, proposed - started - sum(computed), time.perf_counter() - proposed]
-            parts[0] += started - drawing if supply else 0.0  # a stream is read before its samples are dealt
-            spent = [before + part for before, part in zip(spent, parts, strict=True)]
-            updates += 1
-            steps = rounds.at(updates - 1).step + 1
-    return {name: total / (steps - warm) for name, total in zip(PARTS, spent, strict=True)}
+
+    lrs: list[float] = field(repr=False)
+    losses: list[float] = field(repr=False)
+    suggestion: float
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw losses over rates, with the suggestion.
+
+        Parameters
+        ----------
+        ax : matplotlib.axes.Axes, optional
+            A new figure's by default.
+        """
+        from phalanx.run.plots import plot_rates
+
+        return plot_rates(self.lrs, self.losses, self.suggestion, ax)
 
 
-class _Watched:
-    """A framework that keeps how long each replica's parts took."""
+def find_lr(recipe: Recipe, lowest: float = 1e-7, highest: float = 1.0, steps: int = 100, **options: Any) -> Rates:
+    """Train a copy of a recipe with a learning rate that grows from step to step, until the loss diverges.
 
-    def __init__(self, framework: Framework) -> None:
-        self._framework = framework
-        self.seconds: list[tuple[float, float, float] | None] = []
+    Parameters
+    ----------
+    recipe : Recipe
+        With data, and an optimizer of torch; it is not changed.
+    lowest, highest : float
+        The first rate and the last; each step's is the same factor higher.
+    steps : int, default 100
+    **options
+        As for ``recipe.train``: ``workers=2``. They do not change what is found.
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._framework, name)
+    Returns
+    -------
+    Rates
+        ``.suggestion``, ``.lrs``, ``.losses``, ``.plot()``.
 
-    def gradients(self, todo: Sequence[Todo]) -> Iterator[Computed]:
-        for computed in self._framework.gradients(todo):
-            self.seconds.append(computed.seconds)
-            yield computed
+    Raises
+    ------
+    UsageError
+        There is no data, the rates are in no order, or the optimizer's rate is not that of a parameter group.
+    """
+    if recipe.data is None or not 0 < lowest < highest < math.inf or steps < 2 * FIRST:
+        raise UsageError(
+            f"lowest is {lowest}, highest is {highest}, steps is {steps}; find_lr needs 0 < lowest < highest, at least "
+            f"{2 * FIRST} steps, and a recipe with data"
+        )
+    from phalanx.frameworks.torch.epochs import exponential
+
+    growth = (highest / lowest) ** (1 / (steps - 1))
+    changes: dict[str, Any] = {
+        "steps": steps,
+        "epochs": None,
+        "scheduler": functools.partial(exponential, lowest=lowest, growth=growth),
+        "on_nonfinite": "stop",
+    }
+    made = dataclasses.replace(recipe, **changes, schedule_every=None, schedule_on=None)
+    lrs: list[float] = []
+    losses: list[float] = []
+    mean = 0.0
+    with made.start(**{"progress": False, **options}) as run:  # type: ignore[arg-type]
+        try:
+            for report in run:
+                if math.isnan(report.lr):
+                    raise UsageError("the optimizer keeps its rate to itself, as optax's do; find_lr needs torch's")
+                mean = SMOOTHING * mean + (1 - SMOOTHING) * report.loss
+                lrs.append(report.lr)
+                losses.append(mean / (1 - SMOOTHING ** len(lrs)))
+                if losses[-1] > DIVERGED * min(losses):
+                    break
+        except NonFiniteError:  # it diverged in one step
+            pass
+    return Rates(lrs, losses, _steepest(lrs, losses))
+
+
+def _steepest(lrs: Sequence[float], losses: Sequence[float]) -> float:
+    """The rate at which the loss falls fastest over the logarithm of rates, before its lowest."""
+    lowest = min(range(len(losses)), key=losses.__getitem__) if losses else 0
+    slopes = [losses[at + WIDE] - losses[at - WIDE] for at in range(FIRST, lowest - WIDE)]
+    if not slopes:
+        raise UsageError("the loss never fell, so there is no rate to suggest; take a lower lowest, or more steps")
+    return lrs[FIRST + min(range(len(slopes)), key=slopes.__getitem__)]

@@ -1,4 +1,7 @@
-"""What can be compared: directories of runs, snapshots, chains, files of tensors, results and tensors in memory."""
+"""What can be compared: directories of runs, snapshots, chains, files of tensors, results and tensors in memory.
+
+And what two runs say of how they were made, and whether a recipe at hand is that of a run.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,14 +17,14 @@ from typing import Any
 from phalanx.checkpoint import files, tensors
 from phalanx.checkpoint.chain import CHAIN, Links, records
 from phalanx.checkpoint.chained import tensors_of
-from phalanx.checkpoint.directory import SNAPSHOTS
 from phalanx.checkpoint.origin import recall
-from phalanx.checkpoint.snapshot import FACTS, MANIFEST, MOST_JSON, MOST_TENSORS
+from phalanx.checkpoint.snapshot import FACTS, MOST_JSON, MOST_TENSORS, read
 from phalanx.definition.data import is_array
+from phalanx.definition.described import Comparison, compare, described
 from phalanx.definition.fields import Definition
 from phalanx.errors import PhalanxError, SnapshotError, UsageError
-from phalanx.proof.compare.values import taken
-from phalanx.proof.instant import snapshot_at, steps_in
+from phalanx.proof.difference import taken
+from phalanx.proof.instant import snapshots
 from phalanx.run.result import Result
 from phalanx.seams.snapshots import Tensor
 
@@ -55,13 +59,19 @@ class Side:
     loose: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     recipe: Definition | None = None
 
+    @property
+    def chain(self) -> Links:
+        """Its links, which it has to have."""
+        if self.links is None:
+            raise UsageError(f"run_dir is {self.name!r}, which has no chain; give the directory of a run")
+        return self.links
+
     def tensors(self, step: int) -> dict[str, Tensor]:
-        """The tensors of the state after so many steps, if there is a snapshot of it."""
-        try:
-            found = snapshot_at(self.folder, step)
-        except SnapshotError:
-            return {}
-        return tensors_of(found.weights, found.training)
+        """The tensors of the state after so many steps, if there is a good snapshot of it."""
+        with contextlib.suppress(SnapshotError, KeyError):
+            found = read(snapshots(self.folder)[step])
+            return tensors_of(found.weights, found.training)
+        return {}
 
     def newest(self) -> dict[str, Tensor]:
         """The tensors of the newest state that there is a good snapshot of."""
@@ -109,52 +119,40 @@ def side(target: Any, recipe: Definition | None = None) -> Side:
 
 def _folder(path: pathlib.Path, recipe: Definition | None) -> Side:
     found = Side(str(path), path, recipe=recipe or recall(path))
-    steps = list(steps_in(path)) if (path / MANIFEST).exists() or (path / SNAPSHOTS).is_dir() else None
-    chain = path / CHAIN
-    if chain.exists():
-        _chain(found, chain)
-    elif steps is None:
+    saved = snapshots(path)  # listed before the chain is opened, which is never older than a snapshot
+    if (path / CHAIN).exists():
+        _chain(found, path / CHAIN)
+    elif not saved:
         raise UsageError(f"{str(path)!r} has neither a chain nor snapshots; give the directory of a run, or a snapshot")
-    for step in steps or ():  # listed before the chain was opened, which is never older than a snapshot
-        facts = _facts(path if (path / MANIFEST).exists() else path / SNAPSHOTS / f"step-{step:012d}")
-        parts = [part for part in _objects(facts, "hashes").values() if isinstance(part, dict)]
+    for step, folder in saved.items():
+        facts: Any = {}
+        with contextlib.suppress(OSError, ValueError, RecursionError):  # its tensors are checked when they are read
+            facts = json.loads(files.read(folder / FACTS, MOST_JSON))
+        parts = [part for part in _object(facts, "hashes").values() if isinstance(part, dict)]
         if parts:
             found.states[step] = tensors_of(parts[0], parts[1] if len(parts) > 1 else {})
         for name in ("recipe", "environment"):
-            found.run.setdefault(name, _objects(facts, name))
+            found.run.setdefault(name, _object(facts, name))
     return found
-
-
-def _facts(folder: pathlib.Path) -> dict[str, Any]:
-    """What a snapshot says of itself; its tensors are checked when they are read."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        facts = json.loads(files.read(folder / FACTS, MOST_JSON))
-        return facts if isinstance(facts, dict) else {}
-    return {}
 
 
 def _chain(found: Side, path: pathlib.Path) -> Side:
-    found.links = Links(path)
+    found.links = links = Links(path)
     for told in records(path, "run"):
-        found.run = told | {name: _objects(told, name) for name in ("recipe", "environment")}
+        found.run = told | {name: _object(told, name) for name in ("recipe", "environment")}
     for told in records(path, "state"):
-        with contextlib.suppress(PhalanxError, KeyError):
-            if _bound(found.links, told):
-                found.states[told["step"]] = _objects(told, "leaves")
+        step = told["step"]
+        with contextlib.suppress(PhalanxError, KeyError):  # steps may have been done again since, and differently
+            begun = step == links.first <= len(links)
+            if begun or (links.first < step <= len(links) and links.before(step) == told["link"]):
+                found.states[step] = _object(told, "leaves")
     return found
 
 
-def _objects(facts: dict[str, Any], name: str) -> dict[str, Any]:
-    value = facts.get(name)
+def _object(facts: Any, name: str) -> dict[str, Any]:
+    """A part of what a file says, which may be anything."""
+    value = facts.get(name) if isinstance(facts, dict) else None
     return value if isinstance(value, dict) else {}
-
-
-def _bound(links: Links, told: dict[str, Any]) -> bool:
-    """Whether a record belongs to the chain as it is now; steps may have been done again since, and differently."""
-    step = told["step"]
-    if step == links.first:
-        return step <= len(links)
-    return links.first < step <= len(links) and links.before(step) == told["link"]
 
 
 def _loose(path: pathlib.Path) -> dict[str, Tensor]:
@@ -162,3 +160,38 @@ def _loose(path: pathlib.Path) -> dict[str, Tensor]:
         return tensors.read(memoryview(files.read(path, MOST_TENSORS)), None)
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise SnapshotError(f"{path} cannot be used: {error}") from error
+
+
+def different_fields(one: Side, other: Side) -> dict[str, str]:
+    """What of recipe, environment and data differs, in words, by name."""
+    found: dict[str, str] = {}
+    mine, theirs = (side.run.get("recipe") or {} for side in (one, other))
+    with contextlib.suppress(ValueError):  # one of them is no recipe
+        told = compare(mine, theirs)
+        for text in (*told.differs, *told.hints, *told.versions):
+            sided = text.replace(" here, and ", " in A, and ").replace(" here than there", " in A than in B")
+            found.setdefault(re.split(r"[^\w]", text, maxsplit=1)[0], re.sub(r" there$", " in B", sided))
+    left, right = (side.run.get("environment") or {} for side in (one, other))
+    for name in {**left, **right} if left and right else ():
+        if left.get(name) != right.get(name):
+            found.setdefault(name, f"{name} is {left.get(name)} in A, and {right.get(name)} in B")
+    return found
+
+
+def another(recipe: Definition, recorded: Any) -> str:
+    """How a recipe differs, or its code reads differently, from what a run has recorded, in words; else empty."""
+    differs, reads = differing(recipe, recorded)
+    return differs or reads
+
+
+def differing(recipe: Definition, recorded: Any) -> tuple[str, str]:
+    """How a recipe differs from what a run has recorded, and how it only reads differently; "" where it does not.
+
+    Attributes are left out, as they change in use.
+    """
+    try:
+        told = compare(described(recipe), recorded) if recorded else Comparison()
+    except ValueError:
+        return "what is told of it cannot be read", ""
+    hints = [hint for hint in told.hints if hint.endswith("reads differently") or " (its variable " in hint]
+    return next(iter(told.differs), ""), next(iter(hints), "")

@@ -1,0 +1,280 @@
+"""What goes by a metric: stop when it does not get better any more, keep the weights with which it was best."""
+
+from __future__ import annotations
+
+import functools
+import math
+import pathlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.checkpoint import files, tensors
+from phalanx.checkpoint.export import copied_weights, read_weights, weights_of
+from phalanx.definition import checks
+from phalanx.definition.checks.elsewhere import answering
+from phalanx.definition.plain import Each, check_like
+from phalanx.errors import UsageError
+
+LARGE = re.compile(r"acc|auc|f1|f_?score|precision|recall|r2|iou|dice|bleu|rouge|correct", re.IGNORECASE)
+SMALL = re.compile(r"loss|err|mse|mae|rmse|perplexity|ppl|nll|wer|cer|entropy", re.IGNORECASE)
+FOLDER = "best"
+NAME = re.compile(r"step-(\d{12})\.safetensors")
+
+
+class Better:
+    """A metric by name, and whether large or small values of it are good.
+
+    Parameters
+    ----------
+    metric : str
+    mode : "min", "max" or "auto"
+        "auto": as the metric's name says.
+    min_delta : float
+        By how much a value has to be better to count.
+
+    Raises
+    ------
+    UsageError
+        An argument is wrong, or the name says nothing.
+    """
+
+    def __init__(self, metric: str, mode: str, min_delta: float = 0.0) -> None:
+        if not isinstance(metric, str) or not metric:
+            raise UsageError(f"metric is {checks.shown(metric)}; it must be the name of a metric of evaluation=")
+        checks.choice("mode", mode, ("auto", "min", "max"))
+        if not isinstance(min_delta, (int, float)) or not 0 <= min_delta < math.inf:
+            raise UsageError(f"min_delta is {checks.shown(min_delta)}; it must be a number of at least 0")
+        large, small = bool(LARGE.search(metric)), bool(SMALL.search(metric))
+        if mode == "auto" and large == small:
+            raise UsageError(
+                f"metric is {metric!r}, of which the name does not say whether more is better; add mode='max' or 'min'"
+            )
+        self.metric = metric
+        self._sign = 1 if mode == "max" or (mode == "auto" and large) else -1
+        self._min_delta = min_delta
+
+    def of(self, values: Mapping[str, float]) -> float | None:
+        """The metric's value, if it was evaluated.
+
+        Raises
+        ------
+        UsageError
+            There is no such metric: another evaluation would not have it either.
+        """
+        if self.metric in values:
+            return values[self.metric]
+        folder = self.metric.rpartition("/")[0]
+        if any(name.rpartition("/")[0] == folder for name in values):
+            raise UsageError(
+                f"metric is {self.metric!r}, but what is evaluated is {', '.join(values)}; name one of those"
+            )
+        return None  # of another evaluation, that was not due
+
+    def is_better(self, value: float, than: float | None) -> bool:
+        """Whether a value improves on the best so far; NaN never does."""
+        return not math.isnan(value) and (than is None or self._sign * (value - than) > self._min_delta)
+
+    def rank(self, value: float) -> float:
+        """Sorts the best value first."""
+        return math.inf if math.isnan(value) else -self._sign * value
+
+
+@answering(monitor="it is called metric: the name of a metric of evaluation=", min_change="it is called min_delta")
+class EarlyStopping:
+    """Ends the run once so many evaluations in a row have not improved on the best.
+
+    It decides how many steps there are, so it is the one option of ``train`` that changes the answer. The answer is
+    exact all the same: evaluations have the same bits for any number of workers, and what was counted is in snapshots,
+    so a run that was killed and resumed stops after the same step.
+
+    Parameters
+    ----------
+    metric : str
+        The name of a metric of ``evaluation=``, as in ``result.metric_history``.
+    patience : int, default 3
+        Evaluations without an improvement after which the run ends.
+    min_delta : float, default 0.0
+        By how much a value has to be better to be an improvement.
+    mode : "auto", "min" or "max"
+        What is better; "auto": as the metric's name says ("accuracy": more, "loss": less).
+
+    Attributes
+    ----------
+    best_value : float or None
+        The best value so far.
+    stopped_at : int or None
+        After how many steps the run was ended.
+    waits_for : str
+        The metric's name: a run that evaluates nothing is refused.
+    """
+
+    everywhere = True
+
+    def __init__(self, metric: str, patience: int = 3, min_delta: float = 0.0, mode: str = "auto") -> None:
+        self._better = Better(metric, mode, min_delta)
+        self.waits_for = metric
+        self._patience = checks.integer("patience", patience, least=1)
+        said = {"patience": self._patience, "min_delta": min_delta, "mode": mode}
+        usual = {"min_delta": 0.0, "mode": "auto"}
+        shown = [f"{name}={value!r}" for name, value in said.items() if usual.get(name) != value]
+        self._spelled = f"{type(self).__name__}({', '.join([repr(metric), *shown])})"
+        self._stopped_by = self._spelled
+        self.best_value: float | None = None
+        self.stopped_at: int | None = None
+        self._waited = 0
+        self._run: Any = None
+        self._resumed = False
+
+    def begin(self, run: Any) -> None:
+        """Count from 0 in each run, unless it goes on from a snapshot; one that had ended stays so."""
+        self._run = run
+        if not self._resumed:
+            self.best_value, self.stopped_at, self._waited = None, None, 0
+        self._resumed = False
+        if self.stopped_at is not None:
+            run.stop(self._stopped_by)
+
+    def evaluated(self, values: Mapping[str, float]) -> None:
+        """Compare with the best."""
+        value = self._better.of(values)
+        if value is None:
+            return
+        if self._better.is_better(value, self.best_value):
+            self.best_value, self._waited = value, 0
+            return
+        self._waited += 1
+        if self._waited >= self._patience:
+            self.stopped_at, self._stopped_by = self._run.steps, self._spelled
+            self._run.stop(self._spelled)
+
+    def state(self) -> dict[str, Any]:
+        """What was counted."""
+        counted = {"best": self.best_value, "waited": self._waited, "stopped_at": self.stopped_at}
+        return counted if self.stopped_at is None else {**counted, "stopped_by": self._stopped_by}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Count on from there."""
+        ended = {} if state["stopped_at"] is None else {"stopped_by": str}
+        kinds = {"best": float | None, "waited": int, "stopped_at": int | None, **ended}
+        check_like(state, kinds, "EarlyStopping")
+        self.best_value, self._waited, self.stopped_at = state["best"], state["waited"], state["stopped_at"]
+        self._stopped_by = state.get("stopped_by", self._spelled)
+        self._resumed = True
+
+
+@dataclass(frozen=True, eq=False)
+class Best:
+    """Weights that were good.
+
+    Attributes
+    ----------
+    metric : str
+    value : float
+        Of the metric.
+    steps : int
+        How many were done.
+    path : pathlib.Path or None
+        The safetensors file in ``run_dir``; None where they are kept in memory.
+    """
+
+    metric: str
+    value: float
+    steps: int
+    path: pathlib.Path | None = None
+    kept: dict[str, Any] | None = field(default=None, repr=False)
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        """Parameters and buffers by name: ``model.load_state_dict(result.best.weights)``; averaged with ``EMA``."""
+        if self.kept is not None:
+            return self.kept
+        assert self.path is not None
+        return read_weights(self.path)
+
+
+@answering(
+    monitor="it is called metric: the name of a metric of evaluation=",
+    save_top_k="it is called keep",
+    dirpath="they are kept in best/ of train(run_dir=...)",
+    filename="they are kept as best/step-....safetensors of train(run_dir=...)",
+)
+class SaveBest:
+    """Keeps the best weights by a metric: as files in the run's directory, or in memory where there is none.
+
+    Parameters
+    ----------
+    metric : str
+        The name of a metric of ``evaluation=``.
+    keep : int, default 1
+        How many are kept.
+    mode : "auto", "min" or "max"
+        What is better; "auto": as the metric's name says.
+
+    Attributes
+    ----------
+    kept : list of Best
+        The best first.
+    """
+
+    def __init__(self, metric: str, keep: int = 1, mode: str = "auto") -> None:
+        self._better = Better(metric, mode)
+        self.waits_for = metric
+        self._keep = checks.integer("keep", keep, least=1)
+        self.kept: list[Best] = []
+        self._run: Any = None
+        self._folder: pathlib.Path | None = None
+        self._known: list[tuple[float, int]] | None = None
+
+    @property
+    def best(self) -> Best | None:
+        """The best of all; also ``result.best``."""
+        return self.kept[0] if self.kept else None
+
+    def begin(self, run: Any) -> None:
+        """Begin anew, unless the run goes on from a snapshot; files of steps that are done again are written again."""
+        self._run, known = run, self._known or []
+        self._folder = None if run.run_dir is None else run.run_dir.resolve() / FOLDER
+        self.kept = [Best(self._better.metric, value, steps, self._file_of(steps)) for value, steps in known]
+        self._known = None
+        if self._folder is None:
+            return
+        files.make_folder(self._folder)
+        files.clear_away(self._folder)
+        names = {self._file_of(steps) for _, steps in known}
+        for path in self._folder.iterdir():
+            if path not in names and NAME.fullmatch(path.name):
+                files.remove(path)
+
+    def evaluated(self, values: Mapping[str, float]) -> None:
+        """Keep the weights if they are among the best."""
+        value = self._better.of(values)
+        full = len(self.kept) >= self._keep
+        if value is None or not self._better.is_better(value, self.kept[-1].value if full else None):
+            return
+        run, steps = self._run, self._run.steps
+        path, state = self._file_of(steps), (run.model, run.params, run.averaged or {})
+        if path is None:
+            kept = Best(self._better.metric, value, steps, None, copied_weights(*state))
+        else:
+            files.make_folder(path.parent)
+            files.replace(path, functools.partial(tensors.write, tensors=weights_of(*state)))
+            kept = Best(self._better.metric, value, steps, path)
+        ranked = sorted([*self.kept, kept], key=lambda item: (self._better.rank(item.value), item.steps))
+        self.kept, gone = ranked[: self._keep], ranked[self._keep :]
+        for item in gone:
+            if item.path is not None:
+                files.remove(item.path)
+
+    def state(self) -> dict[str, Any]:
+        """Which are kept, without their weights."""
+        return {"kept": [[item.value, item.steps] for item in self.kept]}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from there: their files are in the directory."""
+        check_like(state, {"kept": Each([float, int])}, "SaveBest")
+        self._known = [(value, steps) for value, steps in state["kept"]]
+
+    def _file_of(self, steps: int) -> pathlib.Path | None:
+        return None if self._folder is None else self._folder / f"step-{steps:012d}.safetensors"

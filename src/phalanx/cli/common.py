@@ -1,0 +1,91 @@
+"""What the commands share: their options, recipes in Python files, and how they print and draw."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import json
+import pathlib
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from phalanx.errors import UsageError
+from phalanx.recipe import Recipe
+
+PICTURES = (".png", ".pdf", ".svg")
+File = Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="A Python file that defines `recipe`, or NAME.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+Plot = Annotated[str, typer.Option("--plot", metavar="PATH", help="Where to write the picture.")]
+
+
+def load_recipe(file: str) -> tuple[Recipe, Any, Any]:
+    """The recipe, with the evaluation and the callbacks if there are, of ``PATH`` or ``PATH:NAME``.
+
+    Raises
+    ------
+    UsageError
+        There is no such file, or it defines no recipe of that name. What the file itself raises comes through.
+    """
+    path, colon, name = file.rpartition(":")
+    path, name = (path, name or "recipe") if colon and (not name or name.isidentifier()) else (file, "recipe")
+    source = pathlib.Path(path).resolve()
+    spec = importlib.util.spec_from_file_location(f"phalanx_file_{source.stem}", source)
+    if not source.is_file():
+        raise UsageError(f"FILE is {path!r}, which does not exist or is no file; give FILE or FILE:NAME")
+    if spec is None or spec.loader is None:
+        raise UsageError(
+            f"FILE is {path!r}, which is not a Python file; give one that defines `{name} = phalanx.Recipe(...)`"
+        )
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(source.parent))
+    spec.loader.exec_module(module)
+    recipe = getattr(module, name, None)
+    if not isinstance(recipe, Recipe):
+        raise UsageError(
+            f"{path} defines no recipe named {name!r}; add `{name} = phalanx.Recipe(...)`, or give FILE:NAME"
+        )
+    return recipe, getattr(module, "evaluation", None), getattr(module, "callbacks", ())
+
+
+def show(facts: Any, rows: Iterable[Sequence[Any]], *, json_: bool) -> None:
+    """Print one JSON object for machines, or rows as a table for people; a cell alone is a sentence."""
+    if json_:
+        typer.echo(json.dumps(facts))
+        return
+    cells = [[str(cell) for cell in row] for row in rows]
+    table = [row for row in cells if len(row) > 1]
+    widths = [max(map(len, column)) for column in itertools.zip_longest(*table, fillvalue="")]
+    for row in cells:
+        aligned = [f"{cell:{width}}" for cell, width in zip(row, widths, strict=False)]
+        typer.echo("  ".join(aligned).rstrip() if len(row) > 1 else "".join(row))
+
+
+def check_picture(path: str) -> None:
+    """Refuse a picture that matplotlib would not know how to write, or that needs it where it is missing."""
+    if path and pathlib.Path(path).suffix not in PICTURES:
+        raise UsageError(f"--plot is {path!r}; its ending must be one of {', '.join(PICTURES)}")
+    if path and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError(
+            f"--plot is {path!r}, but matplotlib is missing; pip install 'phalanx[plot]', or give --plot ''"
+        )
+
+
+def save(drawn: Any, path: str) -> pathlib.Path:
+    """Write a picture, a figure or the axes of one, where --plot says; returns where."""
+    with writing("--plot", path) as target:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        getattr(drawn, "figure", drawn).savefig(target)
+    return target
+
+
+@contextlib.contextmanager
+def writing(option: str, path: str) -> Iterator[pathlib.Path]:
+    """The place that an option names; a UsageError says what cannot be written there."""
+    try:
+        yield pathlib.Path(path)
+    except OSError as error:
+        raise UsageError(f"{option} is {path!r}, which cannot be written: {error.strerror}; give another") from error

@@ -1,0 +1,349 @@
+"""Where two runs differ first: recipe, environment, data, then the step, the replica, the phase and the tensor.
+
+Links tell the step, and hashes of states which tensors. Where the recipes are at hand, the steps since the last state
+that was the same are computed again on both sides, which tells the rest: of a step the phase, the replica, the tensor,
+and the operation with its line in user code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from phalanx import errors
+from phalanx.checkpoint.chained import tensors_of
+from phalanx.checkpoint.snapshot import Snapshot, read
+from phalanx.definition.fields import Definition
+from phalanx.errors import PhalanxError, SnapshotError, UsageError
+from phalanx.proof.difference import Difference, Unequal, flat, in_common, parting, taken, unequal
+from phalanx.proof.instant import Instant, snapshots
+from phalanx.proof.sides import Side, another, different_fields, side
+from phalanx.run.observers import shown
+from phalanx.seams import Watch
+from phalanx.seams.events import StepReport
+from phalanx.seams.snapshots import Captured, Tensor
+
+UNTOLD = {"gradient": "links do not tell a replica's gradient from the fold of all",
+          "update": "links do not tell an update from a gradient or a fold of the same norm"}  # fmt: skip
+MOST_LOSSES = 100_000  # that are kept for a picture
+ELSEWHERE = tuple(os.path.dirname(os.path.realpath(file)) for file in (os.__file__, errors.__file__))  # no user code
+
+
+def diff(
+    a: Any, b: Any, *, recipes: tuple[Definition | None, Definition | None] = (None, None), operations: bool = False
+) -> Difference | None:
+    """Where two runs differ first.
+
+    Parameters
+    ----------
+    a, b : path-like, Result or dict of tensors
+        Directories of runs, snapshots, chains, safetensors files; results, or tensors by name.
+    recipes : (Recipe, Recipe), optional
+        Those of the two runs, so that steps can be computed again. By default, those that were trained in this process.
+    operations : bool
+        Whether to go down to the first operation whose output differs.
+
+    Returns
+    -------
+    Difference or None
+        None: they are the same, as far as both say anything.
+
+    Raises
+    ------
+    UsageError
+        One of them is nothing that can be compared, or they have nothing in common.
+    SnapshotError
+        One of them is damaged.
+    """
+    with contextlib.closing(side(a, recipes[0])) as one, contextlib.closing(side(b, recipes[1])) as other:
+        return _compared(one, other, operations)
+
+
+def _compared(one: Side, other: Side, operations: bool) -> Difference | None:
+    fields = different_fields(one, other)
+    if one.loose or other.loose:
+        return _loosely(one, other, fields)
+    parted = parting(one.links, other.links) if one.links and other.links else None
+    last_same, state = _states(one, other)
+    if parted is None and state is None:
+        return _ends(one, other, fields, last_same)
+    found, note, parameters = None, "", list[str]()
+    last = min(([parted.step or 0] if parted else []) + ([state - 1] if state is not None else []))
+    if not (missing := _missing(one, other)) and last >= 0:
+        found, note, parameters = _again(one, other, last_same, last, operations)
+    elif state != 0:
+        note = f"{missing}, so nothing was computed again"
+    if found is None:
+        found = _as_recorded(one, other, parted, state, last_same, parameters)
+        untold = UNTOLD.get(found.phase or "", "") if found.name != "lr" else ""
+        note = "; ".join(filter(None, [note, untold]))
+    replica = found.replica
+    if parted and (parted.step or 0) <= (found.step or 0):
+        note = "; ".join(filter(None, [f"link {parted.step}: {parted.note}", note]))
+        replica = parted.replica if replica is None and parted.step == found.step else replica
+    return replace(found, fields=fields, replica=replica, note=note, losses=_losses(one, other))
+
+
+def _loosely(one: Side, other: Side, fields: dict[str, str]) -> Difference | None:
+    """Tensors of no known step, with those of the newest state of the other side."""
+    sides = [side.loose or side.newest() for side in (one, other)]
+    both = bool(one.loose and other.loose)
+    if not both and not set(sides[0]) & set(sides[1]):
+        raise UsageError(f"{one.name} and {other.name} have no tensor in common; give a run that has a snapshot")
+    what = unequal(*sides, common=not both)
+    if what is None:
+        return None
+    return Difference(fields, phase="tensors", **what._asdict())
+
+
+def _missing(one: Side, other: Side) -> str:
+    """Why steps cannot be computed again, if they cannot."""
+    for run, name in ((one, "A"), (other, "B")):
+        if run.recipe is None:
+            return "no recipe is at hand"
+        why = another(run.recipe, run.run.get("recipe"))
+        if why:
+            return f"the recipe at hand is not the one that {name} had ({why})"
+    return ""
+
+
+def _ends(one: Side, other: Side, fields: dict[str, str], same: int) -> Difference | None:
+    """All that both have is the same: one may have more of it.
+
+    Raises
+    ------
+    UsageError
+        What they have is not of the same steps.
+    """
+    common = max(same, in_common(one.links, other.links))
+    counts = [max([len(side.links or ()), *side.states]) for side in (one, other)]
+    states = set(one.states) & set(other.states)
+    if common < min(counts) or not (common or states):
+        raise UsageError(
+            f"it cannot be told: A has {counts[0]} steps and B has {counts[1]}, and what both say is the same up to "
+            f"step {common}, from where on they have no links or states of the same steps; give runs with chains, or "
+            "snapshots of one step"
+        )
+    if counts[0] != counts[1]:
+        note = f"A has {counts[0]} steps, and B has {counts[1]}; those that both have are the same"
+        return Difference(fields, min(counts), None, "end", note=note, losses=_losses(one, other))
+    return Difference(fields, losses=_losses(one, other)) if fields else None
+
+
+def _states(one: Side, other: Side) -> tuple[int, int | None]:
+    """The newest step up to which states are known to be the same, and the first one whose state is another."""
+    same = 0
+    for step in sorted(set(one.states) & set(other.states)):
+        left, right = one.states[step], other.states[step]
+        if any(left[name] != right[name] for name in left if name in right):
+            return same, step
+        same = step
+    return same, None
+
+
+def _again(one: Side, other: Side, same: int, last: int, operations: bool) -> tuple[Difference | None, str, list[str]]:
+    """Compute the steps since the last state that was the same again, on both sides.
+
+    Returns what differs, or why nothing was found, and the names of parameters.
+    """
+    assert one.recipe is not None, "who asks has looked"
+    assert other.recipe is not None, "who asks has looked"
+    begins: tuple[Snapshot | None, Snapshot | None] = None, None
+    saved = [snapshots(side.folder) for side in (one, other)]
+    known = set(saved[0]) & set(saved[1]) & set(one.states) & set(other.states)
+    for step in sorted((step for step in known if step <= min(same, last)), reverse=True):
+        with contextlib.suppress(SnapshotError):  # an earlier one may be whole
+            begins = read(saved[0][step]), read(saved[1][step])
+            break
+    try:
+        with Instant(one.recipe, begins[0]) as left, Instant(other.recipe, begins[1]) as right:
+            found = first_difference(left, right, last, operations=operations)
+            same_now = "computed again here, both recipes do the same: one of the two runs did something else"
+            return found, "" if found else same_now, left.parameters
+    except PhalanxError as error:
+        return None, f"steps could not be computed again: {error}", []
+
+
+def _as_recorded(
+    one: Side, other: Side, parted: Difference | None, state: int | None, same: int, parameters: Sequence[str]
+) -> Difference:
+    """What links and hashes of states tell by themselves."""
+    if state is not None and (parted is None or state <= (parted.step or 0)):
+        leaf = _differing(one, other, state)[0]
+        phase = "state" if state == 0 or state - same > 1 else _written_in(leaf, one.states[state], parameters)
+        return Difference(step=max(0, state - 1), phase=phase, **_measured(one, other, state, leaf)._asdict())
+    assert parted is not None, "one of both differs"
+    if state is not None and state == (parted.step or 0) + 1 and parted.phase in ("gradient", "update"):
+        return replace(parted, **_measured(one, other, state, _differing(one, other, state)[0])._asdict())
+    return parted
+
+
+def _written_in(leaf: str, state: Mapping[str, str], parameters: Sequence[str]) -> str:
+    """The phase of a step that writes a tensor; "state" where nobody knows whether it is a parameter or a buffer."""
+    kept = [name for name in state if name.startswith("optimizer.")]
+    if leaf in parameters or leaf.startswith("optimizer") or any(leaf in name for name in kept):
+        return "update"
+    return "buffer" if parameters or kept else "state"
+
+
+def _differing(one: Side, other: Side, state: int) -> list[str]:
+    left, right = one.states[state], other.states[state]
+    return [name for name in left if name in right and left[name] != right[name]]
+
+
+def _measured(one: Side, other: Side, state: int, leaf: str) -> Unequal:
+    """How much a tensor differs, where both states are there."""
+    sides = [{name: value for name, value in side.tensors(state).items() if name == leaf} for side in (one, other)]
+    found = unequal(*sides) if all(sides) else None
+    return found or Unequal(leaf, None, None)
+
+
+def _losses(one: Side, other: Side) -> tuple[list[float], list[float]]:
+    return tuple(  # type: ignore[return-value]
+        [float(side.links.told(step).get("loss", "nan")) for step in range(side.links.first, len(side.links))]
+        if side.links is not None and len(side.links) <= MOST_LOSSES
+        else []
+        for side in (one, other)
+    )
+
+
+class Told(NamedTuple):
+    """Something that was computed within a replica-step: when, what, as bytes, and where in user code."""
+
+    phase: str
+    name: str
+    values: dict[str, Tensor]
+    line: str
+
+
+def first_difference(one: Instant, other: Instant, last: int, *, operations: bool = False) -> Difference | None:
+    """Do steps on both sides, from where they are, up to ``last``; None if they do the same."""
+    before = one.capture(), other.capture()
+    start = unequal(*map(_tensors, before))
+    if start is not None:
+        return _at(one.step, None, "state", start)
+    updates = range(one.update, one.definition.rounds.updates(last + 1))
+    for update in shown(updates, "phalanx: computing both again"):
+        reports = one.advance(whole=False), other.advance(whole=False)
+        after = one.capture(), other.capture()
+        if _same(*reports) and unequal(*map(_tensors, after)) is None:
+            before = after
+            continue
+        one.put(before[0], update)
+        other.put(before[1], update)
+        found = _within_replicas(one, other, operations) or _folded(one, other) or _after_folds(one, reports, after)
+        return replace(found, part=one.phase)
+    return None
+
+
+def _at(step: int, replica: int | None, phase: str, what: Unequal, line: str = "") -> Difference:
+    return Difference(step=step, replica=replica, phase=phase, line=line, **what._asdict())
+
+
+def _tensors(state: Captured) -> dict[str, Tensor]:
+    return tensors_of(state.weights, state.training)
+
+
+def _same(one: StepReport, other: StepReport) -> bool:
+    left, right = ((repr(report.parts), repr(report.grad_norm), repr(report.lr)) for report in (one, other))
+    return left == right
+
+
+def _within_replicas(one: Instant, other: Instant, operations: bool) -> Difference | None:
+    """The first replica that does something else, and what."""
+    shares = one.shares(), other.shares()
+    for replica in range(min(map(len, shares))):
+        dealt = [{"samples": taken(side[replica].samples)} for side in shares]
+        found = unequal(*dealt)
+        if found is not None:
+            return _at(one.step, replica, "samples", found)
+        if len(shares[0][replica].samples):
+            found = replica_difference(one, other, replica)
+            if found is not None:
+                return (operations and replica_difference(one, other, replica, operations=True)) or found
+    return None
+
+
+def replica_difference(one: Instant, other: Instant, replica: int, *, operations: bool = False) -> Difference | None:
+    """What a replica does differently on two sides, in the order in which it is computed."""
+    sides = [computed(instant, replica, operations=operations) for instant in (one, other)]
+    for left, right in zip(*sides, strict=False):
+        if (left.phase, left.name) != (right.phase, right.name):
+            name = f"{left.name or left.phase} against {right.name or right.phase}"
+            lines = " against ".join(dict.fromkeys(line for line in (left.line, right.line) if line))
+            return _at(one.step, replica, left.phase, Unequal(name, None, None), lines)
+        found = unequal(left.values, right.values)
+        if found is not None:
+            return _at(one.step, replica, left.phase, found, left.line)
+    return None
+
+
+def computed(instant: Instant, replica: int, *, operations: bool = False) -> list[Told]:
+    """Everything that a replica-step computes, as bytes, in order."""
+    told: list[Told] = []
+    buffers: dict[str, Tensor] = {}
+    stage = "forward"  # of operations
+
+    def tell(kind: str, name: str, value: Any) -> None:
+        nonlocal stage
+        stage = {"output": "loss", "backward": "gradient"}.get(kind, stage)
+        if kind == "buffer":
+            buffers[name] = taken(value)
+        elif kind in ("operation", "backward"):
+            line = _line(value[1] if len(value) > 1 else _stack())
+            told.append(Told(stage, name, flat(value[0], name), line))
+        else:
+            root = name or {"output": "output", "module": "model"}.get(kind, "batch")
+            told.append(Told("batch" if kind == "batch" else "forward", name, flat(value, root), ""))
+
+    try:
+        done = instant.replica(replica, Watch(tell, operations=operations))
+    except PhalanxError as error:
+        cause = error.__cause__ or error
+        text = f"{type(cause).__name__}: {cause}"
+        return [*told, Told("forward", "exception", {"exception": taken(text)}, "")]
+    told.append(Told("loss", "loss", flat({"loss": done.loss, "weight": done.weight}, "loss"), ""))
+    gradients = {name: taken(value) for name, value in instant.named(done.gradient).items()}
+    told += [Told("gradient", name, {name: value}, "") for name, value in gradients.items()]
+    return told + [Told("buffer", name, {name: value}, "") for name, value in buffers.items()]
+
+
+def _folded(one: Instant, other: Instant) -> Difference | None:
+    """The first parameter whose gradients, all of them the same, add up to something else."""
+    means = [{name: taken(value) for name, value in instant.mean().items()} for instant in (one, other)]
+    found = unequal(*means)
+    return None if found is None else _at(one.step, None, "fold", found)
+
+
+def _after_folds(one: Instant, reports: tuple[StepReport, StepReport], after: tuple[Captured, Captured]) -> Difference:
+    """The mean gradients are the same: what comes after them differs."""
+    numbers = [{"norm": taken(report.grad_norm)} for report in reports]
+    norm = unequal(*numbers)
+    if norm is not None:
+        return _at(one.step, None, "norm", norm)
+    what = unequal(*map(_tensors, after))
+    if what is None:
+        rates = [{"lr": taken(report.lr)} for report in reports]
+        return _at(one.step, None, "update", unequal(*rates) or Unequal("lr", None, None))
+    trained = what.name in one.parameters or what.name.startswith("optimizer")
+    phase = "update" if trained else "buffer"
+    return _at(one.step, None, phase, what)
+
+
+def _stack() -> list[tuple[str, int]]:
+    """File and line of what is being run, from the innermost frame outwards."""
+    return [(frame.filename, frame.lineno or 0) for frame in reversed(traceback.extract_stack())]
+
+
+def _line(frames: Sequence[tuple[str, int]]) -> str:
+    """The innermost line of user code; in a backward pass there may be none."""
+    for name, number in frames:
+        file = os.path.realpath(name)
+        if os.path.exists(file) and "site-packages" not in file and not file.startswith(ELSEWHERE):
+            return f"{name}:{number}: {linecache.getline(name, number).strip()}"
+    return ""

@@ -1,1 +1,0 @@
-"""How to choose what a recipe leaves open: replicas, workers and threads by measuring, learning rates by trying."""
