@@ -20,8 +20,7 @@ from phalanx.definition.fields import Definition
 from phalanx.errors import NonFiniteError, PhalanxError, RunError, UsageError, WorkerError, spell_samples
 from phalanx.plan import replica_key
 from phalanx.plan.fold import fold_values
-from phalanx.plan.rounds import Moment
-from phalanx.plan.shares import share_weights
+from phalanx.plan.shares import Moment, share_weights
 from phalanx.seams import Arithmetic, Computed, Framework, Link, Measurement, Part, Todo, Vector, Weights
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.current import CURRENT

@@ -14,7 +14,7 @@ import torch
 import phalanx
 from phalanx.checkpoint.tensors import packed, unpacked
 from phalanx.engines.hosts.slices import chunks, stretches
-from phalanx.plan.placement import additions, hosts, remaining
+from phalanx.plan.fold import additions, hosts, remaining
 from tests.families import FAMILIES
 from tests.hosts.network import Network, descendants, gone, output, strike, until, why_not
 from tests.hosts.worlds import BEGIN, END, Pair

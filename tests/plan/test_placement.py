@@ -8,8 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from phalanx.plan.fold import Fold, fold_values
-from phalanx.plan.placement import Placement, additions, most_held, place, remaining
+from phalanx.plan.fold import Fold, Placement, additions, fold_values, most_held, place, remaining
 
 MOST = 8
 ADVERSARIAL = (1e16, 1.0, -1e16, 3.0, -1.0, 0.3, 2.0**-60, -0.0)

@@ -16,7 +16,7 @@ from phalanx.definition.phases import Phase, checked_phases, names_of
 from phalanx.definition.streams import Stream
 from phalanx.errors import UsageError
 from phalanx.plan import Plan, steps_per_epoch
-from phalanx.plan.rounds import Rounds
+from phalanx.plan.shares import Rounds
 
 DEFAULT_LR = 1e-3
 

@@ -22,7 +22,7 @@ from phalanx.engines.processes.driver import Processes
 from phalanx.engines.processes.launch import WARM
 from phalanx.engines.reading.pool import ahead_here
 from phalanx.engines.recovery.deadline import Deadline
-from phalanx.plan.placement import place
+from phalanx.plan.fold import place
 from phalanx.seams import Engine, Exported, Framework, RunState, Weights
 from phalanx.seams.events import StepReport
 from phalanx.seams.snapshots import Captured

@@ -23,7 +23,7 @@ from phalanx.definition.streams.supply import supplied
 from phalanx.engines.links import LocalLink
 from phalanx.engines.twice import checksum
 from phalanx.errors import SnapshotError, UsageError
-from phalanx.plan.audit import joined
+from phalanx.plan.keys import joined
 from phalanx.run.loop import merged
 from phalanx.seams import Computed, Framework, RunState, Watch
 from phalanx.seams.events import StepReport

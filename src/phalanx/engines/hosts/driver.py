@@ -25,8 +25,8 @@ from phalanx.engines.processes.driver import Processes
 from phalanx.engines.recovery.deadline import Deadline
 from phalanx.errors import SeveredError, UsageError
 from phalanx.frameworks.registry import open_framework, recorded_environment
-from phalanx.plan.placement import hosts
-from phalanx.plan.rounds import Rounds
+from phalanx.plan.fold import hosts
+from phalanx.plan.shares import Rounds
 from phalanx.seams import Exported, Framework, RunState, Weights
 from phalanx.seams.events import Evaluated, StepReport
 from phalanx.seams.snapshots import Captured

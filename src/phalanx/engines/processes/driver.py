@@ -20,7 +20,7 @@ from phalanx.engines.recovery.deadline import Deadline
 from phalanx.engines.recovery.failures import FailureLog
 from phalanx.engines.recovery.supervisor import StateRecord, Supervisor
 from phalanx.errors import LostError, PhalanxError, RunError
-from phalanx.plan.placement import Placement
+from phalanx.plan.fold import Placement
 from phalanx.seams import Exported, Framework, RunState, Weights
 from phalanx.seams.events import StepReport
 from phalanx.seams.snapshots import Captured

@@ -10,9 +10,8 @@ from typing import Any
 
 from phalanx.definition.data import Share
 from phalanx.errors import Trouble
-from phalanx.plan.fold import Fold
+from phalanx.plan.fold import Fold, Placement, additions, most_held
 from phalanx.plan.lifecycle import Phase
-from phalanx.plan.placement import Placement, additions, most_held
 from phalanx.seams import Framework, Part
 from phalanx.seams.sharing import Vector
 from phalanx.shared.arena import Plan
