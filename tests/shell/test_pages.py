@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import phalanx
-from phalanx.checkpoint.export import read_weights
+from phalanx.checkpoint.tensors import read_weights
 from phalanx.cli import pages
 from phalanx.run.plots import plot_runs
 from tests.callbacks.jobs import evaluation, recipe

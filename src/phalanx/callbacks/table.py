@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from phalanx.checkpoint import files
-from phalanx.checkpoint.lock import Held
+from phalanx.checkpoint.files import Held
 from phalanx.definition import checks
 from phalanx.errors import UsageError
 

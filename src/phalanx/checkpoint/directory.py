@@ -9,10 +9,10 @@ import os
 import pathlib
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from phalanx.checkpoint import files, lock, snapshot, tensors
+from phalanx.checkpoint import files, snapshot, tensors
 from phalanx.checkpoint.chain import CHAIN
 from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.definition import checks
@@ -42,8 +42,6 @@ class RunDirectory:
         Where it leads now, whatever becomes of links on the way.
     before_writing : list of callable
         What is to be done before a snapshot is written.
-    digested : (int, mapping of str to str)
-        A step, and the hashes of the state's tensors after it, as the chain has them.
 
     Raises
     ------
@@ -55,11 +53,10 @@ class RunDirectory:
         self.path = pathlib.Path(path)
         self._keep = keep
         self.before_writing: list[Callable[[], None]] = []
-        self.digested: tuple[int, Mapping[str, str]] = -1, {}
-        self._held = lock.Held()
+        self._held = files.Held()
         try:
             self.root = _made(self.path)
-            self._held.add(lock.locked(self.root / LOCK))
+            self._held.add(files.locked(self.root / LOCK))
             self._log = files.Log(self._held.add(files.open_log(self.root / LOG)))
             files.clear_away(self.root / SNAPSHOTS)
         except BaseException as error:

@@ -11,9 +11,9 @@ from phalanx.checkpoint import snapshot
 from phalanx.checkpoint.chain import CHAIN, Links
 from phalanx.checkpoint.chained import Behaviour, Chained, brought_as, fields_of
 from phalanx.checkpoint.directory import SNAPSHOTS, EventLog, RunDirectory, newest_of
-from phalanx.checkpoint.export import found
 from phalanx.checkpoint.saver import LOSSES, Saver
 from phalanx.checkpoint.snapshot import Snapshot
+from phalanx.checkpoint.tensors import states_in
 from phalanx.definition import checks
 from phalanx.definition.described import compare, described, made, options_of
 from phalanx.definition.fields import Definition
@@ -106,7 +106,7 @@ class ResumeState:
             framework.adopt(Captured(dict(earlier.weights), dict(earlier.training), earlier.facts))
         with taking_over("what was evaluated"):
             metrics = [Evaluated(steps, float(value), name) for steps, value, name in earlier.metrics]
-        states = found(earlier.facts, earlier.training)
+        states = states_in(earlier.facts, earlier.training)
         losses = losses_in(earlier, rounds.updates(earlier.step))
         return RunState(
             losses, earlier.samples, resumed_from=earlier.step, evaluated=metrics, callbacks=states, rounds=rounds

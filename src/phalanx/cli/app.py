@@ -17,8 +17,8 @@ import typer
 from typer.core import TyperCommand
 
 from phalanx import __version__
-from phalanx.checkpoint.export import write_file
 from phalanx.checkpoint.resume import ANYWAY, read_any
+from phalanx.checkpoint.tensors import write_file
 from phalanx.cli import measuring, pages, proving
 from phalanx.cli.files import load_recipe
 from phalanx.cli.printed import check_picture, pace, report, show, trial_line

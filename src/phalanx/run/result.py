@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from phalanx.checkpoint.export import write_weights
+from phalanx.checkpoint.tensors import write_weights
 from phalanx.definition.evaluation import DEFAULT_BATCH, check_evaluation
 from phalanx.definition.evaluation.metrics import Predictions
 from phalanx.definition.fields import Definition

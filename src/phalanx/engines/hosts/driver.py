@@ -10,8 +10,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from phalanx.checkpoint.export import CALLBACKS, found, kept
-from phalanx.checkpoint.tensors import packed, unpacked
+from phalanx.checkpoint.tensors import CALLBACKS, kept, packed, states_in, unpacked
 from phalanx.definition.data import Columns
 from phalanx.definition.described import shared
 from phalanx.definition.digest import hashed
@@ -239,5 +238,5 @@ def _same_start(world: World, framework: Framework, begin: Callable[[Framework],
     evaluated = [Evaluated(*item) for item in told["evaluated"]]
     run_state = RunState(told["losses"], told["samples"], resumed_from=told["resumed_from"], evaluated=evaluated)
     run_state.rounds = rounds
-    run_state.callbacks = found(told, captured.training)
+    run_state.callbacks = states_in(told, captured.training)
     return run_state

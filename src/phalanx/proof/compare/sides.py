@@ -12,10 +12,9 @@ from typing import Any
 
 from phalanx.checkpoint import files, tensors
 from phalanx.checkpoint.chain import CHAIN, Links, records
-from phalanx.checkpoint.chained import tensors_of
+from phalanx.checkpoint.chained import recall, tensors_of
 from phalanx.checkpoint.directory import SNAPSHOTS
-from phalanx.checkpoint.origin import recall
-from phalanx.checkpoint.snapshot import FACTS, MANIFEST, MOST_JSON, MOST_TENSORS
+from phalanx.checkpoint.snapshot import FACTS, MANIFEST, MOST_JSON
 from phalanx.definition.data import is_array
 from phalanx.definition.fields import Definition
 from phalanx.errors import PhalanxError, SnapshotError, UsageError
@@ -159,6 +158,6 @@ def _bound(links: Links, told: dict[str, Any]) -> bool:
 
 def _loose(path: pathlib.Path) -> dict[str, Tensor]:
     try:
-        return tensors.read(memoryview(files.read(path, MOST_TENSORS)), None)
+        return tensors.read(memoryview(files.read(path, tensors.MOST_TENSORS)), None)
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise SnapshotError(f"{path} cannot be used: {error}") from error
