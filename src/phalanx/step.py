@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from phalanx.definition.data import READING, Share
-from phalanx.definition.evaluation.metrics import Metrics
+from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.errors import NonFiniteError, PhalanxError, RunError, UsageError, WorkerError, spell_samples
 from phalanx.plan import replica_key

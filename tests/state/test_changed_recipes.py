@@ -226,7 +226,7 @@ TABLE = {
         "refused",
         old="arange(48.0)",
         new="arange(1, 49.0)",
-        told="data: item 0 is another float32[12, 4] here than there, in several row",
+        told="data: item 0 is another float32[12, 4] here than there",
     ),
     "name of a column": Change(
         "refused",
@@ -238,7 +238,7 @@ TABLE = {
         "refused",
         old="X, Y = torch.arange(48.0)",
         new="X, Y = torch.arange(47.0, -1, -1)",
-        told="data: item 0 is another float32[12, 4] here than there, in several row",
+        told="data: item 0 is another float32[12, 4] here than there",
     ),
     "list of samples": Change(
         "refused",

@@ -14,7 +14,7 @@ import phalanx
 from phalanx.checkpoint.chained import NEXT, Behaviour
 from phalanx.definition import digest
 from phalanx.definition.described import compare, described
-from phalanx.definition.digest import Contents
+from phalanx.definition.digest import told_of_array, told_of_container
 from phalanx.definition.reachable import installed
 from tests.exactness.test_phases import recipe as with_phases
 from tests.families import FAMILIES, FEATURES
@@ -272,7 +272,7 @@ def test_every_byte_of_an_array_counts(kind, dtype):
 
 
 def told_of(array):
-    return tuple(Contents().array(array))
+    return tuple(told_of_array(array))
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -297,7 +297,7 @@ def test_long_lists_are_sampled(monkeypatch):
     monkeypatch.setattr(digest, "SAMPLED_ROWS", 16)
     samples = [(torch.zeros(4), number) for number in range(1000)]
     others = [[(torch.ones(4), 0), *samples[1:]], [*samples[:-1], 1]]
-    told = [Contents().container(given) for given in (samples, *others)]
+    told = [told_of_container(given) for given in (samples, *others)]
     assert "sampled" in told[0][0]
     assert len(set(map(tuple, told))) == 3
 

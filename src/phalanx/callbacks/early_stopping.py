@@ -7,7 +7,7 @@ from typing import Any
 
 from phalanx.callbacks.better import Better
 from phalanx.definition import checks
-from phalanx.definition.checks.elsewhere import answering
+from phalanx.definition.checks import answering
 from phalanx.definition.plain import check_like
 
 

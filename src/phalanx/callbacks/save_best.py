@@ -13,7 +13,7 @@ from phalanx.callbacks.better import Better
 from phalanx.checkpoint import files, tensors
 from phalanx.checkpoint.tensors import copied_weights, read_weights, weights_of
 from phalanx.definition import checks
-from phalanx.definition.checks.elsewhere import answering
+from phalanx.definition.checks import answering
 from phalanx.definition.plain import Each, check_like
 
 FOLDER = "best"

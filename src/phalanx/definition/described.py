@@ -19,13 +19,12 @@ from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
 from phalanx.definition.data import Columns
-from phalanx.definition.digest import PLAIN, Contents, is_array, other_row, plain, short
+from phalanx.definition.digest import PLAIN, is_array, plain, short, told_of_array, told_of_container
 from phalanx.definition.fields import Definition
 from phalanx.definition.plain import decoded
 from phalanx.definition.reachable import MOST, held_by, installed, parts_of, reachable, version
-from phalanx.errors import ForeignError
 
-FORMAT = 3
+FORMAT = 4
 CODE = ("make_model", "data", "loss_fn", "forward_fn", "target_fn", "collate_fn")
 OPTIONS = ("optimizer", "scheduler")  # plain values that these lead to are options
 ELSEWHERE = ("steps", "epochs", "phases", *CODE, *OPTIONS)  # a finished run can be extended
@@ -66,13 +65,13 @@ class Hint(NamedTuple):
 
 def described(definition: Definition) -> dict[str, Any]:
     """A recipe as JSON values, but for its steps and epochs."""
-    contents, met = Contents(), set[str]()
-    data = _data(definition, contents)
+    met = set[str]()
+    data = _data(definition)
     values, hints = _fields(definition), dict[str, Any]()
     for name, root in _roots(definition):
-        if name == "data" and any(digest for _, digest, _ in data.values()):
+        if name == "data" and any(digest for _, digest in data.values()):
             continue
-        found = list(itertools.islice(_led_to(name, root, contents, met), MOST_HINTS))
+        found = list(itertools.islice(_led_to(name, root, met), MOST_HINTS))
         if name.endswith(OPTIONS):
             values |= {hint.path: hint.text for hint in found if hint.plain and GLOBAL not in hint.path}
         texts = {hint.path: hint.text for hint in found if hint.path not in values}
@@ -108,9 +107,9 @@ def compare(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Comparison:
         for part in ("values", "made") if mine.get("made") and theirs.get("made") else ("values",):
             found.differs += _between(mine[part], theirs[part])
         for name in {**mine["data"], **theirs["data"]}:
-            one, other = (side["data"].get(name, ["absent", "", ""]) for side in (mine, theirs))
-            if one[:2] != other[:2]:
-                found.differs += [_words(name, one[0], other[0]) + other_row(one[2], other[2])]
+            one, other = (side["data"].get(name, ["absent", ""]) for side in (mine, theirs))
+            if one != other:
+                found.differs += [_words(name, one[0], other[0])]
         versions = [side["versions"] for side in (mine, theirs)]
         found.versions = _between(*_common(*versions))
         same_python = versions[0]["python"].rpartition(".")[0] == versions[1]["python"].rpartition(".")[0]
@@ -170,34 +169,34 @@ def _roots(definition: Definition) -> Iterator[tuple[str, Any]]:
             yield f"phases[{number}].{name}", getattr(phase, name)
 
 
-def _data(definition: Definition, contents: Contents) -> dict[str, list[str]]:
-    """What is told of the data, as ``Contents`` tells it."""
+def _data(definition: Definition) -> dict[str, list[str]]:
+    """What is told of the data, and a hash where it is read."""
     data, source = definition.data, definition.source
     if isinstance(source, Columns):
         keys = list(data) if isinstance(data, dict) and len(data) == len(source.arrays) else None
         names = [f"data: item {number if keys is None else repr(keys[number])}" for number in range(len(source.arrays))]
-        return {name: _told(contents.array, array) for name, array in zip(names, source.arrays, strict=True)}
+        return {name: _told(told_of_array, array) for name, array in zip(names, source.arrays, strict=True)}
     if isinstance(data, list):
-        return {"data": _told(contents.container, data)}
+        return {"data": _told(told_of_container, data)}
     if source is not None:
-        return {"data": [f"{len(source)} samples", "", ""]}
+        return {"data": [f"{len(source)} samples", ""]}
     options = [f"{name}={text}" for name, text in options_of(data).items()]
-    return {"data": [f"a {type(data).__name__} {' '.join(options)}".strip(), "", ""]}
+    return {"data": [f"a {type(data).__name__} {' '.join(options)}".strip(), ""]}
 
 
 def _told(tell: Any, value: Any) -> list[str]:
     try:
         return tell(value)
     except Exception:  # of objects, or of a library that cannot read it
-        return [f"a {type(value).__name__}", "", ""]
+        return [f"a {type(value).__name__}", ""]
 
 
-def _led_to(name: str, root: Any, contents: Contents, met: set[str]) -> Iterator[Hint]:
+def _led_to(name: str, root: Any, met: set[str]) -> Iterator[Hint]:
     """What functions and objects lead to, the nearest first."""
     if isinstance(root, PLAIN):
         yield Hint(name, plain(root), True)
     for path, value in reachable({name: root}):
-        if text := _looked(value, contents, met):
+        if text := _looked(value, met):
             yield Hint(path, text, isinstance(value, HAVE_NAMES) and not text.startswith(READS))
         for step, part in parts_of(value):
             odd = step.startswith(".__") or (part is None and step.startswith(GLOBAL))
@@ -205,7 +204,7 @@ def _led_to(name: str, root: Any, contents: Contents, met: set[str]) -> Iterator
                 yield Hint(path + step, plain(part), True)
 
 
-def _looked(value: Any, contents: Contents, met: set[str]) -> str:
+def _looked(value: Any, met: set[str]) -> str:
     """What there is to say of a value itself."""
     if isinstance(value, HAVE_NAMES):
         package = installed(value.__module__)
@@ -215,12 +214,12 @@ def _looked(value: Any, contents: Contents, met: set[str]) -> str:
             return "" if usual else f"{value.__module__}.{value.__qualname__}"
         return READS + short(_code(value.__code__)) if isinstance(value, FunctionType) else ""
     if is_array(value):
-        return " ".join(_told(contents.array, value)[:2])
+        return " ".join(_told(told_of_array, value))
     if isinstance(value, (set, frozenset)):
         return plain(value) if all(type(item) in PLAIN for item in value) else f"set of {len(value)}"
     if isinstance(value, (list, tuple, dict)) and len(value) > MOST:
-        with contextlib.suppress(ForeignError, LookupError):
-            return " ".join(contents.container(value)[:2])
+        with contextlib.suppress(TypeError, LookupError):
+            return " ".join(told_of_container(value))
         return f"{type(value).__name__} of {len(value)}"
     return ""
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from phalanx.definition import checks
-from phalanx.definition.evaluation.metrics import Metrics
+from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.engines.inline import Inline
 from phalanx.engines.processes.driver import Processes

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from phalanx.definition.data import Share, Source
-from phalanx.definition.evaluation.metrics import Metrics
+from phalanx.definition.evaluation import Metrics
 from phalanx.plan.fold import Placement
 from phalanx.seams.events import StepReport
 from phalanx.seams.records import Computed as Computed

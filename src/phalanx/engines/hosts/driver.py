@@ -14,7 +14,7 @@ from phalanx.checkpoint.tensors import CALLBACKS, kept, packed, states_in, unpac
 from phalanx.definition.data import Columns
 from phalanx.definition.described import shared
 from phalanx.definition.digest import hashed
-from phalanx.definition.evaluation.metrics import Metrics
+from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.definition.streams import Drawn
 from phalanx.engines.hosts.lanes import HostLaneLink, TravellingLanes

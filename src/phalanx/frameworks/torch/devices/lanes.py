@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from phalanx.definition.data import Share, Source
-from phalanx.definition.evaluation.metrics import Metrics
+from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks.record import Unshared

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from phalanx.definition.data import Share
-from phalanx.definition.evaluation.metrics import Metrics
+from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.errors import InPartsError, UsageError
 from phalanx.frameworks.torch.arithmetic import Gradient
