@@ -140,12 +140,9 @@ def weighed(loss: Any, returned: float | None, known: float, samples: int, repli
     ``returned`` is the weight that the loss told, ``known`` the one that counts where it told none.
     """
     weight = known if returned is None else returned
-    told = returned is not None
-    if weight == 0:
-        return Part(0.0, 0.0, told, samples)
-    if weight == 1 or replicas == 1:
-        return Part(loss, 1.0, told, samples)
-    return Part(loss, weight, told, samples)
+    if weight and replicas == 1:
+        weight = 1.0
+    return Part(loss if weight else 0.0, weight, returned is not None, samples)
 
 
 def check_consistent(parts: Sequence[Part]) -> None:

@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import json
 import shutil
+import sys
+import types
 import warnings
 
 import pytest
@@ -302,10 +304,14 @@ def test_long_lists_are_sampled(monkeypatch):
     assert len(set(map(tuple, told))) == 3
 
 
-def test_packages_of_another_environment_on_the_path_are_installed():
+@pytest.mark.parametrize("theirs", [True, False])
+def test_packages_of_another_environment_on_the_path_are_installed(monkeypatch, theirs):
     """Code in any site-packages goes by name and version, also where this interpreter's own are elsewhere."""
-    assert installed("abcdef", "/opt/base/lib/python3.11/site-packages/abcdef/core.py") == "abcdef"
-    assert installed("abcdef", "/home/me/project/abcdef/core.py") is None
+    folder = "/opt/base/lib/python3.11/site-packages" if theirs else "/home/me/project"
+    module = types.ModuleType("abcdef")
+    module.__file__ = f"{folder}/abcdef/core.py"
+    monkeypatch.setitem(sys.modules, "abcdef", module)
+    assert installed("abcdef") == ("abcdef" if theirs else None)
 
 
 class Rude:

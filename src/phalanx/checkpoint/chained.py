@@ -37,6 +37,7 @@ from phalanx.seams.snapshots import Captured
 SHARE = 0.004  # of the time, at most, for digests of the state, with "auto"
 SECONDS = 5.0  # between two of them, at least
 NEXT, MOST_BYTES = "next.json", 1 << 16
+LOADED = "phalanx_file_"  # how modules are called that were loaded for their recipe
 SAMPLES = 32  # hexadecimal digits of the hash of what was dealt
 
 
@@ -218,7 +219,6 @@ def leaves_of(captured: Captured) -> dict[str, str]:
     return {name: leaf(tensor) for name, tensor in tensors_of(captured.weights, captured.training).items()}
 
 
-LOADED = "phalanx_file_"  # how modules are called that were loaded for their recipe
 _HERE: weakref.WeakValueDictionary[str, Definition] = weakref.WeakValueDictionary()
 
 
@@ -237,28 +237,17 @@ def origin_of(definition: Definition) -> str | None:
 
     A script that has no main guard is left out: whoever loads it for its recipe would train it again.
     """
-    home = sys.modules.get(getattr(definition.make_model, "__module__", None) or "")
-    loaded = [module for name, module in list(sys.modules.items()) if name.startswith(LOADED)]
-    for module in [sys.modules.get("__main__"), home, *loaded]:
-        name = _name_in(module, definition)
-        if name is not None:
-            return name
+    home = getattr(definition.make_model, "__module__", None)
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) if name in ("__main__", home) or name.startswith(LOADED) else None
+        names = [name for name, value in list(vars(module).items()) if value is definition] if file else []
+        if file and names and (name != "__main__" or _is_guarded(file)):
+            return f"{os.path.realpath(file)}:{names[0]}"
     return None
-
-
-def _name_in(module: Any, definition: Definition) -> str | None:
-    file = getattr(module, "__file__", None)
-    if module is None or not file:
-        return None
-    names = [name for name, value in list(vars(module).items()) if value is definition]
-    if not names or (module.__name__ == "__main__" and not _is_guarded(file)):
-        return None
-    return f"{os.path.realpath(file)}:{names[0]}"
 
 
 def _is_guarded(file: str) -> bool:
     """Whether a script asks if it is the one that was started."""
-    try:
+    with contextlib.suppress(OSError):
         return "__main__" in pathlib.Path(file).read_text(errors="replace")
-    except OSError:
-        return False
+    return False

@@ -28,8 +28,7 @@ FORMAT = 4
 CODE = ("make_model", "data", "loss_fn", "forward_fn", "target_fn", "collate_fn")
 OPTIONS = ("optimizer", "scheduler")  # plain values that these lead to are options
 ELSEWHERE = ("steps", "epochs", "phases", *CODE, *OPTIONS)  # a finished run can be extended
-MOST_HINTS = 2000  # of a field, the nearest first; what lies beyond only shows in what a step comes to
-NAMED = 64  # hints of a field that are kept by their paths; a hash has all of them
+MOST_HINTS = 128  # of a field, the nearest first; what lies beyond only shows in what a step comes to
 TOLD = 8  # differences of a kind that are told
 GLOBAL, READS = " (its global ", "code "
 IDLE, JUMPS = ("NOP", "CACHE", "RESUME", "EXTENDED_ARG"), frozenset(dis.hasjrel) | frozenset(dis.hasjabs)
@@ -67,15 +66,13 @@ def described(definition: Definition) -> dict[str, Any]:
     """A recipe as JSON values, but for its steps and epochs."""
     met = set[str]()
     data = _data(definition)
-    values, hints = _fields(definition), dict[str, Any]()
+    values, hints = _fields(definition), dict[str, str]()
     for name, root in _roots(definition):
         if name == "data" and any(digest for _, digest in data.values()):
             continue
-        found = list(itertools.islice(_led_to(name, root, met), MOST_HINTS))
-        if name.endswith(OPTIONS):
-            values |= {hint.path: hint.text for hint in found if hint.plain and GLOBAL not in hint.path}
-        texts = {hint.path: hint.text for hint in found if hint.path not in values}
-        hints[name] = {"named": dict(list(texts.items())[:NAMED]), "all": short(repr(sorted(texts.items())))}
+        for hint in itertools.islice(_led_to(name, root, met), MOST_HINTS):
+            option = name.endswith(OPTIONS) and hint.plain and GLOBAL not in hint.path
+            (values if option else hints)[hint.path] = hint.text
     versions = {name: version(name) for name in sorted(met)} | {"python": platform.python_version()}
     return {"format": FORMAT, "values": values, "data": data, "hints": hints, "versions": versions}
 
@@ -83,12 +80,9 @@ def described(definition: Definition) -> dict[str, Any]:
 def shared(definition: Definition) -> tuple[dict[str, Any], dict[str, str]]:
     """What must be equal in processes that do one run, and what should be: plain globals, which may be a rank."""
     mine = described(definition)
-    named = {path: text for told in mine["hints"].values() for path, text in told["named"].items()}
-    should = {path: text for path, text in named.items() if GLOBAL in path and not text.startswith(READS)}
-    must = {**mine["values"], **{path: text for path, text in named.items() if path not in should}}
-    for name, told in mine["hints"].items():
-        if not any(path in should for path in told["named"]):
-            must[f"{name} as a whole"] = told["all"]
+    hints: dict[str, str] = mine["hints"]
+    should = {path: text for path, text in hints.items() if GLOBAL in path and not text.startswith(READS)}
+    must = mine["values"] | {path: text for path, text in hints.items() if path not in should}
     return {**must, **mine["data"], **{f"version of {name}": text for name, text in mine["versions"].items()}}, should
 
 
@@ -113,8 +107,7 @@ def compare(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Comparison:
         versions = [side["versions"] for side in (mine, theirs)]
         found.versions = _between(*_common(*versions))
         same_python = versions[0]["python"].rpartition(".")[0] == versions[1]["python"].rpartition(".")[0]
-        for name in {**mine["hints"], **theirs["hints"]}:
-            found.hints += _hinted(name, mine["hints"].get(name), theirs["hints"].get(name), code=same_python)
+        found.hints = _hinted(mine["hints"], theirs["hints"], code=same_python)
         found.hints += _between(*_common(*(side.get("beside", {}) for side in (mine, theirs))))
         return found
     except (KeyError, TypeError, AttributeError, IndexError) as error:
@@ -252,13 +245,9 @@ def _words(name: str, one: str, other: str) -> str:
     return f"{name} is {one} here, and {other} there"
 
 
-def _hinted(name: str, one: Any, other: Any, *, code: bool) -> list[str]:
-    """What reads differently below a root."""
-    one, other = ({"named": {}, "all": ""} if side is None else side for side in (one, other))
-    if one["all"] == other["all"]:
-        return []
-    paths = {**one["named"], **other["named"]}
-    pairs = {path: [side["named"].get(path, "absent") for side in (one, other)] for path in paths}
+def _hinted(mine: Mapping[str, str], theirs: Mapping[str, str], *, code: bool) -> list[str]:
+    """What reads differently."""
+    pairs = {path: (mine.get(path, "absent"), theirs.get(path, "absent")) for path in {**mine, **theirs}}
     changed = {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}
     told: list[str] = []
     for path, pair in changed.items():
@@ -268,6 +257,4 @@ def _hinted(name: str, one: Any, other: Any, *, code: bool) -> list[str]:
             told += [f"{path} reads differently"] * code
         else:
             told.append(_words(path, *pair))
-    if not told and code:
-        return [f"{name} leads to something else"]
     return _few(told)

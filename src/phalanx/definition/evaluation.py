@@ -171,28 +171,6 @@ def _merge(total: Any, other: Any) -> None:
         )
 
 
-class Whole:
-    """A function of all outputs and all targets at once; see ``phalanx.whole``."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.__name__ = getattr(function, "__name__", "metric")
-        self._function = function
-
-    def see(self, output: Any, target: Any, home: Home) -> Any:
-        """Outputs and targets of a chunk."""
-        return _at_home(output, home), _at_home(target, home)
-
-    def read(self, value: Any, samples: int) -> Any:
-        """The same, and how many samples these are."""
-        return value, samples
-
-    def fold(self, readings: Sequence[Any]) -> Any:
-        """The function's value."""
-        pairs, samples = zip(*readings, strict=True)
-        outputs, targets = ([pair[side] for pair in pairs] for side in (0, 1))
-        return _scalars(self._function(joined(outputs, samples, "output"), joined(targets, samples, "target")))
-
-
 class Predictions:
     """The outputs themselves, joined in order."""
 
@@ -208,6 +186,24 @@ class Predictions:
         """All outputs."""
         outputs, samples = zip(*readings, strict=True)
         return joined(outputs, samples, "output")
+
+
+class Whole(Predictions):
+    """A function of all outputs and all targets at once; see ``phalanx.whole``."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.__name__ = getattr(function, "__name__", "metric")
+        self._function = function
+
+    def see(self, output: Any, target: Any, home: Home) -> Any:
+        """Outputs and targets of a chunk."""
+        return _at_home((output, target), home)
+
+    def fold(self, readings: Sequence[Any]) -> Any:
+        """The function's value."""
+        pairs, samples = zip(*readings, strict=True)
+        outputs, targets = zip(*pairs, strict=True)
+        return _scalars(self._function(joined(outputs, samples, "output"), joined(targets, samples, "target")))
 
 
 def whole(metric_fn: Callable[[Any, Any], Any]) -> Whole:
@@ -269,7 +265,7 @@ class Metrics:
         self.forward_fn = forward_fn
         self.targets = targets
         self._single = single
-        self._metrics = {name: _metric(value) for name, value in _named(metric_fn).items()}
+        self._metrics = _named(metric_fn)
 
     def see(self, output: Any, target: Any, home: Home) -> list[Any]:
         """What each metric sees of a chunk."""
@@ -291,27 +287,26 @@ class Metrics:
 
 
 def _metric(value: Any) -> Any:
-    if isinstance(value, (Whole, Predictions)):
+    """What is done with a metric; None where it is none."""
+    if isinstance(value, Predictions):
         return value
-    return Folded(value) if _is_object(value) else Mean(value)
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, (Whole, Predictions)) or all(callable(getattr(value, name, None)) for name in OBJECT)
+    if all(callable(getattr(value, name, None)) for name in OBJECT):
+        return Folded(value)
+    return Mean(value) if callable(value) else None
 
 
 def _named(metric_fn: Any) -> dict[str, Any]:
+    """Metrics by name."""
     if isinstance(metric_fn, Mapping):
-        pairs = [(str(name), value) for name, value in metric_fn.items()]
-    elif isinstance(metric_fn, (list, tuple)):
-        pairs = [(name_of(value), value) for value in metric_fn]
+        pairs = [(str(name), _metric(value)) for name, value in metric_fn.items()]
     else:
-        pairs = [(name_of(metric_fn), metric_fn)]
-    named = dict(pairs)
-    if not pairs or not all(callable(value) or _is_object(value) for value in named.values()):
+        listed = metric_fn if isinstance(metric_fn, (list, tuple)) else [metric_fn]
+        pairs = [(name_of(value), _metric(value)) for value in listed]
+    if not pairs or None in [metric for _, metric in pairs]:
         raise UsageError(
             f"metric_fn is {checks.shown(metric_fn)}; it must be callable, or a list or dict of those, as in {EXAMPLE}"
         )
+    named = dict(pairs)
     if len(named) < len(pairs):
         raise UsageError(
             f"metric_fn has several metrics of one name ({', '.join(name for name, _ in pairs)}); use a dict"

@@ -179,26 +179,30 @@ def dealt(sizes: Sequence[int], workers: int) -> list[int]:
     return owners
 
 
-def additions(replicas: int, nodes: Sequence[Node], present: Iterable[int]) -> list[tuple[int, int]]:
-    """The additions that fold partial sums, in order, as (into, from) positions in ``nodes``.
+def added(replicas: int, nodes: Sequence[Node], present: Iterable[int]) -> list[tuple[int, int]]:
+    """The additions that fold partial sums as far as they can be, in order, as (into, from) positions in ``nodes``.
 
     Parameters
     ----------
     replicas : int
         R.
     nodes : sequence of (level, index)
-        All partial sums, in replica order.
+        Partial sums, in replica order.
     present : iterable of int
         Positions whose value is there; the others are skipped. The total ends up in the first of them.
     """
-    done, fold = _added(replicas, nodes, present)
-    fold.total()
+    there = set(present)
+    done: list[tuple[int, int]] = []
+
+    def add(left: int, right: int) -> int:
+        done.append((left, right))
+        return left
+
+    fold: Fold[int] = Fold(replicas, add)
+    fold.merge(
+        Partial(level, index, position if position in there else None) for position, (level, index) in enumerate(nodes)
+    )
     return done
-
-
-def added(replicas: int, nodes: Sequence[Node], present: Iterable[int]) -> list[tuple[int, int]]:
-    """The same for nodes that need not cover all replicas: what can be added among them."""
-    return _added(replicas, nodes, present)[0]
 
 
 def hosts(replicas: int, count: int, workers: int) -> tuple[tuple[range, ...], tuple[Placement, ...]]:
@@ -211,18 +215,3 @@ def hosts(replicas: int, count: int, workers: int) -> tuple[tuple[range, ...], t
         for block in blocks
     )
     return blocks, placements
-
-
-def _added(replicas: int, nodes: Sequence[Node], present: Iterable[int]) -> tuple[list[tuple[int, int]], Fold[int]]:
-    there = set(present)
-    done: list[tuple[int, int]] = []
-
-    def add(left: int, right: int) -> int:
-        done.append((left, right))
-        return left
-
-    fold: Fold[int] = Fold(replicas, add)
-    fold.merge(
-        Partial(level, index, position if position in there else None) for position, (level, index) in enumerate(nodes)
-    )
-    return done, fold
