@@ -21,7 +21,7 @@ import torch
 import tqdm
 
 import phalanx
-from phalanx.plan.placement import place, remaining
+from phalanx.plan.fold import place, remaining
 from tests import accelerator
 
 KERNEL_SECONDS = 0.002

@@ -15,8 +15,8 @@ PhalanxError
     ├── SeveredError    the connection to another host is gone
     └── PeerError       another rank of the backend is gone (also a RuntimeError); ``phalanx.backend.PeerError``
 
-LostError, StartError and SeveredError reach users as the RunError that they are. Four more never leave the package:
-Trouble, TornError, InPartsError and ForeignError, which end what is done within it.
+LostError, StartError and SeveredError reach users as the RunError that they are. Two more never leave the package:
+Trouble and InPartsError, which end what is done within it.
 """
 
 from __future__ import annotations
@@ -153,16 +153,8 @@ class Trouble(Exception):  # noqa: N818  not an error: how a step is left
     """Another worker failed, or the run is over: leave the step as it is."""
 
 
-class TornError(OSError):
-    """What was written of a state is not that state."""
-
-
 class InPartsError(Exception):
     """Backward delivered a gradient in parts, as checkpoints do that run a backward pass of their own."""
-
-
-class ForeignError(Exception):
-    """What is hashed holds something that is neither plain nor an array."""
 
 
 def spell_samples(samples: Collection[int]) -> str:

@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from phalanx.definition.data import READING, Share
-from phalanx.definition.evaluation.metrics import Metrics
+from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.errors import NonFiniteError, PhalanxError, RunError, UsageError, WorkerError, spell_samples
 from phalanx.plan import replica_key
 from phalanx.plan.fold import fold_values
-from phalanx.plan.rounds import Moment
-from phalanx.plan.shares import share_weights
+from phalanx.plan.shares import Moment, share_weights
 from phalanx.seams import Arithmetic, Computed, Framework, Link, Measurement, Part, Todo, Vector, Weights
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.current import CURRENT
@@ -141,12 +140,9 @@ def weighed(loss: Any, returned: float | None, known: float, samples: int, repli
     ``returned`` is the weight that the loss told, ``known`` the one that counts where it told none.
     """
     weight = known if returned is None else returned
-    told = returned is not None
-    if weight == 0:
-        return Part(0.0, 0.0, told, samples)
-    if weight == 1 or replicas == 1:
-        return Part(loss, 1.0, told, samples)
-    return Part(loss, weight, told, samples)
+    if weight and replicas == 1:
+        weight = 1.0
+    return Part(loss if weight else 0.0, weight, returned is not None, samples)
 
 
 def check_consistent(parts: Sequence[Part]) -> None:

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import phalanx
-from phalanx.checkpoint.export import read_weights
+from phalanx.checkpoint.tensors import read_weights
 from tests.callbacks.jobs import HELD_OUT, X, Y, make_model, recipe
 
 

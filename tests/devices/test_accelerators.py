@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import phalanx
 from phalanx.definition import generators
 from phalanx.frameworks.torch.devices import exchange, feed, lanes, names
-from phalanx.plan.placement import place, remaining
+from phalanx.plan.fold import place, remaining
 from tests import accelerator
 from tests.families import DATA, FAMILIES, OPTIMIZERS, SCHEDULERS, terms
 

@@ -7,7 +7,7 @@ from phalanx.engines.inline import Inline
 from phalanx.engines.processes.driver import Processes
 from phalanx.errors import RunError
 from phalanx.frameworks.registry import open_framework
-from phalanx.plan.placement import place
+from phalanx.plan.fold import place
 from phalanx.seams import RunState
 from tests.families import ADAMW, FAMILIES
 

@@ -23,7 +23,7 @@ import phalanx
 from phalanx.frameworks.registry import open_framework
 from phalanx.frameworks.torch.sharing import sparing
 from phalanx.frameworks.torch.sharing.sparing import Sparing
-from phalanx.plan.placement import place
+from phalanx.plan.fold import place
 from phalanx.shared.arena import Plan
 from phalanx.shared.frozen import FrozenWeights
 from phalanx.shared.memory import Memory

@@ -17,7 +17,7 @@ import phalanx
 from phalanx.engines.processes import driver as processes
 from phalanx.errors import UsageError
 from phalanx.frameworks.registry import open_framework
-from phalanx.plan.placement import place
+from phalanx.plan.fold import place
 from phalanx.shared import memory
 from phalanx.shared.arena import Plan
 from phalanx.shared.memory import ALIGNMENT, UNLIMITED, Carver, Memory, available_bytes

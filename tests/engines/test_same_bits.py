@@ -15,10 +15,10 @@ from torch.autograd import Variable
 from torch.nn import functional as F
 
 import phalanx
-from phalanx.definition.evaluation.metrics import Metrics
+from phalanx.definition.evaluation import Metrics
 from phalanx.engines.processes.driver import Processes
 from phalanx.frameworks.registry import open_framework
-from phalanx.plan.placement import Placement
+from phalanx.plan.fold import Placement
 from phalanx.shared.reports import RING
 from tests.families import (
     DATA,

@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 
-from phalanx.plan.placement import place
+from phalanx.plan.fold import place
 from phalanx.shared.layout import SHARED, Contents, Spec, StatePiece, lay_out, row_major
 from phalanx.shared.memory import Carver, Memory
 from phalanx.shared.state import Mirror, Shard

@@ -11,8 +11,7 @@ from torch import distributed as dist
 from phalanx.engines.hosts import slices
 from phalanx.engines.hosts.rendezvous import Across, Rendezvous
 from phalanx.errors import SeveredError
-from phalanx.plan.fold import fold_values
-from phalanx.plan.placement import hosts
+from phalanx.plan.fold import fold_values, hosts
 from phalanx.seams import Part
 from tests.orders import triples
 

@@ -14,7 +14,7 @@ import torch
 import phalanx
 from phalanx.checkpoint.tensors import packed, unpacked
 from phalanx.engines.hosts.slices import chunks, stretches
-from phalanx.plan.placement import additions, hosts, remaining
+from phalanx.plan.fold import added, hosts, remaining
 from tests.families import FAMILIES
 from tests.hosts.network import Network, descendants, gone, output, strike, until, why_not
 from tests.hosts.worlds import BEGIN, END, Pair
@@ -273,7 +273,7 @@ def test_blocks_of_hosts(replicas):
         for block, placement in zip(blocks, placements, strict=True):
             assert [replica for part in placement.blocks for replica in part] == list(block)
         nodes = [node for block in blocks for node in remaining(replicas, block)]
-        assert len(additions(replicas, nodes, range(len(nodes)))) == len(nodes) - 1
+        assert len(added(replicas, nodes, range(len(nodes)))) == len(nodes) - 1
 
 
 @pytest.mark.parametrize("hosts_", [1, 2, 3, 7])

@@ -12,7 +12,7 @@ from phalanx.frameworks.jax.optimizer import Update
 from phalanx.frameworks.jax.sharing import Sharing, alias
 from phalanx.frameworks.jax.snapshot import State
 from phalanx.frameworks.jax.tree import plain
-from phalanx.plan.placement import place
+from phalanx.plan.fold import place
 from tests.jax.families import FAMILIES, OPTIMIZERS, normal
 from tests.sampling import sample
 

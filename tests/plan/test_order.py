@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.plan import keys
-from phalanx.plan.order import ALGORITHM, Orders, epoch_orders
+from phalanx.plan.keys import ALGORITHM, Orders, epoch_orders
 
 VECTORS = {
     "splitmix64-argsort-1": {

@@ -8,8 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from phalanx.plan.fold import Fold, fold_values
-from phalanx.plan.placement import Placement, additions, most_held, place, remaining
+from phalanx.plan.fold import Fold, Placement, added, fold_values, most_held, place, remaining
 
 MOST = 8
 ADVERSARIAL = (1e16, 1.0, -1e16, 3.0, -1.0, 0.3, 2.0**-60, -0.0)
@@ -69,7 +68,7 @@ def handed_over(replicas, blocks, values, add):
     return nodes, sums
 
 
-def in_blocks(replicas, blocks, values, add=both, order=additions):
+def in_blocks(replicas, blocks, values, add=both, order=added):
     """Blocks folded one by one, then the additions over what they handed over; None if all is absent."""
     nodes, sums = handed_over(replicas, blocks, values, add)
     present = [position for position, value in enumerate(sums) if value is not None]
@@ -132,7 +131,7 @@ def test_a_wrong_order_of_additions_is_seen():
     for replicas in range(1, MOST + 1):
         values = [(number, str(r)) for r, number in enumerate(ADVERSARIAL[:replicas])]
         singles = [range(r, r + 1) for r in range(replicas)]
-        right, wrong = (bits(in_blocks(replicas, singles, values, order=order)) for order in (additions, straight))
+        right, wrong = (bits(in_blocks(replicas, singles, values, order=order)) for order in (added, straight))
         assert (right == wrong) is (replicas < 4)
         assert replicas < 4 or right[0] != wrong[0]
 
@@ -145,7 +144,7 @@ def test_additions_use_up_everything_but_the_first(replicas):
         for there in subsets(len(nodes)):
             present = [position for position, here in enumerate(there) if here]
             used = set()
-            for into, source in additions(replicas, nodes, present):
+            for into, source in added(replicas, nodes, present):
                 assert into < source
                 assert {into, source} <= set(present) - used
                 used.add(source)
@@ -170,7 +169,7 @@ def test_one_worker_hands_over_the_sum():
     for replicas in range(1, 33):
         (node,) = remaining(replicas, range(replicas))
         assert node == (top(replicas), 0)
-        assert additions(replicas, [node], [0]) == additions(replicas, [node], []) == []
+        assert added(replicas, [node], [0]) == added(replicas, [node], []) == []
 
 
 def held_by_hand(replicas, block):

@@ -106,16 +106,14 @@ def test_batches_that_the_caller_brings(tmp_path):
     assert root("a", 3) == root("b", 3) != root("c", 4)
 
 
-def test_more_replicas_need_longer_lines(tmp_path):
-    """A chain that goes on with more replicas than it began with, as ``resume="anyway"`` allows, keeps its links."""
-    mlp(2, steps=3).train(run_dir=tmp_path, engine="inline", progress=False)
-    with Links(tmp_path / CHAIN) as links:
-        before = [links[step]["link"] for step in range(3)]
+@pytest.mark.parametrize(("before", "after", "first"), [(2, 8, 3), (8, 2, 0)])
+def test_more_replicas_need_longer_lines(tmp_path, before, after, first):
+    """With more replicas, as ``resume="anyway"`` allows, a chain begins anew at that step; with fewer it goes on."""
+    mlp(before, steps=3).train(run_dir=tmp_path, engine="inline", progress=False)
     with pytest.warns(UserWarning, match="replicas is"):
-        mlp(8, steps=5).train(run_dir=tmp_path, engine="inline", progress=False, resume="anyway")
+        mlp(after, steps=5).train(run_dir=tmp_path, engine="inline", progress=False, resume="anyway")
     with Links(tmp_path / CHAIN) as links:
-        assert [links[step]["link"] for step in range(3)] == before
-        assert len(links[4]["losses"]) == 8
+        assert (links.first, len(links), len(links[4]["losses"])) == (first, 5, after)
 
 
 def test_a_chain_that_is_gone_begins_anew(tmp_path):

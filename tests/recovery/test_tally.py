@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from phalanx.plan.tally import MOST, OWN, Cause, Place, Tally
+from phalanx.plan.lifecycle import MOST, OWN, Cause, Place, Tally
 
 X, LATER = Place(3, "compute", 1), Place(3, "compute", 2)
 KILL, EXIT = Cause.ANYBODY, Cause.ITSELF

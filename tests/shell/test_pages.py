@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import phalanx
-from phalanx.checkpoint.export import read_weights
+from phalanx.checkpoint.tensors import read_weights
 from phalanx.cli import pages
 from phalanx.run import plots
 from phalanx.tuning import Choice, Rates, Tuned

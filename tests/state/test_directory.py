@@ -15,7 +15,7 @@ import sys
 import pytest
 
 import phalanx
-from phalanx.checkpoint import files, lock
+from phalanx.checkpoint import files
 from phalanx.checkpoint.directory import RunDirectory
 from tests.state.runs import NEWER, OLDER, assert_same, engine_of, folder_of, listed, norm_recipe, steps_in
 
@@ -198,9 +198,9 @@ def test_a_fork_that_python_does_not_see(tmp_path, monkeypatch):
     directory = RunDirectory(tmp_path, 3)
     owner = os.getpid()
     with monkeypatch.context() as patched:
-        patched.setattr(lock.os, "getpid", lambda: owner + 1)
+        patched.setattr(files.os, "getpid", lambda: owner + 1)
         assert not directory.held
-        lock._let_go(directory._held._descriptors, owner)
+        directory._held.let_go()
     assert not elsewhere(tmp_path)
     directory.close()
     directory.close()

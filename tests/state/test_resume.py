@@ -537,7 +537,7 @@ class Counting(torch.utils.data.Dataset):
 
 
 @pytest.mark.parametrize(
-    "recipe", [{}, {"seed": 0}, {"format": 4}, {"format": 3}, {"format": 3, "values": 1, "hints": [], "versions": {}}]
+    "recipe", [{}, {"seed": 0}, {"format": 5}, {"format": 4}, {"format": 4, "values": 1, "hints": [], "versions": {}}]
 )
 def test_a_description_that_is_none(tmp_path, recipe):
     """What tells of a recipe in a later format, or tells of none, is refused and changes nothing."""

@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import json
 import shutil
+import sys
+import types
 import warnings
 
 import pytest
@@ -14,7 +16,7 @@ import phalanx
 from phalanx.checkpoint.chained import NEXT, Behaviour
 from phalanx.definition import digest
 from phalanx.definition.described import compare, described
-from phalanx.definition.digest import Contents
+from phalanx.definition.digest import told_of_array, told_of_container
 from phalanx.definition.reachable import installed
 from tests.exactness.test_phases import recipe as with_phases
 from tests.families import FAMILIES, FEATURES
@@ -272,7 +274,7 @@ def test_every_byte_of_an_array_counts(kind, dtype):
 
 
 def told_of(array):
-    return tuple(Contents().array(array))
+    return tuple(told_of_array(array))
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -297,15 +299,19 @@ def test_long_lists_are_sampled(monkeypatch):
     monkeypatch.setattr(digest, "SAMPLED_ROWS", 16)
     samples = [(torch.zeros(4), number) for number in range(1000)]
     others = [[(torch.ones(4), 0), *samples[1:]], [*samples[:-1], 1]]
-    told = [Contents().container(given) for given in (samples, *others)]
+    told = [told_of_container(given) for given in (samples, *others)]
     assert "sampled" in told[0][0]
     assert len(set(map(tuple, told))) == 3
 
 
-def test_packages_of_another_environment_on_the_path_are_installed():
+@pytest.mark.parametrize("theirs", [True, False])
+def test_packages_of_another_environment_on_the_path_are_installed(monkeypatch, theirs):
     """Code in any site-packages goes by name and version, also where this interpreter's own are elsewhere."""
-    assert installed("abcdef", "/opt/base/lib/python3.11/site-packages/abcdef/core.py") == "abcdef"
-    assert installed("abcdef", "/home/me/project/abcdef/core.py") is None
+    folder = "/opt/base/lib/python3.11/site-packages" if theirs else "/home/me/project"
+    module = types.ModuleType("abcdef")
+    module.__file__ = f"{folder}/abcdef/core.py"
+    monkeypatch.setitem(sys.modules, "abcdef", module)
+    assert installed("abcdef") == ("abcdef" if theirs else None)
 
 
 class Rude:

@@ -24,14 +24,14 @@ from phalanx.callbacks.best import SaveBest as SaveBest
 from phalanx.callbacks.ema import EMA as EMA
 from phalanx.callbacks.log import Log as Log
 from phalanx.callbacks.log import Profile as Profile
-from phalanx.definition.checks import elsewhere
+from phalanx.definition import checks
 
 __all__ = ["EMA", "Best", "EarlyStopping", "Log", "Profile", "SaveBest"]
 
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        told = f"; {elsewhere.CALLBACKS[name]}" if name in elsewhere.CALLBACKS else ""
+        told = f"; {checks.CALLBACKS[name]}" if name in checks.CALLBACKS else ""
         # `from phalanx.callbacks import ...` replaces an AttributeError by one of its own, which says nothing of this.
         imported = told and sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap"
         raise (ImportError if imported else AttributeError)(f"module {__name__!r} has no attribute {name!r}{told}")

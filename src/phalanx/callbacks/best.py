@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.checkpoint import files, tensors
-from phalanx.checkpoint.export import copied_weights, read_weights, weights_of
+from phalanx.checkpoint.tensors import copied_weights, read_weights, weights_of
 from phalanx.definition import checks
-from phalanx.definition.checks.elsewhere import answering
+from phalanx.definition.checks import answering
 from phalanx.definition.plain import Each, check_like
 from phalanx.errors import UsageError
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from phalanx.checkpoint import files
-from phalanx.checkpoint.lock import Held
+from phalanx.checkpoint.files import Held
 from phalanx.definition import checks
 from phalanx.definition.plain import check_like
 from phalanx.errors import UsageError

@@ -8,17 +8,16 @@ into the root (which recipe, digests of the state) lies beside it, as records th
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 import math
 import os
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from phalanx.checkpoint import files
-from phalanx.checkpoint.lock import Held
+from phalanx.checkpoint.files import Held
 from phalanx.definition import checks
 from phalanx.errors import SnapshotError
 
@@ -83,13 +82,11 @@ class ChainFile:
         self._width = LINE + REPLICA * replicas
         self._held = Held()
         self._broken = False
-        self._waiting: list[str] = []  # records, until the first new link is added
-        self._settle: Callable[[], None] | None = None
+        self._waiting: list[str] | None = []  # records, until the first new link is added
         try:
             self._descriptor = self._held.add(files.open_log(path))
             self._records = self._held.add(files.open_log(records_of(path)))
-            if not self._goes_on(steps):
-                self._settle = functools.partial(self._begin, steps)
+            self._first, self._end = steps, self._end_of(steps)
             if not steps:
                 self._cut()
         except BaseException:
@@ -102,8 +99,7 @@ class ChainFile:
         self.root = line[LINK]
         if not self._broken and self._held.mine:
             try:
-                if self._settle is not None:
-                    self._cut()
+                self._cut()
                 if len(line) != self._width:
                     raise ValueError(f"a line of {len(line)} bytes does not fit into {self._width}")
                 self._write(line)
@@ -115,7 +111,7 @@ class ChainFile:
     def record(self, kind: str, **facts: Any) -> None:
         """Add what is no part of the root, bound to the newest link."""
         line = json.dumps({"kind": kind, "link": self.root, **facts}) + "\n"
-        if self._settle is not None:
+        if self._waiting is not None:
             self._waiting.append(line)
         elif self._held.mine:
             with contextlib.suppress(OSError):
@@ -130,41 +126,26 @@ class ChainFile:
         """Write no more."""
         self._held.let_go()
 
-    def _goes_on(self, steps: int) -> bool:
-        """Whether the file has the links of so many steps; then those behind them are cut off."""
-        try:
-            with Links(self._target) as links:
-                if not links.first < steps <= len(links):
-                    return False
+    def _end_of(self, steps: int) -> int | None:
+        """Where the links of so many steps end, if the file has them, in lines that are wide enough."""
+        with contextlib.suppress(SnapshotError, KeyError), Links(self._target) as links:
+            if links.first < steps <= len(links) and links.width >= self._width:
                 self.root = links[steps - 1]["link"]
-                if links.width < self._width:
-                    self._settle = functools.partial(self._widen, steps)
-                else:
-                    self._width = links.width
-                    self._settle = functools.partial(os.ftruncate, self._descriptor, links.offset(steps))
-        except (SnapshotError, KeyError):
-            return False
-        return True
+                self._width = links.width
+                return links.offset(steps)
+        return None
 
     def _cut(self) -> None:
-        """Cut off what will be done again, and write what waited for that."""
-        settle, self._settle = self._settle, None
-        if settle is not None:
-            settle()
-            os.write(self._records, "".join(self._waiting).encode())
-
-    def _widen(self, steps: int) -> None:
-        """Write the links anew, in longer lines: there are more replicas now."""
-        with Links(self._target) as links:
-            lines = [links.line(step).rstrip().ljust(self._width - 1) + "\n" for step in range(links.first, steps)]
-        self._begin(links.first)
-        self._write("".join(lines))
-
-    def _begin(self, first: int) -> None:
-        os.ftruncate(self._descriptor, 0)
-        if not first:
-            os.ftruncate(self._records, 0)
-        self._write(json.dumps({"chain": FORMAT, "width": self._width, "first": first}) + "\n")
+        """Cut off what will be done again, or begin anew, and write what waited for that."""
+        if self._waiting is None:
+            return
+        waiting, self._waiting = self._waiting, None
+        os.ftruncate(self._descriptor, self._end or 0)
+        if self._end is None:
+            if not self._first:
+                os.ftruncate(self._records, 0)
+            self._write(json.dumps({"chain": FORMAT, "width": self._width, "first": self._first}) + "\n")
+        os.write(self._records, "".join(waiting).encode())
 
     def _write(self, text: str) -> None:
         data = text.encode()

@@ -1,7 +1,7 @@
 """What keeps the chain of a run: a link for every step, and now and then a digest of the state beside it.
 
 So recipes are compared by what they compute. The chain has the link of the step at which a later run goes on, if this
-one did it; where it stopped, it has computed one replica of it.
+one did it; where it stopped, it has computed one replica of it. Where the recipe can be found again is noted, too.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import pathlib
+import sys
 import time
+import weakref
 from typing import Any
 
 import numpy as np
@@ -18,8 +21,7 @@ import numpy as np
 from phalanx.checkpoint import files
 from phalanx.checkpoint.chain import BROUGHT, CHAIN, MALFORMED, ChainFile, Links, body_of
 from phalanx.checkpoint.directory import RunDirectory
-from phalanx.checkpoint.origin import origin_of, remember
-from phalanx.checkpoint.pacing import Pacing
+from phalanx.checkpoint.saver import Pacing
 from phalanx.checkpoint.snapshot import tensors_of
 from phalanx.checkpoint.tensors import leaf
 from phalanx.definition.digest import hashed
@@ -35,6 +37,7 @@ from phalanx.seams.snapshots import Captured
 SHARE = 0.004  # of the time, at most, for digests of the state, with "auto"
 SECONDS = 5.0  # between two of them, at least
 NEXT, MOST_BYTES = "next.json", 1 << 16
+LOADED = "phalanx_file_"  # how modules are called that were loaded for their recipe
 SAMPLES = 32  # hexadecimal digits of the hash of what was dealt
 
 
@@ -122,9 +125,7 @@ class Chained(Observer):
         began = time.monotonic()
         captured = self._engine.capture()
         try:
-            leaves = leaves_of(captured)
-            self._chain.record("state", step=steps, leaves=leaves)
-            self._directory.digested = steps, leaves
+            self._chain.record("state", step=steps, leaves=leaves_of(captured))
         finally:
             captured.release()
         self._pacing.took(began)
@@ -216,3 +217,37 @@ def brought_as(batch: Any) -> str:
 def leaves_of(captured: Captured) -> dict[str, str]:
     """A hash of each tensor of a state, by name: parameters, buffers, optimizer state; as snapshots have them, too."""
     return {name: leaf(tensor) for name, tensor in tensors_of(captured.weights, captured.training).items()}
+
+
+_HERE: weakref.WeakValueDictionary[str, Definition] = weakref.WeakValueDictionary()
+
+
+def remember(path: pathlib.Path, definition: Definition) -> None:
+    """A run of this recipe works in this directory, in this process."""
+    _HERE[os.path.realpath(path)] = definition
+
+
+def recall(path: pathlib.Path) -> Definition | None:
+    """The recipe whose run worked in a directory in this process, if anybody still has it."""
+    return _HERE.get(os.path.realpath(path))
+
+
+def origin_of(definition: Definition) -> str | None:
+    """``FILE:NAME`` of a module that has the recipe under a name; None if none was found.
+
+    A script that has no main guard is left out: whoever loads it for its recipe would train it again.
+    """
+    home = getattr(definition.make_model, "__module__", None)
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) if name in ("__main__", home) or name.startswith(LOADED) else None
+        names = [name for name, value in list(vars(module).items()) if value is definition] if file else []
+        if file and names and (name != "__main__" or _is_guarded(file)):
+            return f"{os.path.realpath(file)}:{names[0]}"
+    return None
+
+
+def _is_guarded(file: str) -> bool:
+    """Whether a script asks if it is the one that was started."""
+    with contextlib.suppress(OSError):
+        return "__main__" in pathlib.Path(file).read_text(errors="replace")
+    return False

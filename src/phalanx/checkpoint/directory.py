@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import os
 import pathlib
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from phalanx.checkpoint import files, lock, snapshot, tensors
-from phalanx.checkpoint.chain import CHAIN
+from phalanx.checkpoint import files, snapshot, tensors
+from phalanx.checkpoint.chain import body_of
 from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.definition import checks
 from phalanx.errors import CorruptionError, PhalanxError, SnapshotError, UsageError
@@ -22,8 +20,6 @@ from phalanx.seams.events import Incident, StepReport
 from phalanx.seams.observer import Observer
 
 SNAPSHOTS, LOG, LOCK, BATCH = "snapshots", "events.jsonl", "lock", "failure.safetensors"
-DONE = re.compile(rb'"event": "step"|"step": [1-9]')
-MOST_UNUSED = 1 << 20  # bytes of the log of a run that did no step
 NAME = re.compile(r"step-(\d{12})")
 
 
@@ -42,8 +38,6 @@ class RunDirectory:
         Where it leads now, whatever becomes of links on the way.
     before_writing : list of callable
         What is to be done before a snapshot is written.
-    digested : (int, mapping of str to str)
-        A step, and the hashes of the state's tensors after it, as the chain has them.
 
     Raises
     ------
@@ -55,11 +49,10 @@ class RunDirectory:
         self.path = pathlib.Path(path)
         self._keep = keep
         self.before_writing: list[Callable[[], None]] = []
-        self.digested: tuple[int, Mapping[str, str]] = -1, {}
-        self._held = lock.Held()
+        self._held = files.Held()
         try:
             self.root = _made(self.path)
-            self._held.add(lock.locked(self.root / LOCK))
+            self._held.add(files.locked(self.root / LOCK))
             self._log = files.Log(self._held.add(files.open_log(self.root / LOG)))
             files.clear_away(self.root / SNAPSHOTS)
         except BaseException as error:
@@ -72,19 +65,6 @@ class RunDirectory:
     def held(self) -> bool:
         """Whether this process works in it: not any more once it was closed, and not in a forked child."""
         return self._held.mine
-
-    @property
-    def unused(self) -> bool:
-        """Whether no step was done in it: no snapshot, link or line of the log is of one."""
-        if any(not path.name.endswith("0" * 12) for path in snapshot_folders(self.root)):
-            return False
-        try:
-            logged = DONE.search(files.read(self.root / LOG, MOST_UNUSED))
-            return not logged and files.read(self.root / CHAIN, MOST_UNUSED).count(b"\n") <= 1  # its first line
-        except FileNotFoundError:  # chain="off"
-            return True
-        except (OSError, ValueError):  # larger than of a run that did nothing
-            return False
 
     def has(self, step: int) -> bool:
         """Whether there is a snapshot of this step."""
@@ -122,9 +102,8 @@ class RunDirectory:
 
     def note(self, kind: str, **facts: Any) -> None:
         """Add a line to the log. A log that cannot be written stops nothing."""
-        plain = {key: repr(value) if _odd(value) else value for key, value in facts.items()}
-        line = json.dumps({"time": round(time.time(), 3), "event": kind, **plain}) + "\n"
         if self.held:
+            line = body_of({"time": round(time.time(), 3), "event": kind, **facts}) + "\n"
             self._log.add(line.encode())
 
     def close(self) -> None:
@@ -175,17 +154,11 @@ class EventLog(Observer):
 
     def step(self, report: StepReport) -> None:
         """Note what the step was."""
-        facts: dict[str, Any] = {
-            "loss": report.loss,
-            "grad_norm": report.grad_norm,
-            "lr": report.lr,
-            "seconds": report.seconds,
-        }
-        if report.metric is not None:
-            facts["metric"] = report.metric
-            facts["metrics"] = {name: repr(value) if _odd(value) else value for name, value in report.metrics.items()}
-        facts |= {"epoch": report.epoch, "samples": report.samples, "seconds": report.seconds}
-        self._note("step", step=report.step, **facts)
+        measured = {} if report.metric is None else {"metric": report.metric, "metrics": dict(report.metrics)}
+        self._note(
+            "step", step=report.step, loss=report.loss, grad_norm=report.grad_norm, lr=report.lr,
+            seconds=report.seconds, **measured, epoch=report.epoch, samples=report.samples,
+        )  # fmt: skip
 
     def end(self) -> None:
         """Note that the run ended, and let go of the directory. A forked child holds it not, and does neither."""
@@ -276,7 +249,3 @@ def snapshot_folders(path: pathlib.Path) -> list[pathlib.Path]:
     except OSError as error:
         raise SnapshotError(f"{str(folder)!r} cannot be read: {error.strerror}") from error
     return sorted(snapshots, key=lambda path: path.name, reverse=True)
-
-
-def _odd(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)

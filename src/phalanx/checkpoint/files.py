@@ -1,13 +1,15 @@
-"""Files and folders of a run: all are opened, written and removed here, and none through a link in its own place.
+"""Files and folders of a run: all are opened, written, held and removed here, and none through a link in its own place.
 
 A file is whole or not there: written beside, made durable, renamed. A log is the exception: a file of whole lines, on
-a full disk too. Files are their owner's alone, and so are folders.
+a full disk too. Files are their owner's alone, and so are folders. Descriptors are held until somebody lets go of them,
+and one holder at a time has the lock of a file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import pathlib
 import shutil
@@ -16,6 +18,13 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
+
+from phalanx.surroundings import forks
+
+try:
+    import fcntl
+except ImportError:  # Windows has another way, and there two runs in one directory are not noticed
+    fcntl = None  # type: ignore[assignment]
 
 TEMPORARY = ".tmp-"
 MODE, FOLDER_MODE = 0o600, 0o700
@@ -179,3 +188,67 @@ class Log:
                     done += os.write(self._descriptor, data[done:])
             begun = done > len(self._owed)
             self._owed = data[done:] if begun else self._owed[done:]
+
+
+class Held:
+    """Descriptors that are closed when they are let go of, or when nobody has this object any more.
+
+    A process that is forked holds nothing: it closes its copies. A lock is one of all copies, so the child neither
+    keeps it when the parent lets go of it, nor lets go of it while the parent works.
+    """
+
+    def __init__(self) -> None:
+        self._descriptors: list[int] = []
+        self._owner = os.getpid()
+        forks.own(self)
+
+    def add(self, descriptor: int) -> int:
+        """Hold this one too: from here on nobody else closes it."""
+        self._descriptors.append(descriptor)
+        return descriptor
+
+    @property
+    def mine(self) -> bool:
+        """Whether this process still holds them."""
+        return bool(self._descriptors) and self._owner == os.getpid()
+
+    def let_go(self) -> None:
+        """Unlock and close them; does nothing the second time."""
+        if self._owner == os.getpid():  # else it was forked where Python did not see it
+            for number in self._descriptors:
+                if fcntl is not None:
+                    with contextlib.suppress(OSError):
+                        fcntl.flock(number, fcntl.LOCK_UN)  # copies that others may have keep no lock
+            self.leave()
+
+    __del__ = let_go
+
+    def leave(self) -> None:
+        """In a child: close the copies, and leave the lock alone, which ends with the last copy."""
+        while self._descriptors:
+            with contextlib.suppress(OSError):
+                os.close(self._descriptors.pop())
+
+
+def locked(path: pathlib.Path) -> int:
+    """A descriptor of the file, which is made if it is not there, with its lock.
+
+    Raises
+    ------
+    BlockingIOError
+        Somebody else has it.
+    OSError
+        The file cannot be opened.
+    """
+    descriptor = opened(path, os.O_CREAT | os.O_RDWR)
+    try:
+        if fcntl is not None:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                gc.collect()  # a holder that was dropped may wait for this
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

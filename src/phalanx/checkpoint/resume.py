@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.checkpoint import snapshot
-from phalanx.checkpoint.chain import CHAIN, Links
 from phalanx.checkpoint.chained import Behaviour, Chained, brought_as, fields_of
 from phalanx.checkpoint.directory import SNAPSHOTS, EventLog, RunDirectory, newest_of
-from phalanx.checkpoint.export import found
 from phalanx.checkpoint.saver import LOSSES, Saver
 from phalanx.checkpoint.snapshot import Snapshot
+from phalanx.checkpoint.tensors import states_in
 from phalanx.definition import checks
 from phalanx.definition.described import compare, described, made, options_of
 from phalanx.definition.fields import Definition
@@ -106,7 +105,7 @@ class ResumeState:
             framework.adopt(Captured(dict(earlier.weights), dict(earlier.training), earlier.facts))
         with taking_over("what was evaluated"):
             metrics = [Evaluated(steps, float(value), name) for steps, value, name in earlier.metrics]
-        states = found(earlier.facts, earlier.training)
+        states = states_in(earlier.facts, earlier.training)
         losses = losses_in(earlier, rounds.updates(earlier.step))
         return RunState(
             losses, earlier.samples, resumed_from=earlier.step, evaluated=metrics, callbacks=states, rounds=rounds
@@ -170,20 +169,11 @@ class ResumeState:
     def _check_length(self, run_dir: pathlib.Path, earlier: Snapshot) -> None:
         by_epochs = self._definition.stream is not None and self._definition.epochs is not None
         steps = None if by_epochs else self._definition.total  # batches may have been brought between
-        if steps is not None and steps < earlier.step and not self._brought(steps, earlier.step):
+        if steps is not None and steps < earlier.step:
             raise UsageError(
                 f"run_dir is {str(run_dir)!r}, which has a run of {earlier.step} steps, and the recipe has "
                 f"{steps}; raise steps or epochs, or choose another directory"
             )
-
-    def _brought(self, begin: int, end: int) -> bool:
-        """Whether the caller brought the batches of all these steps: then they are no planned ones."""
-        assert self._directory is not None, "there is a snapshot"
-        try:
-            with Links(self._directory.root / CHAIN) as links:
-                return all(map(links.brought, range(begin, end)))
-        except (SnapshotError, OSError):
-            return False
 
     def _compare(self, directory: RunDirectory, state: Captured) -> None:
         """Refuse another recipe, or note how it differs; warn of what may differ."""
@@ -194,7 +184,9 @@ class ResumeState:
             found = compare(self._recipe, earlier.recipe)
         except ValueError as error:
             raise SnapshotError(f"the snapshot of step {earlier.step} cannot be used: {error}") from error
-        if (differs := found.differs + found.hints) and self._resume != ANYWAY and directory.unused:
+        known = Behaviour(directory.root, earlier.step)
+        differs = found.differs + found.hints
+        if differs and self._resume != ANYWAY and earlier.step == 0 and known.link is None:
             told = "; ".join(differs)
             checks.warn(f"run_dir has a run of another recipe that did no step, so this one begins anew there: {told}")
             self._earlier = None
@@ -213,7 +205,7 @@ class ResumeState:
                 "steps come to is not compared with that run"
             )
         else:
-            self._behaviour = Behaviour(directory.root, earlier.step)
+            self._behaviour = known
 
     def _settle(self, why: str) -> None:
         """Refuse to go on if what a step comes to differs; else only warn of what reads differently."""

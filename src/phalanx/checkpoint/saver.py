@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import dataclasses
 import pathlib
 import threading
 import time
@@ -12,20 +11,74 @@ from typing import Any
 
 from phalanx.checkpoint import snapshot
 from phalanx.checkpoint.directory import RunDirectory
-from phalanx.checkpoint.export import CALLBACKS, kept
-from phalanx.checkpoint.pacing import Pacing
 from phalanx.checkpoint.snapshot import Snapshot
+from phalanx.checkpoint.tensors import CALLBACKS, kept
 from phalanx.definition import checks
 from phalanx.definition.described import described
 from phalanx.definition.fields import Definition
-from phalanx.errors import PhalanxError, RunError, SnapshotError, TornError, UsageError
+from phalanx.errors import PhalanxError, RunError, SnapshotError, UsageError
 from phalanx.frameworks.registry import recorded_environment
 from phalanx.seams import Engine, RunState
-from phalanx.seams.events import Incident, StepReport
-from phalanx.seams.observer import Observer
+from phalanx.seams.events import StepReport
+from phalanx.seams.observer import NEVER, Observer
 from phalanx.seams.snapshots import Captured, Tensor
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import SLICE_SECONDS
+
+
+class Pacing:
+    """Says when the next one is due.
+
+    Parameters
+    ----------
+    every : int or None
+        Steps from one to the next; None: as ``share`` says; 0: never.
+    seconds : float
+        Between two, at least, where ``every`` is None.
+    share : float
+        Of the time that they may take.
+    """
+
+    def __init__(self, every: int | None, seconds: float, share: float) -> None:
+        self._every = every
+        self._seconds = seconds
+        self._share = share
+        self._next = NEVER if every == 0 else 0  # the step at which workers stop, to see whether it is time
+        self._since = time.monotonic()
+        self._pace = 0.0  # seconds of the latest step
+        self._cost = 0.0  # seconds that the latest one took
+
+    def horizon(self, steps: int) -> int:
+        """The step after which the next is due, or, by time, probably is."""
+        if self._next <= steps:
+            if self._every is not None:
+                self._next = (steps // self._every + 1) * self._every
+            else:
+                left = self._pause - (time.monotonic() - self._since)
+                self._next = steps + (max(1, int(left / self._pace)) if self._pace else 1)
+        return self._next
+
+    def stepped(self, seconds: float) -> None:
+        """A step took so long."""
+        self._pace = seconds
+
+    def due(self, steps: int) -> bool:
+        """Whether it is time, after so many steps."""
+        if steps < self._next:
+            return False
+        if self._every is not None:
+            return steps % self._every == 0
+        return time.monotonic() - self._since >= self._pause
+
+    def took(self, began: float) -> None:
+        """One is done now, that began then."""
+        self._since = time.monotonic()
+        self._cost = self._since - began
+
+    @property
+    def _pause(self) -> float:
+        return max(self._seconds, self._cost / self._share)
+
 
 SECONDS = 30.0  # between snapshots, at least, with "auto"
 SHARE = 0.01  # of the time, at most, with "auto"
@@ -108,9 +161,6 @@ class Saver(Observer):
         captured = self._engine.capture()
         try:
             state = snapshot_of(self._engine.run_state, captured, self._recipe, self._environment)
-            step, leaves = self._directory.digested
-            if step == state.step:
-                state = dataclasses.replace(state, leaves=leaves)
             thread = threading.Thread(target=self._write, args=(state, captured, began), name="phalanx-snapshot")
             thread.start()
         except BaseException:
@@ -196,14 +246,7 @@ class Saver(Observer):
 
     def _write(self, state: Snapshot, captured: Captured, began: float) -> None:
         try:
-            try:
-                self._directory.write(state)
-            except TornError as error:
-                assert self._engine is not None, "nobody saves before begin"
-                self._engine.run_state.incidents.append(
-                    Incident(time.perf_counter(), "torn", -1, state.step, f"{error}; the snapshot was written again")
-                )
-                self._directory.write(state)
+            self._directory.write(state)
             self._directory.note("snapshot", step=state.step, seconds=time.monotonic() - began)
         except Exception as error:  # whatever it is: nobody else would see it
             self._error = error

@@ -12,12 +12,12 @@ from typing import Any
 
 from phalanx.checkpoint import files, tensors
 from phalanx.definition.plain import Each, check_like
-from phalanx.errors import SnapshotError, TornError
+from phalanx.errors import SnapshotError
 from phalanx.seams.snapshots import Tensor
 
 SCHEMA = 1
 WEIGHTS, TRAINING, FACTS, MANIFEST = "weights.safetensors", "training.safetensors", "state.json", "manifest.json"
-MOST_JSON, MOST_TENSORS = 1 << 30, 1 << 44
+MOST_JSON = 1 << 30
 FIELDS: dict[str, Any] = {
     "step": int, "samples": int, "digest": str | None, "recipe": dict, "environment": dict, "facts": dict,
     "metrics": Each([int, str, str]), "hashes": dict,
@@ -46,8 +46,6 @@ class Snapshot:
         Evaluations so far: (steps, value, name).
     recipe, environment : dict
         What defined the answer, and what else decides bits.
-    leaves : mapping of str to str
-        Hashes of the tensors, as far as somebody has made them before.
     """
 
     step: int
@@ -59,7 +57,6 @@ class Snapshot:
     metrics: list[Any] = field(default_factory=list[Any], repr=False)
     recipe: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
     environment: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
-    leaves: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
 
     def noted(self, part: str) -> dict[str, Any]:
         """A part of the recipe's description; empty where there is none, as nobody has checked that it is one."""
@@ -79,8 +76,6 @@ def write(snapshot: Snapshot, target: pathlib.Path) -> None:
     ------
     OSError
         The disk is full, or may not be written.
-    TornError
-        The tensors that were written are others than ``snapshot.leaves`` says.
     """
     with files.whole_folder(target) as draft:
         parts = {WEIGHTS: snapshot.weights, TRAINING: snapshot.training}
@@ -88,9 +83,6 @@ def write(snapshot: Snapshot, target: pathlib.Path) -> None:
             name: files.write(draft / name, functools.partial(tensors.write, tensors=part))
             for name, part in parts.items()
         }
-        written = tensors_of(hashes[WEIGHTS], hashes[TRAINING])
-        if other := [name for name, known in snapshot.leaves.items() if written.get(name) != known]:
-            raise TornError(f"{other[0]!r} was written otherwise than the chain has it")
         text = json.dumps({
             "step": snapshot.step, "samples": snapshot.samples, "digest": snapshot.digest, "recipe": snapshot.recipe,
             "environment": snapshot.environment, "facts": snapshot.facts, "metrics": snapshot.metrics,
@@ -131,7 +123,7 @@ def read(folder: pathlib.Path) -> Snapshot:
         parts: dict[str, dict[str, Tensor]] = {}
         for name in (WEIGHTS, TRAINING):
             path = folder / name
-            parts[name] = tensors.read(memoryview(files.read(path, MOST_TENSORS)), facts["hashes"][name])
+            parts[name] = tensors.read(memoryview(files.read(path, tensors.MOST_TENSORS)), facts["hashes"][name])
         del facts["hashes"]
         return Snapshot(weights=parts[WEIGHTS], training=parts[TRAINING], **facts)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:

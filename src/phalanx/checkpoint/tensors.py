@@ -1,34 +1,42 @@
-"""Tensors in a file, in the safetensors format: a length, a JSON header, bytes. Written in one go, read with limits.
+"""Tensors in files, in the safetensors format: a length, a JSON header, bytes. Written in one go, read with limits.
 
-``packed`` makes bytes of a whole state in the same way, to travel from one process of a run to the others;
-``write_tree`` a file of tuples, lists and dicts of arrays.
+``packed`` makes bytes of a whole state in the same way, to travel from one process of a run to the others. The weights
+of a model are such a file, and the states of callbacks are tensors and plain values beside them.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import io
 import json
 import math
 import pathlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from phalanx.checkpoint import files
-from phalanx.definition.data import content, is_array
+from phalanx.definition import checks
 from phalanx.definition.digest import leaf_hash
-from phalanx.errors import SnapshotError
+from phalanx.definition.plain import check_like, decoded, encoded, taking_over
+from phalanx.errors import SnapshotError, UsageError
+from phalanx.frameworks.states import stored, tensor_of, weights_of
 from phalanx.seams.snapshots import CODES, Captured, Tensor
 
 LENGTH = struct.Struct("<Q")
-LENGTHS = struct.Struct("<3Q")
 HEADER_BYTES = 100_000_000
 ALIGNMENT = 8
+MOST_TENSORS = 1 << 44  # bytes of a file
 MOST_DIMENSIONS, MOST_BYTES = 64, 1 << 63  # of a tensor, in torch and numpy
 METADATA = "__metadata__"
+SEAL = 32  # bytes of a checksum
+TOLD, PARTS = "told", ("weights/", "training/")  # of a state that travels
+TREE = "batch"  # begins the names of its arrays
+SUFFIX = ".safetensors"
+CALLBACKS = "callbacks"  # begins the names of their tensors in snapshots, and is their key among a snapshot's facts
 NAMES = {code: (name, size) for name, (code, size) in CODES.items()}
 
 
@@ -87,12 +95,14 @@ def read(data: memoryview, hashes: Mapping[str, str] | None) -> dict[str, Tensor
 
 def packed(state: Captured, more: dict[str, Any]) -> bytes:
     """``state``, and JSON values beside it."""
-    files = [io.BytesIO(), io.BytesIO()]
-    parts = (state.weights, state.training)
-    hashes = [write(file, part) for file, part in zip(files, parts, strict=True)]
-    text = json.dumps({"facts": state.facts, "hashes": hashes, "more": more}).encode()
-    pieces = [text, *(file.getvalue() for file in files)]
-    return LENGTHS.pack(*map(len, pieces)) + b"".join(pieces)
+    text = json.dumps({"facts": state.facts, "more": more}).encode()
+    whole = {TOLD: Tensor("uint8", (len(text),), text)}
+    for prefix, part in zip(PARTS, (state.weights, state.training), strict=True):
+        whole |= {prefix + name: tensor for name, tensor in part.items()}
+    file = io.BytesIO()
+    write(file, whole)
+    data = file.getvalue()
+    return hashlib.sha256(data).digest() + data
 
 
 def unpacked(data: bytes) -> tuple[Captured, dict[str, Any]]:
@@ -104,17 +114,17 @@ def unpacked(data: bytes) -> tuple[Captured, dict[str, Any]]:
         It is not what ``packed`` makes, or was damaged on the way.
     """
     try:
-        first, second, third = LENGTHS.unpack_from(data)
-        start = LENGTHS.size
-        if len(data) != start + first + second + third:
-            raise ValueError("its length is wrong")
-        header = json.loads(data[start : start + first])
-        view = memoryview(data)[start + first :]
+        seal, content = data[:SEAL], memoryview(data)[SEAL:]
+        if hashlib.sha256(content).digest() != seal:
+            raise ValueError("its checksum differs")
+        whole = read(content, None)
+        told = json.loads(bytes(whole.pop(TOLD).content))
         weights, training = (
-            read(part, hashes) for part, hashes in zip((view[:second], view[second:]), header["hashes"], strict=True)
+            {name.removeprefix(prefix): tensor for name, tensor in whole.items() if name.startswith(prefix)}
+            for prefix in PARTS
         )
-        return Captured(weights, training, header["facts"]), header["more"]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
+        return Captured(weights, training, told["facts"]), told["more"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SnapshotError(f"the state that rank 0 sent cannot be used: {error}") from error
 
 
@@ -153,7 +163,7 @@ def leaf(tensor: Tensor) -> str:
 
 
 def write_tree(path: pathlib.Path, tree: Any) -> Any:
-    """Write the arrays of a tree; returns its structure as JSON values, None where it consists of other things.
+    """Write the arrays of a tree; returns the rest of it as JSON values, None where it has none or holds other things.
 
     Raises
     ------
@@ -161,51 +171,124 @@ def write_tree(path: pathlib.Path, tree: Any) -> Any:
         It cannot be written.
     """
     arrays: dict[str, Tensor] = {}
-    structure = _structure(tree, arrays)
-    if structure is None or not arrays:
+    try:
+        rest = encoded(tree, _keeper(arrays), TREE)
+    except UsageError:
+        return None
+    if not arrays or not all(array.dtype in np.sctypeDict for array in arrays.values()):
         return None
     files.replace(path, functools.partial(write, tensors=arrays))
-    return structure
+    return rest
 
 
-def read_tree(path: pathlib.Path, structure: Any) -> Any:
-    """The tree with this structure, in arrays of numpy.
+def read_tree(path: pathlib.Path, rest: Any) -> Any:
+    """The tree again, in arrays of numpy.
 
     Raises
     ------
     SnapshotError
         It is not there, or damaged.
     """
+
+    def find(name: Any, _: str) -> Any:
+        array = arrays[name]
+        return np.frombuffer(bytearray(array.content), np.dtype(array.dtype)).reshape(array.shape)
+
     try:
-        return _built(structure, read(memoryview(files.read(path, MOST_BYTES - 1)), None))
+        arrays = read(memoryview(files.read(path, MOST_TENSORS)), None)
+        return decoded(rest, find, TREE)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SnapshotError(f"{path} cannot be used: {error}") from error
 
 
-def _structure(tree: Any, arrays: dict[str, Tensor]) -> Any:
-    """Of a tree; its leaves go to ``arrays``. None where a leaf is no array that a file can hold."""
-    if isinstance(tree, Mapping):
-        found = {key: _structure(value, arrays) for key, value in tree.items() if isinstance(key, str)}
-        return None if len(found) != len(tree) or None in found.values() else {"dict": found}
-    if isinstance(tree, (tuple, list)):
-        items = [_structure(value, arrays) for value in tree]
-        return None if None in items else {type(tree).__name__ if type(tree) is list else "tuple": items}
-    if not is_array(tree):
-        return None
-    dtype, shape, data = content(tree.detach() if hasattr(tree, "detach") else tree)
-    if dtype not in CODES or dtype not in np.sctypeDict:
-        return None
-    name = str(len(arrays))
-    arrays[name] = Tensor(dtype, shape, data)
-    return name
+def _keeper(taken: dict[str, Tensor]) -> Callable[[Any, str], str | None]:
+    """Takes tensors and arrays out of a value that is encoded, and leaves their paths there."""
+
+    def keep(leaf: Any, path: str) -> str | None:
+        tensor = stored(leaf)
+        if tensor is None:
+            return None
+        taken[path] = tensor
+        return path
+
+    return keep
 
 
-def _built(structure: Any, arrays: Mapping[str, Tensor]) -> Any:
-    if isinstance(structure, str):
-        dtype, shape, data = (getattr(arrays[structure], name) for name in ("dtype", "shape", "content"))
-        return np.frombuffer(bytearray(data), np.dtype(dtype)).reshape(shape)
-    ((kind, items),) = structure.items()
-    if kind == "dict":
-        return {key: _built(value, arrays) for key, value in items.items()}
-    made = [_built(value, arrays) for value in items]
-    return made if kind == "list" else tuple(made)
+def write_weights(path: Any, model: Any, params: Mapping[str, Any], instead: Mapping[str, Any]) -> None:
+    """Write the weights of ``model``; ``instead``: values for parameters of these names.
+
+    Raises
+    ------
+    UsageError
+        The path has another ending.
+    SnapshotError
+        It could not be written.
+    """
+    write_file(path, weights_of(model, params, instead))
+
+
+def copied_weights(model: Any, params: Mapping[str, Any], instead: Mapping[str, Any]) -> dict[str, Any]:
+    """The same in memory: tensors by name."""
+    return {name: tensor_of(tensor, {}) for name, tensor in weights_of(model, params, instead).items()}
+
+
+def read_weights(path: pathlib.Path) -> dict[str, Any]:
+    """Tensors by name, of a file that ``write_weights`` wrote.
+
+    Raises
+    ------
+    SnapshotError
+        It cannot be read, or is damaged.
+    """
+    try:
+        found = read(memoryview(files.read(path, MOST_TENSORS)), None)
+    except (OSError, ValueError) as error:
+        raise SnapshotError(f"{str(path)!r} cannot be read: {error}") from error
+    return {name: tensor_of(tensor, {}) for name, tensor in found.items()}
+
+
+def write_file(path: Any, weights: Mapping[str, Tensor]) -> pathlib.Path:
+    """Write tensors as one file, whole and durable or not at all; returns where. One that is there is replaced."""
+    target = checks.path("path", path, hint=f"give the name of a file that ends in {SUFFIX}")
+    if target.suffix != SUFFIX:
+        raise UsageError(
+            f"path is {str(path)!r}, and weights are written as {SUFFIX}; end it so, or save the model itself "
+            "in another way"
+        )
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        files.replace(target, functools.partial(write, tensors=weights))
+    except OSError as error:
+        raise SnapshotError(f"the weights could not be written to {str(target)!r}: {error}") from error
+    return target
+
+
+def kept(states: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """States of callbacks as JSON values and tensors by name.
+
+    Raises
+    ------
+    UsageError
+        A state holds something else than numbers, text, tensors, arrays, lists and dicts of those; names it.
+    """
+    taken: dict[str, Tensor] = {}
+    keep = _keeper(taken)
+    return {name: encoded(state, keep, f"{CALLBACKS}.{name}") for name, state in states.items()}, taken
+
+
+def states_in(facts: Mapping[str, Any], training: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The states again; arrays come as tensors.
+
+    Raises
+    ------
+    SnapshotError
+        They are none.
+    """
+    left = {name: tensor for name, tensor in training.items() if name.startswith(f"{CALLBACKS}.")}
+    with taking_over("the state of callbacks"):
+        states = {
+            name: decoded(state, lambda _, path: tensor_of(left.pop(path), {}), f"{CALLBACKS}.{name}")
+            for name, state in facts.get(CALLBACKS, {}).items()
+        }
+        check_like(list(left), [], "what no state names")
+        return states

@@ -19,8 +19,8 @@ from typing import Annotated, Any
 import typer
 
 from phalanx import __version__
-from phalanx.checkpoint.export import write_file
 from phalanx.checkpoint.resume import ANYWAY, read_any
+from phalanx.checkpoint.tensors import write_file
 from phalanx.cli import pages, proving
 from phalanx.cli.common import File, Json, Plot, check_picture, load_recipe, save, show
 from phalanx.definition import checks

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.definition import generators
-from phalanx.definition.copies import FirstReadings, own
+from phalanx.definition.copies import own
 from phalanx.definition.data import Columns, Samples, SeedSample, Share, Source, content, open_batch, open_data
 from phalanx.definition.fields import Definition
 from phalanx.definition.streams import Drawn
@@ -63,7 +63,7 @@ class BatchShares:
         self._opened = opened
         self._source = None if definition.source is None else opened(definition.source)
         holders = functools.partial(getattr, definition, "holders")
-        self._first = FirstReadings("data", definition.generators, holders)
+        self._first = generators.FirstReadings("data", definition.generators, holders)
 
     def planned(self, update: int) -> list[Share]:
         """The shares of an update's planned step; a sample's generator seeds follow from (seed, epoch, index)."""
@@ -128,7 +128,7 @@ class BatchShares:
         seed, roots = self._definition.seed, {EVALUATION: data} if isinstance(source, Samples) and source.random else {}
         own = generators.find(roots)
         owned = {**self._definition.generators, **own}
-        first = FirstReadings(EVALUATION, owned, lambda: roots)
+        first = generators.FirstReadings(EVALUATION, owned, lambda: roots)
         read, collated = self._reader(
             source, lambda index: generators.seed(evaluation_sample_key(seed, index), owned), first
         )
@@ -137,7 +137,7 @@ class BatchShares:
         return Chunks(len(source), size, read, collated)
 
     def _reader(
-        self, source: Source, seed: SeedSample, first: FirstReadings | None = None
+        self, source: Source, seed: SeedSample, first: generators.FirstReadings | None = None
     ) -> tuple[Callable[[Indices], Any], bool]:
         """How a share of ``source`` is read, and whether that gives a batch or a list still to be collated."""
         one = self._definition.batch_size is None

@@ -1,31 +1,27 @@
-"""Samples as copies: as user code hands them out, and for user code that may change them.
+"""Samples and arrays as copies: for user code that may change them, and in other processes. They lie there as before.
 
 A dataset or a stream may fill one buffer for all of its samples. A ``collate_fn`` may write to samples, and so may a
 model that is handed them as they are. A share that is read once more, in the next phase of a step or after a worker's
-death, is to be what it was; so the first samples of a dataset are read twice, to see whether they are.
+death, is to be what it was. Arrays keep their strides, which may decide bits: kernels are chosen by them.
 """
 
 from __future__ import annotations
 
 import copy
+import copyreg
+import ctypes
 import dataclasses
-import zlib
+import itertools
+import mmap
+import operator
+import os
 from collections import UserDict
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from phalanx.definition import checks, generators
-from phalanx.definition.arrays import bounds
-from phalanx.definition.data import alike, content, is_array
-from phalanx.definition.reachable import reachable
-from phalanx.errors import UsageError
-from phalanx.plan import Indices
-
-TWICE = 4  # samples that each process reads twice
 UNCHANGING = frozenset({bool, int, float, complex, str, bytes, type(None)})  # kinds of values that cannot be written to
-LOOKED_AT_BYTES = 1 << 30  # of an array of a dataset that gives another sample when it is read again
+ROOT_FACTOR = 4  # up to so many times the memory of a view, all of what it is a view of travels, once for all its views
 
 
 def own(sample: Any) -> Any:
@@ -79,76 +75,103 @@ def _array(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return copied
 
 
-class FirstReadings:
-    """Looks at the first samples that are read here: whether reading one is repeated alike under the same seed.
+def bounds(array: np.ndarray[Any, Any]) -> tuple[int, int]:
+    """Addresses of the first byte of an array and of the one after its last."""
+    steps = [(length - 1) * stride for length, stride in zip(array.shape, array.strides, strict=True)]
+    address = array.__array_interface__["data"][0]
+    return address + sum(min(step, 0) for step in steps), address + sum(max(step, 0) for step in steps) + array.itemsize
+
+
+def keeps_strides(array: np.ndarray[Any, Any]) -> bool:
+    """Whether numpy's own pickle does: it makes those of a dense array anew, also of axes of length 1."""
+    if not array.size or not array.flags.forc:
+        return not array.size
+    if array.flags.c_contiguous:
+        return array.strides == _dense(array.shape[::-1], array.itemsize)[::-1]
+    return array.strides == _dense(array.shape, array.itemsize)
+
+
+def _dense(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """The strides, in bytes, of an array whose first axis lies closest."""
+    return tuple(itertools.accumulate(shape, operator.mul, initial=itemsize))[: len(shape)]
+
+
+class ArrayReducer:
+    """How the arrays of one pickle are pickled.
 
     Parameters
     ----------
-    origin : str
-        What the data is called in a message.
-    owned : dict
-        The generators that are seeded before each sample; those that the dataset made when it was first used are added.
-    holders : callable
-        All user code that may hold generators, by name, the dataset as ``origin``.
+    by_file : bool
+        Whether memory maps travel by their file, which is mapped when they are unpickled: it has to stay as it is.
     """
 
-    def __init__(self, origin: str, owned: generators.Owned, holders: Callable[[], dict[str, Any]]) -> None:
-        self._origin = origin
-        self._owned = owned
-        self._holders = holders
-        self._left = TWICE
+    def __init__(self, *, by_file: bool) -> None:
+        self._by_file = by_file
+        self._bytes: dict[int, tuple[Any, np.ndarray[Any, Any]]] = {}
 
-    def read(self, read: Callable[[Indices], list[Any]], indices: Indices) -> list[Any]:
-        """What ``read(indices)`` gives, with all generators seeded that can be found."""
-        if self._left <= 0:
-            return read(indices)
-        ones = [indices[place : place + 1] for place in range(min(self._left, len(indices)))]
-        return [self._twice(read, one) if self._left > 0 else read(one)[0] for one in ones] + read(indices[len(ones) :])
+    def reduced(self, array: np.ndarray[Any, Any]) -> Any:
+        """What a pickler wants to know; NotImplemented where numpy's way, or that of a class of its own, will do."""
+        if self._by_file and _mapped(array):
+            return np.memmap, _map_of(array)
+        if keeps_strides(array) or array.dtype.hasobject or not _as_numpy(type(array)):
+            return NotImplemented
+        return _strided, (type(array), *self._memory_under(array))
 
-    def _twice(self, read: Callable[[Indices], list[Any]], one: Indices) -> Any:
-        """What the first of two readings of a sample gives.
+    def _memory_under(self, array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
+        """An array that numpy would lay out anew as its memory, offset, shape, strides and dtype.
 
-        Raises
-        ------
-        UsageError
-            The dataset keeps what it drew, or writes to its own arrays.
+        Views of one array share the memory of that, unless they need little of it; those of a memory map its file.
         """
-        sample, drawn = read(one)[0], generators.places(self._owned)
-        found = generators.find(self._holders()) if self._left == TWICE else {}
-        self._left -= 1
-        if found.keys() - self._owned.keys():
-            self._owned.update(found)
-            sample, drawn = read(one)[0], generators.places(self._owned)
-        again = read(one)[0]
-        told = f"sample {one[0]} of {self._origin}"
-        if generators.places(self._owned) != drawn:
-            raise UsageError(
-                f"{told} drew other random numbers when it was read again with the same seeds: the dataset keeps what "
-                "it has drawn, so the answer depends on who reads it first; keep samples as they are before random "
-                "numbers are drawn for them, and draw those in each __getitem__"
-            )
-        if alike(sample, again):
-            return sample
-        told += " was another when it was read again with the same seeds"
-        if written := self._written(read, one):
-            raise UsageError(
-                f"{told}, as reading it writes to {', '.join(written)}; change a copy: x = x - mean, not x -= mean"
-            )
-        self._left = 0  # said once
-        checks.warn(
-            f"{told}, so the answer depends on who reads it: let the dataset draw from random, numpy.random or torch, "
-            "or keep its generator in an attribute, where phalanx finds and seeds it"
-        )
-        return sample
+        low, high = bounds(array)
+        root = array
+        while isinstance(root.base, np.ndarray):
+            root = root.base
+        start, dense = bounds(root)[0], root.flags.forc and not root.dtype.hasobject
+        if self._by_file and _mapped(root):
+            memory = root
+        elif dense and root.nbytes <= ROOT_FACTOR * (high - low):
+            memory = self._bytes_of(root)
+        else:
+            start, size = low, high - low
+            memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(low)).copy()
+        offset = array.__array_interface__["data"][0] - start
+        return memory, offset, array.shape, array.strides, array.dtype
 
-    def _written(self, read: Callable[[Indices], list[Any]], one: Indices) -> list[str]:
-        """The arrays of the dataset that reading a sample changes."""
-        held = reachable({self._origin: self._holders()[self._origin]})
-        arrays = [(path, each) for path, each in held if not isinstance(each, type) and is_array(each)]
-        before = [(path, each, _checksum(each)) for path, each in arrays if each.nbytes <= LOOKED_AT_BYTES]
-        read(one)
-        return [path for path, each, known in before if _checksum(each) != known]
+    def _bytes_of(self, root: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """A dense array, or its bytes if it is no plain one: the same object for all its views travels once."""
+        if type(root) is np.ndarray and keeps_strides(root):
+            return root
+        if id(root) not in self._bytes:
+            self._bytes[id(root)] = root, np.asarray(root).reshape(-1, order="A").view(np.uint8)
+        return self._bytes[id(root)][1]
 
 
-def _checksum(array: Any) -> int:
-    return zlib.crc32(content(array)[-1])
+def _mapped(array: Any) -> bool:
+    """Whether it is a whole memory map of a file that is there, with what that has."""
+    whole = type(array) is np.memmap and isinstance(array.base, mmap.mmap) and array.mode != "c"
+    return whole and array.filename is not None and os.path.exists(array.filename)
+
+
+def _map_of(mapped: Any) -> tuple[Any, ...]:
+    order = "F" if mapped.flags.f_contiguous and not mapped.flags.c_contiguous else "C"
+    return mapped.filename, mapped.dtype, "c", mapped.offset, mapped.shape, order
+
+
+def _as_numpy(kind: type[np.ndarray[Any, Any]]) -> bool:
+    """Whether a class of arrays is pickled as numpy's own is, with nothing beside the values."""
+    names = ("__reduce__", "__reduce_ex__", "__setstate__")
+    return kind not in copyreg.dispatch_table and all(
+        getattr(kind, name) is getattr(np.ndarray, name) for name in names
+    )
+
+
+def _strided(
+    kind: type[np.ndarray[Any, Any]],
+    memory: np.ndarray[Any, Any],
+    offset: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: np.dtype[Any],
+) -> np.ndarray[Any, Any]:
+    flat: Any = memory.reshape(-1, order="A").view(np.uint8)
+    return np.ndarray.__new__(kind, shape, dtype, flat, offset, strides)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.definition.arrays import check_numpy
+from phalanx.definition.checks import check_numpy
 from phalanx.errors import UsageError
 from phalanx.plan import Indices
 from phalanx.plan.shares import share_bounds

@@ -19,18 +19,16 @@ from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
 from phalanx.definition.data import Columns
-from phalanx.definition.digest import PLAIN, Contents, is_array, other_row, plain, short
+from phalanx.definition.digest import PLAIN, is_array, plain, short, told_of_array, told_of_container
 from phalanx.definition.fields import Definition
 from phalanx.definition.plain import decoded
 from phalanx.definition.reachable import MOST, held_by, installed, parts_of, reachable, version
-from phalanx.errors import ForeignError
 
-FORMAT = 3
+FORMAT = 4
 CODE = ("make_model", "data", "loss_fn", "forward_fn", "target_fn", "collate_fn")
 OPTIONS = ("optimizer", "scheduler")  # plain values that these lead to are options
 ELSEWHERE = ("steps", "epochs", "phases", *CODE, *OPTIONS)  # a finished run can be extended
-MOST_HINTS = 2000  # of a field, the nearest first; what lies beyond only shows in what a step comes to
-NAMED = 64  # hints of a field that are kept by their paths; a hash has all of them
+MOST_HINTS = 128  # of a field, the nearest first; what lies beyond only shows in what a step comes to
 TOLD = 8  # differences of a kind that are told
 GLOBAL, READS = " (its global ", "code "
 IDLE, JUMPS = ("NOP", "CACHE", "RESUME", "EXTENDED_ARG"), frozenset(dis.hasjrel) | frozenset(dis.hasjabs)
@@ -66,17 +64,15 @@ class Hint(NamedTuple):
 
 def described(definition: Definition) -> dict[str, Any]:
     """A recipe as JSON values, but for its steps and epochs."""
-    contents, met = Contents(), set[str]()
-    data = _data(definition, contents)
-    values, hints = _fields(definition), dict[str, Any]()
+    met = set[str]()
+    data = _data(definition)
+    values, hints = _fields(definition), dict[str, str]()
     for name, root in _roots(definition):
-        if name == "data" and any(digest for _, digest, _ in data.values()):
+        if name == "data" and any(digest for _, digest in data.values()):
             continue
-        found = list(itertools.islice(_led_to(name, root, contents, met), MOST_HINTS))
-        if name.endswith(OPTIONS):
-            values |= {hint.path: hint.text for hint in found if hint.plain and GLOBAL not in hint.path}
-        texts = {hint.path: hint.text for hint in found if hint.path not in values}
-        hints[name] = {"named": dict(list(texts.items())[:NAMED]), "all": short(repr(sorted(texts.items())))}
+        for hint in itertools.islice(_led_to(name, root, met), MOST_HINTS):
+            option = name.endswith(OPTIONS) and hint.plain and GLOBAL not in hint.path
+            (values if option else hints)[hint.path] = hint.text
     versions = {name: version(name) for name in sorted(met)} | {"python": platform.python_version()}
     return {"format": FORMAT, "values": values, "data": data, "hints": hints, "versions": versions}
 
@@ -84,12 +80,9 @@ def described(definition: Definition) -> dict[str, Any]:
 def shared(definition: Definition) -> tuple[dict[str, Any], dict[str, str]]:
     """What must be equal in processes that do one run, and what should be: plain globals, which may be a rank."""
     mine = described(definition)
-    named = {path: text for told in mine["hints"].values() for path, text in told["named"].items()}
-    should = {path: text for path, text in named.items() if GLOBAL in path and not text.startswith(READS)}
-    must = {**mine["values"], **{path: text for path, text in named.items() if path not in should}}
-    for name, told in mine["hints"].items():
-        if not any(path in should for path in told["named"]):
-            must[f"{name} as a whole"] = told["all"]
+    hints: dict[str, str] = mine["hints"]
+    should = {path: text for path, text in hints.items() if GLOBAL in path and not text.startswith(READS)}
+    must = mine["values"] | {path: text for path, text in hints.items() if path not in should}
     return {**must, **mine["data"], **{f"version of {name}": text for name, text in mine["versions"].items()}}, should
 
 
@@ -108,14 +101,13 @@ def compare(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Comparison:
         for part in ("values", "made") if mine.get("made") and theirs.get("made") else ("values",):
             found.differs += _between(mine[part], theirs[part])
         for name in {**mine["data"], **theirs["data"]}:
-            one, other = (side["data"].get(name, ["absent", "", ""]) for side in (mine, theirs))
-            if one[:2] != other[:2]:
-                found.differs += [_words(name, one[0], other[0]) + other_row(one[2], other[2])]
+            one, other = (side["data"].get(name, ["absent", ""]) for side in (mine, theirs))
+            if one != other:
+                found.differs += [_words(name, one[0], other[0])]
         versions = [side["versions"] for side in (mine, theirs)]
         found.versions = _between(*_common(*versions))
         same_python = versions[0]["python"].rpartition(".")[0] == versions[1]["python"].rpartition(".")[0]
-        for name in {**mine["hints"], **theirs["hints"]}:
-            found.hints += _hinted(name, mine["hints"].get(name), theirs["hints"].get(name), code=same_python)
+        found.hints = _hinted(mine["hints"], theirs["hints"], code=same_python)
         found.hints += _between(*_common(*(side.get("beside", {}) for side in (mine, theirs))))
         return found
     except (KeyError, TypeError, AttributeError, IndexError) as error:
@@ -170,34 +162,34 @@ def _roots(definition: Definition) -> Iterator[tuple[str, Any]]:
             yield f"phases[{number}].{name}", getattr(phase, name)
 
 
-def _data(definition: Definition, contents: Contents) -> dict[str, list[str]]:
-    """What is told of the data, as ``Contents`` tells it."""
+def _data(definition: Definition) -> dict[str, list[str]]:
+    """What is told of the data, and a hash where it is read."""
     data, source = definition.data, definition.source
     if isinstance(source, Columns):
         keys = list(data) if isinstance(data, dict) and len(data) == len(source.arrays) else None
         names = [f"data: item {number if keys is None else repr(keys[number])}" for number in range(len(source.arrays))]
-        return {name: _told(contents.array, array) for name, array in zip(names, source.arrays, strict=True)}
+        return {name: _told(told_of_array, array) for name, array in zip(names, source.arrays, strict=True)}
     if isinstance(data, list):
-        return {"data": _told(contents.container, data)}
+        return {"data": _told(told_of_container, data)}
     if source is not None:
-        return {"data": [f"{len(source)} samples", "", ""]}
+        return {"data": [f"{len(source)} samples", ""]}
     options = [f"{name}={text}" for name, text in options_of(data).items()]
-    return {"data": [f"a {type(data).__name__} {' '.join(options)}".strip(), "", ""]}
+    return {"data": [f"a {type(data).__name__} {' '.join(options)}".strip(), ""]}
 
 
 def _told(tell: Any, value: Any) -> list[str]:
     try:
         return tell(value)
     except Exception:  # of objects, or of a library that cannot read it
-        return [f"a {type(value).__name__}", "", ""]
+        return [f"a {type(value).__name__}", ""]
 
 
-def _led_to(name: str, root: Any, contents: Contents, met: set[str]) -> Iterator[Hint]:
+def _led_to(name: str, root: Any, met: set[str]) -> Iterator[Hint]:
     """What functions and objects lead to, the nearest first."""
     if isinstance(root, PLAIN):
         yield Hint(name, plain(root), True)
     for path, value in reachable({name: root}):
-        if text := _looked(value, contents, met):
+        if text := _looked(value, met):
             yield Hint(path, text, isinstance(value, HAVE_NAMES) and not text.startswith(READS))
         for step, part in parts_of(value):
             odd = step.startswith(".__") or (part is None and step.startswith(GLOBAL))
@@ -205,7 +197,7 @@ def _led_to(name: str, root: Any, contents: Contents, met: set[str]) -> Iterator
                 yield Hint(path + step, plain(part), True)
 
 
-def _looked(value: Any, contents: Contents, met: set[str]) -> str:
+def _looked(value: Any, met: set[str]) -> str:
     """What there is to say of a value itself."""
     if isinstance(value, HAVE_NAMES):
         package = installed(value.__module__)
@@ -215,12 +207,12 @@ def _looked(value: Any, contents: Contents, met: set[str]) -> str:
             return "" if usual else f"{value.__module__}.{value.__qualname__}"
         return READS + short(_code(value.__code__)) if isinstance(value, FunctionType) else ""
     if is_array(value):
-        return " ".join(_told(contents.array, value)[:2])
+        return " ".join(_told(told_of_array, value))
     if isinstance(value, (set, frozenset)):
         return plain(value) if all(type(item) in PLAIN for item in value) else f"set of {len(value)}"
     if isinstance(value, (list, tuple, dict)) and len(value) > MOST:
-        with contextlib.suppress(ForeignError, LookupError):
-            return " ".join(contents.container(value)[:2])
+        with contextlib.suppress(TypeError, LookupError):
+            return " ".join(told_of_container(value))
         return f"{type(value).__name__} of {len(value)}"
     return ""
 
@@ -253,13 +245,9 @@ def _words(name: str, one: str, other: str) -> str:
     return f"{name} is {one} here, and {other} there"
 
 
-def _hinted(name: str, one: Any, other: Any, *, code: bool) -> list[str]:
-    """What reads differently below a root."""
-    one, other = ({"named": {}, "all": ""} if side is None else side for side in (one, other))
-    if one["all"] == other["all"]:
-        return []
-    paths = {**one["named"], **other["named"]}
-    pairs = {path: [side["named"].get(path, "absent") for side in (one, other)] for path in paths}
+def _hinted(mine: Mapping[str, str], theirs: Mapping[str, str], *, code: bool) -> list[str]:
+    """What reads differently."""
+    pairs = {path: (mine.get(path, "absent"), theirs.get(path, "absent")) for path in {**mine, **theirs}}
     changed = {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}
     told: list[str] = []
     for path, pair in changed.items():
@@ -269,6 +257,4 @@ def _hinted(name: str, one: Any, other: Any, *, code: bool) -> list[str]:
             told += [f"{path} reads differently"] * code
         else:
             told.append(_words(path, *pair))
-    if not told and code:
-        return [f"{name} leads to something else"]
     return _few(told)

@@ -17,19 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.errors import ForeignError
-
 WHOLE_BYTES = 64 << 20  # of an array; 40 ms where the processor has instructions for SHA-256
 LIST_BYTES = 256 << 20  # of a list of samples; about a second
-TOTAL_BYTES = 512 << 20  # of a recipe; what comes after that is sampled
 SAMPLED_BYTES, SAMPLED_ROWS = 4 << 20, 4096
 ITEM_BYTES = 1024  # an item of a list costs as much time as hashing so many bytes
 DEEP = 20
 NESTED = (list, tuple, dict)
 KEYS = "key<"  # how the dtypes of jax's random keys begin
 SHOWN = 60  # characters
-MOST_ROWS = 1 << 20  # of an array; with more, none of them is named
-ODD = np.uint64(0x9E3779B97F4A7C15)  # spreads what is multiplied by it over all bits
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
@@ -63,74 +58,42 @@ def digest_of(entries: Iterable[Entry], step: int | None) -> str:
     return sha.hexdigest()
 
 
-class Contents:
-    """Tells contents by three texts: what is shown, a hash, and ``row_sums``. Samples once it has read much."""
+def told_of_array(value: Any) -> list[str]:
+    """An array or tensor as two texts, what is shown and a hash. A single number is shown.
 
-    def __init__(self) -> None:
-        self._spent = 0
-
-    def array(self, value: Any) -> list[str]:
-        """Of an array or tensor; a single number is shown.
-
-        Raises
-        ------
-        Exception
-            It cannot be read.
-        """
-        head = f"{value.dtype}".removeprefix("torch.") + str(list(value.shape))
-        if head.startswith(KEYS):
-            value = sys.modules["jax"].random.key_data(value)
-        if math.prod(value.shape) == 1:
-            return [f"{head} {value.tolist()!r}", "", ""]
-        limit = WHOLE_BYTES if self._spent < TOTAL_BYTES else SAMPLED_BYTES
-        size = _bytes(value)
-        sha = hashlib.sha256()
-        for piece in [value] if size <= limit else _sample(value):
-            sha.update(_content(piece))
-        self._spent += min(size, limit)
-        sums = row_sums(_content(value), value.shape[0]) if size <= limit and value.shape else ""
-        return [head + " sampled" * (size > limit), sha.hexdigest()[:16], sums]
-
-    def container(self, value: Any) -> list[str]:
-        """Of a list, tuple or dict of plain values, arrays and more such containers.
-
-        Raises
-        ------
-        ForeignError
-            It holds something else.
-        """
-        sha = hashlib.sha256()
-        items: Any = list(value.items()) if isinstance(value, dict) else value
-        limit = LIST_BYTES if self._spent < TOTAL_BYTES else SAMPLED_BYTES
-        most = max(SAMPLED_ROWS, limit // max(1, _cost(items[0]))) if len(items) else 0
-        for number in _evenly(len(items), most):
-            for piece in _pieces(items[number], DEEP):
-                sha.update(piece)
-                self._spent += len(piece)
-        return [f"{type(value).__name__} of {len(items)}" + " sampled" * (len(items) > most), sha.hexdigest()[:16], ""]
-
-
-def row_sums(content: bytes | memoryview, length: int) -> str:
-    """How many rows an array has, and two sums over hashes of them: see ``other_row``; "" where it has too many."""
-    if not 1 < length <= MOST_ROWS or not content or len(content) % length:
-        return ""
-    rows = np.frombuffer(content, np.uint8).reshape(length, -1)
-    hashes = np.einsum("ij,j->i", rows, np.arange(1, 2 * rows.shape[1], 2, dtype=np.uint64) * ODD)
-    hashes = (hashes ^ hashes >> np.uint64(29)) * ODD
-    return f"{length} {hashes.sum()} {(hashes * np.arange(length, dtype=np.uint64)).sum()}"
-
-
-def other_row(one: str, other: str) -> str:
-    """In which row two arrays differ, if it is one: the plain sums differ by so much, the others by row times that.
-
-    ``one`` and ``other``: their ``row_sums``.
+    Raises
+    ------
+    Exception
+        It cannot be read.
     """
-    if not one or not other or one.split()[0] != other.split()[0]:
-        return ""
-    (length, *mine), (_, *theirs) = (list(map(int, sums.split())) for sums in (one, other))
-    change, moved = (np.uint64((left - right) % 2**64) for left, right in zip(mine, theirs, strict=True))
-    rows = np.flatnonzero(np.arange(min(length, MOST_ROWS), dtype=np.uint64) * change == moved) if change else ()
-    return f", in row {rows[0]} alone" if len(rows) == 1 else ", in several rows"
+    head = f"{value.dtype}".removeprefix("torch.") + str(list(value.shape))
+    if head.startswith(KEYS):
+        value = sys.modules["jax"].random.key_data(value)
+    if math.prod(value.shape) == 1:
+        return [f"{head} {value.tolist()!r}", ""]
+    whole = _bytes(value) <= WHOLE_BYTES
+    sha = hashlib.sha256()
+    for piece in [value] if whole else _sample(value):
+        sha.update(_content(piece))
+    return [head + " sampled" * (not whole), sha.hexdigest()[:16]]
+
+
+def told_of_container(value: Any) -> list[str]:
+    """A list, tuple or dict of plain values, arrays and more such containers, told in the same way.
+
+    Raises
+    ------
+    TypeError
+        It holds something else, or is nested too deeply.
+    """
+    sha = hashlib.sha256()
+    items: Any = list(value.items()) if isinstance(value, dict) else value
+    cost = ITEM_BYTES + sum(map(len, _pieces(items[0], DEEP))) if len(items) else 1
+    numbers = _evenly(len(items), max(SAMPLED_ROWS, LIST_BYTES // cost))
+    for number in numbers:
+        for piece in _pieces(items[number], DEEP):
+            sha.update(piece)
+    return [f"{type(value).__name__} of {len(items)}" + " sampled" * (len(numbers) < len(items)), sha.hexdigest()[:16]]
 
 
 def plain(value: Any) -> str:
@@ -171,7 +134,7 @@ def _pieces(value: Any, depth: int | None) -> Iterator[bytes | memoryview]:
     """Everything in a container. ``depth``: what may be nested; None: as deep as it goes, all else as its type."""
     if type(value) in NESTED or (depth is None and isinstance(value, NESTED)):
         if depth == 0:
-            raise ForeignError("nested too deeply")
+            raise TypeError("nested too deeply")
         items = list(value.items()) if isinstance(value, dict) else value
         yield f"{len(items)} in a {type(value).__name__}".encode()
         for item in items:
@@ -185,7 +148,7 @@ def _pieces(value: Any, depth: int | None) -> Iterator[bytes | memoryview]:
     elif depth is None:
         yield type(value).__qualname__.encode()
     else:
-        raise ForeignError(type(value).__name__)
+        raise TypeError(type(value).__name__)
 
 
 def _content(array: Any) -> bytes | memoryview:
@@ -202,7 +165,7 @@ def _content(array: Any) -> bytes | memoryview:
             return repr(array.tolist()).encode()
     values = np.asarray(array)
     if values.dtype.hasobject:
-        raise ForeignError("an array of objects")
+        raise TypeError("an array of objects")
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
 
 
@@ -220,14 +183,3 @@ def _sample(array: Any) -> Iterator[Any]:
 def _bytes(array: Any) -> int:
     size = getattr(array, "itemsize", None) or getattr(array.dtype, "itemsize", 8)
     return math.prod(array.shape) * int(size)
-
-
-def _cost(item: Any) -> int:
-    """What reading an item costs, as bytes."""
-    if is_array(item):
-        return _bytes(item) + ITEM_BYTES
-    if isinstance(item, (list, tuple)):
-        return ITEM_BYTES + sum(map(_cost, item))
-    if isinstance(item, dict):
-        return ITEM_BYTES + sum(map(_cost, item.values()))
-    return ITEM_BYTES + (len(item) if isinstance(item, (str, bytes)) else 0)

@@ -1,7 +1,8 @@
 """Random generators: seeded from keys, and left to the caller as they were found.
 
 Covers ``random``, ``numpy.random`` and the generators of every framework that is loaded; and generators that user code
-owns, where they can be found. Importing this imports no framework.
+owns, where they can be found. Importing this imports no framework. The first samples of a dataset are read twice, to
+see whether reading one is repeated alike under the same seed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from phalanx.definition.reachable import reachable
+from phalanx.definition import checks
+from phalanx.definition.data import alike
+from phalanx.definition.reachable import differences, reachable, values
+from phalanx.errors import UsageError
+from phalanx.plan import Indices
 from phalanx.plan.keys import MASK32, splitmix64
 from phalanx.surroundings.interrupts import guarded
 from phalanx.surroundings.turns import ALONE
@@ -43,6 +48,7 @@ class Global(NamedTuple):
 
 
 FRAMEWORKS: dict[str, Callable[[], Sequence[Global]]] = {}  # by the module that is loaded where there are any
+TWICE = 4  # samples that each process reads twice
 NEAR: list[Any] = []  # those of them in host memory: objects whose state can be read without waiting
 
 
@@ -149,15 +155,22 @@ def _stream(path: str) -> int:
     return splitmix64(zlib.crc32(path.encode()))
 
 
-def _place(generator: Any) -> Any:
-    """What it will draw next, as something that can be compared; None of one that the system feeds."""
-    if isinstance(generator, random.Random):
-        return None if isinstance(generator, random.SystemRandom) else generator.getstate()
+def _state(generator: Any) -> Any:
+    """What it will draw next follows from that; None of one that the system feeds."""
     if isinstance(generator, np.random.Generator):
         generator = generator.bit_generator
     if isinstance(generator, np.random.BitGenerator):
-        return repr(generator.state)
-    state = generator.get_state()
+        return generator.state  # type: ignore[attr-defined]
+    if isinstance(generator, random.Random):
+        return None if isinstance(generator, random.SystemRandom) else generator.getstate()
+    return generator.get_state()
+
+
+def _place(generator: Any) -> Any:
+    """Its state as something that can be compared."""
+    state = _state(generator)
+    if state is None or isinstance(state, dict):
+        return repr(state)
     parts = state if isinstance(state, tuple) else (state.numpy(),)
     return [part.tobytes() if isinstance(part, np.ndarray) else part for part in parts]
 
@@ -193,12 +206,85 @@ def _restoring_numpy() -> Callable[[], Any]:
 
 def restoring(generator: Any) -> Callable[[], Any]:
     """Puts a generator back into the state that it has now."""
+    state = _state(generator)
+    if state is None:
+        return bool
     if isinstance(generator, np.random.Generator):
         generator = generator.bit_generator
     if isinstance(generator, np.random.BitGenerator):
-        return functools.partial(setattr, generator, "state", generator.state)  # type: ignore[attr-defined]
-    if isinstance(generator, random.SystemRandom):
-        return bool
-    if isinstance(generator, random.Random):
-        return functools.partial(generator.setstate, generator.getstate())
-    return functools.partial(generator.set_state, generator.get_state())
+        return functools.partial(setattr, generator, "state", state)
+    return functools.partial(getattr(generator, "setstate", None) or generator.set_state, state)
+
+
+class FirstReadings:
+    """Looks at the first samples that are read here: whether reading one is repeated alike under the same seed.
+
+    Parameters
+    ----------
+    origin : str
+        What the data is called in a message.
+    owned : dict
+        The generators that are seeded before each sample; those that the dataset made when it was first used are added.
+    holders : callable
+        All user code that may hold generators, by name, the dataset as ``origin``.
+    """
+
+    def __init__(self, origin: str, owned: Owned, holders: Callable[[], dict[str, Any]]) -> None:
+        self._origin = origin
+        self._owned = owned
+        self._holders = holders
+        self._left = TWICE
+
+    def read(self, read: Callable[[Indices], list[Any]], indices: Indices) -> list[Any]:
+        """What ``read(indices)`` gives, with all generators seeded that can be found."""
+        if self._left <= 0:
+            return read(indices)
+        ones = [indices[place : place + 1] for place in range(min(self._left, len(indices)))]
+        return [self._twice(read, one) if self._left > 0 else read(one)[0] for one in ones] + read(indices[len(ones) :])
+
+    def _twice(self, read: Callable[[Indices], list[Any]], one: Indices) -> Any:
+        """What the first of two readings of a sample gives.
+
+        Raises
+        ------
+        UsageError
+            The dataset keeps what it drew, or writes to its own arrays.
+        """
+        sample, drawn = read(one)[0], places(self._owned)
+        found = find(self._holders()) if self._left == TWICE else {}
+        self._left -= 1
+        if found.keys() - self._owned.keys():
+            self._owned.update(found)
+            sample, drawn = read(one)[0], places(self._owned)
+        again = read(one)[0]
+        told = f"sample {one[0]} of {self._origin}"
+        if places(self._owned) != drawn:
+            raise UsageError(
+                f"{told} drew other random numbers when it was read again with the same seeds: the dataset keeps what "
+                "it has drawn, so the answer depends on who reads it first; keep samples as they are before random "
+                "numbers are drawn for them, and draw those in each __getitem__"
+            )
+        if alike(sample, again):
+            return sample
+        told += " was another when it was read again with the same seeds"
+        if written := self._written(read, one):
+            raise UsageError(
+                f"{told}, as reading it writes to {', '.join(written)}; change a copy: x = x - mean, not x -= mean"
+            )
+        self._left = 0  # said once
+        checks.warn(
+            f"{told}, so the answer depends on who reads it: let the dataset draw from random, numpy.random or torch, "
+            "or keep its generator in an attribute, where phalanx finds and seeds it"
+        )
+        return sample
+
+    def _written(self, read: Callable[[Indices], list[Any]], one: Indices) -> list[str]:
+        """The arrays of the dataset that reading a sample changes."""
+        before = self._arrays()
+        read(one)
+        return differences(before, self._arrays())
+
+    def _arrays(self) -> dict[str, Any]:
+        """Checksums of those that the dataset leads to, by path."""
+        told = values({self._origin: self._holders()[self._origin]})
+        return {path: value for path, value in told.items() if isinstance(value, tuple)}

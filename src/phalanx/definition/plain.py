@@ -31,8 +31,6 @@ def encoded(value: Any, keep: Sink, path: str, depth: int = 0) -> Any:
     kept = keep(value, path)
     if kept is not None:
         return {MARK: "tensor", "is": kept}
-    if isinstance(value, complex):
-        return {MARK: "complex", "is": [encoded(part, keep, path) for part in (value.real, value.imag)]}
     if depth < DEPTH:
         if type(value) in (list, tuple):
             items = [encoded(item, keep, f"{path}.{n}", depth + 1) for n, item in enumerate(value)]
@@ -75,8 +73,6 @@ def decoded(value: Any, find: Callable[[Any, str], Any], path: str) -> Any:
         if kind == "tensor":
             return find(content, path)
         if isinstance(content, list):
-            if kind == "complex" and len(content) == 2:
-                return complex(*(decoded(part, find, path) for part in content))
             if kind == "tuple":
                 return tuple(decoded(content, find, path))
             if kind in ("dict", "counter") and all(isinstance(pair, list) and len(pair) == 2 for pair in content):

@@ -13,23 +13,19 @@ import functools
 import inspect
 import os
 import platform
-import site
 import sys
-import sysconfig
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
-from importlib import metadata
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 
-from phalanx.surroundings.sources import nested
+from phalanx.surroundings.sources import is_installed, nested
 
 OWN = __name__.partition(".")[0]
 PYTHON = "python"
-INSTALLERS = frozenset({"site-packages", "dist-packages"})  # also of an environment that this one's path leads to
 MOST = 1000  # items of a container
 ALL = 100_000  # objects
 SHORT = 60  # letters of two values that are shown
@@ -145,44 +141,25 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
                     yield f" (its global {name}.{inner})", vars(value).get(inner)
 
 
-def installed(module: Any, file: str | None = None) -> str | None:
-    """The package that code of this module is installed with, "python" for the standard library; None: the user's.
-
-    ``file`` is where the code itself lies, if that is known.
-    """
-    if not isinstance(module, str) or (module == "__main__" and file is None):
+def installed(module: Any) -> str | None:
+    """The package that code of this module is installed with, "python" for the standard library; None: the user's."""
+    if not isinstance(module, str) or module == "__main__":
         return None
     root = module.partition(".")[0]
     if root in sys.stdlib_module_names:
         return PYTHON
-    if file is None or file.startswith("<"):
-        files = (getattr(sys.modules.get(name), "__file__", None) for name in (module, root))
-        file = next((name for name in files if name is not None), None)
+    files = (getattr(sys.modules.get(name), "__file__", None) for name in (module, root))
+    file = next((name for name in files if name is not None), None)
     return root if root == OWN or (file is not None and _is_installed(file)) else None
-
-
-@functools.cache
-def _folders() -> tuple[str, ...]:
-    """Where installers put packages, and the standard library."""
-    paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    paths += [*site.getsitepackages(), site.getusersitepackages()]
-    return tuple({os.path.realpath(path) + os.sep for path in paths if path})
 
 
 @functools.lru_cache(maxsize=4096)
 def _is_installed(file: str) -> bool:
-    path = os.path.realpath(file)
-    return path.startswith(_folders()) or not INSTALLERS.isdisjoint(path.split(os.sep))
+    return is_installed(os.path.realpath(file))
 
 
 def version(name: str) -> str:
     """The version of a package, as far as it is told."""
     if name == PYTHON:
         return platform.python_version()
-    told = getattr(sys.modules.get(name), "__version__", None)
-    if isinstance(told, str):
-        return told
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "of unknown version"
+    return str(getattr(sys.modules.get(name), "__version__", "of unknown version"))

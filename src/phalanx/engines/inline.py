@@ -14,7 +14,7 @@ from typing import Any
 
 from phalanx.definition.batches import BatchShares
 from phalanx.definition.data import Columns
-from phalanx.definition.evaluation.metrics import Metrics
+from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.engines.links import LaneLink, LocalLink
 from phalanx.engines.twice import Twice

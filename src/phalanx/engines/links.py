@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.definition.data import Share
-from phalanx.plan.fold import Fold
-from phalanx.plan.placement import added, covers, remaining
+from phalanx.plan.fold import Fold, added, covers, remaining
 from phalanx.seams import Framework, Lanes, Part
 from phalanx.seams.sharing import Vector
 from phalanx.surroundings import interrupts

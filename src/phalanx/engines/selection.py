@@ -27,9 +27,9 @@ from phalanx.engines.reading.streams import dealer as dealer
 from phalanx.engines.recovery.deadline import Deadline
 from phalanx.errors import UsageError
 from phalanx.frameworks.registry import as_factory, open_framework
-from phalanx.plan.audit import Audit
-from phalanx.plan.placement import place
-from phalanx.plan.tally import MOST
+from phalanx.plan.fold import place
+from phalanx.plan.keys import Audit
+from phalanx.plan.lifecycle import MOST
 from phalanx.seams import Engine, Framework, RunState
 from phalanx.seams.events import StepReport
 from phalanx.surroundings.presence import processors, several, usable_cores

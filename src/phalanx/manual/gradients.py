@@ -18,8 +18,7 @@ from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.devices.exchange import placed
 from phalanx.frameworks.torch.replica.gradient import sparse
 from phalanx.manual.replicas import Replica, check_trained, tensors_of
-from phalanx.plan.fold import fold_values
-from phalanx.plan.placement import dealt
+from phalanx.plan.fold import dealt, fold_values
 
 ORDERED: Final = "ordered"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from phalanx.errors import UsageError
 from phalanx.plan import keys
-from phalanx.plan.order import Indices, Orders
+from phalanx.plan.keys import Indices, Orders
 from phalanx.plan.shares import share_bounds
 
 Seeded = Callable[[int], contextlib.AbstractContextManager[None]]

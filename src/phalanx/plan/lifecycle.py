@@ -1,4 +1,4 @@
-"""How a run goes on when workers have fallen: a pure table over who fell and how the run stands.
+"""What deaths of workers mean: when they end a run, and else how it goes on. A pure count and a pure table.
 
 A step has named phases. Weights change only between ``UPDATING`` and ``UPDATED``, and no worker comes there before all
 have ``FOLDED``; none begins the next step before all have ``UPDATED``. So workers are never more than a step apart, and
@@ -6,13 +6,21 @@ where each was last seen tells whether the state is that before a step, that aft
 
 ``decide`` looks up what to do next; ``engines.recovery`` does it, and asks again until there is nothing left to do.
 Nothing here waits or knows a process, so every interleaving of workers, barriers and deaths can be tried in a test.
+
+Going on is right as long as something gets done. What a worker does to itself (an exit, a fault, a hang) it does again
+at the same place: three times there, and nothing else between, are enough. A signal that anybody may have sent
+(SIGKILL, SIGTERM, the kernel that wants memory) strikes whoever is there, so many more are needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum, auto
 from typing import Final, NamedTuple
+
+OWN = 3  # deaths of a worker's own making, in a row at one place, that end a run
+MOST = 10  # deaths by a signal of anybody's, if the caller does not say how many
 
 
 class Phase(IntEnum):
@@ -252,3 +260,61 @@ def stands(run: Situation, verdict: Verdict) -> Standing:
     if verdict.torn and (fallen or run.portable):  # nobody fell: an optimizer raised, and only torch's own can go back
         return Standing.TORN
     return Standing.BEHIND if verdict.step < run.done else Standing.WHOLE
+
+
+class Cause(Enum):
+    """Who may have ended a worker."""
+
+    ITSELF = auto()  # it exited, crashed or hung
+    ANYBODY = auto()  # a signal that another process may have sent, to it or to the process that started it
+    CALLER = auto()  # the run itself, after Ctrl-C
+
+
+class Place(NamedTuple):
+    """Where a worker ended: a worker that ends at the same place as the one before it did not get further.
+
+    Attributes
+    ----------
+    step : int
+    doing : str
+        "start", "save", "compute", "fold", "update", "wait" or "task".
+    done : int
+        How many of its replicas it had computed in this step; of a task, how many tasks were done in all.
+    """
+
+    step: int
+    doing: str
+    done: int = 0
+
+
+@dataclass
+class Streak:
+    """Deaths in a row at one place."""
+
+    place: Place
+    causes: list[str] = field(default_factory=list[str])
+    own: int = 0
+
+
+class Tally:
+    """Counts, for each worker, deaths in a row at one place.
+
+    Parameters
+    ----------
+    most : int
+        Deaths by a signal of anybody's that end a run.
+    """
+
+    def __init__(self, most: int = MOST) -> None:
+        self._most = most
+        self._latest: dict[int, Streak] = {}
+
+    def count(self, worker: int, place: Place, cause: Cause, why: str) -> Streak | None:
+        """Count a death; the streak that it is part of, if that ends the run."""
+        streak = self._latest.get(worker)
+        if streak is None or streak.place != place:
+            streak = self._latest[worker] = Streak(place)
+        streak.causes.append(why)
+        streak.own += cause is Cause.ITSELF
+        others = len(streak.causes) - streak.own
+        return streak if streak.own >= OWN or others >= self._most else None

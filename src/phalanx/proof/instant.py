@@ -13,9 +13,9 @@ from typing import Any
 
 from phalanx.checkpoint.chained import brought_as, leaves_of
 from phalanx.checkpoint.directory import SNAPSHOTS, snapshot_folders
-from phalanx.checkpoint.export import found
 from phalanx.checkpoint.resume import losses_in
 from phalanx.checkpoint.snapshot import MANIFEST, Snapshot, read
+from phalanx.checkpoint.tensors import states_in
 from phalanx.definition.batches import BatchShares
 from phalanx.definition.data import Share
 from phalanx.definition.fields import Definition
@@ -23,7 +23,7 @@ from phalanx.definition.streams.supply import supplied
 from phalanx.engines.links import LocalLink
 from phalanx.engines.twice import checksum
 from phalanx.errors import SnapshotError, UsageError
-from phalanx.plan.audit import joined
+from phalanx.plan.keys import joined
 from phalanx.run.loop import merged
 from phalanx.run.observers import shown
 from phalanx.seams import Computed, Exported, Framework, RunState, Watch
@@ -226,7 +226,7 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
                 return RunState(list(self._losses), rounds=rounds)
             with framework.environment:
                 framework.adopt(Captured(dict(begin.weights), dict(begin.training), begin.facts))
-            losses, states = losses_in(begin, rounds.updates(begin.step)), found(begin.facts, begin.training)
+            losses, states = losses_in(begin, rounds.updates(begin.step)), states_in(begin.facts, begin.training)
             return RunState(losses, begin.samples, callbacks=states, rounds=rounds)
 
         return adopted

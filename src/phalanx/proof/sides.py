@@ -16,9 +16,8 @@ from typing import Any
 
 from phalanx.checkpoint import files, tensors
 from phalanx.checkpoint.chain import CHAIN, Links, records
-from phalanx.checkpoint.chained import tensors_of
-from phalanx.checkpoint.origin import recall
-from phalanx.checkpoint.snapshot import FACTS, MOST_JSON, MOST_TENSORS, read
+from phalanx.checkpoint.chained import recall, tensors_of
+from phalanx.checkpoint.snapshot import FACTS, MOST_JSON, read
 from phalanx.definition.data import is_array
 from phalanx.definition.described import Comparison, compare, described
 from phalanx.definition.fields import Definition
@@ -157,7 +156,7 @@ def _object(facts: Any, name: str) -> dict[str, Any]:
 
 def _loose(path: pathlib.Path) -> dict[str, Tensor]:
     try:
-        return tensors.read(memoryview(files.read(path, MOST_TENSORS)), None)
+        return tensors.read(memoryview(files.read(path, tensors.MOST_TENSORS)), None)
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise SnapshotError(f"{path} cannot be used: {error}") from error
 

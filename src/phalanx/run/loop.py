@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from phalanx.definition.batches import Unchanged
-from phalanx.definition.evaluation import Evaluation
-from phalanx.definition.evaluation.metrics import Metrics, Predictions
+from phalanx.definition.evaluation import Evaluation, Metrics, Predictions
 from phalanx.definition.fields import Definition
 from phalanx.definition.streams.supply import Dealer
 from phalanx.errors import PhalanxError, RunError, UsageError, WorkerError

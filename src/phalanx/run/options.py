@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 
 from phalanx.checkpoint.resume import ANYWAY
 from phalanx.definition import checks
-from phalanx.definition.checks.elsewhere import ARGUMENTS, answer
+from phalanx.definition.checks import ARGUMENTS, answer
 from phalanx.definition.evaluation import Evaluation, listed_evaluations
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from phalanx.checkpoint.export import write_weights
-from phalanx.definition.evaluation import DEFAULT_BATCH, check_evaluation
-from phalanx.definition.evaluation.metrics import Predictions
+from phalanx.checkpoint.tensors import write_weights
+from phalanx.definition.evaluation import DEFAULT_BATCH, Predictions, check_evaluation
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.seams import Engine

@@ -10,8 +10,7 @@ from typing import Any
 
 from phalanx.checkpoint.saver import Saver, write_apart
 from phalanx.definition import checks
-from phalanx.definition.evaluation import DEFAULT_BATCH, check_evaluation
-from phalanx.definition.evaluation.metrics import Predictions
+from phalanx.definition.evaluation import DEFAULT_BATCH, Predictions, check_evaluation
 from phalanx.definition.fields import Definition
 from phalanx.errors import LeftError, PhalanxError, Preempted, SnapshotError, UsageError
 from phalanx.run.loop import Loop

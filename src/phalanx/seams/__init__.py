@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from phalanx.definition.data import Share, Source
-from phalanx.definition.evaluation.metrics import Metrics
-from phalanx.plan.placement import Placement
+from phalanx.definition.evaluation import Metrics
+from phalanx.plan.fold import Placement
 from phalanx.seams.events import StepReport
 from phalanx.seams.records import Computed as Computed
 from phalanx.seams.records import Exported as Exported

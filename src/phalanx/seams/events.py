@@ -67,8 +67,7 @@ class Incident(NamedTuple):
     seconds : float
         When, on the clock of ``time.perf_counter``.
     kind : str
-        "death", "replaced", "rollback" for all of them, or "torn" where a snapshot was written otherwise than the
-        chain has it.
+        "death", "replaced", or "rollback" for all of them.
     worker, step : int
         Which worker, in which step; for a rollback the step whose update broke off; -1 where nobody can tell who.
     why : str

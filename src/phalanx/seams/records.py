@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from phalanx.definition.data import Share
-from phalanx.plan.audit import Audit
-from phalanx.plan.rounds import Rounds
-from phalanx.plan.tally import MOST
+from phalanx.plan.keys import Audit
+from phalanx.plan.lifecycle import MOST
+from phalanx.plan.shares import Rounds
 from phalanx.seams.events import Evaluated, Incident, StepReport
 from phalanx.seams.sharing import Vector
 

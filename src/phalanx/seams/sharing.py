@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from phalanx.plan.placement import Placement
+from phalanx.plan.fold import Placement
 
 Vector = list[Any]
 Places = Mapping[int, tuple[mmap.mmap, int]]

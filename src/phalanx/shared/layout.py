@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from phalanx.plan.placement import Placement, dealt, most_held
+from phalanx.plan.fold import Placement, dealt, most_held
 
 Take = Callable[[int], int]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.definition import checks
-from phalanx.definition.checks.elsewhere import answering
+from phalanx.definition.checks import answering
 from phalanx.errors import UsageError
 
 

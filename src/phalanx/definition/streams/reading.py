@@ -16,7 +16,7 @@ from phalanx.definition.digest import hashed
 from phalanx.definition.fields import Definition
 from phalanx.definition.plain import encoded
 from phalanx.definition.streams import Stream
-from phalanx.errors import ForeignError, PhalanxError, RunError, UsageError, WorkerError
+from phalanx.errors import PhalanxError, RunError, UsageError, WorkerError
 from phalanx.plan import iterable_key, stream_sample_key
 from phalanx.surroundings import interrupts
 
@@ -170,7 +170,7 @@ def _hashed(sample: Any) -> bytes:
     """A hash of what can be looked into."""
     try:
         return hashed(sample)
-    except ForeignError:  # an array of objects
+    except TypeError:  # an array of objects
         return type(sample).__qualname__.encode()
 
 

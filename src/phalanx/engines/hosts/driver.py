@@ -10,8 +10,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from phalanx.checkpoint.export import CALLBACKS, found, kept
-from phalanx.checkpoint.tensors import packed, unpacked
+from phalanx.checkpoint.tensors import CALLBACKS, kept, packed, states_in, unpacked
 from phalanx.definition.data import Columns
 from phalanx.definition.described import shared
 from phalanx.definition.digest import hashed
@@ -25,8 +24,8 @@ from phalanx.engines.processes.driver import Processes
 from phalanx.engines.recovery.deadline import Deadline
 from phalanx.errors import SeveredError, UsageError
 from phalanx.frameworks.registry import open_framework, recorded_environment
-from phalanx.plan.placement import hosts
-from phalanx.plan.rounds import Rounds
+from phalanx.plan.fold import hosts
+from phalanx.plan.shares import Rounds
 from phalanx.seams import Framework, RunState
 from phalanx.seams.events import Evaluated, StepReport
 from phalanx.seams.snapshots import Captured
@@ -215,5 +214,5 @@ def _same_start(world: World, framework: Framework, begin: Callable[[Framework],
     evaluated = [Evaluated(*item) for item in told["evaluated"]]
     run_state = RunState(told["losses"], told["samples"], resumed_from=told["resumed_from"], evaluated=evaluated)
     run_state.rounds = rounds
-    run_state.callbacks = found(told, captured.training)
+    run_state.callbacks = states_in(told, captured.training)
     return run_state

@@ -25,7 +25,7 @@ from phalanx.engines.hosts.rendezvous import CHECK_STEPS, Across, Rendezvous
 from phalanx.engines.hosts.slices import LEAST, Mask
 from phalanx.engines.processes.link import ArenaLink, union
 from phalanx.errors import Trouble, UsageError
-from phalanx.plan.placement import Placement, added
+from phalanx.plan.fold import Placement, added
 from phalanx.seams import Part, Vector
 from phalanx.shared.arena import Plan
 from phalanx.shared.barrier import Barrier

@@ -19,7 +19,7 @@ from phalanx.engines.hosts.gloo import TCP, Gloo
 from phalanx.engines.hosts.slices import Mask
 from phalanx.engines.hosts.sums import ReceiveBuffers, Sums
 from phalanx.errors import SeveredError
-from phalanx.plan.placement import remaining
+from phalanx.plan.fold import remaining
 from phalanx.seams import Part
 
 CHECK_STEPS = 100  # how often hosts compare the sums of their weights

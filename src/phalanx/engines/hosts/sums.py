@@ -16,7 +16,7 @@ import torch
 
 from phalanx.engines.hosts.gloo import Gloo
 from phalanx.engines.hosts.slices import Mask, Run, array_of, chunks, stretches, tensor_of
-from phalanx.plan.placement import Node, added
+from phalanx.plan.fold import Node, added
 
 PATTERNS = 64  # of which gradients are there
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from phalanx.definition.evaluation.metrics import Metrics
+from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.engines.processes.environment import pack_recipe
 from phalanx.engines.processes.messages import WHERE, WorkerMessage, first_error, reason
@@ -19,7 +19,7 @@ from phalanx.engines.recovery.deadline import Deadline
 from phalanx.engines.recovery.failures import FailureLog
 from phalanx.engines.recovery.supervisor import StateRecord, Supervisor
 from phalanx.errors import LostError, PhalanxError, RunError
-from phalanx.plan.placement import Placement
+from phalanx.plan.fold import Placement
 from phalanx.seams import Exported, Framework, RunState, Weights
 from phalanx.seams.events import StepReport
 from phalanx.seams.snapshots import Captured

@@ -10,9 +10,8 @@ from typing import Any
 
 from phalanx.definition.data import Share
 from phalanx.errors import Trouble
-from phalanx.plan.fold import Fold
+from phalanx.plan.fold import Fold, Placement, added, most_held
 from phalanx.plan.lifecycle import Phase
-from phalanx.plan.placement import Placement, additions, most_held
 from phalanx.seams import Framework, Part
 from phalanx.seams.sharing import Vector
 from phalanx.shared.arena import Plan
@@ -125,7 +124,7 @@ class ArenaLink:
         self._done = 0
         self._replicas = placement.replicas
         self._most = most_held(placement.replicas, self.hosted)
-        self._order = functools.cache(functools.partial(additions, placement.replicas, plan.nodes))
+        self._order = functools.cache(functools.partial(added, placement.replicas, plan.nodes))
         self._published = functools.lru_cache(PATTERNS)(self._views)
 
     def begin(self, step: int, shares: Sequence[Share]) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from phalanx.errors import PhalanxError, RunError, UsageError, WorkerError
-from phalanx.plan.tally import Cause
+from phalanx.plan.lifecycle import Cause
 from phalanx.surroundings.imports import installed
 
 BROKEN_OFF = "stayed in user code after Ctrl-C and was ended"  # a death that the caller caused

@@ -21,8 +21,7 @@ from phalanx.engines.processes.output import Output
 from phalanx.engines.recovery.deadline import Deadline, Watch
 from phalanx.engines.recovery.failures import FailureLog
 from phalanx.errors import LostError
-from phalanx.plan.lifecycle import Phase
-from phalanx.plan.tally import Cause
+from phalanx.plan.lifecycle import Cause, Phase
 from phalanx.shared.counters import GO_ON, LEAVE, TASK, Counters
 from phalanx.shared.memory import Memory
 from phalanx.shared.ordering import fence, order

@@ -25,7 +25,7 @@ import cloudpickle
 import numpy as np
 
 from phalanx.definition import checks
-from phalanx.definition.arrays import ArrayReducer
+from phalanx.definition.copies import ArrayReducer
 from phalanx.errors import UsageError
 from phalanx.shared.memory import ALIGNMENT, Memory, available_bytes
 from phalanx.surroundings.sources import finders

@@ -20,7 +20,7 @@ from phalanx.engines.processes import environment
 from phalanx.engines.processes.messages import ended
 from phalanx.engines.recovery.deadline import Stillness
 from phalanx.errors import StartError, UsageError
-from phalanx.plan.tally import Cause
+from phalanx.plan.lifecycle import Cause
 from phalanx.shared.memory import Memory
 from phalanx.surroundings import forks, interrupts
 

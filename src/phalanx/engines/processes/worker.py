@@ -18,7 +18,7 @@ from typing import Any
 
 from phalanx.definition.batches import BatchShares
 from phalanx.definition.data import Share
-from phalanx.definition.evaluation.metrics import Metrics
+from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.engines.hosts.link import HostLink
 from phalanx.engines.processes.environment import adopt_environment

@@ -21,7 +21,7 @@ from phalanx.engines.processes.handle import WorkerHandle
 from phalanx.engines.processes.launch import WARM
 from phalanx.engines.processes.output import Output
 from phalanx.engines.reading.taking import Taking
-from phalanx.plan.placement import Placement
+from phalanx.plan.fold import Placement
 from phalanx.seams import Framework
 from phalanx.shared.inputs import MOST, Inputs
 from phalanx.shared.memory import Memory

@@ -10,9 +10,8 @@ from phalanx.definition.batches import BatchShares
 from phalanx.definition.fields import Definition
 from phalanx.engines.processes.messages import End
 from phalanx.errors import LostError, RunError, spell_samples
-from phalanx.plan.lifecycle import Phase
-from phalanx.plan.placement import Placement
-from phalanx.plan.tally import OWN, Cause, Place, Streak, Tally
+from phalanx.plan.fold import Placement
+from phalanx.plan.lifecycle import OWN, Cause, Phase, Place, Streak, Tally
 from phalanx.seams import Framework, RunState
 from phalanx.seams.events import Incident
 from phalanx.shared.counters import TASK, Counters

@@ -19,8 +19,8 @@ from phalanx.engines.processes.serialization import pack
 from phalanx.engines.recovery.failures import FailureLog
 from phalanx.errors import LostError
 from phalanx.frameworks.registry import reduced, reduced_sample
+from phalanx.plan.fold import Placement
 from phalanx.plan.lifecycle import Action, Decision, Repair, Seen, Situation, decide
-from phalanx.plan.placement import Placement
 from phalanx.seams import RunState
 from phalanx.shared.counters import BATCH, STEPS, TASK
 from phalanx.shared.memory import Memory

@@ -17,7 +17,7 @@ from phalanx.definition import generators
 from phalanx.definition.batches import as_batch
 from phalanx.definition.data import Columns, Samples, Share, Source
 from phalanx.definition.digest import digest_of
-from phalanx.definition.evaluation.metrics import Metrics
+from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks.arithmetic import Gradient, settled
@@ -32,7 +32,7 @@ from phalanx.frameworks.jax.owners import Owners
 from phalanx.frameworks.jax.sharing import Sharing
 from phalanx.frameworks.jax.snapshot import State, adopt, captured, entries
 from phalanx.frameworks.jax.tree import named, parted, placed, replaced
-from phalanx.plan.parts import Parts
+from phalanx.plan.shares import Parts
 from phalanx.seams import Computed, Exported, Lanes, Measurement, Todo, Watch, Weights
 from phalanx.seams.snapshots import Captured
 from phalanx.surroundings import interrupts

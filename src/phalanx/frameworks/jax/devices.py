@@ -14,7 +14,7 @@ from phalanx.errors import UsageError
 from phalanx.frameworks import arithmetic
 from phalanx.frameworks.arithmetic import Gradient
 from phalanx.frameworks.jax.environment import named_device
-from phalanx.plan.placement import place
+from phalanx.plan.fold import place
 from phalanx.seams import Todo
 
 

@@ -10,7 +10,7 @@ import jax
 from phalanx.frameworks.arithmetic import Gradient
 from phalanx.frameworks.jax.optimizer import Update
 from phalanx.frameworks.jax.snapshot import State
-from phalanx.plan.placement import dealt
+from phalanx.plan.fold import dealt
 
 ALL = -1  # what belongs to no parameter, such as a step count: every device updates its own copy
 

@@ -20,7 +20,7 @@ from phalanx.frameworks.arithmetic import Gradient, view
 from phalanx.frameworks.jax.optimizer import Update
 from phalanx.frameworks.jax.snapshot import State
 from phalanx.frameworks.jax.tree import copied, is_key, named, plain
-from phalanx.plan.placement import Placement
+from phalanx.plan.fold import Placement
 from phalanx.seams import Exported
 from phalanx.seams.sharing import Arrays, Places
 from phalanx.shared.layout import SHARED, Contents, Layout, Spec, StatePiece, Take, lay_out, row_major

@@ -17,7 +17,7 @@ from phalanx.definition import generators
 from phalanx.definition.batches import as_batch
 from phalanx.definition.data import Columns, Samples, Share, Source
 from phalanx.definition.digest import digest_of
-from phalanx.definition.evaluation.metrics import Metrics
+from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks import arithmetic

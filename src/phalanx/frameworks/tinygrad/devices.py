@@ -10,7 +10,7 @@ from phalanx.frameworks.arithmetic import Gradient
 from phalanx.frameworks.tinygrad.environment import described, recorded
 from phalanx.frameworks.tinygrad.listing import opened
 from phalanx.frameworks.tinygrad.model import Model
-from phalanx.plan.placement import place
+from phalanx.plan.fold import place
 from phalanx.seams import Todo
 
 

@@ -10,7 +10,7 @@ import torch
 
 from phalanx import seams
 from phalanx.definition.data import Share, Source
-from phalanx.definition.evaluation.metrics import Metrics
+from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.frameworks.torch import arithmetic
 from phalanx.frameworks.torch.arithmetic import Gradient

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from phalanx.definition.fields import Definition
-from phalanx.definition.phases import Phase
+from phalanx.definition.fields import Definition, Phase
 from phalanx.definition.plain import check_like, is_flag
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.arithmetic import Gradient

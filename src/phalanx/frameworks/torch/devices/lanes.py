@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from phalanx.definition.data import Share, Source
-from phalanx.definition.evaluation.metrics import Metrics
+from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks.record import Unshared
@@ -37,7 +37,7 @@ from phalanx.frameworks.torch.replica.forward import Unread
 from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.frameworks.torch.results import exported
 from phalanx.frameworks.torch.snapshot import adopt, captured, entries
-from phalanx.plan.placement import Placement, dealt, hosts
+from phalanx.plan.fold import Placement, dealt, hosts
 from phalanx.seams import Arithmetic, Computed, Exported, Lanes, Measurement, Todo, Watch, Weights
 from phalanx.seams.snapshots import Captured
 from phalanx.surroundings import interrupts

@@ -14,9 +14,8 @@ import torch
 
 from phalanx.definition import checks
 from phalanx.definition.data import leaves, map_tree
-from phalanx.definition.evaluation.metrics import Metrics
-from phalanx.definition.fields import Definition
-from phalanx.definition.phases import Phase
+from phalanx.definition.evaluation import Metrics
+from phalanx.definition.fields import Definition, Phase
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.environment import autocast
 from phalanx.frameworks.torch.replica.tokens import TokenMean

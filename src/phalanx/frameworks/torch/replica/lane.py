@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from phalanx.definition.data import Share
-from phalanx.definition.evaluation.metrics import Metrics
+from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.errors import InPartsError, UsageError
 from phalanx.frameworks.torch.arithmetic import Gradient
@@ -24,7 +24,7 @@ from phalanx.frameworks.torch.replica.forward import Forward
 from phalanx.frameworks.torch.replica.gradient import Collector, drop
 from phalanx.frameworks.torch.replica.watching import looking_after, watching
 from phalanx.frameworks.torch.results import Shown
-from phalanx.plan.parts import Parts
+from phalanx.plan.shares import Parts
 from phalanx.seams import Computed, Measurement, Todo, Watch, Weights
 from phalanx.surroundings import interrupts
 

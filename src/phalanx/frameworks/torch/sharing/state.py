@@ -27,7 +27,7 @@ from phalanx.frameworks.torch.replica.gradient import Collector
 from phalanx.frameworks.torch.results import Shown
 from phalanx.frameworks.torch.sharing.optimizer_state import OptimizerState, find_pieces
 from phalanx.frameworks.torch.sharing.storages import bytes_of, home_at, placed, rebind, storages_of
-from phalanx.plan.placement import Placement
+from phalanx.plan.fold import Placement
 from phalanx.seams import Exported
 from phalanx.seams.sharing import Arrays, Places
 from phalanx.shared.layout import Contents, Layout, StatePiece, Take, lay_out

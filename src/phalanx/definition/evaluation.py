@@ -1,0 +1,450 @@
+"""Evaluations: what to measure, on which samples, and when; chunk by chunk, and put together in order.
+
+A metric has three parts: ``see`` an output beside its target, ``read`` what that gave (waits for devices), and ``fold``
+the readings of all chunks. Chunks are the same for any number of workers, and are folded in order, so values are too.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from phalanx.definition import checks
+from phalanx.definition.checks import answering
+from phalanx.definition.data import is_array, leaves, map_tree, open_data
+from phalanx.errors import UsageError
+from phalanx.plan.fold import fold_values
+
+Home = Callable[[Any], Any]  # a leaf of an output, in host memory and as memory of its own
+EXAMPLE = "metric_fn=lambda output, target: (output.argmax(1) == target).float().mean()"
+OBJECT = ("update", "compute", "reset")  # what metrics that keep a state have
+DEFAULT_BATCH = 256
+
+
+def joined(outputs: Sequence[Any], samples: Sequence[int], name: str) -> Any:
+    """Outputs of all chunks as those of one batch: a tree of arrays with a row for each sample.
+
+    Of a dict, what has no row for each sample (a loss, a cache) is left out.
+
+    Raises
+    ------
+    UsageError
+        An output has no row for each sample.
+    """
+    first = outputs[0]
+    if isinstance(first, Mapping):
+        rows = {
+            key: [output[key] for output in outputs]
+            for key, value in first.items()
+            if _has_rows(value, samples[0]) and (samples[0] > 1 or key != "loss")
+        }
+        return {key: joined(column, samples, f"{name}[{key!r}]") for key, column in rows.items()}
+    if isinstance(first, (tuple, list)):
+        columns = zip(*outputs, strict=True)
+        return tuple(joined(column, samples, f"{name}[{number}]") for number, column in enumerate(columns))
+    if not is_array(first) or not _has_rows(first, samples[0]):
+        raise UsageError(
+            f"{name} is {checks.described(first)} for {samples[0]} samples, which has no row for each; pass "
+            "forward_fn=lambda model, batch: ... that returns one"
+        )
+    return concatenated(outputs)
+
+
+def _has_rows(value: Any, samples: int) -> bool:
+    return all(is_array(leaf) and tuple(leaf.shape[:1]) == (samples,) for _, leaf in leaves(value, "", lists=True))
+
+
+def concatenated(arrays: Sequence[Any]) -> Any:
+    """Arrays of one kind, one behind the other."""
+    first, total = arrays[0], sum(int(array.shape[0]) for array in arrays)
+    if isinstance(first, np.ndarray):
+        return np.concatenate(arrays)
+    joint, start = first.new_empty((total, *first.shape[1:])), 0
+    for array in arrays:
+        joint[start : start + len(array)] = array
+        start += len(array)
+    return joint
+
+
+def measured(value: Any, samples: int) -> tuple[float, float]:
+    """(mean, weight) out of what ``metric_fn`` returned for so many samples.
+
+    Raises
+    ------
+    UsageError
+        It is neither a number nor a pair of them, or the weight is negative.
+    """
+    pair: tuple[Any, Any] = value if isinstance(value, tuple) and len(value) == 2 else (value, samples)
+    try:
+        mean, weight = float(pair[0]), float(pair[1])
+    except (TypeError, ValueError, RuntimeError):
+        mean, weight = math.nan, math.nan
+    if not 0 <= weight < math.inf:
+        shown = ", ".join(map(checks.described, pair)) if pair is value else checks.described(value)
+        raise UsageError(
+            f"metric_fn returned {shown}; it must return a mean, or (mean, weight) with a finite weight of at least 0"
+        )
+    return mean, weight
+
+
+def averaged(measured: Sequence[tuple[float, float]]) -> float:
+    """Weighted mean of (mean, weight) of every chunk, in order, folded as replicas are.
+
+    Raises
+    ------
+    UsageError
+        Every weight is 0.
+    """
+    value = fold_values([mean * weight if weight else None for mean, weight in measured], operator.add)
+    weight = fold_values([weight for _, weight in measured], operator.add)
+    if value is None or not weight:
+        raise UsageError("metric_fn returned weight 0 for every chunk; there is nothing to average over")
+    return value / weight
+
+
+class Mean:
+    """A function that returns a mean over the samples that it is given, or (mean, weight)."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def see(self, output: Any, target: Any, home: Home) -> Any:
+        """The function's value for a chunk."""
+        return self._function(output, target)
+
+    def read(self, value: Any, samples: int) -> tuple[float, float]:
+        """(mean, weight) of a chunk."""
+        return measured(value, samples)
+
+    def fold(self, readings: Sequence[tuple[float, float]]) -> float:
+        """The weighted mean of all chunks."""
+        return averaged(readings)
+
+
+class Folded:
+    """A metric object that keeps a state, as torchmetrics has them: each chunk's state is merged in order."""
+
+    def __init__(self, metric: Any) -> None:
+        self._metric = metric
+
+    def see(self, output: Any, target: Any, home: Home) -> Any:
+        """The state of a fresh metric after this chunk."""
+        fresh = self._fresh()
+        fresh.update(_at_home(output, home), _at_home(target, home))
+        return fresh
+
+    def read(self, value: Any, samples: int) -> Any:
+        """The same."""
+        return value
+
+    def fold(self, readings: Sequence[Any]) -> Any:
+        """The value of all states together."""
+        total = copy.deepcopy(readings[0])  # not a fresh one: those warn that nothing was seen
+        for reading in readings[1:]:
+            _merge(total, reading)
+        return _scalars(total.compute())
+
+    def _fresh(self) -> Any:
+        metric = copy.deepcopy(self._metric)
+        metric.reset()
+        return metric
+
+
+def _merge(total: Any, other: Any) -> None:
+    """Put a metric's state to another's; of collections, metric by metric."""
+    if hasattr(total, "merge_state"):
+        total.merge_state(other)
+    elif callable(getattr(total, "keys", None)):
+        for name in total.keys():  # noqa: SIM118  a collection is no dict: iterating gives modules
+            _merge(total[name], other[name])
+    else:
+        raise UsageError(
+            f"metric_fn has a {type(total).__name__}, whose states cannot be merged (it has no merge_state); "
+            "take a version of its library that has one, or compute it over all outputs: phalanx.whole(function)"
+        )
+
+
+class Predictions:
+    """The outputs themselves, joined in order."""
+
+    def see(self, output: Any, target: Any, home: Home) -> Any:
+        """Outputs of a chunk."""
+        return _at_home(output, home)
+
+    def read(self, value: Any, samples: int) -> Any:
+        """The same, and how many samples these are."""
+        return value, samples
+
+    def fold(self, readings: Sequence[Any]) -> Any:
+        """All outputs."""
+        outputs, samples = zip(*readings, strict=True)
+        return joined(outputs, samples, "output")
+
+
+class Whole(Predictions):
+    """A function of all outputs and all targets at once; see ``phalanx.whole``."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.__name__ = getattr(function, "__name__", "metric")
+        self._function = function
+
+    def see(self, output: Any, target: Any, home: Home) -> Any:
+        """Outputs and targets of a chunk."""
+        return _at_home((output, target), home)
+
+    def fold(self, readings: Sequence[Any]) -> Any:
+        """The function's value."""
+        pairs, samples = zip(*readings, strict=True)
+        outputs, targets = zip(*pairs, strict=True)
+        return _scalars(self._function(joined(outputs, samples, "output"), joined(targets, samples, "target")))
+
+
+def whole(metric_fn: Callable[[Any, Any], Any]) -> Whole:
+    """A metric over all predictions at once, such as AUC, F1 or perplexity: no mean over batches equals those.
+
+    Parameters
+    ----------
+    metric_fn : callable
+        ``metric_fn(outputs, targets) -> number``, called once per evaluation, in the caller's process, with the outputs
+        and targets of all samples, in order, on the CPU.
+
+    Returns
+    -------
+    Whole
+        For ``Evaluation`` and ``run.evaluate``, alone or in a dict or list.
+
+    Raises
+    ------
+    UsageError
+        ``metric_fn`` cannot be called.
+
+    Examples
+    --------
+    >>> f1 = phalanx.whole(lambda output, target: sklearn.metrics.f1_score(target, output.argmax(1), average="macro"))
+    """
+    if not callable(metric_fn):
+        raise UsageError(f"metric_fn is {checks.shown(metric_fn)}; it must be a function of all outputs and targets")
+    return Whole(metric_fn)
+
+
+class Metrics:
+    """Several metrics over the same outputs, by name.
+
+    Parameters
+    ----------
+    metric_fn : callable, metric object, or list or dict of them
+        Named by key, else by ``__name__`` or the class.
+    forward_fn : callable, optional
+        In place of the recipe's.
+    targets : bool, default True
+        Whether targets are looked at.
+    single : bool, default False
+        Whether outputs are of one sample, without an axis for samples.
+
+    Raises
+    ------
+    UsageError
+        Something of it cannot be called, or two have one name.
+    """
+
+    def __init__(
+        self,
+        metric_fn: Any,
+        forward_fn: Callable[..., Any] | None = None,
+        *,
+        targets: bool = True,
+        single: bool = False,
+    ) -> None:
+        self.forward_fn = forward_fn
+        self.targets = targets
+        self._single = single
+        self._metrics = _named(metric_fn)
+
+    def see(self, output: Any, target: Any, home: Home) -> list[Any]:
+        """What each metric sees of a chunk."""
+        if self._single:
+            home = functools.partial(_with_axis, home)
+        return [metric.see(output, target, home) for metric in self._metrics.values()]
+
+    def read(self, values: Sequence[Any], samples: int) -> list[Any]:
+        """What each metric reads of what it saw; waits for devices."""
+        return [metric.read(value, samples) for metric, value in zip(self._metrics.values(), values, strict=True)]
+
+    def fold(self, chunks: Sequence[Sequence[Any]]) -> dict[str, Any]:
+        """The value of each metric, by name, given what was read of all chunks in order."""
+        columns = zip(*chunks, strict=True)
+        folded = {
+            name: metric.fold(column) for (name, metric), column in zip(self._metrics.items(), columns, strict=True)
+        }
+        return dict(_flat(folded))
+
+
+def _metric(value: Any) -> Any:
+    """What is done with a metric; None where it is none."""
+    if isinstance(value, Predictions):
+        return value
+    if all(callable(getattr(value, name, None)) for name in OBJECT):
+        return Folded(value)
+    return Mean(value) if callable(value) else None
+
+
+def _named(metric_fn: Any) -> dict[str, Any]:
+    """Metrics by name."""
+    if isinstance(metric_fn, Mapping):
+        pairs = [(str(name), _metric(value)) for name, value in metric_fn.items()]
+    else:
+        listed = metric_fn if isinstance(metric_fn, (list, tuple)) else [metric_fn]
+        pairs = [(name_of(value), _metric(value)) for value in listed]
+    if not pairs or None in [metric for _, metric in pairs]:
+        raise UsageError(
+            f"metric_fn is {checks.shown(metric_fn)}; it must be callable, or a list or dict of those, as in {EXAMPLE}"
+        )
+    named = dict(pairs)
+    if len(named) < len(pairs):
+        raise UsageError(
+            f"metric_fn has several metrics of one name ({', '.join(name for name, _ in pairs)}); use a dict"
+        )
+    return named
+
+
+def name_of(metric: Any) -> str:
+    """What a metric is called where nobody names it."""
+    return getattr(metric, "__name__", type(metric).__name__ if hasattr(metric, "compute") else "metric").replace(
+        "<lambda>", "metric"
+    )
+
+
+def _flat(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    """Metrics that give several values by name become as many."""
+    for name, value in values.items():
+        if isinstance(value, _Several):
+            yield from ((f"{name}/{inner}", number) for inner, number in value.items())
+        else:
+            yield name, value
+
+
+class _Several(dict[str, float]):
+    """Values by name, of one metric."""
+
+
+def _scalars(value: Any) -> Any:
+    """What a metric computed, as a float; or several by name."""
+    if isinstance(value, Mapping):
+        return _Several({str(name): _scalars(item) for name, item in value.items()})
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(
+            f"metric_fn computed {checks.described(value)}; it must be one number, or a dict of numbers by name"
+        ) from None
+
+
+def _with_axis(home: Home, leaf: Any) -> Any:
+    return home(leaf)[None] if is_array(leaf) else leaf
+
+
+def _at_home(tree: Any, home: Home) -> Any:
+    return map_tree(home, tree)
+
+
+@answering(
+    every="it is called every_epochs or every_steps",
+    metric="it is called metric_fn",
+    metrics="it is called metric_fn, which may be a list or dict of them",
+    dataset="it is called data",
+)
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation that is due after every epoch, or as often as it says, and after the last step.
+
+    Parameters
+    ----------
+    metric_fn : callable, metric object, or list or dict of them
+        A function ``metric_fn(output, target)`` returns the mean over the samples that it is given, or (mean, weight).
+        What is no mean over samples (F1, AUC): ``phalanx.whole(function)``, or an object of torchmetrics. Several are
+        named by their keys, else by ``__name__``.
+    data : Any
+        Held-out samples, in any form that a recipe's data may have.
+    batch_size : int, default 256
+        Samples at once. One by one where the recipe's own ``batch_size`` is None.
+    every_epochs : int, default 1
+        Due at the end of every so many epochs.
+    every_steps : int, optional
+        Due after every so many steps instead.
+    name : str, optional
+        Put before the metrics' names, as in "test/accuracy": for several evaluations.
+
+    Raises
+    ------
+    UsageError
+        An argument is wrong; the message names it.
+    """
+
+    metric_fn: Any
+    data: Any
+    batch_size: int = DEFAULT_BATCH
+    every_epochs: int = 1
+    every_steps: int | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        check_evaluation(self.metric_fn, self.data, self.batch_size)
+        checks.integer("every_epochs", self.every_epochs, least=1)
+        if self.every_steps is not None:
+            checks.integer("every_steps", self.every_steps, least=1)
+
+    def spelled(self, metric: str) -> str:
+        """What a metric of this evaluation is called in histories and reports."""
+        return f"{self.name}/{metric}" if self.name else metric
+
+    def is_due(self, steps: int, epoch: int, *, epoch_ended: bool) -> bool:
+        """Whether it is due after so many steps, of which the last was of this epoch."""
+        if self.every_steps is not None:
+            return steps % self.every_steps == 0
+        return epoch_ended and (epoch + 1) % self.every_epochs == 0
+
+    def period(self, steps_per_epoch: int) -> int:
+        """Steps from one time to the next."""
+        return self.every_epochs * steps_per_epoch if self.every_steps is None else self.every_steps
+
+
+def check_evaluation(metric_fn: Any, data: Any, batch_size: Any) -> None:
+    """Refuse what cannot be evaluated, before anything is computed."""
+    Metrics(metric_fn)
+    open_data(data, "evaluation data")
+    checks.integer("batch_size", batch_size, least=1)
+
+
+def listed_evaluations(evaluation: Any) -> tuple[Evaluation, ...]:
+    """What was passed as ``evaluation``, one by one; keys of a dict become names.
+
+    Raises
+    ------
+    UsageError
+        It is something else, or several have one name.
+    """
+    if evaluation is None:
+        return ()
+    if isinstance(evaluation, Mapping):
+        items: list[Any] = [
+            replace(item, name=str(name)) if isinstance(item, Evaluation) else item for name, item in evaluation.items()
+        ]
+    else:
+        items = list(evaluation) if isinstance(evaluation, (list, tuple)) else [evaluation]
+    for item in items:
+        if not isinstance(item, Evaluation):
+            raise UsageError(
+                f"evaluation has a {type(item).__name__}; it must be a phalanx.Evaluation(metric_fn, data), a list or "
+                "dict of them, or None: say what is measured, and on what, as in "
+                "evaluation=phalanx.Evaluation(metric_fn, (x, y)) with metric_fn(output, target)"
+            )
+    if len({item.name for item in items}) < len(items):
+        raise UsageError("evaluation has several of one name; give them names: {'test': ..., 'train': ...}")
+    return tuple(items)
