@@ -18,19 +18,18 @@ from phalanx.errors import UsageError
 from phalanx.frameworks import arithmetic
 from phalanx.frameworks.arithmetic import Gradient, view
 from phalanx.frameworks.jax.optimizer import Update
-from phalanx.frameworks.jax.snapshot import State
-from phalanx.frameworks.jax.tree import copied, is_key, named, plain
-from phalanx.plan.placement import Placement
+from phalanx.frameworks.jax.tree import Trees, copied, is_key, named, plain
+from phalanx.plan.placement import Placement, dealt
 from phalanx.seams import Exported
 from phalanx.seams.sharing import Arrays, Places
-from phalanx.shared.layout import SHARED, Contents, Layout, Spec, StatePiece, Take, lay_out, row_major
+from phalanx.shared.layout import Contents, Layout, Spec, StatePiece, Take, lay_out, row_major
 
 
 @dataclass
 class Sharing:
     """Implements ``seams.sharing.Sharing`` for jax."""
 
-    state: State
+    state: Trees
     updates: Update
     device: Any
     arrays: Arrays = arithmetic
@@ -71,27 +70,19 @@ class Sharing:
 
     def _dealt(self, workers: int) -> tuple[Contents, list[int]]:
         """What the state consists of, and who owns each parameter: the first worker all, if updates cannot be dealt."""
-        users = self.updates.users()
-        if users is not None:
-            contents = self._contents(users)
-            layout = Layout(contents, contents.owners(workers))
-            if all(self.updates.fits(layout.owned(worker), layout.kept(worker)) for worker in range(workers)):
-                return contents, layout.owners
-        params, state = self.state.params, self.state.optimizer
-        whole = self._contents([0] * len(jax.tree.leaves(state)))  # kept by the first parameter's owner
-        return whole, [0] * len(jax.tree.leaves(params))
-
-    def _contents(self, users: Sequence[int]) -> Contents:
-        """``users``: the parameter that each leaf of the optimizer's state belongs to, -1 for none."""
-        gradients, state = (
-            list(map(_spec, jax.tree.leaves(tree))) for tree in (self.state.params, self.state.optimizer)
+        gradients, buffers, state = (
+            list(map(_spec, jax.tree.leaves(tree)))
+            for tree in (self.state.params, self.state.buffers, self.state.optimizer)
         )
+        sizes = [spec.nbytes for spec in gradients]
+        owners = dealt(sizes, workers)
+        users = self.updates.users(owners)
+        if users is None:
+            owners, users = [0] * len(gradients), [0] * len(state)
         pieces = [
-            StatePiece(SHARED if user < 0 else user, str(number), spec)
-            for number, (user, spec) in enumerate(zip(users, state, strict=True))
+            StatePiece(user, str(number), spec) for number, (user, spec) in enumerate(zip(users, state, strict=True))
         ]
-        buffers = list(map(_spec, jax.tree.leaves(self.state.buffers)))
-        return Contents(gradients, buffers, [spec.nbytes for spec in gradients], list(range(len(gradients))), pieces)
+        return Contents(gradients, buffers, sizes, list(range(len(gradients))), pieces), owners
 
 
 class SharedState:
@@ -99,13 +90,13 @@ class SharedState:
 
     Parameters
     ----------
-    state : State
+    state : Trees
     layout : Layout
     """
 
     direct = False  # jax computes into memory of its own, all entries at once
 
-    def __init__(self, state: State, layout: Layout) -> None:
+    def __init__(self, state: Trees, layout: Layout) -> None:
         self.starts: list[Any] = jax.tree.leaves(state.buffers)
         self._state = state
         self._specs = layout.contents.gradients
@@ -154,14 +145,14 @@ class WorkerState(SharedState):
 
     Parameters
     ----------
-    state : State
+    state : Trees
     updates : Update
     layout : Layout
     arena : mmap.mmap
     worker : int
     """
 
-    def __init__(self, state: State, updates: Update, layout: Layout, arena: mmap.mmap, worker: int) -> None:
+    def __init__(self, state: Trees, updates: Update, layout: Layout, arena: mmap.mmap, worker: int) -> None:
         super().__init__(state, layout)
         self._squares = np.frombuffer(arena, np.float64, len(layout.owners), layout.norms)
         self.starts = [view(arena, *pair) for pair in zip(layout.starts, layout.contents.buffers, strict=True)]
