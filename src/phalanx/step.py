@@ -22,7 +22,8 @@ from phalanx.plan import replica_key
 from phalanx.plan.fold import fold_values
 from phalanx.plan.rounds import Moment
 from phalanx.plan.shares import share_weights
-from phalanx.seams import Arithmetic, Computed, Framework, Link, Measurement, Part, Todo, Vector, Weights
+from phalanx.seams import Arithmetic, Framework, Link
+from phalanx.seams.records import Computed, Measurement, Part, Todo, Vector, Weights
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.current import CURRENT
 

@@ -13,7 +13,7 @@ from phalanx.engines.hosts.rendezvous import Across, Rendezvous
 from phalanx.errors import SeveredError
 from phalanx.plan.fold import fold_values
 from phalanx.plan.placement import hosts
-from phalanx.seams import Part
+from phalanx.seams.records import Part
 from tests.orders import triples
 
 SHAPES = [(3, 4), (7,), (), (40,), (2, 3)]

@@ -110,7 +110,8 @@ def running(params, x, state):
 def kept_copies(right):
     # Devices but the first go on with the parameters that they had first.
     def stale(self, device):
-        return self.__dict__.setdefault("_first", {}).setdefault(device, right(self, device)) if device else right(self, 0)
+        first = self.__dict__.setdefault("_first", {})
+        return first.setdefault(device, right(self, device)) if device else right(self, 0)
     return stale
 
 def accuracy(output, target):

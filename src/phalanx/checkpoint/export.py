@@ -12,7 +12,7 @@ from phalanx.definition import checks
 from phalanx.definition.plain import check_like, decoded, encoded, taking_over
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.states import stored, tensor_of, weights_of
-from phalanx.seams.snapshots import Tensor
+from phalanx.seams.records import Tensor
 
 MOST_TENSORS = 1 << 44
 SUFFIX = ".safetensors"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from phalanx.seams.observer import NEVER
+from phalanx.seams import NEVER
 
 
 class Pacing:

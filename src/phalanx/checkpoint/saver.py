@@ -20,10 +20,8 @@ from phalanx.definition.described import described
 from phalanx.definition.fields import Definition
 from phalanx.errors import PhalanxError, RunError, SnapshotError, TornError, UsageError
 from phalanx.frameworks.registry import recorded_environment
-from phalanx.seams import Engine, RunState
-from phalanx.seams.events import Incident, StepReport
-from phalanx.seams.observer import Observer
-from phalanx.seams.snapshots import Captured, Tensor
+from phalanx.seams import Engine, Observer
+from phalanx.seams.records import Captured, Incident, RunState, StepReport, Tensor
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import SLICE_SECONDS
 

@@ -21,7 +21,7 @@ from phalanx.checkpoint import files
 from phalanx.definition.data import content, is_array
 from phalanx.definition.digest import leaf_hash
 from phalanx.errors import SnapshotError
-from phalanx.seams.snapshots import CODES, Captured, Tensor
+from phalanx.seams.records import CODES, Captured, Tensor
 
 LENGTH = struct.Struct("<Q")
 LENGTHS = struct.Struct("<3Q")

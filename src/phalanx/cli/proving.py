@@ -28,7 +28,7 @@ from phalanx.proof.compare.values import Difference, flat
 from phalanx.proof.replay import Replayed, replay
 from phalanx.proof.verify import UNKNOWN, Verified, verify
 from phalanx.recipe import Recipe
-from phalanx.seams.snapshots import CODES
+from phalanx.seams.records import CODES
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The directory of a run.")]

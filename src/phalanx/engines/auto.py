@@ -23,9 +23,8 @@ from phalanx.engines.processes.launch import WARM
 from phalanx.engines.reading.pool import ahead_here
 from phalanx.engines.recovery.deadline import Deadline
 from phalanx.plan.placement import place
-from phalanx.seams import Engine, Exported, Framework, RunState, Weights
-from phalanx.seams.events import StepReport
-from phalanx.seams.snapshots import Captured
+from phalanx.seams import Engine, Framework
+from phalanx.seams.records import Captured, Exported, RunState, StepReport, Weights
 
 START_SECONDS = 2.0  # of importing the framework in a new process, with room
 WARM_UP = 3  # steps after a move that say nothing

@@ -17,7 +17,8 @@ from phalanx.definition import checks
 from phalanx.definition.batches import BatchShares
 from phalanx.definition.fields import Definition
 from phalanx.plan import replica_key
-from phalanx.seams import Framework, RunState, Todo
+from phalanx.seams import Framework
+from phalanx.seams.records import RunState, Todo
 
 LONG_SECONDS = 30.0  # of a run that is done, and at least as many to come
 DEAR = 1.5

@@ -20,7 +20,8 @@ from phalanx.frameworks.registry import as_factory, open_framework
 from phalanx.plan.audit import Audit
 from phalanx.plan.placement import place
 from phalanx.plan.tally import MOST
-from phalanx.seams import Engine, Framework, RunState
+from phalanx.seams import Engine, Framework
+from phalanx.seams.records import RunState
 from phalanx.surroundings.presence import processors, several, usable_cores
 
 

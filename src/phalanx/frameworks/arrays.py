@@ -30,8 +30,7 @@ from phalanx.frameworks import arithmetic
 from phalanx.frameworks.arithmetic import Gradient
 from phalanx.frameworks.record import array_of
 from phalanx.plan.placement import place
-from phalanx.seams import Computed, Measurement, Todo, Watch, Weights
-from phalanx.seams.snapshots import CODES, Captured, Tensor
+from phalanx.seams.records import CODES, Captured, Computed, Measurement, Tensor, Todo, Watch, Weights
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Reentrant
 

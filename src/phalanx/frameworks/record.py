@@ -15,7 +15,7 @@ from phalanx.definition.fields import Definition
 from phalanx.definition.generators import Global
 from phalanx.errors import UsageError
 from phalanx.seams import Framework
-from phalanx.seams.snapshots import CODES, Tensor
+from phalanx.seams.records import CODES, Tensor
 from phalanx.shared.memory import Memory
 
 Collate = Callable[[Any], Any]
@@ -178,7 +178,7 @@ def adapter(framework: str, packages: str) -> Any:
 
 
 class Unshared:
-    """Stands for ``seams.sharing.Sharing`` where a state is not shared with other processes: says why.
+    """Stands for ``seams.Sharing`` where a state is not shared with other processes: says why.
 
     Parameters
     ----------

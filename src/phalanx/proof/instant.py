@@ -25,9 +25,8 @@ from phalanx.engines.twice import checksum
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.plan.audit import joined
 from phalanx.run.loop import merged
-from phalanx.seams import Computed, Framework, RunState, Watch
-from phalanx.seams.events import StepReport
-from phalanx.seams.snapshots import Captured
+from phalanx.seams import Framework
+from phalanx.seams.records import Captured, Computed, RunState, StepReport, Watch
 from phalanx.step import compute, propose, todo
 from phalanx.surroundings.current import outside
 from phalanx.surroundings.presence import shows

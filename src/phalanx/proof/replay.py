@@ -27,7 +27,7 @@ from phalanx.frameworks.registry import as_factory
 from phalanx.proof.compare.fields import another
 from phalanx.proof.compare.sides import side
 from phalanx.proof.instant import Instant, nearest, of_updates
-from phalanx.seams import Watch
+from phalanx.seams.records import Watch
 
 MOST_LOG = 1 << 32
 

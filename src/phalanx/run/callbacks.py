@@ -10,9 +10,8 @@ from typing import Any
 from phalanx.definition import checks
 from phalanx.definition.plain import taking_over
 from phalanx.errors import PhalanxError, SnapshotError, UsageError
-from phalanx.seams import Engine
-from phalanx.seams.events import StepReport
-from phalanx.seams.observer import Observer
+from phalanx.seams import Engine, Observer
+from phalanx.seams.records import StepReport
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Turns
 

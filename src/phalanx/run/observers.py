@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from phalanx.run.callbacks import observing
-from phalanx.seams import Engine
-from phalanx.seams.events import Evaluated, StepReport
-from phalanx.seams.observer import Observer
+from phalanx.seams import Engine, Observer
+from phalanx.seams.records import Evaluated, StepReport
 from phalanx.surroundings.presence import shows
 from phalanx.surroundings.turns import Turns
 

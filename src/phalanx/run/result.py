@@ -14,7 +14,7 @@ from phalanx.definition.evaluation.metrics import Predictions
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.seams import Engine
-from phalanx.seams.events import Evaluated, Incident
+from phalanx.seams.records import Evaluated, Incident
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

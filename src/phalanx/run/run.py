@@ -16,8 +16,8 @@ from phalanx.errors import LeftError, Preempted, SnapshotError, UsageError
 from phalanx.run.handover import Outcomes
 from phalanx.run.loop import Loop
 from phalanx.run.result import Result
-from phalanx.seams import Engine, Exported
-from phalanx.seams.events import Incident, StepReport
+from phalanx.seams import Engine
+from phalanx.seams.records import Exported, Incident, StepReport
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import ALONE, Turns, verb
 

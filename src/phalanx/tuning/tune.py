@@ -26,7 +26,8 @@ from phalanx.engines.links import LocalLink
 from phalanx.errors import UsageError
 from phalanx.frameworks.registry import open_framework
 from phalanx.recipe import Recipe
-from phalanx.seams import Computed, Framework, RunState, Todo
+from phalanx.seams import Framework
+from phalanx.seams.records import Computed, RunState, Todo
 from phalanx.step import commit, propose
 from phalanx.surroundings.presence import shows, usable_cores
 

@@ -13,8 +13,8 @@ from phalanx.errors import Trouble
 from phalanx.plan.fold import Fold
 from phalanx.plan.lifecycle import Phase
 from phalanx.plan.placement import Placement, additions, most_held
-from phalanx.seams import Framework, Part
-from phalanx.seams.sharing import Vector
+from phalanx.seams import Framework
+from phalanx.seams.records import Part, Vector
 from phalanx.shared.arena import Plan
 from phalanx.shared.barrier import Barrier
 from phalanx.shared.counters import COMPUTE, FOLD, LEAVE, UPDATE

@@ -13,8 +13,8 @@ from phalanx.errors import LostError, RunError, spell_samples
 from phalanx.plan.lifecycle import Phase
 from phalanx.plan.placement import Placement
 from phalanx.plan.tally import OWN, Cause, Place, Streak, Tally
-from phalanx.seams import Framework, RunState
-from phalanx.seams.events import Incident
+from phalanx.seams import Framework
+from phalanx.seams.records import Incident, RunState
 from phalanx.shared.counters import TASK, Counters
 
 SHOWN_CAUSES = 3

@@ -25,7 +25,7 @@ from phalanx.frameworks.jax.sharing import Sharing
 from phalanx.frameworks.jax.tree import Trees, named, parted, placed, replaced
 from phalanx.frameworks.jax.tree import state_of as state_of
 from phalanx.plan.parts import Parts
-from phalanx.seams import Computed, Exported, Watch, Weights
+from phalanx.seams.records import Computed, Exported, Watch, Weights
 
 REFUSED = {
     "phases": "but make_model returned a tree of jax arrays, and phases are for torch in this version; let one "

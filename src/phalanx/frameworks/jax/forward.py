@@ -22,7 +22,7 @@ from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks.arrays import Functions, check_leaf
 from phalanx.frameworks.jax.tree import plain, prng_key, words
-from phalanx.seams import Computed, Watch
+from phalanx.seams.records import Computed, Watch
 from phalanx.surroundings.current import outside as no_step
 
 

@@ -20,14 +20,14 @@ from phalanx.frameworks.arithmetic import Gradient, view
 from phalanx.frameworks.jax.optimizer import Update
 from phalanx.frameworks.jax.tree import Trees, copied, is_key, named, plain
 from phalanx.plan.placement import Placement, dealt
-from phalanx.seams import Exported
-from phalanx.seams.sharing import Arrays, Places
+from phalanx.seams import Arrays, Places
+from phalanx.seams.records import Exported
 from phalanx.shared.layout import Contents, Layout, Spec, StatePiece, Take, lay_out, row_major
 
 
 @dataclass
 class Sharing:
-    """Implements ``seams.sharing.Sharing`` for jax."""
+    """Implements ``seams.Sharing`` for jax."""
 
     state: Trees
     updates: Update
@@ -37,7 +37,7 @@ class Sharing:
     portable = True
 
     def lay_out(self, placement: Placement, take: Take, known: Contents | None = None) -> Layout:
-        """See ``seams.sharing.Sharing.lay_out``; a state is known as a whole, so ``known`` is not needed."""
+        """See ``seams.Sharing.lay_out``; a state is known as a whole, so ``known`` is not needed."""
         if self.device.platform != "cpu":
             raise UsageError(
                 f"the parameters are on {self.device}, but worker processes compute on the CPU in this version; use "
@@ -52,7 +52,7 @@ class Sharing:
         return lay_out(contents, owners, placement, take)
 
     def open(self, layout: Layout, arena: mmap.mmap, worker: int | None) -> SharedState:
-        """See ``seams.sharing.Sharing.open``."""
+        """See ``seams.Sharing.open``."""
         if worker is None:
             return SharedState(self.state, layout)
         return WorkerState(self.state, self.updates, layout, arena, worker)
@@ -61,7 +61,7 @@ class Sharing:
         """Nothing is frozen here."""
 
     def look(self, layout: Layout, arena: mmap.mmap, resting: Sequence[int]) -> Exported:
-        """See ``seams.sharing.Sharing.look``: copies."""
+        """See ``seams.Sharing.look``: copies."""
         pairs = zip(layout.weights, layout.contents.gradients, strict=True)
         params = copied(self.state.params, [view(arena, *pair) for pair in pairs])
         beside = [view(arena, *pair).copy() for pair in zip(layout.starts, layout.contents.buffers, strict=True)]
@@ -86,7 +86,7 @@ class Sharing:
 
 
 class SharedState:
-    """Implements ``seams.sharing.SharedState`` for jax, in the caller's process.
+    """Implements ``seams.SharedState`` for jax, in the caller's process.
 
     Parameters
     ----------
@@ -102,7 +102,7 @@ class SharedState:
         self._specs = layout.contents.gradients
 
     def made(self, absent: Sequence[int]) -> dict[int, np.ndarray]:
-        """See ``seams.sharing.SharedState.made``: all pieces are there from the start."""
+        """See ``seams.SharedState.made``: all pieces are there from the start."""
         leaves = jax.tree.leaves(self._state.optimizer) if absent else []
         return {piece: plain(leaves[piece]) for piece in absent}
 
@@ -118,11 +118,11 @@ class SharedState:
         """Nothing is left to be taken."""
 
     def weights(self) -> list[np.ndarray]:
-        """See ``seams.sharing.SharedState.weights``."""
+        """See ``seams.SharedState.weights``."""
         return [plain(leaf).reshape(-1).view(np.uint8) for leaf in jax.tree.leaves(self._state.params)]
 
     def take_arrays(self, weights: Sequence[np.ndarray | None], buffers: Sequence[Any]) -> None:
-        """See ``seams.sharing.SharedState.take_arrays``."""
+        """See ``seams.SharedState.take_arrays``."""
         pairs = zip(weights, self._specs, strict=True)
         arrays = [cast("np.ndarray", content).view(np.dtype(spec.dtype)).reshape(spec.shape) for content, spec in pairs]
         self._state.params = copied(self._state.params, arrays)
@@ -178,7 +178,7 @@ class WorkerState(SharedState):
         """They are used already."""
 
     def norm(self, gradient: Gradient, meet: Callable[[], None], there: Sequence[int] | None) -> float:
-        """See ``seams.sharing.SharedState.norm``: of sums of squares; every parameter has a gradient."""
+        """See ``seams.SharedState.norm``: of sums of squares; every parameter has a gradient."""
         if self._owned:
             self._squares[self._owned] = arithmetic.squares([gradient[index] for index in self._owned])
         meet()

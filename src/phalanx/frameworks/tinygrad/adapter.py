@@ -26,7 +26,7 @@ from phalanx.frameworks.tinygrad.lane import Batch, Forward, Lane, collate, numb
 from phalanx.frameworks.tinygrad.model import opened, plain, write
 from phalanx.frameworks.tinygrad.optimizer import Update
 from phalanx.frameworks.tinygrad.optimizer import state_of as state_of
-from phalanx.seams import Computed, Exported, Weights
+from phalanx.seams.records import Computed, Exported, Weights
 
 ELSEWHERE = "which is not for recipes of tinygrad in this version; leave it out, or write the model in torch"
 REFUSED = {

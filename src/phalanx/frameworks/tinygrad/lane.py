@@ -24,7 +24,7 @@ from phalanx.frameworks.arrays import NUMBERLESS, Functions, check_leaf
 from phalanx.frameworks.tinygrad.devices import RANDOM, kept
 from phalanx.frameworks.tinygrad.model import Model, owned, plain, write
 from phalanx.plan.keys import MASK32
-from phalanx.seams import Computed
+from phalanx.seams.records import Computed
 from phalanx.surroundings.current import outside as no_step
 
 # What ``Tensor.manual_seed`` puts before the seed for the device that is used first after it.

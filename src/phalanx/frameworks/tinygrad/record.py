@@ -11,7 +11,7 @@ from phalanx.definition.generators import Global
 from phalanx.errors import UsageError
 from phalanx.frameworks.record import Made, Record, adapter, stored
 from phalanx.seams import Framework
-from phalanx.seams.snapshots import Tensor
+from phalanx.seams.records import Tensor
 
 
 class TinygradRecord(Record):

@@ -15,9 +15,7 @@ from phalanx.checkpoint.chained import tensors_of
 from phalanx.errors import PhalanxError
 from phalanx.proof.compare.values import Difference, Unequal, flat, taken, unequal
 from phalanx.proof.instant import Instant, shown
-from phalanx.seams import Watch
-from phalanx.seams.events import StepReport
-from phalanx.seams.snapshots import Captured, Tensor
+from phalanx.seams.records import Captured, StepReport, Tensor, Watch
 
 SECONDS = 120.0  # that computing steps again may take
 ELSEWHERE = tuple(os.path.dirname(os.path.realpath(file)) for file in (os.__file__, errors.__file__))  # no user code

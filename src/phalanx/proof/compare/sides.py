@@ -22,7 +22,7 @@ from phalanx.errors import PhalanxError, SnapshotError, UsageError
 from phalanx.proof.compare.values import taken
 from phalanx.proof.instant import snapshot_at, steps_in
 from phalanx.run.result import Result
-from phalanx.seams.snapshots import Tensor
+from phalanx.seams.records import Tensor
 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from phalanx.definition.data import content, is_array, leaves
-from phalanx.seams.snapshots import Tensor
+from phalanx.seams.records import Tensor
 
 FLOATS = {"float16": np.uint16, "bfloat16": np.uint16, "float32": np.uint32, "float64": np.uint64}
 TEXT = "text"
