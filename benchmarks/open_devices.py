@@ -81,7 +81,7 @@ def by_shard(devices):
     from tinygrad import Context, Tensor, TinyJit
     from tinygrad.nn.optim import SGD
 
-    from phalanx.frameworks.tinygrad.listing import opened  # sees all OpenCL devices
+    from phalanx.frameworks.tinygrad.devices import opened  # sees all OpenCL devices
 
     devices = tuple(map(opened, devices))
     several = len(devices) > 1

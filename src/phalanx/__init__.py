@@ -32,7 +32,7 @@ from phalanx.proof.verify import Verified, verify
 from phalanx.recipe import Recipe, close, train
 from phalanx.run.result import Result
 from phalanx.run.run import Run
-from phalanx.seams.events import Evaluated, Incident, StepReport
+from phalanx.seams.records import Evaluated, Incident, StepReport
 from phalanx.surroundings.current import current_step
 from phalanx.tuning import find_lr, tune
 

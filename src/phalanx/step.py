@@ -21,7 +21,8 @@ from phalanx.errors import NonFiniteError, PhalanxError, RunError, UsageError, W
 from phalanx.plan import replica_key
 from phalanx.plan.fold import fold_values
 from phalanx.plan.shares import Moment, share_weights
-from phalanx.seams import Arithmetic, Computed, Framework, Link, Measurement, Part, Todo, Vector, Weights
+from phalanx.seams import Arithmetic, Framework, Link
+from phalanx.seams.records import Computed, Measurement, Part, Todo, Vector, Weights
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.current import CURRENT
 

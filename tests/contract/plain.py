@@ -11,8 +11,7 @@ from phalanx.definition.data import Columns
 from phalanx.definition.digest import Entry, digest_of
 from phalanx.frameworks import arithmetic
 from phalanx.frameworks.record import Record, Unshared, stored
-from phalanx.seams import Computed, Exported
-from phalanx.seams.snapshots import Captured
+from phalanx.seams.records import Captured, Computed, Exported
 from phalanx.surroundings.turns import Reentrant
 
 

@@ -8,7 +8,7 @@ from phalanx.engines.processes.driver import Processes
 from phalanx.errors import RunError
 from phalanx.frameworks.registry import open_framework
 from phalanx.plan.fold import place
-from phalanx.seams import RunState
+from phalanx.seams.records import RunState
 from tests.families import ADAMW, FAMILIES
 
 STEPS = 9

@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.proof import chaos
 from phalanx.run.plots import plot_timeline
-from phalanx.seams.events import Incident
+from phalanx.seams.records import Incident
 from tests.families import ADAMW, FAMILIES
 
 FILE = """

@@ -34,7 +34,7 @@ CONTENTS = Contents(
 
 
 def view(memory, offset, wanted):
-    """Implements ``seams.sharing.Arrays.view``."""
+    """Implements ``seams.Arrays.view``."""
     flat = np.frombuffer(memory, np.dtype(wanted.dtype), wanted.elements, offset)
     return flat.reshape(wanted.shape)
 

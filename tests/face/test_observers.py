@@ -8,8 +8,8 @@ import pytest
 import phalanx
 from phalanx.run.loop import Loop
 from phalanx.run.observers import watching
-from phalanx.seams import RunState
-from phalanx.seams.observer import Observer
+from phalanx.seams import Observer
+from phalanx.seams.records import RunState
 from phalanx.surroundings.turns import Turns
 
 STEPS, PER_EPOCH = 10, 4

@@ -12,7 +12,7 @@ from phalanx.engines.hosts import slices
 from phalanx.engines.hosts.rendezvous import Across, Rendezvous
 from phalanx.errors import SeveredError
 from phalanx.plan.fold import fold_values, hosts
-from phalanx.seams import Part
+from phalanx.seams.records import Part
 from tests.orders import triples
 
 SHAPES = [(3, 4), (7,), (), (40,), (2, 3)]

@@ -10,8 +10,7 @@ import pytest
 from phalanx.frameworks import arithmetic
 from phalanx.frameworks.jax.optimizer import Update
 from phalanx.frameworks.jax.sharing import Sharing, alias
-from phalanx.frameworks.jax.snapshot import State
-from phalanx.frameworks.jax.tree import plain
+from phalanx.frameworks.jax.tree import Trees, plain
 from phalanx.plan.fold import place
 from tests.jax.families import FAMILIES, OPTIMIZERS, normal
 from tests.sampling import sample
@@ -63,7 +62,7 @@ def made(optimizer, shapes, dtype):
     """An update of these parameters, and the state at its start."""
     update = Update(FAMILIES["mlp"].recipe(2, optimizer=optimizer))
     params = [leaf.astype(dtype) for leaf in arrays(shapes)]
-    return update, State(params, update.begin(params))
+    return update, Trees(params, update.begin(params))
 
 
 def written(leaf):

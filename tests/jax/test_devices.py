@@ -17,10 +17,10 @@ SCRIPT = """
 import collections, json, sys, tempfile
 import jax, numpy, optax
 from phalanx.errors import PhalanxError
-from phalanx.frameworks.jax import devices as place
+from phalanx.frameworks.jax import adapter
+from phalanx.frameworks.jax.environment import DeviceArithmetic
 from phalanx.frameworks.jax.forward import Forward
 from phalanx.frameworks.jax.optimizer import Update
-from phalanx.frameworks.jax.owners import Owners
 from tests.jax.families import FAMILIES
 
 used = collections.Counter()
@@ -32,16 +32,12 @@ def noted(self, params, *others, **named):
 Forward.begun = noted
 
 lies = {}
-step = Owners.step
+step = Update.step
 def seen(self, state, gradient):
     step(self, state, gradient)
-    lies.clear()
     for kind, tree in (("params", state.params), ("state", state.optimizer)):
-        found = lies[kind] = collections.Counter()
-        for leaf in jax.tree.leaves(tree):
-            (device,) = leaf.devices()
-            found[str(device.id)] += leaf.nbytes
-Owners.step = seen
+        lies[kind] = sorted({str(device.id) for leaf in jax.tree.leaves(tree) for device in leaf.devices()})
+Update.step = seen
 
 def forward(params, x, key):
     hidden = jax.nn.relu(x @ params["first"]["w"])
@@ -92,17 +88,31 @@ def answers(*orders, **changes):
 ONE, TWO, THREE = ["cpu:0"], ["cpu:1", "cpu:0"], ["cpu:0", "cpu:1", "cpu:2"]
 FIVE = [f"cpu:{number}" for number in range(5)]
 
-def there(**changes):
-    # Where the parameters and the optimizer's state lie after a step on three devices.
-    recipe(**changes).train(engine="inline", devices=THREE)
-    return {kind: dict(found) for kind, found in lies.items()}
+def there(devices):
+    # Where the parameters and the optimizer's state lie after a step.
+    recipe().train(engine="inline", devices=devices)
+    return dict(lies)
 
 def on_device():
     # With arithmetic as on accelerators.
-    before, place.arithmetic_on = place.arithmetic_on, lambda device: place.DeviceArithmetic()
+    before, adapter.arithmetic_on = adapter.arithmetic_on, lambda device: DeviceArithmetic()
     found = answers(ONE, TWO, THREE)
-    place.arithmetic_on = before
+    adapter.arithmetic_on = before
     return found
+
+def made_with_state(key):
+    return mlp.make_model(key), {"mean": jax.numpy.zeros(5), "count": jax.numpy.asarray(0)}
+
+def running(params, x, state):
+    state = {"mean": 0.9 * state["mean"] + 0.1 * x.mean(0), "count": state["count"] + 1}
+    return (x - state["mean"]) @ params["first"]["w"] @ params["last"]["w"], state
+
+def kept_copies(right):
+    # Devices but the first go on with the parameters that they had first.
+    def stale(self, device):
+        first = self.__dict__.setdefault("_first", {})
+        return first.setdefault(device, right(self, device)) if device else right(self, 0)
+    return stale
 
 def accuracy(output, target):
     return (output.argmax(-1) == target).mean()
@@ -133,13 +143,11 @@ asked = {
     "coupled": lambda: answers(ONE, THREE, optimizer=coupled),
     "lion": lambda: answers(ONE, THREE, optimizer=optax.lion(0.01)),
     "clipped": lambda: answers(ONE, THREE, max_norm=0.1),
-    "owned": lambda: there(),
-    "together": lambda: there(max_norm=0.1),
+    "beside": lambda: answers(ONE, THREE, TWO, make_model=made_with_state, forward_fn=running),
+    "there": lambda: [there(ONE), there(TWO)],
     "on device": on_device,
-    "stale": lambda: planted(Owners, "step", lambda right: lambda self, state, gradient: None),
-    "shifted": lambda: planted(
-        place.Blocks, "moved", lambda right: lambda self, vector: [-entry for entry in vector]
-    ),
+    "stale": lambda: planted(adapter.Jax, "_params_on", kept_copies),
+    "shifted": lambda: planted(adapter.Jax, "_moved", lambda right: lambda self, vector: [-entry for entry in vector]),
     "resumed": lambda: [resumed(ONE, ONE), resumed(ONE, THREE), resumed(THREE, TWO)],
     "many": lambda: answers([*FIVE, "cpu:5"]),
     "equal": lambda: answers(ONE, TWO, ["cpu:0", "cpu:1"]),
@@ -233,12 +241,17 @@ def test_any_optimizer(optimizer, answers):
     assert one[:2] == three[:2]
 
 
-def test_the_state_lies_on_owners(answers):
-    """Adam's moments are spread over the devices as parameters are, its step count is once; clipped, all is on one."""
-    params, state = answers("owned")["params"], answers("owned")["state"]
-    assert len(params) == 3
-    assert state == {device: 2 * size + 4 * (device == "0") for device, size in params.items()}
-    assert set(answers("together")["state"]) == set(answers("together")["params"]) == {"0"}
+def test_the_state_lies_on_the_first_device(answers):
+    """The device that is named first has the parameters and the optimizer's state; others get copies for each step."""
+    assert answers("there") == [{"params": [number], "state": [number]} for number in ("0", "1")]
+
+
+def test_a_state_beside_the_parameters(answers):
+    """Running statistics are settled over the replicas of all devices: one, three and two end alike."""
+    one, *others = answers("beside")
+    assert one[0] != "UsageError"
+    assert [found[:2] for found in others] == [one[:2]] * 2
+    assert one[0] != answers("one")[0][0]
 
 
 def test_sums_on_devices(answers):
@@ -249,7 +262,7 @@ def test_sums_on_devices(answers):
 
 @pytest.mark.parametrize("fault", ["stale", "shifted"])
 def test_a_fault_on_several_devices_is_noticed(fault, answers):
-    """Negative twin: owners that do not update, or get another gradient, end in another digest than one device."""
+    """Negative twin: a device with old parameters, or whose sums come as others, ends in another digest than one."""
     one, three = answers(fault)
     assert one[0] == answers("one")[0][0] != three[0]
 

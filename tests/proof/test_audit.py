@@ -9,7 +9,7 @@ import phalanx
 from phalanx.engines.twice import Twice, checksum
 from phalanx.frameworks.torch import arithmetic
 from phalanx.plan.keys import Audit, joined
-from phalanx.seams import Computed
+from phalanx.seams.records import Computed
 from tests.engines.deaths import Trapped, sprung
 from tests.families import FAMILIES
 from tests.proof.faults import Fault, in_workers

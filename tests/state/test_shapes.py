@@ -15,7 +15,7 @@ import phalanx
 from phalanx.checkpoint import snapshot, tensors
 from phalanx.cli import pages
 from phalanx.definition.digest import leaf_hash
-from phalanx.seams.snapshots import Captured
+from phalanx.seams.records import Captured
 from tests.state.runs import NEWER, contents, folder_of, norm_recipe, reheaded, sealed
 
 NAME = "0.weight"  # float32[8, 3, 3, 3]: 216 elements

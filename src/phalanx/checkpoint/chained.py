@@ -29,10 +29,8 @@ from phalanx.definition.fields import Definition
 from phalanx.definition.streams import Drawn
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.registry import recorded_environment
-from phalanx.seams import Engine
-from phalanx.seams.events import StepReport
-from phalanx.seams.observer import Observer
-from phalanx.seams.snapshots import Captured
+from phalanx.seams import Engine, Observer
+from phalanx.seams.records import Captured, StepReport
 
 SHARE = 0.004  # of the time, at most, for digests of the state, with "auto"
 SECONDS = 5.0  # between two of them, at least

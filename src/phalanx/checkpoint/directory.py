@@ -15,9 +15,8 @@ from phalanx.checkpoint.chain import body_of
 from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.definition import checks
 from phalanx.errors import CorruptionError, PhalanxError, SnapshotError, UsageError
-from phalanx.seams import Engine, RunState
-from phalanx.seams.events import Incident, StepReport
-from phalanx.seams.observer import Observer
+from phalanx.seams import Engine, Observer
+from phalanx.seams.records import Incident, RunState, StepReport
 
 SNAPSHOTS, LOG, LOCK, BATCH = "snapshots", "events.jsonl", "lock", "failure.safetensors"
 NAME = re.compile(r"step-(\d{12})")

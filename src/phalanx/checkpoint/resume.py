@@ -20,9 +20,8 @@ from phalanx.definition.plain import changes, taking_over
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.registry import recorded_environment
 from phalanx.frameworks.states import tensor_of
-from phalanx.seams import Engine, Framework, RunState
-from phalanx.seams.events import Evaluated, StepReport
-from phalanx.seams.snapshots import Captured
+from phalanx.seams import Engine, Framework
+from phalanx.seams.records import Captured, Evaluated, RunState, StepReport
 
 ANYWAY = "anyway"  # for resume: go on although the recipe differs
 

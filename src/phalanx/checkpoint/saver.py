@@ -18,10 +18,8 @@ from phalanx.definition.described import described
 from phalanx.definition.fields import Definition
 from phalanx.errors import PhalanxError, RunError, SnapshotError, UsageError
 from phalanx.frameworks.registry import recorded_environment
-from phalanx.seams import Engine, RunState
-from phalanx.seams.events import StepReport
-from phalanx.seams.observer import NEVER, Observer
-from phalanx.seams.snapshots import Captured, Tensor
+from phalanx.seams import NEVER, Engine, Observer
+from phalanx.seams.records import Captured, RunState, StepReport, Tensor
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import SLICE_SECONDS
 

@@ -13,7 +13,7 @@ from typing import Any
 from phalanx.checkpoint import files, tensors
 from phalanx.definition.plain import Each, check_like
 from phalanx.errors import SnapshotError
-from phalanx.seams.snapshots import Tensor
+from phalanx.seams.records import Tensor
 
 SCHEMA = 1
 WEIGHTS, TRAINING, FACTS, MANIFEST = "weights.safetensors", "training.safetensors", "state.json", "manifest.json"

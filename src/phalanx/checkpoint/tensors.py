@@ -24,7 +24,7 @@ from phalanx.definition.digest import leaf_hash
 from phalanx.definition.plain import check_like, decoded, encoded, taking_over
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.states import stored, tensor_of, weights_of
-from phalanx.seams.snapshots import CODES, Captured, Tensor
+from phalanx.seams.records import CODES, Captured, Tensor
 
 LENGTH = struct.Struct("<Q")
 HEADER_BYTES = 100_000_000

@@ -27,7 +27,7 @@ from phalanx.proof.replay import Replayed, replay
 from phalanx.proof.sides import side
 from phalanx.proof.verify import UNKNOWN, Verified, certify, check_certificate, verify
 from phalanx.recipe import Recipe
-from phalanx.seams.snapshots import CODES
+from phalanx.seams.records import CODES
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The directory of a run.")]
 From = Annotated[str, typer.Option("--recipe", metavar="FILE[:NAME]", help="Where the run's recipe is, if it moved.")]

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from phalanx.definition.evaluation import Metrics
-from phalanx.seams import Engine, Exported, RunState, Weights
-from phalanx.seams.events import StepReport
-from phalanx.seams.snapshots import Captured
+from phalanx.seams import Engine
+from phalanx.seams.records import Captured, Exported, RunState, StepReport, Weights
 
 E = TypeVar("E", bound=Engine)
 

@@ -20,9 +20,8 @@ from phalanx.engines.links import LaneLink, LocalLink
 from phalanx.engines.twice import Twice
 from phalanx.errors import PhalanxError, RunError, WorkerError
 from phalanx.plan import evaluation_key
-from phalanx.seams import Exported, Framework, Link, Measurement, RunState, Todo, Weights
-from phalanx.seams.events import StepReport
-from phalanx.seams.snapshots import Captured
+from phalanx.seams import Framework, Link
+from phalanx.seams.records import Captured, Exported, Measurement, RunState, StepReport, Todo, Weights
 from phalanx.shared.heap import RUNS
 from phalanx.step import Proposal, commit, measure, propose, todo
 from phalanx.surroundings import interrupts

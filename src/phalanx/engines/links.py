@@ -9,8 +9,8 @@ from typing import Any
 
 from phalanx.definition.data import Share
 from phalanx.plan.fold import Fold, added, covers, remaining
-from phalanx.seams import Framework, Lanes, Part
-from phalanx.seams.sharing import Vector
+from phalanx.seams import Framework, Lanes
+from phalanx.seams.records import Part, Vector
 from phalanx.surroundings import interrupts
 
 

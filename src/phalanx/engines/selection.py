@@ -30,8 +30,8 @@ from phalanx.frameworks.registry import as_factory, open_framework
 from phalanx.plan.fold import place
 from phalanx.plan.keys import Audit
 from phalanx.plan.lifecycle import MOST
-from phalanx.seams import Engine, Framework, RunState
-from phalanx.seams.events import StepReport
+from phalanx.seams import Engine, Framework
+from phalanx.seams.records import RunState, StepReport
 from phalanx.surroundings.presence import processors, several, usable_cores
 
 START_SECONDS = 2.0  # of importing the framework in a new process, with room

@@ -26,8 +26,8 @@ from phalanx.definition.fields import Definition
 from phalanx.definition.reachable import differences, values
 from phalanx.errors import CorruptionError, StateError, spell_samples
 from phalanx.plan.keys import Audit, joined
-from phalanx.seams import Arithmetic, Computed, Framework, Link, Todo, Watch
-from phalanx.seams.snapshots import Captured
+from phalanx.seams import Arithmetic, Framework, Link
+from phalanx.seams.records import Captured, Computed, Todo, Watch
 from phalanx.step import Proposal, compute, propose, todo
 from phalanx.surroundings.current import CURRENT, outside
 

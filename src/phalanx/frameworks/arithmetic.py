@@ -1,7 +1,7 @@
 """Arrays over shared memory, and elementwise arithmetic over gradients, in numpy.
 
 Each operation is rounded once, whatever stands beside it. Compiled by XLA they would not be: a division whose divisor
-has one user becomes a product with its reciprocal. Implements ``seams.sharing.Arrays`` and ``seams.Arithmetic``.
+has one user becomes a product with its reciprocal. Implements ``seams.Arrays`` and ``seams.Arithmetic``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def add(left: Gradient, right: Gradient) -> Gradient:
 
 
 def add_into(left: Gradient, right: Gradient, homes: Gradient) -> Gradient:
-    """See ``seams.sharing.Arrays.add_into``: whole vectors, which are published later."""
+    """See ``seams.Arrays.add_into``: whole vectors, which are published later."""
     return add(left, right)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple, NoReturn
@@ -14,7 +15,7 @@ from phalanx.definition.fields import Definition
 from phalanx.definition.generators import Global
 from phalanx.errors import UsageError
 from phalanx.seams import Framework
-from phalanx.seams.snapshots import CODES, Tensor
+from phalanx.seams.records import CODES, Tensor
 from phalanx.shared.memory import Memory
 
 Collate = Callable[[Any], Any]
@@ -150,7 +151,7 @@ class Record:
 
     def tensor_of(self, stored: Tensor) -> Any:
         """A tensor of a snapshot in memory of its own: the framework's, or numpy's."""
-        return np.frombuffer(bytearray(stored.content), dtype=np.dtype(stored.dtype)).reshape(stored.shape)
+        return array_of(stored)
 
     def stored(self, leaf: Any) -> Tensor | None:
         """One of its arrays as a snapshot holds it, in memory of its own; None for all else."""
@@ -161,8 +162,23 @@ class Record:
         return {name: stored(np.asarray(instead.get(name, value))) for name, value in params.items()}
 
 
+def adapter(framework: str, packages: str) -> Any:
+    """The adapter of an optional framework in this package; ``packages``: what it needs.
+
+    Raises
+    ------
+    UsageError
+        They are not installed.
+    """
+    try:
+        return importlib.import_module(f"phalanx.frameworks.{framework}.adapter")
+    except ImportError as error:
+        way = f"install it: pip install 'phalanx[{framework}]'"
+        raise UsageError(f"this needs {packages} ({error}); {way}") from error
+
+
 class Unshared:
-    """Stands for ``seams.sharing.Sharing`` where a state is not shared with other processes: says why.
+    """Stands for ``seams.Sharing`` where a state is not shared with other processes: says why.
 
     Parameters
     ----------
@@ -177,6 +193,11 @@ class Unshared:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise UsageError(self._why)
+
+
+def array_of(stored: Tensor) -> np.ndarray:
+    """A stored tensor as a numpy array of its own."""
+    return np.frombuffer(bytearray(stored.content), dtype=np.dtype(stored.dtype)).reshape(stored.shape)
 
 
 def stored(array: np.ndarray) -> Tensor | None:

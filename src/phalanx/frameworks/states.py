@@ -9,7 +9,7 @@ import numpy as np
 
 from phalanx.errors import UsageError
 from phalanx.frameworks import record, registry
-from phalanx.seams.snapshots import Tensor
+from phalanx.seams.records import Tensor
 
 
 def digest(model: Any, optimizer: Any = None, step: int | None = None, state: Any = ()) -> str:

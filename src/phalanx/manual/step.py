@@ -37,7 +37,7 @@ from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.manual.gradients import ORDERED, average
 from phalanx.manual.replicas import check_trained, tensors_of
 from phalanx.plan.shares import share_bounds, share_weights
-from phalanx.seams import Computed, Part, Todo
+from phalanx.seams.records import Computed, Part, Todo
 from phalanx.step import ABSENT, check_consistent, mean_loss, total_weight, weighed
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import alone

@@ -20,7 +20,7 @@ from phalanx.errors import PhalanxError
 from phalanx.recipe import Recipe
 from phalanx.run.result import Result
 from phalanx.run.run import Run
-from phalanx.seams.events import Incident
+from phalanx.seams.records import Incident
 
 STEPS_BETWEEN = 3.0  # kills, on the average
 ALL_AT_ONCE = 0.05  # of the kills hit every worker

@@ -24,9 +24,7 @@ from phalanx.proof.difference import Difference, Unequal, flat, in_common, parti
 from phalanx.proof.instant import Instant, snapshots
 from phalanx.proof.sides import Side, another, different_fields, side
 from phalanx.run.observers import shown
-from phalanx.seams import Watch
-from phalanx.seams.events import StepReport
-from phalanx.seams.snapshots import Captured, Tensor
+from phalanx.seams.records import Captured, StepReport, Tensor, Watch
 
 UNTOLD = {"gradient": "links do not tell a replica's gradient from the fold of all",
           "update": "links do not tell an update from a gradient or a fold of the same norm"}  # fmt: skip

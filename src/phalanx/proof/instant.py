@@ -26,9 +26,8 @@ from phalanx.errors import SnapshotError, UsageError
 from phalanx.plan.keys import joined
 from phalanx.run.loop import merged
 from phalanx.run.observers import shown
-from phalanx.seams import Computed, Exported, Framework, RunState, Watch
-from phalanx.seams.events import StepReport
-from phalanx.seams.snapshots import Captured
+from phalanx.seams import Framework
+from phalanx.seams.records import Captured, Computed, Exported, RunState, StepReport, Watch
 from phalanx.step import compute, propose, todo
 from phalanx.surroundings.current import outside
 

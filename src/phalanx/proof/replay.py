@@ -26,7 +26,7 @@ from phalanx.errors import PhalanxError, RunError, SnapshotError, UsageError
 from phalanx.frameworks.registry import as_factory
 from phalanx.proof.instant import Instant, nearest, of_updates
 from phalanx.proof.sides import another, side
-from phalanx.seams import Watch
+from phalanx.seams.records import Watch
 
 MOST_LOG = 1 << 44  # bytes
 

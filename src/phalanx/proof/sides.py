@@ -25,7 +25,7 @@ from phalanx.errors import PhalanxError, SnapshotError, UsageError
 from phalanx.proof.difference import taken
 from phalanx.proof.instant import snapshots
 from phalanx.run.result import Result
-from phalanx.seams.snapshots import Tensor
+from phalanx.seams.records import Tensor
 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 

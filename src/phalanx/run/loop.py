@@ -17,9 +17,8 @@ from phalanx.definition.evaluation import Evaluation, Metrics, Predictions
 from phalanx.definition.fields import Definition
 from phalanx.definition.streams.supply import Dealer
 from phalanx.errors import PhalanxError, RunError, UsageError, WorkerError
-from phalanx.seams import Engine, Weights
-from phalanx.seams.events import Evaluated, PhaseReport, StepReport
-from phalanx.seams.observer import Observer
+from phalanx.seams import Engine, Observer
+from phalanx.seams.records import Evaluated, PhaseReport, StepReport, Weights
 from phalanx.surroundings import interrupts
 
 T = TypeVar("T")

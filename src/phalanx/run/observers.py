@@ -14,9 +14,8 @@ from typing import Any
 from phalanx.definition import checks
 from phalanx.definition.plain import taking_over
 from phalanx.errors import PhalanxError, SnapshotError, UsageError
-from phalanx.seams import Engine
-from phalanx.seams.events import Evaluated, StepReport
-from phalanx.seams.observer import Observer
+from phalanx.seams import Engine, Observer
+from phalanx.seams.records import Evaluated, StepReport
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.presence import shows
 from phalanx.surroundings.turns import Turns

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from phalanx.errors import UsageError
-from phalanx.seams.events import Evaluated, Incident
+from phalanx.seams.records import Evaluated, Incident
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

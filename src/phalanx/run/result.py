@@ -12,7 +12,7 @@ from phalanx.definition.evaluation import DEFAULT_BATCH, Predictions, check_eval
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.seams import Engine
-from phalanx.seams.events import Evaluated, Incident
+from phalanx.seams.records import Evaluated, Incident
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,8 +15,8 @@ from phalanx.definition.fields import Definition
 from phalanx.errors import LeftError, PhalanxError, Preempted, SnapshotError, UsageError
 from phalanx.run.loop import Loop
 from phalanx.run.result import Result, result_of
-from phalanx.seams import Engine, Exported
-from phalanx.seams.events import Incident, StepReport
+from phalanx.seams import Engine
+from phalanx.seams.records import Exported, Incident, StepReport
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import ALONE, Turns, verb
 

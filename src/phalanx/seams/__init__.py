@@ -1,29 +1,42 @@
-"""The seams between the step and what computes it: a handful of methods each, and nothing else.
+"""The seams between rooms: a step, what computes it, where workers live, and who looks on. A handful of methods each.
 
 A framework (torch, jax, tinygrad) computes a replica's gradient and applies the mean; a step sees only ``Framework``.
-A gradient is a vector: a list with one entry per parameter, None where the parameter got none.
+A gradient is a vector: a list with one entry per parameter, None where the parameter got none, or where it is another
+worker's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import mmap
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, ClassVar, Final, Protocol
+
+import numpy as np
 
 from phalanx.definition.data import Share, Source
 from phalanx.definition.evaluation import Metrics
+from phalanx.errors import PhalanxError
 from phalanx.plan.fold import Placement
-from phalanx.seams.events import StepReport
-from phalanx.seams.records import Computed as Computed
-from phalanx.seams.records import Exported as Exported
-from phalanx.seams.records import Measurement as Measurement
-from phalanx.seams.records import Part as Part
-from phalanx.seams.records import RunState as RunState
-from phalanx.seams.records import Todo as Todo
-from phalanx.seams.records import Watch as Watch
-from phalanx.seams.records import Weights as Weights
-from phalanx.seams.sharing import Sharing, Vector
-from phalanx.seams.snapshots import Captured
+from phalanx.seams.records import (
+    Captured,
+    Computed,
+    Exported,
+    Incident,
+    Measurement,
+    Part,
+    RunState,
+    StepReport,
+    Todo,
+    Vector,
+    Watch,
+    Weights,
+)
+
+Places = Mapping[int, tuple[mmap.mmap, int]]
+Order = Callable[[tuple[int, ...]], Sequence[tuple[int, int]]]
+NEVER: Final = sys.maxsize  # a horizon: this observer can do without the state until the run ends
 
 
 class Arithmetic(Protocol):
@@ -67,11 +80,9 @@ class Link(Protocol):
 
     def begin(self, step: int, shares: Sequence[Share]) -> None:
         """Forget what an earlier step left; from here on replicas are computed."""
-        ...
 
     def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:
         """Take what a hosted replica left: a gradient to be folded (None: nothing), and buffers if it had samples."""
-        ...
 
     def all_gather(self, parts: Sequence[Part]) -> list[Part]:
         """Give the parts of the hosted replicas, get those of all R in order."""
@@ -91,7 +102,6 @@ class Link(Protocol):
 
     def commit(self, step: int, gradient: Vector | None) -> None:
         """Update what this worker owns (None: leave the state as it is); returns when all have."""
-        ...
 
 
 class Framework(Protocol):
@@ -143,15 +153,12 @@ class Framework(Protocol):
 
     def update(self, step: int, gradient: Vector, buffers: Sequence[tuple[int, list[Any]]] | None) -> None:
         """Clip, do the optimizer's ``step``, settle the (samples, buffers) of replicas that ran; None: others do."""
-        ...
 
     def rewind(self) -> None:
         """Undo what computing gradients left behind: buffers as at the step's start, no gradients."""
-        ...
 
     def schedule(self, value: float, epoch: int | None = None) -> None:
         """Tell the scheduler the mean loss of a step, done or skipped; or a metric after an ``epoch``, if new."""
-        ...
 
     def measure(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Measurement:
         """Begin metrics over one chunk of samples, in evaluation mode; changes nothing.
@@ -170,7 +177,6 @@ class Framework(Protocol):
 
     def adopt(self, state: Captured) -> None:
         """Take over such a state; without facts, its parameters and buffers only."""
-        ...
 
 
 class Lanes(Protocol):
@@ -182,13 +188,123 @@ class Lanes(Protocol):
         Which device computes which replicas.
     following : callable or None
         Says what the next step will compute, which may be read while this one is waited for.
+    moved : callable
+        ``moved(vector)``: each entry on the device that updates the parameter that it belongs to.
     """
 
     placement: Placement
     following: Callable[[], Sequence[Todo]] | None
+    moved: Callable[[Vector], Vector]
 
-    def moved(self, vector: Vector) -> Vector:
-        """A vector with each entry on the device that updates the parameter that it belongs to."""
+
+class Arrays(Protocol):
+    """How a framework's arrays lie over memory; see ``shared.layout.Spec`` for what they look like.
+
+    ``target[...] = source`` copies an array into another of the same shape and dtype.
+    """
+
+    def view(self, memory: mmap.mmap, offset: int, spec: Any) -> Any:
+        """An array over memory."""
+        ...
+
+    def add_into(self, left: Vector, right: Vector, homes: Vector) -> Vector:
+        """``left + right``, written into ``left``, which lies in ``homes``; what only ``right`` has moves there."""
+        ...
+
+    def add_up(self, parts: Sequence[Any], additions: Sequence[tuple[int, int]], first: int, divisor: float) -> Any:
+        """Do the additions (into, from) between ``parts``, then divide part ``first``, and return it."""
+        ...
+
+
+class SharedState(Protocol):
+    """A framework's state as one process has it: a worker, where it lies in an arena, or the caller, who copies it.
+
+    Attributes
+    ----------
+    direct : bool
+        Whether gradients are computed where they are wanted, each as soon as it is there.
+    """
+
+    direct: bool
+
+    @property
+    def starts(self) -> Sequence[Any]:
+        """The buffers at the step's start; of a worker, they lie in the arena."""
+        ...
+
+    def made(self, absent: Sequence[int]) -> Mapping[int, Any]:
+        """Those of the ``absent`` pieces of optimizer state that exist now, by their number in the layout."""
+        ...
+
+    def adopt(self, pieces: Mapping[int, Any], *, more: bool = False) -> None:
+        """Use these arrays as the pieces of optimizer state, and forget all others, or use these ``more``."""
+
+    def rest(self) -> tuple[Any, Any]:
+        """Optimizer state without a place, as far as it is this process's, and options of optimizers and schedules.
+
+        Both can be pickled.
+        """
+        ...
+
+    def take(self, foreign: Any, options: Any) -> None:
+        """Continue from such a rest."""
+
+    def weights(self) -> Sequence[np.ndarray]:
+        """The caller's: the bytes of each storage, in the layout's order."""
+        ...
+
+    def take_arrays(self, weights: Sequence[np.ndarray | None], buffers: Sequence[Any]) -> None:
+        """The caller takes the bytes of storages, where there are any, and buffers; what is passed may change later."""
+
+    def aim(self, homes: Vector | None) -> None:
+        """Put the next replica's gradient there, if gradients are ``direct``; None: anywhere."""
+
+    def watch(self, told: Callable[[int, Any], None]) -> None:
+        """Call ``told(index, gradient)`` when a direct gradient is where it is wanted; again if it changes."""
+
+    def norm(self, gradient: Vector, meet: Callable[[], None], there: Sequence[int] | None) -> float:
+        """Write the norms of what this worker owns, ``meet`` the others, and return the global norm out of all.
+
+        ``there``: which parameters have a gradient, None for all.
+        """
+        ...
+
+
+class Sharing(Protocol):
+    """How a framework shares its state with other processes.
+
+    Attributes
+    ----------
+    arrays : Arrays
+    moving_seconds : float
+        About how long it takes until worker processes are ready, with the framework imported.
+    portable : bool
+        Whether the whole state is known, so that a run can move to other processes in the middle.
+    """
+
+    arrays: Arrays
+    moving_seconds: float
+    portable: bool
+
+    def lay_out(self, placement: Placement, take: Callable[[int], int], known: Any = None) -> Any:
+        """Give everything its place in an arena.
+
+        ``known``: what another process, which may be further on, has found the state to consist of.
+        """
+        ...
+
+    def open(self, layout: Any, arena: mmap.mmap, worker: int | None) -> SharedState:
+        """The state in this process: a worker's lies in the arena from here on; None: in the caller's."""
+        ...
+
+    def move(self, layout: Any, places: Places) -> None:
+        """Have storages of this process's weights, by their number, lie elsewhere: at an offset into a memory."""
+
+    def look(self, layout: Any, arena: mmap.mmap, resting: Sequence[int]) -> Any:
+        """What lies in the arena as ``Exported``, without a digest; shares memory where arrays are written.
+
+        ``resting``: storages that the caller's state has as they are.
+        """
         ...
 
 
@@ -233,7 +349,6 @@ class Engine(Protocol):
 
     def schedule(self, value: float, epoch: int) -> None:
         """Step the schedulers with the value of a metric after an epoch."""
-        ...
 
     def export(self, *, copy: bool, digest: bool = True) -> Exported:
         """The state as of the last finished step. With neither copy nor digest it is to be looked at until the next."""
@@ -257,3 +372,57 @@ class Engine(Protocol):
         If it could not be had, ``check_able`` says so.
         """
         ...
+
+
+class Observer:
+    """What a run tells those who look on. Each method does nothing here; an observer defines those that it needs.
+
+    A run without observers pays nothing for them. With several, each step is told to all of them in one order, and
+    ``end`` in the reverse: who began first ends last. What an observer raises reaches the caller; those behind it are
+    told of that step before anything else is done. An observer must not change the state. Nobody hears of single
+    replicas yet: engines fold gradients piece by piece, so there is no whole one to show.
+
+    Attributes
+    ----------
+    runs_user_code : bool
+        Whether ``step`` calls the caller's own functions. They find generators, threads and modes as the caller has
+        them, so the run leaves its environment for every step.
+    """
+
+    runs_user_code: ClassVar[bool] = False
+
+    def begin(self, engine: Engine, run: Any = None) -> None:
+        """Look on from here: ``engine`` has the state, ``engine.run_state`` what was done so far, ``run`` shows it."""
+
+    def horizon(self, steps: int) -> int:
+        """How many finished steps the run may have before this must see the state again; ``steps`` are finished.
+
+        Asked before every step after which the caller does not look at the run. Workers run no further ahead than the
+        nearest horizon of all observers.
+        """
+        return NEVER
+
+    def happened(self, incident: Incident) -> None:
+        """Hear of something that happened to a worker, before the report of the step that was done next."""
+
+    def brought(self, batch: Any) -> None:
+        """Hear of the batch that the caller brought for the step that was done next, before its report."""
+
+    def failed(self, error: PhalanxError) -> None:
+        """Hear that a step failed; the state is the one before it."""
+
+    def advanced(self, report: StepReport) -> None:
+        """Hear of a finished step before anything is evaluated after it."""
+
+    def evaluated(self, values: Mapping[str, float]) -> None:
+        """Hear what was evaluated after a step that was due, by name, before ``step``."""
+
+    def step(self, report: StepReport) -> None:
+        """See a finished step, with the value of its evaluation where one was due."""
+
+    def left(self) -> dict[str, Any]:
+        """What a result gets from this: "averaged", parameters by name that are evaluated in place of the state's."""
+        return {}
+
+    def end(self) -> None:
+        """Stop looking on, and give back what was opened in ``begin``; the engine still has the state."""

@@ -1,19 +1,19 @@
-"""Records that cross the seams."""
+"""Records that cross the seams: what is to be computed and was, what a run has done, states as snapshots have them."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from phalanx.definition.data import Share
 from phalanx.plan.keys import Audit
 from phalanx.plan.lifecycle import MOST
 from phalanx.plan.shares import Rounds
-from phalanx.seams.events import Evaluated, Incident, StepReport
-from phalanx.seams.sharing import Vector
 
+Vector = list[Any]
 Measurement = Callable[[], list[Any]]  # waits for metrics over a chunk of samples: what each read
 Weights = Mapping[str, Any]  # values of parameters by name
 
@@ -122,6 +122,125 @@ class Exported:
     def model(self) -> Any:
         """The model."""
         return self.make()
+
+
+CODES = {
+    "bool": ("BOOL", 1), "uint8": ("U8", 1), "int8": ("I8", 1), "uint16": ("U16", 2), "int16": ("I16", 2),
+    "uint32": ("U32", 4), "int32": ("I32", 4), "uint64": ("U64", 8), "int64": ("I64", 8), "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2), "float32": ("F32", 4), "float64": ("F64", 8), "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1), "complex64": ("C64", 8),
+}  # fmt: skip  # what a snapshot can hold: dtype to its name in safetensors, and bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor as bytes: dtype as torch and numpy name it, shape, content in C order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    content: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A state as snapshots hold it, as of a step boundary.
+
+    Attributes
+    ----------
+    weights, training : dict of str to Tensor
+        Parameters and buffers by name; the tensors of optimizers and schedules.
+    facts : dict
+        All else, as JSON values.
+    release : callable
+        To be called when the tensors have been read: their memory may be written from then on.
+    """
+
+    weights: dict[str, Tensor]
+    training: dict[str, Tensor]
+    facts: dict[str, Any]
+    release: Callable[[], None] = lambda: None
+
+
+class PhaseReport(NamedTuple):
+    """What one phase of a finished step was: its loss, the norm of its gradient before clipping, its learning rate."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+
+
+class StepReport(NamedTuple):
+    """What one finished step was.
+
+    Attributes
+    ----------
+    step : int
+        The step that just ended, counted from 0.
+    epoch : int or None
+        The pass over the data that it belongs to, counted from 0; None for batches that the caller brought.
+    loss : float
+        Weighted mean of the replicas' losses.
+    grad_norm : float
+        2-norm of the mean gradient over all parameters, before clipping.
+    lr : float
+        Learning rate of the first parameter group in this step; NaN where the optimizer keeps it to itself.
+    samples : int
+        Samples in this step, over all replicas.
+    seconds : float
+        Wall time of this step.
+    metric : float or None
+        Value of the first metric of the evaluation that followed this step, where one was due.
+    metrics : mapping of str to float
+        Values of all metrics of all evaluations that followed this step, by name.
+    parts : tuple of float
+        Loss and weight of each replica, in turn: two numbers each; of one phase after the other.
+    phases : mapping of str to PhaseReport
+        Of a step with phases, those that were done in it, by name; ``loss``, ``grad_norm`` and ``lr`` are those of the
+        first phase that is done in every step.
+    """
+
+    step: int
+    epoch: int | None
+    loss: float
+    grad_norm: float
+    lr: float
+    samples: int
+    seconds: float
+    metric: float | None = None
+    metrics: Mapping[str, float] = MappingProxyType({})
+    parts: tuple[float, ...] = ()
+    phases: Mapping[str, PhaseReport] = MappingProxyType({})
+
+
+class Incident(NamedTuple):
+    """Something that happened to a worker.
+
+    Attributes
+    ----------
+    seconds : float
+        When, on the clock of ``time.perf_counter``.
+    kind : str
+        "death", "replaced", or "rollback" for all of them.
+    worker, step : int
+        Which worker, in which step; for a rollback the step whose update broke off; -1 where nobody can tell who.
+    why : str
+        What ended it, or was found.
+    """
+
+    seconds: float
+    kind: str
+    worker: int
+    step: int
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """One evaluation: after how many finished steps, its value, and the metric function's name."""
+
+    steps: int
+    value: float
+    name: str
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 
 from phalanx.plan.fold import Placement, remaining
-from phalanx.seams.sharing import Sharing
+from phalanx.seams import Sharing
 from phalanx.shared.counters import Counters, float_count, word_count
 from phalanx.shared.layout import Contents
 from phalanx.shared.memory import Carver

@@ -10,7 +10,8 @@ import mmap
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.seams.sharing import Arrays, Order, SharedState, Vector
+from phalanx.seams import Arrays, Order, SharedState
+from phalanx.seams.records import Vector
 from phalanx.shared.layout import OWNED, Layout
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.seams.sharing import Sharing
+from phalanx.seams import Sharing
 from phalanx.shared.heap import give_back
 from phalanx.shared.layout import Layout
 from phalanx.shared.memory import Memory

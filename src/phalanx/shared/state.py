@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.seams.sharing import Sharing
+from phalanx.seams import Sharing
 from phalanx.shared.buckets import Buckets
 from phalanx.shared.frozen import FrozenWeights
 from phalanx.shared.layout import WORD, Layout

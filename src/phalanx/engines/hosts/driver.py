@@ -26,9 +26,8 @@ from phalanx.errors import SeveredError, UsageError
 from phalanx.frameworks.registry import open_framework, recorded_environment
 from phalanx.plan.fold import hosts
 from phalanx.plan.shares import Rounds
-from phalanx.seams import Framework, RunState
-from phalanx.seams.events import Evaluated, StepReport
-from phalanx.seams.snapshots import Captured
+from phalanx.seams import Framework
+from phalanx.seams.records import Captured, Evaluated, RunState, StepReport
 
 COMPARED_BYTES = 256 << 20
 PATIENCE = 60.0  # seconds beyond those that workers wait for other hosts

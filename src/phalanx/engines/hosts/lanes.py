@@ -9,8 +9,8 @@ from phalanx.definition.data import Share
 from phalanx.engines.hosts.rendezvous import Across, Rendezvous
 from phalanx.engines.hosts.slices import Mask
 from phalanx.engines.links import LaneLink
-from phalanx.seams import Framework, Lanes, Part
-from phalanx.seams.sharing import Vector
+from phalanx.seams import Framework, Lanes
+from phalanx.seams.records import Part, Vector
 
 NOTHING = b"\0"  # a note of a replica without buffers
 

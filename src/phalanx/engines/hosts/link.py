@@ -26,7 +26,7 @@ from phalanx.engines.hosts.slices import LEAST, Mask
 from phalanx.engines.processes.link import ArenaLink, union
 from phalanx.errors import Trouble, UsageError
 from phalanx.plan.fold import Placement, added
-from phalanx.seams import Part, Vector
+from phalanx.seams.records import Part, Vector
 from phalanx.shared.arena import Plan
 from phalanx.shared.barrier import Barrier
 from phalanx.shared.counters import BATCH

@@ -20,7 +20,7 @@ from phalanx.engines.hosts.slices import Mask
 from phalanx.engines.hosts.sums import ReceiveBuffers, Sums
 from phalanx.errors import SeveredError
 from phalanx.plan.fold import remaining
-from phalanx.seams import Part
+from phalanx.seams.records import Part
 
 CHECK_STEPS = 100  # how often hosts compare the sums of their weights
 HEADER = ("run", "step", "weights")

@@ -20,9 +20,8 @@ from phalanx.engines.recovery.failures import FailureLog
 from phalanx.engines.recovery.supervisor import StateRecord, Supervisor
 from phalanx.errors import LostError, PhalanxError, RunError
 from phalanx.plan.fold import Placement
-from phalanx.seams import Exported, Framework, RunState, Weights
-from phalanx.seams.events import StepReport
-from phalanx.seams.snapshots import Captured
+from phalanx.seams import Framework
+from phalanx.seams.records import Captured, Exported, RunState, StepReport, Weights
 from phalanx.shared.arena import Plan
 from phalanx.shared.counters import BATCH, BEGIN_NO_STEP, PARENT, STEPS, TASK
 from phalanx.shared.memory import Memory, check_room

@@ -12,8 +12,8 @@ from phalanx.definition.data import Share
 from phalanx.errors import Trouble
 from phalanx.plan.fold import Fold, Placement, added, most_held
 from phalanx.plan.lifecycle import Phase
-from phalanx.seams import Framework, Part
-from phalanx.seams.sharing import Vector
+from phalanx.seams import Framework
+from phalanx.seams.records import Part, Vector
 from phalanx.shared.arena import Plan
 from phalanx.shared.barrier import Barrier
 from phalanx.shared.counters import COMPUTE, FOLD, LEAVE, UPDATE

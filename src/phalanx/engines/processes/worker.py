@@ -33,7 +33,8 @@ from phalanx.frameworks.registry import open_framework, sparing, starting
 from phalanx.plan import evaluation_key
 from phalanx.plan.lifecycle import next_snapshot
 from phalanx.plan.shares import share_bounds
-from phalanx.seams import Framework, Weights
+from phalanx.seams import Framework
+from phalanx.seams.records import Weights
 from phalanx.shared.arena import Plan
 from phalanx.shared.barrier import Barrier
 from phalanx.shared.counters import BATCH, LEAVE, STEPS

@@ -12,8 +12,8 @@ from phalanx.engines.processes.messages import End
 from phalanx.errors import LostError, RunError, spell_samples
 from phalanx.plan.fold import Placement
 from phalanx.plan.lifecycle import OWN, Cause, Phase, Place, Streak, Tally
-from phalanx.seams import Framework, RunState
-from phalanx.seams.events import Incident
+from phalanx.seams import Framework
+from phalanx.seams.records import Incident, RunState
 from phalanx.shared.counters import TASK, Counters
 
 SHOWN_CAUSES = 3

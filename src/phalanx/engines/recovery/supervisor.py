@@ -21,7 +21,7 @@ from phalanx.errors import LostError
 from phalanx.frameworks.registry import reduced, reduced_sample
 from phalanx.plan.fold import Placement
 from phalanx.plan.lifecycle import Action, Decision, Repair, Seen, Situation, decide
-from phalanx.seams import RunState
+from phalanx.seams.records import RunState
 from phalanx.shared.counters import BATCH, STEPS, TASK
 from phalanx.shared.memory import Memory
 from phalanx.shared.reports import Reports

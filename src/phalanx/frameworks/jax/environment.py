@@ -1,20 +1,26 @@
-"""The surroundings of a run in this process, and what of them a snapshot records."""
+"""What of jax a run depends on: settings, threads, programs that are kept, and devices, with arithmetic on them."""
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import math
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jaxlib.version
 import optax
 
-from phalanx.definition import generators
+from phalanx.definition import checks, generators
 from phalanx.errors import UsageError
+from phalanx.frameworks import arithmetic
+from phalanx.frameworks.arithmetic import Gradient
+from phalanx.frameworks.arrays import Anew
+from phalanx.surroundings.turns import Reentrant
 
 NAME = re.compile(r"([a-zA-Z_]+)(?::([0-9]+))?")
 SETTINGS = (
@@ -25,24 +31,17 @@ SETTINGS = (
 )
 
 
-class Environment(contextlib.AbstractContextManager[None]):
-    """A context, entered once at a time: inside, generators may be seeded, and functions are compiled.
+def environment(owned: Mapping[str, Any] | None = None) -> Reentrant:
+    """What is entered around steps and reading: generators may be seeded, and functions are compiled.
 
     ``owned``: generators of user code, to be restored as the global ones are.
     """
+    return Reentrant(generators.kept(owned), compiling())
 
-    def __init__(self, owned: Mapping[str, Any] | None = None) -> None:
-        self._owned = owned
-        self._exits = contextlib.ExitStack()
 
-    def __enter__(self) -> None:
-        with contextlib.ExitStack() as exits:
-            exits.enter_context(generators.kept(self._owned))
-            exits.enter_context(jax.disable_jit(False))
-            self._exits = exits.pop_all()
-
-    def __exit__(self, *_: object) -> None:
-        self._exits.close()
+def compiling() -> Anew:
+    """A context: functions are compiled, whatever the caller's ``jax.disable_jit`` says."""
+    return Anew(functools.partial(jax.disable_jit, False))
 
 
 def recorded(device: Any) -> dict[str, str]:
@@ -129,3 +128,86 @@ def running_threads() -> int | None:
     except OSError:
         return None
     return sum(name.startswith(POOL) for name in names) or None
+
+
+def devices_of(names: Sequence[str], replicas: int) -> list[Any]:
+    """The devices with these names; a kind alone, other than "cpu", is all of its devices, at most one per replica.
+
+    Raises
+    ------
+    UsageError
+        jax cannot use one here, one comes twice, they are of several kinds, or there are more than replicas.
+    """
+    devices: list[Any] = []
+    for name in names:
+        try:
+            alone = len(names) == 1 and ":" not in name and name != "cpu"
+            devices += _all_of(name, replicas) if alone else [named_device(name)]
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise UsageError(
+                f"devices names {name!r}, which jax cannot use here ({error}); use ['cpu'], or leave it out"
+            ) from error
+    checks.alike(names, devices, [device.device_kind for device in devices], replicas)
+    return devices
+
+
+def _all_of(kind: str, replicas: int) -> list[Any]:
+    named_device(kind)  # says why it cannot be used
+    devices = jax.devices(kind)
+    if len(devices) > replicas:
+        checks.warn(
+            f"devices is {kind!r}: {replicas} of {len(devices)} devices are used, as replicas is {replicas}; raise it "
+            "(which is part of the answer) to use more"
+        )
+    return devices[:replicas]
+
+
+def available() -> list[tuple[str, str, str]]:
+    """Each device that jax can use here: name, what it is, "". With the CPU alone: what others need."""
+    rows = [(f"{device.platform}:{device.id}", str(device.device_kind), "") for device in jax.devices()]
+    if jax.default_backend() == "cpu":
+        rows.append(("cuda", "", "jax finds no accelerator; for NVIDIA GPUs: pip install 'jax[cuda12]'"))
+    return rows
+
+
+class DeviceArithmetic:
+    """Implements ``seams.Arithmetic`` where the arrays lie: one operation a program, so that each is rounded once."""
+
+    def add(self, left: Gradient, right: Gradient) -> Gradient:
+        """See ``seams.Arithmetic.add``."""
+        return [jnp.add(a, b) for a, b in zip(left, right, strict=True)]
+
+    def scale(self, vector: Gradient, factor: float) -> Gradient:
+        """See ``arithmetic.scale``."""
+        return [_applied(jnp.multiply, entry, factor) for entry in vector]
+
+    def divide(self, vector: Gradient, divisor: float) -> Gradient:
+        """See ``arithmetic.divide``."""
+        return [_applied(jnp.divide, entry, divisor) for entry in vector]
+
+    read = staticmethod(arithmetic.read)
+    checksum = staticmethod(arithmetic.checksum)
+
+    def finite(self, vector: Gradient) -> bool:
+        """See ``seams.Arithmetic.finite``."""
+        return all(bool(jnp.isfinite(entry).all()) for entry in vector)
+
+    def norm(self, vector: Gradient) -> float:
+        """2-norm over all entries; of each the squares are added where it lies, in float32 at least."""
+        wide = [_wide(entry).reshape(-1) for entry in vector]
+        return math.sqrt(math.fsum([float(found) for found in [jnp.vdot(entry, entry) for entry in wide]]))
+
+
+def arithmetic_on(device: Any) -> Any:
+    """How gradients on a device are added: on the CPU, numpy reads and writes what is jax's."""
+    return arithmetic if device.platform == "cpu" else DeviceArithmetic()
+
+
+def _wide(entry: Any) -> Any:
+    return entry.astype(jnp.promote_types(entry.dtype, jnp.float32))
+
+
+def _applied(operation: Callable[[Any, Any], Any], entry: Any, number: float) -> Any:
+    """By an array of the number: by the number, XLA would multiply by its rounded inverse instead of dividing."""
+    wide = _wide(entry)
+    return operation(wide, jnp.full_like(wide, number)).astype(entry.dtype)

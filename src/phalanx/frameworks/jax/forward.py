@@ -1,32 +1,33 @@
-"""From a batch to a loss and its gradient: ``forward_fn``, ``target_fn`` and ``loss_fn``, compiled once per shape."""
+"""From a batch to a loss and its gradient: ``forward_fn``, ``target_fn`` and ``loss_fn``, compiled once per shape.
+
+Into a compiled program nobody can look. For ``diff`` its equations are computed one after another: compiled, XLA fuses
+them and may round otherwise, so this compares two programs, not one with its compiled form.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
+from jax.extend.core import ClosedJaxpr, Literal
 
-from phalanx.definition import checks, generators
+from phalanx.definition import checks
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
-from phalanx.frameworks.jax.tree import prng_key, words
-from phalanx.frameworks.jax.watching import tell_equations
-from phalanx.seams import Computed, Watch
+from phalanx.frameworks.arrays import Functions, check_leaf
+from phalanx.frameworks.jax.tree import plain, prng_key, words
+from phalanx.seams.records import Computed, Watch
 from phalanx.surroundings.current import outside as no_step
 
 
-class Forward:
+class Forward(Functions):
     """Calls the recipe's functions inside two compiled ones.
-
-    Parameters
-    ----------
-    definition : Definition
 
     Attributes
     ----------
@@ -34,12 +35,18 @@ class Forward:
         Whether ``forward_fn`` takes a state, and returns the next one beside its output.
     """
 
+    kind, called = jax.Array, "a scalar jax array"
+
     def __init__(self, definition: Definition) -> None:
-        self._definition = definition
+        super().__init__(definition)
         self._keyed = checks.takes(definition.forward_fn, "key")
         self.stateful = checks.takes(definition.forward_fn, "state")
         self._value_and_grad = jax.jit(jax.value_and_grad(self._loss, has_aux=True))
         self._evaluated = jax.jit(self._output)
+
+    def is_float(self, dtype: Any) -> bool:
+        """Complex ones are none."""
+        return jnp.issubdtype(dtype, jnp.floating)
 
     def begun(
         self, params: Any, batch: Any, key: int, part: int | None = None, *, state: Any = ()
@@ -55,8 +62,7 @@ class Forward:
 
     def _ended(self, state: Any, found: tuple[Any, Any], gradient: Any) -> Computed:
         loss, (weight, after) = found
-        name = "forward_fn" if self._definition.loss_fn is None else "loss_fn"
-        told = None if weight is None else checks.weight(name, weight)
+        told = self.weight(weight)
         return Computed(float(loss), told, None if told == 0 else jax.tree.leaves(gradient), left(state, after))
 
     def output(self, params: Any, batch: Any, state: Any = ()) -> Any:
@@ -77,22 +83,15 @@ class Forward:
         if watch.operations:
             tell_equations(watch, jax.value_and_grad(self._loss, has_aux=True), (params, batch, data, state))
 
-    def target(self, batch: Any) -> Any:
-        """The target for ``batch``."""
-        target_fn = self._definition.target_fn
-        if target_fn is not None:
-            return target_fn(batch)
-        return batch[1] if _is_pair(batch) else batch
-
     @no_step()
     def _output(self, params: Any, batch: Any, data: Any, state: Any) -> tuple[Any, Any]:
         """The output, and the state after it.
 
         Runs when it is compiled: what is drawn from global generators then is the same, whoever compiles.
         """
-        generators.seed(self._definition.seed, self._definition.generators)
-        forward_fn: Any = self._definition.forward_fn
-        x = batch[0] if _is_pair(batch) and self._definition.loss_fn is not None else batch
+        self.seed()
+        forward_fn: Any = self.definition.forward_fn
+        x = self.input(batch)
         named = {"key": None if data is None else prng_key(data)} if self._keyed else {}
         if not self.stateful:
             return forward_fn(params, x, **named), ()
@@ -107,10 +106,7 @@ class Forward:
     @no_step()
     def _loss(self, params: Any, batch: Any, data: Any, state: Any) -> tuple[Any, tuple[Any, Any]]:
         output, after = self._output(params, batch, data, state)
-        loss_fn = self._definition.loss_fn
-        value = output if loss_fn is None else loss_fn(output, self.target(batch))
-        loss, weight = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
-        _check_loss("forward_fn" if loss_fn is None else "loss_fn", loss)
+        loss, weight = self.loss(output, batch)
         return loss, (weight, jax.lax.stop_gradient(after))
 
 
@@ -132,34 +128,7 @@ def left(state: Any, after: Any) -> list[np.ndarray]:
     return [begun if begun.tobytes() == (now := np.array(leaf)).tobytes() else now for begun, leaf in pairs]
 
 
-def _is_pair(batch: Any) -> bool:
-    return isinstance(batch, (tuple, list)) and len(batch) == 2
-
-
-def _check_loss(name: str, loss: Any) -> None:
-    if not isinstance(loss, jax.Array):
-        _refuse_loss(name, f"a {type(loss).__name__}", "a scalar jax array: the mean loss over the share")
-    if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
-        shape = f"an array of shape {loss.shape} and {loss.dtype}"
-        _refuse_loss(name, shape, "a real scalar: average it, as in loss.mean()")
-
-
-def _refuse_loss(name: str, got: str, wanted: str) -> NoReturn:
-    raise UsageError(f"{name} returned {got}; it must return {wanted}, or (that, weight)")
-
-
 LIMIT = 1 << 31
-NUMBERLESS = "OSUmM"  # numpy's kinds of objects, bytes, text and dates
-
-
-def column(array: Any) -> np.ndarray:
-    """A column as a numpy array over the same memory, from which shares are taken."""
-    try:
-        return np.asarray(array)
-    except (TypeError, RuntimeError) as error:
-        raise UsageError(
-            f"a column of {array.dtype} cannot be read as a numpy array ({error}); pass one, or a jax array"
-        ) from error
 
 
 def collate(samples: Sequence[Any]) -> Any:
@@ -195,13 +164,7 @@ def _checked(leaf: Any, origin: str, path: Any, double: bool) -> Any:
         return leaf
     array = np.asarray(leaf)
     name = origin + tree_util.keystr(path)
-    if array.dtype.kind in NUMBERLESS:
-        raise UsageError(f"{name} is a {type(leaf).__name__}, which no jax array can hold; convert it to numbers")
-    if array.dtype.kind in "fc" and array.dtype in (np.float64, np.complex128) and not double:
-        raise UsageError(
-            f"{name} is {array.dtype}, but the model's parameters are not; dtypes are never changed behind your back: "
-            "convert it with .astype(numpy.float32)"
-        )
+    check_leaf(name, leaf, array, double=double)
     if _is_cut_off(array):
         raise UsageError(
             f"{name} is {array.dtype} with numbers beyond 32 bits, which jax would cut off; make them smaller, or "
@@ -221,3 +184,48 @@ def _stacked(leaves: Sequence[Any]) -> np.ndarray:
     if isinstance(leaves[0], float):
         return np.asarray(leaves, dtype=jnp.float32)
     return np.stack([np.asarray(leaf) for leaf in leaves])
+
+
+BACKWARD = "transpose("  # what jax calls the place of equations that a reverse pass made
+
+
+def tell_equations(watch: Watch, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Trace ``function``, and do its equations one by one; ``watch`` is told of each, with where it was written."""
+    traced = jax.make_jaxpr(function)(*arguments)
+    for _ in _done(watch, traced, jax.tree.leaves(arguments)):
+        pass
+
+
+def _done(watch: Watch, traced: ClosedJaxpr, arguments: Sequence[Any]) -> Iterator[Any]:
+    """What a traced function returns for these arguments."""
+    known: dict[Any, Any] = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
+    known.update(zip(traced.jaxpr.invars, arguments, strict=True))
+
+    def read(item: Any) -> Any:
+        return item.val if isinstance(item, Literal) else known[item]
+
+    for equation in traced.jaxpr.eqns:
+        given = [read(item) for item in equation.invars]
+        inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+        if isinstance(inner, ClosedJaxpr) and len(inner.jaxpr.invars) == len(given) and _is_call(equation):
+            found = list(_done(watch, inner, given))
+        else:
+            bound: Any = equation.primitive.get_bind_params(equation.params)
+            functions, parameters = bound if isinstance(bound, tuple) else ((), bound)  # as older jax has it, and newer
+            told = equation.primitive.bind(*functions, *given, **parameters)
+            found = list(told) if equation.primitive.multiple_results else [told]
+            kind = "backward" if BACKWARD in str(equation.source_info.name_stack) else "operation"
+            watch.told(kind, equation.primitive.name, (list(map(plain, found)), _frames(equation)))
+        known.update(zip(equation.outvars, found, strict=True))
+    yield from map(read, traced.jaxpr.outvars)
+
+
+def _is_call(equation: Any) -> bool:
+    """Whether it only calls a function once: loops and branches are told as a whole."""
+    return equation.primitive.name in ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
+
+
+def _frames(equation: Any) -> list[tuple[str, int]]:
+    """File and line of every frame that led to an equation, from the innermost one outwards."""
+    traceback = equation.source_info.traceback
+    return [] if traceback is None else [(frame.file_name, frame.line_num) for frame in traceback.frames]

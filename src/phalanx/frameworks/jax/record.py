@@ -14,9 +14,9 @@ from phalanx.definition.checks import takes
 from phalanx.definition.digest import Entry
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
-from phalanx.frameworks.record import Collate, Made, Record
+from phalanx.frameworks.record import Collate, Made, Record, adapter
 from phalanx.seams import Framework
-from phalanx.seams.snapshots import Tensor
+from phalanx.seams.records import Tensor
 
 VARIABLES = ("PJRT_NPROC", "NPROC")  # what XLA's CPU client asks for its number of threads, before it counts processors
 
@@ -68,7 +68,7 @@ class JaxRecord(Record):
         """Samples become numpy arrays."""
         from phalanx.frameworks.jax import environment, forward
 
-        return environment.Environment(definition.generators), forward.collate
+        return environment.environment(definition.generators), forward.collate
 
     def prepare(self, cache: str | None) -> None:
         """Where workers that need it will be: they share what they compile."""
@@ -100,24 +100,16 @@ class JaxRecord(Record):
 
     def entries(self, model: Any, optimizer: Any, state: Any) -> Iterator[Entry]:
         """Of a tree of parameters, and of an optimizer's state."""
-        from phalanx.frameworks.jax import snapshot
-
-        return snapshot.entries(model, optimizer, state)
+        return _adapter().state_of(model, optimizer, state).entries()
 
     def tensor_of(self, stored: Tensor) -> Any:
         """A numpy array; of dtypes that numpy itself does not have, too."""
         _adapter()
-        from phalanx.frameworks.jax import snapshot
-
-        return snapshot.array_of(stored)
+        return super().tensor_of(stored)
 
 
 def _adapter() -> Any:
-    try:
-        from phalanx.frameworks.jax import adapter
-    except ImportError as error:
-        raise UsageError(f"this needs jax and optax ({error}); install them: pip install 'phalanx[jax]'") from error
-    return adapter
+    return adapter("jax", "jax and optax")
 
 
 RECORD = JaxRecord()

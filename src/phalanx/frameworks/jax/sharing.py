@@ -18,19 +18,18 @@ from phalanx.errors import UsageError
 from phalanx.frameworks import arithmetic
 from phalanx.frameworks.arithmetic import Gradient, view
 from phalanx.frameworks.jax.optimizer import Update
-from phalanx.frameworks.jax.snapshot import State
-from phalanx.frameworks.jax.tree import copied, is_key, named, plain
-from phalanx.plan.fold import Placement
-from phalanx.seams import Exported
-from phalanx.seams.sharing import Arrays, Places
-from phalanx.shared.layout import SHARED, Contents, Layout, Spec, StatePiece, Take, lay_out, row_major
+from phalanx.frameworks.jax.tree import Trees, copied, is_key, named, plain
+from phalanx.plan.fold import Placement, dealt
+from phalanx.seams import Arrays, Places
+from phalanx.seams.records import Exported
+from phalanx.shared.layout import Contents, Layout, Spec, StatePiece, Take, lay_out, row_major
 
 
 @dataclass
 class Sharing:
-    """Implements ``seams.sharing.Sharing`` for jax."""
+    """Implements ``seams.Sharing`` for jax."""
 
-    state: State
+    state: Trees
     updates: Update
     device: Any
     arrays: Arrays = arithmetic
@@ -38,7 +37,7 @@ class Sharing:
     portable = True
 
     def lay_out(self, placement: Placement, take: Take, known: Contents | None = None) -> Layout:
-        """See ``seams.sharing.Sharing.lay_out``; a state is known as a whole, so ``known`` is not needed."""
+        """See ``seams.Sharing.lay_out``; a state is known as a whole, so ``known`` is not needed."""
         if self.device.platform != "cpu":
             raise UsageError(
                 f"the parameters are on {self.device}, but worker processes compute on the CPU in this version; use "
@@ -53,7 +52,7 @@ class Sharing:
         return lay_out(contents, owners, placement, take)
 
     def open(self, layout: Layout, arena: mmap.mmap, worker: int | None) -> SharedState:
-        """See ``seams.sharing.Sharing.open``."""
+        """See ``seams.Sharing.open``."""
         if worker is None:
             return SharedState(self.state, layout)
         return WorkerState(self.state, self.updates, layout, arena, worker)
@@ -62,7 +61,7 @@ class Sharing:
         """Nothing is frozen here."""
 
     def look(self, layout: Layout, arena: mmap.mmap, resting: Sequence[int]) -> Exported:
-        """See ``seams.sharing.Sharing.look``: copies."""
+        """See ``seams.Sharing.look``: copies."""
         pairs = zip(layout.weights, layout.contents.gradients, strict=True)
         params = copied(self.state.params, [view(arena, *pair) for pair in pairs])
         beside = [view(arena, *pair).copy() for pair in zip(layout.starts, layout.contents.buffers, strict=True)]
@@ -71,47 +70,39 @@ class Sharing:
 
     def _dealt(self, workers: int) -> tuple[Contents, list[int]]:
         """What the state consists of, and who owns each parameter: the first worker all, if updates cannot be dealt."""
-        users = self.updates.users()
-        if users is not None:
-            contents = self._contents(users)
-            layout = Layout(contents, contents.owners(workers))
-            if all(self.updates.fits(layout.owned(worker), layout.kept(worker)) for worker in range(workers)):
-                return contents, layout.owners
-        params, state = self.state.params, self.state.optimizer
-        whole = self._contents([0] * len(jax.tree.leaves(state)))  # kept by the first parameter's owner
-        return whole, [0] * len(jax.tree.leaves(params))
-
-    def _contents(self, users: Sequence[int]) -> Contents:
-        """``users``: the parameter that each leaf of the optimizer's state belongs to, -1 for none."""
-        gradients, state = (
-            list(map(_spec, jax.tree.leaves(tree))) for tree in (self.state.params, self.state.optimizer)
+        gradients, buffers, state = (
+            list(map(_spec, jax.tree.leaves(tree)))
+            for tree in (self.state.params, self.state.buffers, self.state.optimizer)
         )
+        sizes = [spec.nbytes for spec in gradients]
+        owners = dealt(sizes, workers)
+        users = self.updates.users(owners)
+        if users is None:
+            owners, users = [0] * len(gradients), [0] * len(state)
         pieces = [
-            StatePiece(SHARED if user < 0 else user, str(number), spec)
-            for number, (user, spec) in enumerate(zip(users, state, strict=True))
+            StatePiece(user, str(number), spec) for number, (user, spec) in enumerate(zip(users, state, strict=True))
         ]
-        buffers = list(map(_spec, jax.tree.leaves(self.state.buffers)))
-        return Contents(gradients, buffers, [spec.nbytes for spec in gradients], list(range(len(gradients))), pieces)
+        return Contents(gradients, buffers, sizes, list(range(len(gradients))), pieces), owners
 
 
 class SharedState:
-    """Implements ``seams.sharing.SharedState`` for jax, in the caller's process.
+    """Implements ``seams.SharedState`` for jax, in the caller's process.
 
     Parameters
     ----------
-    state : State
+    state : Trees
     layout : Layout
     """
 
     direct = False  # jax computes into memory of its own, all entries at once
 
-    def __init__(self, state: State, layout: Layout) -> None:
+    def __init__(self, state: Trees, layout: Layout) -> None:
         self.starts: list[Any] = jax.tree.leaves(state.buffers)
         self._state = state
         self._specs = layout.contents.gradients
 
     def made(self, absent: Sequence[int]) -> dict[int, np.ndarray]:
-        """See ``seams.sharing.SharedState.made``: all pieces are there from the start."""
+        """See ``seams.SharedState.made``: all pieces are there from the start."""
         leaves = jax.tree.leaves(self._state.optimizer) if absent else []
         return {piece: plain(leaves[piece]) for piece in absent}
 
@@ -127,11 +118,11 @@ class SharedState:
         """Nothing is left to be taken."""
 
     def weights(self) -> list[np.ndarray]:
-        """See ``seams.sharing.SharedState.weights``."""
+        """See ``seams.SharedState.weights``."""
         return [plain(leaf).reshape(-1).view(np.uint8) for leaf in jax.tree.leaves(self._state.params)]
 
     def take_arrays(self, weights: Sequence[np.ndarray | None], buffers: Sequence[Any]) -> None:
-        """See ``seams.sharing.SharedState.take_arrays``."""
+        """See ``seams.SharedState.take_arrays``."""
         pairs = zip(weights, self._specs, strict=True)
         arrays = [cast("np.ndarray", content).view(np.dtype(spec.dtype)).reshape(spec.shape) for content, spec in pairs]
         self._state.params = copied(self._state.params, arrays)
@@ -154,14 +145,14 @@ class WorkerState(SharedState):
 
     Parameters
     ----------
-    state : State
+    state : Trees
     updates : Update
     layout : Layout
     arena : mmap.mmap
     worker : int
     """
 
-    def __init__(self, state: State, updates: Update, layout: Layout, arena: mmap.mmap, worker: int) -> None:
+    def __init__(self, state: Trees, updates: Update, layout: Layout, arena: mmap.mmap, worker: int) -> None:
         super().__init__(state, layout)
         self._squares = np.frombuffer(arena, np.float64, len(layout.owners), layout.norms)
         self.starts = [view(arena, *pair) for pair in zip(layout.starts, layout.contents.buffers, strict=True)]
@@ -187,7 +178,7 @@ class WorkerState(SharedState):
         """They are used already."""
 
     def norm(self, gradient: Gradient, meet: Callable[[], None], there: Sequence[int] | None) -> float:
-        """See ``seams.sharing.SharedState.norm``: of sums of squares; every parameter has a gradient."""
+        """See ``seams.SharedState.norm``: of sums of squares; every parameter has a gradient."""
         if self._owned:
             self._squares[self._owned] = arithmetic.squares([gradient[index] for index in self._owned])
         meet()

@@ -1,8 +1,9 @@
-"""Trees of jax arrays: the names of their leaves, what parameters may be, and their bytes."""
+"""Trees of jax arrays: a state that consists of them, the names of their leaves, what they may be, and their bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,9 +12,46 @@ import numpy as np
 from jax import tree_util
 
 from phalanx.errors import UsageError
+from phalanx.frameworks.arrays import State
 from phalanx.plan.keys import MASK32
 
 ALONE = "params"  # the name of a tree that is one array
+BESIDE = "state."  # before the names of what a model keeps beside its parameters, in a snapshot
+
+
+@dataclass
+class Trees:
+    """What changes from step to step: two trees of arrays that are replaced, never written.
+
+    ``buffers``: what the model keeps beside, if it does, a tree of numpy's arrays, which are written between steps.
+    """
+
+    params: Any
+    optimizer: Any
+    buffers: Any = ()
+
+    def read(self) -> State:
+        """It by name; arrays are never written, so they are views."""
+        copies = {name: leaf.copy() for name, leaf in named(self.buffers).items()}
+        return State(numbers(self.params), copies, numbers(self.optimizer), BESIDE)
+
+    def write(self, state: State) -> None:
+        """Have copies of these numbers."""
+        self.params = copied(self.params, list(state.params.values()))
+        self.optimizer = copied(self.optimizer, list(state.optimizer.values()))
+        for leaf, array in zip(jax.tree.leaves(self.buffers), state.buffers.values(), strict=True):
+            leaf[...] = array
+
+
+def state_of(params: Any, optimizer: Any, buffers: Any) -> State:
+    """The state of a loop written by hand."""
+    params, buffers, optimizer = (numbers(jax.tree.map(strong, tree)) for tree in (params, buffers, optimizer))
+    return State(params, buffers, optimizer)
+
+
+def numbers(tree: Any) -> dict[str, np.ndarray]:
+    """The leaves by name, as numpy has them."""
+    return {name: plain(leaf) for name, leaf in named(tree).items()}
 
 
 def named(tree: Any) -> dict[str, Any]:

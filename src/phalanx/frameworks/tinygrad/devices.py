@@ -1,20 +1,109 @@
-"""The devices of a tinygrad run by tinygrad's own names, and their blocks of replicas."""
+"""What of tinygrad a run depends on: settings, random streams, and devices: which there are, and what others need."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import ctypes
+import functools
+import re
+import shutil
+import sqlite3
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from typing import Any
 
-from phalanx.definition import checks
+from tinygrad import helpers
+from tinygrad.device import ALL_DEVICES, Device
+from tinygrad.helpers import Context, getenv
+from tinygrad.tensor import Tensor
+
+from phalanx.definition import checks, generators
 from phalanx.errors import UsageError
-from phalanx.frameworks.arithmetic import Gradient
-from phalanx.frameworks.tinygrad.environment import described, recorded
-from phalanx.frameworks.tinygrad.listing import opened
-from phalanx.frameworks.tinygrad.model import Model
-from phalanx.plan.fold import place
-from phalanx.seams import Todo
+
+# Settings of tinygrad's that choose other programs, and so other bits, or other defaults of dtypes.
+SETTINGS = (
+    "NOOPT", "IMAGE", "FLOAT16", "WINO", "USE_TC", "TC_OPT", "TRANSCENDENTAL", "NOLOCALS", "SPLIT_REDUCEOP",
+    "DISABLE_FAST_IDIV", "FUSE_OPTIM", "EMULATED_DTYPES", "DEFAULT_FLOAT", "DEFAULT_INT", "ALLOW_TF32", "PCONTIG",
+    "USE_ATOMICS", "NUM_CPU_THREADS",
+)  # fmt: skip
 
 
-def found(names: Sequence[str], replicas: int) -> list[str]:
+RANDOM = ("_seed", "_device_seeds", "_device_rng_counters")  # where ``Tensor`` keeps the state of its generators
+
+
+def kept() -> Callable[[], None]:
+    """Puts tinygrad's generators back into the state that they have now."""
+    return functools.partial(_put_back, [(name, getattr(Tensor, name)) for name in RANDOM])
+
+
+def _put_back(before: Sequence[tuple[str, Any]]) -> None:
+    for name, value in before:
+        setattr(Tensor, name, value)
+
+
+GENERATOR = generators.Global(Tensor.manual_seed, kept)
+
+
+@contextlib.contextmanager
+def settings(threads: int) -> Iterator[None]:
+    """Inside, random streams begin anew, and programs are chosen by fixed rules.
+
+    Never by timing them (``BEAM``): that would choose by chance, and with the program the bits. Programs are compiled
+    in this process (``PARALLEL``): those that tinygrad would start for that run the caller's script again. What was
+    scheduled before under other settings is not taken over (``SCACHE``). ``threads`` share an operation on the CPU.
+    """
+    _check_thread()
+    if helpers.getenv("JITBEAM", 0):
+        raise UsageError(
+            "JITBEAM is set in the environment: tinygrad would choose programs by timing them, and bits with them; "
+            "unset it"
+        )
+    Tensor.manual_seed(0)
+    with Context(BEAM=0, PARALLEL=0, SCACHE=0, NUM_CPU_THREADS=threads):
+        yield
+
+
+def _check_thread() -> None:
+    """Refuse other threads than that in which tinygrad compiled first: its cache on disk is that one's alone.
+
+    Raises
+    ------
+    UsageError
+        This is another.
+    """
+    try:
+        helpers.db_connection().cursor().close()
+    except sqlite3.ProgrammingError as error:
+        raise UsageError(
+            "tinygrad computes only in the thread in which it was used first, and this is another; run the recipe "
+            "there, or use tinygrad in no other thread before"
+        ) from error
+
+
+def recorded(device: str) -> dict[str, str]:
+    """What changes bits and is not in a recipe, as text; the device by what it is, not by its number."""
+    settings = {name: str(getattr(helpers, name).value) for name in SETTINGS}
+    compiler = {"compiler": _compiler()} if device.split(":")[0] == "CPU" else {}
+    return {"tinygrad": version("tinygrad"), **settings, **compiler, "device": described(device)}
+
+
+@functools.cache
+def _compiler() -> str:
+    """The first line that the C compiler for the CPU says of itself."""
+    told = subprocess.run([helpers.getenv("CC", "clang"), "--version"], capture_output=True, text=True, check=False)
+    return told.stdout.partition("\n")[0]
+
+
+def described(device: str) -> str:
+    """A device's kind, its program compiler, and what it says of itself."""
+    opened: Any = Device[device]
+    told = [getattr(opened, name, None) for name in ("device_name", "driver_version", "arch")]
+    known = [str(text) for text in told[:2] if text] or [str(text) for text in told[2:] if text]
+    return " ".join([device.split(":")[0], type(opened.renderer).__name__, *known])
+
+
+def devices_of(names: Sequence[str], replicas: int) -> list[str]:
     """The devices with these names, opened, as tinygrad spells them: "CL:0" is "CL".
 
     Raises
@@ -27,40 +116,93 @@ def found(names: Sequence[str], replicas: int) -> list[str]:
     return devices
 
 
-class Blocks:
-    """Implements ``seams.Lanes``: which device computes which replicas. Gradients are added in host memory.
-
-    Parameters
-    ----------
-    replicas : int
-    devices : sequence of str
-    """
-
-    def __init__(self, replicas: int, devices: Sequence[str]) -> None:
-        self.placement = place(replicas, len(devices))
-        self.following: Callable[[], Sequence[Todo]] | None = None  # nothing is read ahead
-        self.number_of = {replica: number for number, block in enumerate(self.placement.blocks) for replica in block}
-
-    def moved(self, vector: Gradient) -> Gradient:
-        """See ``seams.Lanes.moved``: they are in host memory."""
-        return vector
-
-
-def home_of(model: Model) -> str:
-    """Where a model was made.
-
-    Raises
-    ------
-    UsageError
-        On several devices.
-    """
-    homes = sorted({str(tensor.device) for tensor in model.tensors})
-    if len(homes) > 1:
-        raise UsageError(f"make_model returned a model spread over {homes}; put it on one device")
-    return homes[0]
-
-
 def facts(names: Sequence[str]) -> dict[str, str]:
     """What tinygrad says of these devices, for a report."""
     devices = [opened(name) for name in names]
     return {"devices": ", ".join(devices), "tinygrad": "; ".join(sorted({str(recorded(name)) for name in devices}))}
+
+
+OPENCL = "CL"
+KINDS = [kind for kind in ALL_DEVICES if kind != "DSP"]
+
+
+def opened(name: str) -> str:
+    """A device by its name, ready to compute, as tinygrad spells it.
+
+    Raises
+    ------
+    UsageError
+        tinygrad cannot use it here; says what it needs.
+    """
+    try:
+        if name.split(":")[0] == OPENCL:
+            see_all_opencl()
+        if not re.fullmatch(r"[A-Za-z]+(:\d+)?", name):
+            raise ValueError("after the kind comes a number or nothing, as in CL:1")
+        device = Device.canonicalize(name)
+        if device.split(":")[0] not in KINDS:
+            raise ValueError(f"its kinds are {', '.join(KINDS)}")
+        if device.split(":")[0] == "CPU" and shutil.which(compiler := getenv("CC", "clang")) is None:
+            raise FileNotFoundError(compiler)  # what was compiled before could be had, so opening it proves nothing
+        Device[device].renderer  # noqa: B018  says why it cannot be used
+        return device
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UsageError(
+            f"devices: tinygrad cannot use {name!r} here ({type(error).__name__}: {reason}); {missing(name)}. `phalanx "
+            "devices` lists what there is"
+        ) from error
+
+
+MISSING = {
+    "CPU": "it needs clang: install it (Debian: clang), or name another by CC=clang-15 in the environment",
+    "CL": "it needs an OpenCL driver: that of your GPU, or for the CPU Debian's pocl-opencl-icd; two devices on one "
+    'CPU are POCL_DEVICES="pthread pthread" in the environment (with pocl 4 and later, "cpu cpu")',
+    "WEBGPU": "it needs Dawn (pip install dawn-python, and WEBGPU_PATH at its library), and a driver for Vulkan "
+    "(Debian: mesa-vulkan-drivers), Metal or Direct3D",
+    "METAL": "it needs macOS on a Mac with a GPU",
+    "AMD": "it needs an AMD GPU of the RDNA or CDNA families, and the kernel's amdgpu driver",
+    "NV": "it needs an NVIDIA GPU, and the kernel's driver",
+    "CUDA": "it needs an NVIDIA GPU, and CUDA's driver",
+    "QCOM": "it needs an Adreno GPU",
+}
+
+
+def missing(name: str) -> str:
+    """What a kind of device needs, as a sentence."""
+    return MISSING.get(name.split(":")[0], "tinygrad writes names as CPU, CL:1, WEBGPU, METAL or AMD:0")
+
+
+def available() -> list[tuple[str, str, str]]:
+    """Each device that tinygrad can use here: name, what it is, "". Each other kind: name, "", what it needs."""
+    rows: list[tuple[str, str, str]] = []
+    for kind in KINDS:
+        try:
+            first = opened(kind)
+            count = max(1, Device[first].count())
+            names = [kind, *(f"{kind}:{number}" for number in range(1, count))]
+            rows += [(name, described(opened(name)), "") for name in names]
+        except UsageError:
+            rows.append((kind, "", missing(kind)))
+    return rows
+
+
+def see_all_opencl() -> None:
+    """Let tinygrad see all OpenCL devices of the first platform where none is a GPU; it would see one.
+
+    Of a platform that has GPUs it sees all of those by itself.
+    """
+    from tinygrad.runtime import ops_cl
+
+    opencl: Any = ops_cl
+    cl, check = opencl.cl, opencl.check
+
+    check(cl.clGetPlatformIDs(1, platforms := (cl.cl_platform_id * 1)(), None))
+    count = ctypes.c_uint32()
+    if cl.clGetDeviceIDs(platforms[0], cl.CL_DEVICE_TYPE_GPU, 0, None, count) == 0 and count.value:
+        return
+    check(cl.clGetDeviceIDs(platforms[0], cl.CL_DEVICE_TYPE_ALL, 0, None, count))
+    if len(opencl.CLDevice.device_ids or ()) < count.value:  # the one that it would see is the first of them
+        devices = (cl.cl_device_id * count.value)()
+        check(cl.clGetDeviceIDs(platforms[0], cl.CL_DEVICE_TYPE_ALL, count.value, devices, None))
+        opencl.CLDevice.device_ids = devices

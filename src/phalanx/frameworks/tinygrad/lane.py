@@ -7,9 +7,10 @@ there are, and so the bits. A captured program reads and writes the same memory 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from tinygrad.dtype import dtypes
@@ -17,17 +18,53 @@ from tinygrad.engine.jit import TinyJit
 from tinygrad.helpers import Context
 from tinygrad.tensor import Tensor
 
-from phalanx.definition.data import map_tree
+from phalanx.definition.data import leaves, map_tree
 from phalanx.errors import UsageError
-from phalanx.frameworks.tinygrad.environment import RANDOM, kept
-from phalanx.frameworks.tinygrad.forward import Batch, Forward, plain
-from phalanx.frameworks.tinygrad.model import Model, owned, write
+from phalanx.frameworks.arrays import NUMBERLESS, Functions, check_leaf
+from phalanx.frameworks.tinygrad.devices import RANDOM, kept
+from phalanx.frameworks.tinygrad.model import Model, owned, plain, write
 from phalanx.plan.keys import MASK32
-from phalanx.seams import Computed
+from phalanx.seams.records import Computed
 from phalanx.surroundings.current import outside as no_step
 
 # What ``Tensor.manual_seed`` puts before the seed for the device that is used first after it.
 FIRST = int.from_bytes(hashlib.sha256((0).to_bytes(4, "big")).digest()[-4:], "big")
+REFUSED = NUMBERLESS + "Vc"  # and complex numbers
+
+
+class Forward(Functions):
+    """Calls the recipe's functions, as a plain loop would."""
+
+    kind, called = Tensor, "a scalar tensor of tinygrad"
+
+    def is_float(self, dtype: Any) -> bool:
+        """As tinygrad says."""
+        return dtypes.is_float(dtype)
+
+    def output(self, model: Any, batch: Any) -> Any:
+        """The output for a batch."""
+        forward_fn = self.definition.forward_fn
+        if forward_fn is None:
+            return model(**batch) if isinstance(batch, Mapping) else model(self.input(batch))
+        return forward_fn(model, self.input(batch))
+
+
+class Program(NamedTuple):
+    """What is computed for one shape of share: traced twice, the second time for good.
+
+    Attributes
+    ----------
+    inputs : list of Tensor
+        Where it finds its batch.
+    told : dict
+        What a trace told that is no tensor.
+    run : callable
+        Computes; what is returned is overwritten by the next call.
+    """
+
+    inputs: list[Tensor]
+    told: dict[str, Any]
+    run: Callable[[], Any]
 
 
 class Lane:
@@ -53,7 +90,7 @@ class Lane:
         self._forward = forward
         self._key = owned(np.zeros(2, np.uint32), device)
         self._programs: dict[Any, Program] = {}
-        self._unread: Pending | None = None
+        self._unread: Callable[[], Any] | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -68,14 +105,29 @@ class Lane:
     def begin(self, batch: Batch, key: int, starts: Sequence[np.ndarray]) -> Callable[[], Computed]:
         """Begin to compute loss and gradient; what is returned waits for them."""
         program = self._prepared("loss", batch, key, starts)
-        self._unread = pending = Pending(program, self.buffers, self._forward.weight)
-        return pending.record
+        with Context(TRAINING=1):
+            computed = program.run()
+
+        @functools.cache
+        def read() -> tuple[list[np.ndarray], list[np.ndarray]]:
+            return [plain(tensor) for tensor in computed], [plain(tensor) for tensor in self.buffers]
+
+        self._unread = read
+        return functools.partial(self._ended, read, program.told)
+
+    def _ended(self, read: Callable[[], Any], told: dict[str, Any]) -> Computed:
+        """What a replica came to, in numpy arrays of its own."""
+        (loss, *gradient), buffers = read()
+        weight = self._forward.weight(gradient.pop() if len(gradient) > len(self.params) else told["weight"])
+        return Computed(float(loss), weight, None if weight == 0 else gradient, list(buffers))
 
     def output(self, batch: Batch, key: int, starts: Sequence[np.ndarray]) -> tuple[Any, Any]:
         """The output for a batch and its target, in an evaluation; in memory of their own."""
         program = self._prepared("output", batch, key, starts)
-        found = program.call(), self._forward.target(batch.rebuilt(program.inputs))
-        return map_tree(self._copied, found[0]), map_tree(self._copied, found[1])
+        with Context(TRAINING=0):
+            output = program.run()
+        target = self._forward.target(batch.rebuilt(program.inputs))
+        return map_tree(self._copied, output), map_tree(self._copied, target)
 
     def _copied(self, leaf: Any) -> Any:
         return owned(plain(leaf), self.device) if isinstance(leaf, Tensor) else leaf
@@ -83,38 +135,37 @@ class Lane:
     def _prepared(self, what: str, batch: Batch, key: int, starts: Sequence[np.ndarray]) -> Program:
         """A program with its inputs in place; what the device computed before is read, as it would be overwritten."""
         if self._unread is not None:
-            self._unread.finish()
+            self._unread()
             self._unread = None
         kind = what, batch.form
         if kind not in self._programs:
-            inputs = [owned(array, self.device) for array in batch.arrays]
-            traced = self._loss if what == "loss" else self._output
-            self._programs[kind] = Program(inputs, lambda told: traced(batch.rebuilt(inputs), told), what == "loss")
+            inputs, told = [owned(array, self.device) for array in batch.arrays], dict[str, Any]()
+            traced = functools.partial(self._loss, told) if what == "loss" else self._output
+            self._programs[kind] = Program(inputs, told, TinyJit(lambda: traced(batch.rebuilt(inputs))))
         program = self._programs[kind]
         write(self._key, np.array([FIRST, key & MASK32], np.uint32))
         for tensor, array in zip([*program.inputs, *self.buffers], [*batch.arrays, *starts], strict=True):
             write(tensor, array)
         return program
 
-    def _loss(self, batch: Any, told: dict[str, Any]) -> list[Tensor]:
+    def _loss(self, told: dict[str, Any], batch: Any) -> list[Tensor]:
         """Loss, gradients, and the weight if it is a tensor, realized with the buffers."""
         with self._traced() as whole:
             params, buffers = list(self._model.params.values()), list(self._model.buffers.values())
             before = [tensor.uop for tensor in params]
-            loss, weight = self._forward.loss(whole, batch)
+            loss, weight = self._forward.loss(self._forward.output(whole, batch), batch)
             self._check_written(loss, before)
             gradient = [
                 entry.clone(device=self.device) if entry.device is None else entry for entry in loss.gradient(*params)
             ]
-            in_tensor = isinstance(weight, Tensor)
-            told |= {"weight": None if in_tensor else weight, "in a tensor": in_tensor}
-            found = [loss, *gradient, *([weight] if in_tensor else [])]
+            told["weight"] = weight
+            found = [loss, *gradient, *([weight] if isinstance(weight, Tensor) else [])]
             Tensor.realize(*found, *buffers)
             found = [entry.contiguous() for entry in found]  # of a gradient that is another's transpose, a copy
             Tensor.realize(*found)
             return found
 
-    def _output(self, batch: Any, told: dict[str, Any]) -> Any:
+    def _output(self, batch: Any) -> Any:
         with self._traced() as whole:
             return self._forward.output(whole, batch)
 
@@ -165,59 +216,69 @@ class Lane:
                 )
 
 
-class Program:
-    """What is computed for one shape of share on one device: traced twice, the second time for good.
+class Batch:
+    """A batch as numpy arrays, and the tree that they are the leaves of.
 
     Parameters
     ----------
-    inputs : sequence of Tensor
-        Where it finds its batch.
-    traced : callable
-        ``traced(told)`` computes tensors; ``told`` takes what is no tensor.
-    training : bool
+    tree : Any
+        Containers of arrays and numbers.
+    origin : str
+        What the caller knows it as, for messages.
+    double : bool
+        Whether the model has parameters of 64 bits.
+
+    Raises
+    ------
+    UsageError
+        A leaf cannot become a tensor as it is; names it.
     """
 
-    def __init__(self, inputs: Sequence[Tensor], traced: Callable[[dict[str, Any]], Any], training: bool) -> None:
-        self.inputs = inputs
-        self.told: dict[str, Any] = {}
-        self._program: Callable[[], Any] = TinyJit(lambda: traced(self.told))
-        self._training = int(training)
+    def __init__(self, tree: Any, origin: str, *, double: bool) -> None:
+        names = iter([name for name, _ in leaves(tree, origin, lists=True)])
+        self.arrays: list[np.ndarray] = []
 
-    def call(self) -> Any:
-        """Compute; what is returned is overwritten by the next call."""
-        with Context(TRAINING=self._training):
-            return self._program()
+        def number(leaf: Any) -> int:
+            self.arrays.append(_checked(next(names), leaf, double=double))
+            return len(self.arrays) - 1
+
+        self._numbers = map_tree(number, tree)
+        self.form = repr(self._numbers), *((array.shape, array.dtype.str) for array in self.arrays)
+
+    def rebuilt(self, tensors: Sequence[Any]) -> Any:
+        """The tree with these in place of its arrays."""
+        return map_tree(tensors.__getitem__, self._numbers)
 
 
-class Pending:
-    """What a device computes for a replica, until it is read.
+def collate(samples: Sequence[Any]) -> Any:
+    """A batch out of samples of one form: their leaves stacked."""
+    first = samples[0]
+    if isinstance(first, Mapping):
+        return {key: collate([sample[key] for sample in samples]) for key in first}
+    if isinstance(first, (tuple, list)):
+        columns = [collate(list(items)) for items in zip(*samples, strict=True)]
+        named: Callable[[Any], Any] = getattr(first, "_make", type(first))
+        return named(columns)
+    return np.stack([_array(sample) for sample in samples])
 
-    Parameters
-    ----------
-    program : Program
-        Is called here.
-    buffers : sequence of Tensor
-        The device's.
-    weight : callable
-        Checks a weight that the loss told.
-    """
 
-    def __init__(self, program: Program, buffers: Sequence[Tensor], weight: Callable[[Any], float | None]) -> None:
-        self._found: Sequence[Tensor] = program.call()
-        self._told: Any = program.told["weight"]
-        self._in_tensor: bool = program.told["in a tensor"]
-        self._buffers = buffers
-        self._weight = weight
-        self._read: tuple[list[np.ndarray], list[np.ndarray]] | None = None
+def numbers(told: Any) -> Any:
+    """What a metric returned, its tensors as numpy arrays."""
+    if isinstance(told, (tuple, list)):
+        return type(told)(map(numbers, told))
+    return plain(told) if isinstance(told, Tensor) else told
 
-    def finish(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Loss, gradients and the weight, and buffers, read from the device once."""
-        if self._read is None:
-            self._read = [plain(tensor) for tensor in self._found], [plain(tensor) for tensor in self._buffers]
-        return self._read
 
-    def record(self) -> Computed:
-        """It in numpy arrays of its own."""
-        (loss, *gradient), buffers = self.finish()
-        weight = self._weight(gradient.pop() if self._in_tensor else self._told)
-        return Computed(float(loss), weight, None if weight == 0 else gradient, list(buffers))
+def _array(leaf: Any) -> np.ndarray:
+    """Python's numbers as tinygrad takes them: floats of 32 bits, integers of 32 bits."""
+    if isinstance(leaf, Tensor):
+        return plain(leaf)
+    if isinstance(leaf, (bool, np.generic, np.ndarray)) or not isinstance(leaf, (int, float)):
+        return np.asarray(leaf)
+    return np.asarray(leaf, np.float32 if isinstance(leaf, float) else np.int32)
+
+
+def _checked(name: str, leaf: Any, *, double: bool) -> np.ndarray:
+    array = _array(leaf)
+    check_leaf(name, leaf, array, double=double, refused=REFUSED)
+    return array

@@ -14,7 +14,7 @@ from tinygrad.nn.state import get_state_dict
 from tinygrad.tensor import Tensor
 
 from phalanx.errors import UsageError
-from phalanx.frameworks.tinygrad import listing
+from phalanx.frameworks.tinygrad import devices
 
 NARROW = (dtypes.bfloat16, *dtypes.fp8s)  # what numpy has no dtype for
 
@@ -42,6 +42,20 @@ class Model:
     def tensors(self) -> list[Tensor]:
         """Parameters, then buffers."""
         return [*self.params.values(), *self.buffers.values()]
+
+    @property
+    def home(self) -> str:
+        """Where it was made.
+
+        Raises
+        ------
+        UsageError
+            On several devices.
+        """
+        homes = sorted({str(tensor.device) for tensor in self.tensors})
+        if len(homes) > 1:
+            raise UsageError(f"make_model returned a model spread over {homes}; put it on one device")
+        return homes[0]
 
     def check_places(self) -> None:
         """Refuse a forward pass that put other tensors in the place of the model's.
@@ -89,7 +103,7 @@ def opened(whole: Any) -> Model:
     for name, tensor in named.items():
         _check(name, tensor)
     for device in sorted({str(tensor.device) for tensor in named.values()}):
-        listing.opened(device)  # says what is missing for it
+        devices.opened(device)  # says what is missing for it
     Tensor.realize(*named.values())
     model = Model(
         whole,
@@ -99,6 +113,13 @@ def opened(whole: Any) -> Model:
     )
     _check_copies(model)
     return model
+
+
+def plain(tensor: Tensor) -> np.ndarray:
+    """The numbers of a tensor, in memory of their own; waits for its device."""
+    if tensor.uop.has_buffer_identity() and tensor.uop.is_realized:  # 0.1 ms instead of 3 ms
+        return tensor.uop.buffer.numpy().reshape(tensor.shape)  # type: ignore[union-attr, return-value]
+    return tensor.numpy()
 
 
 def owned(array: np.ndarray, device: str) -> Tensor:

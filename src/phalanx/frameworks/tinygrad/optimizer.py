@@ -17,8 +17,8 @@ from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks import arithmetic
 from phalanx.frameworks.arithmetic import Gradient
-from phalanx.frameworks.tinygrad.forward import plain
-from phalanx.frameworks.tinygrad.model import owned, write
+from phalanx.frameworks.arrays import State
+from phalanx.frameworks.tinygrad.model import owned, plain, write
 
 EXAMPLE = "optimizer=functools.partial(tinygrad.nn.optim.AdamW, lr=1e-3)"
 MARGIN = 1e-6  # added to the norm where a gradient is clipped, as torch does
@@ -92,16 +92,22 @@ def entries(optimizer: Any, params: Sequence[Tensor]) -> Iterator[tuple[str, Ten
             yield name, tensor
 
 
+def state_of(model: Any, optimizer: Any) -> State:
+    """The state of a loop written by hand: a model, and an optimizer, several, or none."""
+    named: dict[str, Any] = {}
+    for name, tensor in get_state_dict(model).items():
+        if not any(tensor is other for other in named.values()):
+            named[name] = tensor
+    whole = optimizer if not isinstance(optimizer, Sequence) or len(optimizer) != 1 else optimizer[0]
+    state = {} if whole is None else dict(entries(whole, list(named.values())))
+    return State(
+        {name: plain(tensor) for name, tensor in named.items() if tensor.is_param},
+        {name: plain(tensor) for name, tensor in named.items() if not tensor.is_param},
+        {name: plain(tensor) for name, tensor in state.items()},
+    )
+
+
 def _made(definition: Definition, listed: Sequence[Tensor]) -> Optimizer:
-    if definition.scheduler is not None:
-        raise UsageError(
-            "scheduler is given, but in a recipe with tinygrad the optimizer has its schedule: leave it out, and "
-            "assign to self.lr in schedule_step of a subclass"
-        )
-    if definition.precision is not None:
-        raise UsageError(
-            f"precision is {definition.precision!r}, but tinygrad has no autocast: leave it out, and cast in forward"
-        )
     try:
         with Context(TRAINING=1):
             if definition.optimizer is None:

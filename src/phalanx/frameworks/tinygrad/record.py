@@ -9,9 +9,9 @@ from typing import Any
 from phalanx.definition.digest import Entry
 from phalanx.definition.generators import Global
 from phalanx.errors import UsageError
-from phalanx.frameworks.record import Made, Record, stored
+from phalanx.frameworks.record import Made, Record, adapter, stored
 from phalanx.seams import Framework
-from phalanx.seams.snapshots import Tensor
+from phalanx.seams.records import Tensor
 
 
 class TinygradRecord(Record):
@@ -47,7 +47,7 @@ class TinygradRecord(Record):
 
     def random(self) -> Sequence[Global]:
         """That of its tensors, for all devices."""
-        from phalanx.frameworks.tinygrad.environment import GENERATOR
+        from phalanx.frameworks.tinygrad.devices import GENERATOR
 
         return (GENERATOR,)
 
@@ -67,9 +67,7 @@ class TinygradRecord(Record):
 
     def entries(self, model: Any, optimizer: Any, state: Any) -> Iterator[Entry]:
         """Of a model, and of its optimizer."""
-        from phalanx.frameworks.tinygrad import snapshot
-
-        return snapshot.entries(snapshot.state_of(model, optimizer))
+        return _adapter().state_of(model, optimizer).entries()
 
     def weights(self, model: Any, params: Mapping[str, Any], instead: Mapping[str, Any]) -> dict[str, Tensor | None]:
         """Its tensors do not convert by themselves."""
@@ -85,11 +83,7 @@ def _inside(item: Any) -> list[Any]:
 
 
 def _adapter() -> Any:
-    try:
-        from phalanx.frameworks.tinygrad import adapter
-    except ImportError as error:
-        raise UsageError(f"this needs tinygrad ({error}); install it: pip install 'phalanx[tinygrad]'") from error
-    return adapter
+    return adapter("tinygrad", "tinygrad")
 
 
 RECORD = TinygradRecord()

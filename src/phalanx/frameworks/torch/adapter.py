@@ -24,8 +24,8 @@ from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.frameworks.torch.results import exported
 from phalanx.frameworks.torch.sharing.state import Sharing
 from phalanx.frameworks.torch.snapshot import adopt, captured, entries
-from phalanx.seams import Arithmetic, Computed, Exported, Lanes, Measurement, Todo, Watch, Weights
-from phalanx.seams.snapshots import Captured
+from phalanx.seams import Arithmetic, Lanes
+from phalanx.seams.records import Captured, Computed, Exported, Measurement, Todo, Watch, Weights
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Reentrant
 

@@ -1,6 +1,6 @@
 """Tensors over shared memory, and elementwise arithmetic over gradients: lists of tensors, None where absent.
 
-Implements ``seams.sharing.Arrays`` and ``seams.Arithmetic``. Elementwise, so slicing moves no bit.
+Implements ``seams.Arrays`` and ``seams.Arithmetic``. Elementwise, so slicing moves no bit.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def finite(vector: Gradient) -> bool:
 
 
 def add_into(left: Gradient, right: Gradient, homes: Gradient) -> Gradient:
-    """See ``seams.sharing.Arrays.add_into``. What is in ``left`` itself was added already."""
+    """See ``seams.Arrays.add_into``. What is in ``left`` itself was added already."""
     added: Gradient = []
     for mine, other, home in zip(left, right, homes, strict=True):
         if mine is not None:

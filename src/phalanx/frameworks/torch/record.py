@@ -21,7 +21,7 @@ from phalanx.frameworks.torch.model import checked_new, copied
 from phalanx.frameworks.torch.replica.feed import default_collate
 from phalanx.frameworks.torch.sharing.sparing import LEAST, Sparing
 from phalanx.seams import Framework
-from phalanx.seams.snapshots import Tensor
+from phalanx.seams.records import Tensor
 from phalanx.shared.memory import Memory
 
 HOST: Any = torch.default_generator

@@ -18,7 +18,7 @@ from phalanx.errors import UsageError
 from phalanx.frameworks.torch.phases import Updates
 from phalanx.frameworks.torch.replica.buffers import Buffers
 from phalanx.frameworks.torch.snapshot import entries
-from phalanx.seams import Exported
+from phalanx.seams.records import Exported
 
 DICTS: Final = [name for name, value in vars(torch.nn.Module()).items() if isinstance(value, dict)]
 ATTRIBUTES: Final = "in the attributes"

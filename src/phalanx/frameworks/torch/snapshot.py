@@ -17,7 +17,7 @@ from phalanx.frameworks.torch.phases import Updates, fit_options
 from phalanx.frameworks.torch.replica.buffers import bytes_of
 from phalanx.frameworks.torch.schedules import Named
 from phalanx.frameworks.torch.sharing.optimizer_state import check_state, find_pieces
-from phalanx.seams.snapshots import CODES, Captured, Tensor
+from phalanx.seams.records import CODES, Captured, Tensor
 
 
 def captured(model: torch.nn.Module, updates: Updates, *, copy: bool) -> Captured:

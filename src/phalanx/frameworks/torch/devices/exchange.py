@@ -13,7 +13,7 @@ from phalanx.frameworks.torch.devices.accelerators import watched
 from phalanx.frameworks.torch.replica.buffers import Left, bytes_of
 from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.plan.fold import Placement
-from phalanx.seams import Todo
+from phalanx.seams.records import Todo
 
 SMALL_BYTES = 1 << 18  # of a tensor that is not worth a copy of its own
 

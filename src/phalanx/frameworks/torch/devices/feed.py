@@ -11,7 +11,7 @@ import torch
 from phalanx.definition.batches import as_batch
 from phalanx.definition.data import Share, map_tree
 from phalanx.frameworks.torch.replica.feed import Feed
-from phalanx.seams import Todo
+from phalanx.seams.records import Todo
 from phalanx.surroundings import interrupts
 
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 
 from phalanx.frameworks.torch.replica.buffers import word_sum
 from phalanx.frameworks.torch.replica.gradient import Collector
-from phalanx.seams import Watch
+from phalanx.seams.records import Watch
 
 EARLY = "had a gradient before the backward pass (.backward() was called inside forward: use torch.autograd.grad there)"
 

@@ -28,8 +28,8 @@ from phalanx.frameworks.torch.results import Shown
 from phalanx.frameworks.torch.sharing.optimizer_state import OptimizerState, find_pieces
 from phalanx.frameworks.torch.sharing.storages import bytes_of, home_at, placed, rebind, storages_of
 from phalanx.plan.fold import Placement
-from phalanx.seams import Exported
-from phalanx.seams.sharing import Arrays, Places
+from phalanx.seams import Arrays, Places
+from phalanx.seams.records import Exported
 from phalanx.shared.layout import Contents, Layout, StatePiece, Take, lay_out
 
 STATES = 2  # arrays per parameter that optimizers from elsewhere are taken to keep: Adam's
@@ -37,7 +37,7 @@ STATES = 2  # arrays per parameter that optimizers from elsewhere are taken to k
 
 @dataclass
 class Sharing:
-    """Implements ``seams.sharing.Sharing`` for PyTorch: the parts of a framework that processes share."""
+    """Implements ``seams.Sharing`` for PyTorch: the parts of a framework that processes share."""
 
     model: torch.nn.Module
     buffers: Buffers
@@ -55,7 +55,7 @@ class Sharing:
         return list(self.model.parameters())
 
     def lay_out(self, placement: Placement, take: Take, known: Contents | None = None) -> Layout:
-        """See ``seams.sharing.Sharing.lay_out``."""
+        """See ``seams.Sharing.lay_out``."""
         check_no_global_hooks()
         for parameter in self.parameters:
             if parameter.device.type != "cpu":
@@ -72,15 +72,15 @@ class Sharing:
         return lay_out(contents, owners, placement, take)
 
     def open(self, layout: Layout, arena: mmap.mmap, worker: int | None) -> SharedState:
-        """See ``seams.sharing.Sharing.open``."""
+        """See ``seams.Sharing.open``."""
         return SharedState(self, layout) if worker is None else WorkerState(self, layout, arena, worker)
 
     def move(self, layout: Layout, places: Places) -> None:
-        """See ``seams.sharing.Sharing.move``."""
+        """See ``seams.Sharing.move``."""
         rebind(self.parameters, layout.contents.storage_of, places)
 
     def look(self, layout: Layout, arena: mmap.mmap, resting: Sequence[int]) -> Exported:
-        """See ``seams.sharing.Sharing.look``: a model whose weights and buffers are the arena's."""
+        """See ``seams.Sharing.look``: a model whose weights and buffers are the arena's."""
         if (known := tuple(resting)) not in self.looks:
             sizes = layout.contents.storages
             weights = [
@@ -109,7 +109,7 @@ class Sharing:
 
 
 class SharedState:
-    """Implements ``seams.sharing.SharedState`` for PyTorch, in the caller's process.
+    """Implements ``seams.SharedState`` for PyTorch, in the caller's process.
 
     Parameters
     ----------
@@ -130,25 +130,25 @@ class SharedState:
 
     @property
     def starts(self) -> Left:
-        """See ``seams.sharing.SharedState.starts``."""
+        """See ``seams.SharedState.starts``."""
         return self._buffers.starts
 
     def rest(self) -> tuple[list[Any] | None, list[Any]]:
-        """See ``seams.sharing.SharedState.rest``."""
+        """See ``seams.SharedState.rest``."""
         return self._state.foreign(self._owned), self._updates.options()
 
     def take(self, foreign: list[Any] | None, options: list[Any]) -> None:
-        """See ``seams.sharing.SharedState.take``."""
+        """See ``seams.SharedState.take``."""
         self._state.take_foreign(foreign, self._owned)
         self._updates.take_options(options)
         self._buffers.expect()  # somebody else may have written them
 
     def weights(self) -> list[np.ndarray]:
-        """See ``seams.sharing.SharedState.weights``: memory of the model's own."""
+        """See ``seams.SharedState.weights``: memory of the model's own."""
         return [bytes_of(storage) for storage in storages_of(self._parameters).values()]
 
     def take_arrays(self, weights: Sequence[np.ndarray | None], buffers: Sequence[torch.Tensor]) -> None:
-        """See ``seams.sharing.SharedState.take_arrays``."""
+        """See ``seams.SharedState.take_arrays``."""
         for mine, shared in zip(self.weights(), weights, strict=True):
             if shared is not None:
                 mine[:] = shared
@@ -186,7 +186,7 @@ class WorkerState(SharedState):
         sharing.collector.watch([index for index, owner in enumerate(layout.owners) if owner != worker])
 
     def norm(self, gradient: Gradient, meet: Callable[[], None], there: Sequence[int] | None) -> float:
-        """See ``seams.sharing.SharedState.norm``."""
+        """See ``seams.SharedState.norm``."""
         if self._updates.whole:
             if self._first:
                 self._norms[0] = self._updates.norm(gradient)

@@ -13,7 +13,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from phalanx.frameworks.torch.arithmetic import view
-from phalanx.seams.sharing import Places
+from phalanx.seams import Places
 from phalanx.shared.layout import Spec
 
 DISPATCH = "__torch_dispatch__"

@@ -1,0 +1,376 @@
+"""What all frameworks have in common whose arrays numpy can read: a base for each of them, in one process.
+
+Such a framework says how a loss and its gradient are computed from a batch, how parameters are updated by a gradient,
+and what the state is, as numpy arrays by name. Turns, batches, digests and snapshots are here. docs/frameworks.md
+shows a whole one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NoReturn
+
+import numpy as np
+
+from phalanx.definition import checks, generators
+from phalanx.definition.batches import as_batch
+from phalanx.definition.data import Columns, Samples, Share, Source
+from phalanx.definition.digest import Entry
+from phalanx.definition.evaluation import Metrics
+from phalanx.definition.fields import Definition
+from phalanx.definition.plain import check_specs
+from phalanx.errors import SnapshotError, UsageError
+from phalanx.frameworks import arithmetic
+from phalanx.frameworks.arithmetic import Gradient
+from phalanx.frameworks.record import array_of
+from phalanx.plan.fold import place
+from phalanx.seams.records import CODES, Captured, Computed, Measurement, Tensor, Todo, Watch, Weights
+from phalanx.surroundings import interrupts
+from phalanx.surroundings.turns import Reentrant
+
+OPTIMIZER = "optimizer."  # before the names of its arrays in a snapshot
+FRAMEWORK, ENVIRONMENT = "framework", "environment"
+NUMBERLESS = "OSUmM"  # numpy's kinds of objects, bytes, text and dates
+Named = Mapping[str, np.ndarray]
+
+
+@dataclass
+class State:
+    """What changes from step to step, as numpy arrays by name.
+
+    Attributes
+    ----------
+    params, buffers, optimizer : dict of str to numpy.ndarray
+    beside : str
+        Stands before the names of buffers in a snapshot, where those could be names of parameters.
+    """
+
+    params: Named
+    buffers: Named = field(default_factory=dict[str, np.ndarray])
+    optimizer: Named = field(default_factory=dict[str, np.ndarray])
+    beside: str = ""
+
+    def entries(self) -> Iterator[Entry]:
+        """All of it, as a digest takes it in: parameters, buffers, then the optimizer's."""
+        for kind, part in (("parameter", self.params), ("buffer", self.buffers), ("optimizer", self.optimizer)):
+            for name, array in part.items():
+                yield Entry(kind, name, array.dtype.name, array.shape, _bytes(array))
+
+    def captured(self, framework: str, environment: Mapping[str, str]) -> Captured:
+        """It in a snapshot. ``environment``: what changes bits and is not in a recipe."""
+        weights = {**self.params, **self._prefixed(self.beside, self.buffers)}
+        facts = {FRAMEWORK: framework, ENVIRONMENT: environment}
+        return Captured(_stored(weights), _stored(self._prefixed(OPTIMIZER, self.optimizer)), facts)
+
+    def taking_over(self, captured: Captured, framework: str) -> State:
+        """It with what a snapshot has; of one without facts, its parameters and buffers only.
+
+        Raises
+        ------
+        SnapshotError
+            It is of another framework, or of other arrays; names the first.
+        """
+        optimizer = self.optimizer
+        if captured.facts:
+            if captured.facts.get(FRAMEWORK) != framework:
+                raise SnapshotError(f"the snapshot is not of a {framework} recipe")
+            stored = {name: item for name, item in captured.training.items() if name.startswith(OPTIMIZER)}
+            optimizer = _fitted(self.optimizer, OPTIMIZER, stored)
+        inside = self._prefixed(self.beside, self.buffers)
+        fitted = _fitted({**self.params, **inside}, "", captured.weights)
+        params = {name: fitted[name] for name in self.params}
+        buffers = {name: fitted[self.beside + name] for name in self.buffers}
+        return State(params, buffers, optimizer, self.beside)
+
+    @staticmethod
+    def _prefixed(prefix: str, part: Named) -> Named:
+        return {prefix + name: array for name, array in part.items()}
+
+
+class ArrayFramework:
+    """Most of ``seams.Framework``. A framework defines the methods that raise NotImplementedError, and ``export``.
+
+    Parameters
+    ----------
+    definition : Definition
+    collate : callable
+        Makes a batch of a list of samples, in a recipe without ``collate_fn``.
+    *contexts : context manager
+        Entered around steps, beside what restores random generators; each may be entered again and again.
+
+    Attributes
+    ----------
+    lr : float
+        Of the next step; NaN where the optimizer keeps it to itself.
+    environment : context manager
+    recorded : dict of str to str
+        What of the environment a snapshot has.
+    """
+
+    name: ClassVar[str]
+    lr: float = math.nan
+    lanes: Blocks | None = None
+    told = (0.0, 0.0)
+    arithmetic: Any = arithmetic
+    sharing: Any
+
+    def __init__(
+        self, definition: Definition, collate: Callable[[Any], Any], *contexts: AbstractContextManager[Any]
+    ) -> None:
+        self.definition = definition
+        self.environment: AbstractContextManager[None] = Reentrant(generators.kept(definition.generators), *contexts)
+        self.collate = definition.collate_fn or collate
+        self.recorded: dict[str, str] = {}
+
+    def begin(self, device: int, key: int, share: Share) -> Callable[[], Computed]:
+        """Begin to compute loss and gradient of ``batch(key, share)`` on a device; what is returned waits for them."""
+        raise NotImplementedError
+
+    def read(self) -> State:
+        """The state; arrays may be views, until the next update."""
+        raise NotImplementedError
+
+    def write(self, state: State) -> None:
+        """Go on from this state."""
+        raise NotImplementedError
+
+    def see(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Any:
+        """What ``metrics.see`` says of a chunk of samples, in evaluation mode."""
+        raise NotImplementedError
+
+    def checked(self, batch: Any, origin: str) -> Any:
+        """A batch as ``begin`` takes it; ``origin``: what the caller knows it as."""
+        return batch
+
+    def tell(self, watch: Watch, device: int, key: int, share: Share) -> None:
+        """Tell what is on the way to a gradient; into a captured program nobody can look."""
+
+    def opened(self, source: Source) -> Source:
+        """Columns as numpy arrays over the same memory, from which shares are taken."""
+        return source if isinstance(source, Samples) else Columns(tuple(map(_column, source.arrays)), source.rebuild)
+
+    def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
+        """While one is waited for, the other devices compute the next."""
+        begun: deque[Callable[[], Computed]] = deque()
+        for replica, key, share, *_ in todo:
+            device = 0 if self.lanes is None else self.lanes.number_of[replica]
+            if watch is not None and not watch.parameters:
+                self.tell(watch, device, key, share)
+            begun.append(self._begun(device, key, share))
+            if self.lanes is None or len(begun) >= len(self.lanes.placement.blocks):
+                yield begun.popleft()()
+        while begun:
+            yield begun.popleft()()
+
+    def batch(self, key: int | None, share: Share) -> Any:
+        """What a share has; generators are seeded with the key when it is read, and before it is collated."""
+        samples = share.read(share.samples)
+        if key is not None:
+            generators.seed(key, self.definition.generators)
+        return self.checked(as_batch(samples, share, self.collate), share.origin)
+
+    def measure(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Measurement:
+        """Metrics over a chunk."""
+        with interrupts.held(), interrupts.user_code():
+            return functools.partial(metrics.read, self.see(metrics, key, share, weights), len(share.samples))
+
+    def norm(self, gradient: Gradient) -> float:
+        """2-norm of ``gradient`` over all parameters."""
+        return self.arithmetic.norm(gradient)
+
+    def schedule(self, value: float, epoch: int | None = None) -> None:
+        """Schedules are the optimizer's own."""
+
+    def rewind(self) -> None:
+        """Computing gradients leaves nothing behind."""
+
+    def capture(self, *, copy: bool) -> Captured:
+        """The state for a snapshot; ``read`` gives views of what is never written, or copies."""
+        return self.read().captured(self.name, self.recorded)
+
+    def adopt(self, state: Captured) -> None:
+        """Go on from a snapshot."""
+        self.write(self.read().taking_over(state, self.name))
+
+    def _begun(self, device: int, key: int, share: Share) -> Callable[[], Computed]:
+        """The same, but what it raises is raised when it is this replica's turn."""
+        try:
+            return self.begin(device, key, share)
+        except Exception as error:
+            return functools.partial(_failed, error)
+
+
+class Blocks:
+    """Implements ``seams.Lanes``: each device computes a block of replicas, and the first updates.
+
+    Parameters
+    ----------
+    replicas : int
+    devices : int
+    moved : callable
+        Moves a vector to the first device.
+    """
+
+    def __init__(self, replicas: int, devices: int, moved: Callable[[Gradient], Gradient]) -> None:
+        self.placement = place(replicas, devices)
+        self.following: Callable[[], Sequence[Todo]] | None = None  # nothing is read ahead
+        self.moved = moved
+        self.number_of = {replica: number for number, block in enumerate(self.placement.blocks) for replica in block}
+
+
+class Functions:
+    """The recipe's functions, and what they may return.
+
+    Parameters
+    ----------
+    definition : Definition
+
+    Attributes
+    ----------
+    teller : str
+        Which of them returns the loss.
+    """
+
+    kind: ClassVar[type]  # of arrays
+    called: ClassVar[str]  # one of them, in words
+
+    def __init__(self, definition: Definition) -> None:
+        self.definition = definition
+        self.teller = "forward_fn" if definition.loss_fn is None else "loss_fn"
+
+    def is_float(self, dtype: Any) -> bool:
+        """Whether such an array can be a loss."""
+        raise NotImplementedError
+
+    def seed(self) -> None:
+        """Before a trace: what is drawn from global generators then is the same, whoever compiles."""
+        generators.seed(self.definition.seed, self.definition.generators)
+
+    def input(self, batch: Any) -> Any:
+        """What ``forward_fn`` gets of a batch."""
+        return batch[0] if _is_pair(batch) and self.definition.loss_fn is not None else batch
+
+    def target(self, batch: Any) -> Any:
+        """The target for a batch."""
+        target_fn = self.definition.target_fn
+        if target_fn is not None:
+            return target_fn(batch)
+        return batch[1] if _is_pair(batch) else batch
+
+    def loss(self, output: Any, batch: Any) -> tuple[Any, Any]:
+        """The loss, and the weight that it told, or None.
+
+        Raises
+        ------
+        UsageError
+            It is no real scalar.
+        """
+        loss_fn = self.definition.loss_fn
+        value: Any = getattr(output, "loss", output) if loss_fn is None else loss_fn(output, self.target(batch))
+        pair: tuple[Any, Any] = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+        loss, weight = pair
+        if not isinstance(loss, self.kind):
+            self._refuse(f"a {type(loss).__name__}", f"{self.called}: the mean loss over the share")
+        if loss.shape != () or not self.is_float(loss.dtype):
+            self._refuse(
+                f"an array of shape {loss.shape} and {loss.dtype}", "a real scalar: average it, as in loss.mean()"
+            )
+        return loss, weight
+
+    def weight(self, told: Any) -> float | None:
+        """A weight as a number."""
+        return None if told is None else checks.weight(self.teller, told)
+
+    def _refuse(self, got: str, wanted: str) -> NoReturn:
+        raise UsageError(f"{self.teller} returned {got}; it must return {wanted}, or (that, weight)")
+
+
+class Anew(AbstractContextManager[None]):
+    """A context that is made anew whenever it is entered, which is once at a time."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._make = make
+        self._exits = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        self._exits.enter_context(self._make())
+
+    def __exit__(self, *_: object) -> None:
+        self._exits.close()
+
+
+def refuse(definition: Definition, ways: Mapping[str, str]) -> None:
+    """Refuse arguments that a recipe of this framework cannot have; ``ways``: why, and the way out, by their names.
+
+    Raises
+    ------
+    UsageError
+        One is given.
+    """
+    for name, way in ways.items():
+        value = getattr(definition, name)
+        if value not in (None, 1):
+            raise UsageError(f"{name} is {repr(value) if isinstance(value, (int, str)) else 'given'}, {way}")
+
+
+def check_leaf(name: str, leaf: Any, array: np.ndarray, *, double: bool, refused: str = NUMBERLESS) -> None:
+    """Refuse a leaf of a batch that has 64 bits where no parameter has (``double``), or no numbers.
+
+    ``refused``: numpy's kinds of dtypes that the framework cannot take.
+
+    Raises
+    ------
+    UsageError
+        Names it.
+    """
+    if array.dtype.kind in refused:
+        raise UsageError(
+            f"{name} is a {type(leaf).__name__} of {array.dtype}, which no array of the model's can hold; convert it "
+            "to numbers"
+        )
+    if array.dtype in (np.float64, np.complex128) and not double:
+        raise UsageError(
+            f"{name} is {array.dtype}, but the model's parameters are not; dtypes are never changed behind your back: "
+            "convert it with .astype(numpy.float32)"
+        )
+
+
+def _is_pair(batch: Any) -> bool:
+    return isinstance(batch, (tuple, list)) and len(batch) == 2
+
+
+def _column(array: Any) -> np.ndarray:
+    try:
+        return np.asarray(array)
+    except (TypeError, RuntimeError) as error:
+        raise UsageError(
+            f"a column of {array.dtype} cannot be read as a numpy array ({error}); pass a numpy array"
+        ) from error
+
+
+def _failed(error: Exception) -> NoReturn:
+    raise error
+
+
+def _stored(part: Named) -> dict[str, Tensor]:
+    for name, array in part.items():
+        if array.dtype.name not in CODES:
+            raise UsageError(f"{name} is {array.dtype}, which no snapshot can hold; train without run_dir")
+    return {name: Tensor(array.dtype.name, array.shape, _bytes(array)) for name, array in part.items()}
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _fitted(part: Named, prefix: str, stored: Mapping[str, Tensor]) -> Named:
+    """The stored arrays, if they are those that there are here."""
+    here = {prefix + name: array for name, array in part.items()}
+    check_specs(here, stored, lambda item: f"{item.dtype}{list(item.shape)}")
+    return {name: array_of(stored[prefix + name]) for name in part}
