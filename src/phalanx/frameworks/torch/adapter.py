@@ -17,12 +17,12 @@ from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.environment import Environment, StaticShapes, check_sizes, compiled
 from phalanx.frameworks.torch.model import checked
 from phalanx.frameworks.torch.phases import updates_of
-from phalanx.frameworks.torch.replica.ambiguous import AmbiguousMean
 from phalanx.frameworks.torch.replica.buffers import Buffers, Left
 from phalanx.frameworks.torch.replica.feed import Feed, opened
 from phalanx.frameworks.torch.replica.lane import Lane
+from phalanx.frameworks.torch.replica.means import AmbiguousMean
 from phalanx.frameworks.torch.results import exported
-from phalanx.frameworks.torch.sharing.state import Sharing
+from phalanx.frameworks.torch.sharing import Sharing
 from phalanx.frameworks.torch.snapshot import adopt, captured, entries
 from phalanx.seams import Arithmetic, Computed, Exported, Lanes, Measurement, Todo, Watch, Weights
 from phalanx.seams.snapshots import Captured

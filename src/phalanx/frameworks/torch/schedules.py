@@ -153,7 +153,8 @@ class Schedules:
     def _check(self, versions: list[int]) -> None:
         """Refuse schedulers that replaced what was withheld, or wrote weights that they had from elsewhere."""
         groups = [group.get("params", versions) for optimizer in self._optimizers for group in optimizer.param_groups]
-        if any(optimizer.state is not None for optimizer in self._optimizers) or groups != [None] * len(self._groups):
+        states = [optimizer.state for optimizer in self._optimizers]
+        if [states, groups] != [[None] * len(states), [None] * len(self._groups)]:
             raise UsageError(f"scheduler replaced what is not its own; {WITHHELD}")
         if (now := list(map(VERSION, self._parameters))) != versions:
             name = next(name for (name, _), *pair in zip(self._named, versions, now, strict=True) if pair[0] != pair[1])

@@ -19,7 +19,7 @@ from phalanx.definition.fields import Definition
 from phalanx.definition.phases import Phase
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.environment import autocast
-from phalanx.frameworks.torch.replica.tokens import TokenMean
+from phalanx.frameworks.torch.replica.means import TokenMean
 from phalanx.seams import Watch
 
 

@@ -21,20 +21,16 @@ from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks.record import Unshared
-from phalanx.frameworks.torch.arithmetic import Gradient
-from phalanx.frameworks.torch.devices import accelerators
-from phalanx.frameworks.torch.devices.apart import check_apart, hooked, put, same
-from phalanx.frameworks.torch.devices.contents import Versions
-from phalanx.frameworks.torch.devices.exchange import DeviceArithmetic, Exchange
-from phalanx.frameworks.torch.devices.feed import DeviceFeed
+from phalanx.frameworks.torch import accelerators, arithmetic
+from phalanx.frameworks.torch.arithmetic import DeviceArithmetic, Gradient, bytes_of, placed
 from phalanx.frameworks.torch.environment import Environment, StaticShapes, check_sizes, compiled
-from phalanx.frameworks.torch.model import checked
+from phalanx.frameworks.torch.model import check_apart, checked, hooked, put, same
 from phalanx.frameworks.torch.phases import updates_of
-from phalanx.frameworks.torch.replica.ambiguous import AmbiguousMean
-from phalanx.frameworks.torch.replica.buffers import Buffers, Left
-from phalanx.frameworks.torch.replica.feed import Feed, opened
+from phalanx.frameworks.torch.replica.buffers import Buffers, Left, Versions
+from phalanx.frameworks.torch.replica.feed import DeviceFeed, Feed, opened
 from phalanx.frameworks.torch.replica.forward import Unread
 from phalanx.frameworks.torch.replica.lane import Lane
+from phalanx.frameworks.torch.replica.means import AmbiguousMean
 from phalanx.frameworks.torch.results import exported
 from phalanx.frameworks.torch.snapshot import adopt, captured, entries
 from phalanx.plan.placement import Placement, dealt, hosts
@@ -285,3 +281,79 @@ def _weighted(computed: Computed) -> Computed:
         if computed.weight == 0:
             computed.gradient = None
     return computed
+
+
+class Exchange:
+    """Implements ``seams.Lanes``: who owns which parameter, and copies to and from owners.
+
+    Copies between devices are torch's own: each waits for what both devices were given before, the host for nothing.
+
+    Parameters
+    ----------
+    placement : Placement
+        Which device computes which replicas.
+    devices : sequence of torch.device
+    owners : sequence of int
+        The number of the device that updates each parameter.
+    lanes : sequence of Lane
+        What each device computes with.
+    """
+
+    def __init__(
+        self, placement: Placement, devices: Sequence[torch.device], owners: Sequence[int], lanes: Sequence[Lane]
+    ) -> None:
+        self.placement = placement
+        self._lanes = lanes
+        self._homes = devices
+        self._places = [devices[owner] for owner in owners]
+        self._owners = owners
+        self.following: Callable[[], Sequence[Todo]] | None = None
+
+    def moved(self, vector: Gradient) -> Gradient:
+        """See ``seams.Lanes.moved``."""
+        with accelerators.watched(self._homes):
+            return placed(vector, self._places)
+
+    @property
+    def sizes(self) -> list[int]:
+        """See ``engines.hosts.lanes``."""
+        return [start.nbytes for start in self._lanes[0].buffers.starts]
+
+    @property
+    def blanks(self) -> list[torch.Tensor]:
+        """See ``engines.hosts.lanes``."""
+        return [arithmetic.blank(arithmetic.spec_of(parameter)) for parameter in self._lanes[0].parameters]
+
+    def home(self, vector: Gradient) -> Gradient:
+        """See ``engines.hosts.lanes``; waits for the devices."""
+        return [None if entry is None else entry.cpu() for entry in vector]
+
+    def outward(self, left: Sequence[torch.Tensor]) -> list[bytes | None]:
+        """See ``engines.hosts.lanes``."""
+        unwritten = {id(start) for lane in self._lanes for start in lane.buffers.starts}
+        return [None if id(value) in unwritten else bytes_of(value.cpu()).numpy().tobytes() for value in left]
+
+    def inward(self, pieces: Sequence[bytes | bytearray | None]) -> Left:
+        """See ``engines.hosts.lanes``."""
+        found: Left = []
+        for piece, start in zip(pieces, self._lanes[0].buffers.starts, strict=True):
+            if piece is None:
+                found.append(start)
+            else:
+                value = torch.frombuffer(bytearray(piece), dtype=start.dtype).reshape(start.shape)
+                found.append(value.to(start.device))
+        return found
+
+    def take_following(self) -> Sequence[Todo]:
+        """What was said to be computed next, once; nothing if that was not said."""
+        following, self.following = self.following, None
+        return [] if following is None else following()
+
+    def spread(self) -> None:
+        """Copy every parameter from its owner to the other devices."""
+        with torch.no_grad():
+            for number, owner in enumerate(self._owners):
+                updated = self._lanes[owner].parameters[number]
+                for lane in self._lanes:
+                    if lane is not self._lanes[owner]:
+                        lane.parameters[number].copy_(updated, non_blocking=True)
