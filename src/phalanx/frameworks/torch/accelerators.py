@@ -16,6 +16,8 @@ import torch
 from phalanx.definition import checks
 from phalanx.errors import RunError, UsageError
 
+CUDNN: Any = torch.backends.cudnn
+FILLING: Any = torch.utils.deterministic
 MENTIONED: set[str] = set()  # topics of what was said once in this process
 WORKSPACE, WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 
@@ -47,8 +49,8 @@ def current(device: torch.device) -> Iterator[None]:
         module.set_device(before)
 
 
-class Surroundings(contextlib.AbstractContextManager[None]):
-    """Inside, kernels are deterministic; outside, all is as the caller has it.
+class Deterministic(contextlib.AbstractContextManager[None]):
+    """Inside, kernels are deterministic, and none is chosen by a clock; outside, all is as the caller has it.
 
     Parameters
     ----------
@@ -59,37 +61,27 @@ class Surroundings(contextlib.AbstractContextManager[None]):
     """
 
     def __init__(self, devices: Sequence[torch.device], *, allow: bool) -> None:
-        kind = devices[0].type
-        self._accelerated = kind != "cpu"
+        self._accelerated = devices[0].type != "cpu"
         self._allow = allow
-        self._exits = contextlib.ExitStack()
-        if kind == "cuda" and not allow:
-            set_workspace()
+        prepare([devices[0].type], allow=allow)
 
     def __enter__(self) -> None:
-        if self._accelerated:
-            self._exits.enter_context(_deterministic(allow=self._allow))
+        if not self._accelerated:
+            return
+        self._flags = CUDNN.benchmark, CUDNN.deterministic, FILLING.fill_uninitialized_memory
+        self._modes = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        CUDNN.benchmark, CUDNN.deterministic = False, True
+        if not self._modes[0]:
+            FILLING.fill_uninitialized_memory = False  # a check of torch's own: a pass over all that is made
+        torch.use_deterministic_algorithms(not self._allow)
 
     def __exit__(self, *_: object) -> None:
-        self._exits.close()
-
-
-@contextlib.contextmanager
-def _deterministic(*, allow: bool) -> Iterator[None]:
-    """What torch offers: refuse kernels that are not deterministic, and choose among those that are by no clock."""
-    cudnn: Any = torch.backends.cudnn
-    filling: Any = torch.utils.deterministic
-    flags = (cudnn.benchmark, cudnn.deterministic, filling.fill_uninitialized_memory)
-    enabled, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    cudnn.benchmark, cudnn.deterministic = False, True
-    if not enabled:
-        filling.fill_uninitialized_memory = False  # a check of torch's own, which costs a pass over all that is made
-    torch.use_deterministic_algorithms(not allow)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(enabled, warn_only=warns)
-        cudnn.benchmark, cudnn.deterministic, filling.fill_uninitialized_memory = flags
+        if self._accelerated:
+            torch.use_deterministic_algorithms(self._modes[0], warn_only=self._modes[1])
+            CUDNN.benchmark, CUDNN.deterministic, FILLING.fill_uninitialized_memory = self._flags
 
 
 def set_workspace() -> None:
@@ -235,9 +227,7 @@ def _known(name: str) -> str:
         torch.device(name)
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
-        raise UsageError(
-            f"devices names {name!r}, which torch cannot use here ({reason}); use ['cpu'], or leave it out"
-        ) from error
+        raise _unusable(name, reason) from error
     return name
 
 

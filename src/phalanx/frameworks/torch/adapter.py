@@ -16,7 +16,7 @@ from phalanx.frameworks.torch import arithmetic
 from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.environment import Environment, StaticShapes, check_sizes, compiled
 from phalanx.frameworks.torch.model import checked
-from phalanx.frameworks.torch.phases import updates_of
+from phalanx.frameworks.torch.optimizer import updates_of
 from phalanx.frameworks.torch.replica.buffers import Buffers, Left
 from phalanx.frameworks.torch.replica.feed import Feed, opened
 from phalanx.frameworks.torch.replica.lane import Lane
@@ -115,7 +115,6 @@ class Torch:
     def export(self, steps: int, *, copy: bool, digest: bool = True) -> Exported:
         """See ``seams.Framework.export``."""
         self.rewind()
-        self._lane.collector.forget()
         return exported(self._lane.shown, self._updates, steps, apart=copy, digest=digest)
 
     def capture(self, *, copy: bool) -> Captured:

@@ -25,7 +25,7 @@ from phalanx.frameworks.torch import accelerators, arithmetic
 from phalanx.frameworks.torch.arithmetic import DeviceArithmetic, Gradient, bytes_of, placed
 from phalanx.frameworks.torch.environment import Environment, StaticShapes, check_sizes, compiled
 from phalanx.frameworks.torch.model import check_apart, checked, hooked, put, same
-from phalanx.frameworks.torch.phases import updates_of
+from phalanx.frameworks.torch.optimizer import updates_of
 from phalanx.frameworks.torch.replica.buffers import Buffers, Left, Versions
 from phalanx.frameworks.torch.replica.feed import DeviceFeed, Feed, opened
 from phalanx.frameworks.torch.replica.forward import Unread
@@ -84,9 +84,10 @@ class TorchLanes:
             "engine='inline'"
         )
         self._shapes = StaticShapes()
-        surroundings = accelerators.Surroundings(devices, allow=allow)
-        within = Environment(definition.threads, definition.generators), self._shapes, surroundings
-        self.environment: AbstractContextManager[None] = Reentrant(*within)
+        within = Environment(definition.threads, definition.generators), self._shapes
+        self.environment: AbstractContextManager[None] = Reentrant(
+            *within, accelerators.Deterministic(devices, allow=allow)
+        )
         with self.environment, interrupts.user_code():
             rank, processes = part
             placement = hosts(definition.replicas, processes, len(devices))[1][rank]
@@ -210,8 +211,6 @@ class TorchLanes:
         """See ``seams.Framework.export``; the model is on the first device."""
         with accelerators.watched(self.devices):
             self.rewind()
-            for lane in self._lanes:
-                lane.collector.forget()
             return exported(self._first.shown, self._updates, steps, apart=copy, digest=digest)
 
     def capture(self, *, copy: bool) -> Captured:

@@ -23,9 +23,8 @@ from torch.nn.parameter import is_lazy
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch import arithmetic
 from phalanx.frameworks.torch.arithmetic import Gradient, spec_of, view
-from phalanx.frameworks.torch.optimizer import check_no_global_hooks
+from phalanx.frameworks.torch.optimizer import Updates, check_no_global_hooks
 from phalanx.frameworks.torch.optimizer_state import OptimizerState, find_pieces
-from phalanx.frameworks.torch.phases import Updates
 from phalanx.frameworks.torch.replica.buffers import Buffers, Left
 from phalanx.frameworks.torch.replica.gradient import Collector
 from phalanx.frameworks.torch.results import Shown

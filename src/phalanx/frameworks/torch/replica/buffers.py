@@ -13,7 +13,6 @@ autograd's counter says so, and are compared from time to time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
@@ -29,72 +28,55 @@ Left = list[torch.Tensor]  # all buffers that are not None, as a forward pass le
 Mark = tuple[int | None, int | None, int]  # versions of a buffer and of its start, and which start
 
 
-class Contents(Protocol):
-    """How a model's buffers are compared with what they are at the step's start, and with those of other replicas."""
+class Compared:
+    """How a model's buffers are compared with what they are at the step's start, and with those of other replicas.
+
+    By looking at the bytes.
+    """
 
     def unwritten(self, number: int, value: torch.Tensor, tensor: torch.Tensor | None, start: torch.Tensor) -> bool:
         """Whether forward left the buffer with this number (``tensor``, now ``value``) as it was at the start."""
-        ...
-
-    def write(self, tensors: Sequence[torch.Tensor | None], starts: Sequence[torch.Tensor | None]) -> None:
-        """Copy the step's start into the buffers where they differ: constants may lie in memory that is read-only."""
-        ...
-
-    def equal(self, tensors: Sequence[torch.Tensor | None], starts: Sequence[torch.Tensor | None]) -> None:
-        """Hear that both are the same now."""
-        ...
-
-    def settled(self, values: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
-        """What a buffer becomes, of which the replicas left ``values``; the first itself if it stays as that is."""
-        ...
-
-
-class Compared:
-    """Implements ``Contents`` by looking at the bytes."""
-
-    def unwritten(self, number: int, value: torch.Tensor, tensor: torch.Tensor | None, start: torch.Tensor) -> bool:
-        """See ``Contents.unwritten``."""
         return same_bytes(value, start)
 
     def write(self, tensors: Sequence[torch.Tensor | None], starts: Sequence[torch.Tensor | None]) -> None:
-        """See ``Contents.write``."""
+        """Copy the step's start into the buffers where they differ: constants may lie in memory that is read-only."""
         for tensor, start in zip(tensors, starts, strict=True):
             if tensor is not None and start is not None and not same_bytes(tensor, start):
                 tensor.copy_(start)
 
     def equal(self, tensors: Sequence[torch.Tensor | None], starts: Sequence[torch.Tensor | None]) -> None:
-        """See ``Contents.equal``: bytes say so themselves."""
+        """Hear that both are the same now: bytes say so themselves."""
 
     def settled(self, values: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
-        """See ``Contents.settled``."""
+        """What a buffer becomes, of which the replicas left ``values``; the first itself if it stays as that is."""
         first = values[0]
         if all(same_bytes(first, other) for other in values[1:]):
             return first
         return mean_of(values, weights) if first.is_floating_point() or first.is_complex() else first
 
 
-class Versions:
-    """Implements ``Contents``."""
+class Versions(Compared):
+    """On a device: by autograd's counters, and without waiting."""
 
     def __init__(self) -> None:
         self._marks: list[Mark] = []  # as of when buffers and starts were equal
         self._looks: dict[int, int] = {}  # how often a large buffer was looked at
 
     def unwritten(self, number: int, value: torch.Tensor, tensor: torch.Tensor | None, start: torch.Tensor) -> bool:
-        """See ``Contents.unwritten``."""
+        """See ``Compared.unwritten``."""
         if value is not tensor or start.nbytes <= SMALL_BYTES or self._marks[number] != _mark(tensor, start):
             return False
         self._looks[number] = looks = self._looks.get(number, -1) + 1
         return looks % EVERY > FIRST or same_bytes(value, start)
 
     def write(self, tensors: Sequence[torch.Tensor | None], starts: Sequence[torch.Tensor | None]) -> None:
-        """See ``Contents.write``."""
+        """See ``Compared.write``."""
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for number, (tensor, start) in enumerate(zip(tensors, starts, strict=True)):
             if tensor is None or start is None or not tensor.numel():
                 continue
             if not is_dense(tensor):  # expanded memory cannot be written, so it is looked at
-                Compared().write([tensor], [start])
+                super().write([tensor], [start])
             elif start.nbytes <= SMALL_BYTES or self._marks[number] != _mark(tensor, start):
                 pairs.append((tensor, start))
         if pairs:
@@ -102,11 +84,11 @@ class Versions:
         self.equal(tensors, starts)
 
     def equal(self, tensors: Sequence[torch.Tensor | None], starts: Sequence[torch.Tensor | None]) -> None:
-        """See ``Contents.equal``."""
+        """See ``Compared.equal``."""
         self._marks = [_mark(*pair) for pair in zip(tensors, starts, strict=True)]
 
     def settled(self, values: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
-        """See ``Contents.settled``; which of the two it is, is decided on the device."""
+        """See ``Compared.settled``; which of the two it is, is decided on the device."""
         first = values[0]
         others = [value for value in values[1:] if value is not first]
         if not others or not (first.is_floating_point() or first.is_complex()):
@@ -128,11 +110,11 @@ class Buffers:
     Parameters
     ----------
     model : torch.nn.Module
-    contents : Contents
+    contents : Compared
         How buffers and the step's start are compared.
     """
 
-    def __init__(self, model: torch.nn.Module, contents: Contents | None = None) -> None:
+    def __init__(self, model: torch.nn.Module, contents: Compared | None = None) -> None:
         self._model = model
         self._contents = Compared() if contents is None else contents
         self._places = _places(model)
