@@ -32,7 +32,7 @@ from phalanx.surroundings.turns import Reentrant
 
 
 class Torch:
-    """Implements ``seams.Framework`` for PyTorch on the CPU, the reference; see ``devices.lanes`` for all else.
+    """Implements ``seams.Framework`` for PyTorch on the CPU, the reference; see ``lanes`` for all else.
 
     Parameters
     ----------
