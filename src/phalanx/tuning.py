@@ -286,7 +286,7 @@ def find_lr(recipe: Recipe, lowest: float = 1e-7, highest: float = 1.0, steps: i
             f"lowest is {lowest}, highest is {highest}, steps is {steps}; find_lr needs 0 < lowest < highest, at least "
             f"{2 * FIRST} steps, and a recipe with data"
         )
-    from phalanx.frameworks.torch.epochs import exponential
+    from phalanx.frameworks.torch.schedules import exponential
 
     growth = (highest / lowest) ** (1 / (steps - 1))
     changes: dict[str, Any] = {

@@ -42,7 +42,7 @@ import types
 
 import torch
 
-from phalanx.frameworks.torch.devices import names
+from phalanx.frameworks.torch import accelerators
 from tests.accelerator.building import Unavailable, compiled
 
 NAME = "fake"
@@ -66,7 +66,7 @@ def accelerator():
         module = load()
     except Unavailable as reason:
         pytest.skip(f"no fake accelerator: {reason}")
-    names.MENTIONED.add("idle")  # runs on the CPU, of other tests too, would say so in a warning
+    accelerators.MENTIONED.add("idle")  # runs on the CPU, of other tests too, would say so in a warning
     module.reset()
     return module
 

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 import phalanx
 from phalanx.definition import generators
-from phalanx.frameworks.torch.devices import exchange, feed, lanes, names
+from phalanx.frameworks.torch import accelerators, lanes
+from phalanx.frameworks.torch.replica import feed
 from phalanx.plan.fold import place, remaining
 from tests import accelerator
 from tests.families import DATA, FAMILIES, OPTIMIZERS, SCHEDULERS, terms
@@ -107,22 +108,22 @@ def in_order_of_arrival(monkeypatch):
 
 
 def not_spread(monkeypatch):
-    monkeypatch.setattr(exchange.Exchange, "spread", lambda *_: None)
+    monkeypatch.setattr(lanes.Exchange, "spread", lambda *_: None)
 
 
 def left_where_it_is(monkeypatch):
-    monkeypatch.setattr(exchange.Exchange, "moved", lambda own, vector: vector)
+    monkeypatch.setattr(lanes.Exchange, "moved", lambda own, vector: vector)
 
 
 def through_another_stream(monkeypatch):
-    original = exchange.copies
+    original = lanes.placed
 
-    def copied(tensors, home):
-        other = torch.Stream(device=tensors[0].device)  # which waits for nothing, and nobody waits for it
+    def copied(vector, homes):
+        other = torch.Stream(device=vector[0].device)  # which waits for nothing, and nobody waits for it
         with torch.fake.stream(other):
-            return original(tensors, home)
+            return original(vector, homes)
 
-    monkeypatch.setattr(exchange, "copies", copied)
+    monkeypatch.setattr(lanes, "placed", copied)
 
 
 def pinned_memory_used_again(monkeypatch):
@@ -302,7 +303,7 @@ def test_names(fake):
     """A kind means all its devices, at most one per replica, and says if more are there; "local" is torchrun's."""
     recipe = MLP.recipe(3)
     wanted = trained(recipe, 1)
-    names.MENTIONED.discard("more than replicas")
+    accelerators.MENTIONED.discard("more than replicas")
     with pytest.warns(UserWarning, match="3 of 4 devices are used"):
         result = recipe.train(devices="fake")
     assert (result.digest, result.loss_history) == wanted
@@ -318,7 +319,7 @@ def test_names(fake):
 
 def test_idle_devices_are_mentioned_once(fake):
     """A run that leaves accelerators alone says so, once in a process."""
-    names.MENTIONED.discard("idle")
+    accelerators.MENTIONED.discard("idle")
     with pytest.warns(UserWarning, match="4 fake devices are idle"):
         MLP.recipe(1).train(engine="inline")
     with warnings.catch_warnings():

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import phalanx
-from phalanx.frameworks.torch.devices import exchange
+from phalanx.frameworks.torch import lanes
 from phalanx.proof.check import DIFFERENT, SAME, UNKNOWN, check, circumstances, verdict
 from tests import accelerator
 from tests.families import FAMILIES
@@ -39,7 +39,7 @@ def test_the_table(tmp_path):
 
 def test_other_digests_are_told(monkeypatch):
     """Parameters that do not reach the other devices make the digests differ: exit status 1."""
-    monkeypatch.setattr(exchange.Exchange, "spread", lambda *_: None)
+    monkeypatch.setattr(lanes.Exchange, "spread", lambda *_: None)
     rows = list(check(FAMILIES["mlp"].recipe(4), None, ["cpu", "cpu"], 3))
     assert [row.same for row in rows] == [True, True, False]
     assert "A and B differ first in step " in rows[-1].told

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import phalanx
 from phalanx.engines import links
-from phalanx.frameworks.torch.devices import exchange, lanes, names
+from phalanx.frameworks.torch import accelerators, lanes
 from tests.by_hand import answer
 from tests.families import DATA, FAMILIES, OPTIMIZERS, SCHEDULERS, terms
 
@@ -52,7 +52,7 @@ def in_order_of_arrival(monkeypatch):
 
 
 def not_spread(monkeypatch):
-    monkeypatch.setattr(exchange.Exchange, "spread", lambda *_: None)
+    monkeypatch.setattr(lanes.Exchange, "spread", lambda *_: None)
 
 
 def buffers_of_the_first(monkeypatch):
@@ -395,7 +395,7 @@ def test_a_kind_of_one_device(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda device=None: module)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
-    monkeypatch.setattr(names, "MENTIONED", {"idle"})
+    monkeypatch.setattr(accelerators, "MENTIONED", {"idle"})
     seeds = []
 
     def make():

@@ -61,9 +61,12 @@ MODES = {
     "function": DoublingFunctions,
     "saved tensors": halving,
     "hooks refused": lambda: torch.autograd.graph.disable_saved_tensors_hooks("no"),
+    "device and function": lambda: nested(torch.device("cpu"), DoublingFunctions()),
+}
+HARMLESS = {
     "multithreading": lambda: torch.autograd.set_multithreading_enabled(False),
     "device": lambda: torch.device("cpu"),
-    "device and function": lambda: nested(torch.device("cpu"), DoublingFunctions()),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
 }
 
 
@@ -75,13 +78,37 @@ def nested(*contexts):
         yield
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("options", ENGINES, ids=NAMES)
 @pytest.mark.parametrize("name", MODES)
-def test_modes_around_a_run_are_shut_out(name, options):
-    """Torch's modes and hooks that are active around a run change nothing in it, and are active after it as before."""
+def test_modes_around_a_run_are_refused(name, options):
+    """Torch's modes and hooks around a run are refused by name before anything is computed, and stay as they are."""
+    with MODES[name](), contextlib.nullcontext(around()) as before:
+        with pytest.raises(
+            phalanx.UsageError, match=r"inside .*(Doubling|saved_tensors_hooks) of torch|Functions of torch"
+        ):
+            recipe().train(**options)
+        assert around() == before
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_modes_around_a_step_are_refused(name):
+    """So is one that is entered while a run is open; without it the run goes on to the bits of any other."""
+    wanted = recipe().train(engine="inline").digest
+    with recipe().start(engine="inline") as run:
+        next(run)
+        with MODES[name](), pytest.raises(phalanx.UsageError, match="leave the with block before"):
+            next(run)
+        run.finish()
+        assert run.result().digest == wanted
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", ENGINES, ids=NAMES)
+@pytest.mark.parametrize("name", HARMLESS)
+def test_settings_around_a_run_are_shut_out(name, options):
+    """What workers have too, or what a run sets for itself, changes nothing in it, and is after it as before."""
     wanted = recipe(max_norm=0.5).train(engine="inline").digest
-    with MODES[name](), recipe(max_norm=0.5).start(**options) as run:
+    with HARMLESS[name](), recipe(max_norm=0.5).start(**options) as run:
         before = around()
         next(run)
         assert around() == before
@@ -128,7 +155,7 @@ def test_modes_in_user_code_are_everybodys():
 
 
 def test_a_default_device_stays():
-    """A default device reaches forward in all engines, also under another mode."""
+    """A default device reaches forward in all engines."""
     seen = []
 
     def forward(model, batch):
@@ -136,7 +163,7 @@ def test_a_default_device_stays():
         return model(batch[0])
 
     given = recipe(lambda: nn.Linear(4, 1, device="cpu"), forward_fn=forward, epochs=1)
-    with nested(torch.device("meta"), DoublingFunctions()), given.start(engine="inline") as run:
+    with torch.device("meta"), given.start(engine="inline") as run:
         next(run)
     assert set(seen) == {"meta"}
 

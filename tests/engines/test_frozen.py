@@ -21,8 +21,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import phalanx
 from phalanx.frameworks.registry import open_framework
-from phalanx.frameworks.torch.sharing import sparing
-from phalanx.frameworks.torch.sharing.sparing import Sparing
+from phalanx.frameworks.torch import sparing
+from phalanx.frameworks.torch.sparing import Sparing
 from phalanx.plan.fold import place
 from phalanx.shared.arena import Plan
 from phalanx.shared.frozen import FrozenWeights

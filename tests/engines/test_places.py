@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from phalanx.errors import UsageError
-from phalanx.frameworks.torch.sharing import optimizer_state
-from phalanx.frameworks.torch.sharing.optimizer_state import OptimizerState, find_pieces
+from phalanx.frameworks.torch import optimizer_state
+from phalanx.frameworks.torch.optimizer_state import OptimizerState, find_pieces
 from phalanx.shared.layout import Spec, StatePiece
 from tests.engines.deaths import Trapped
 from tests.families import FAMILIES, OPTIMIZERS, mlp

@@ -766,7 +766,7 @@ def absent_as_zero():
 
 def norm_of_the_own():
     """Each worker clips by the norm of what it owns."""
-    from phalanx.frameworks.torch.sharing.state import WorkerState
+    from phalanx.frameworks.torch.sharing import WorkerState
 
     norm = WorkerState.norm
     WorkerState.norm = lambda self, gradient, meet, there: norm(self, gradient, meet, self._owned)

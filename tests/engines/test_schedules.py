@@ -306,6 +306,13 @@ class Renewing(Plain):
         self.optimizer.state = {}
 
 
+class Mistaken(Plain):
+    """Adds a number to a text."""
+
+    def act(self):
+        return 1 + "one"
+
+
 WRITING = [
     (Clamping, "wrote parameter"),
     *((kind, "optimizer's state") for kind in (Looking, Adding, Moving, Removing, Forgetting, Renewing)),
@@ -323,6 +330,13 @@ def test_what_is_withheld_is_refused(options, scheduler, told):
     """A scheduler that writes weights, or uses parameters or optimizer state in a step, is refused in every engine."""
     with pytest.raises(phalanx.UsageError, match=rf"(?s){told}.*register_step_post_hook"):
         give(scheduler).train(**options)
+
+
+def test_what_a_scheduler_raises_is_told():
+    """A mistake of its own is named as it is; the same scheduler without it trains."""
+    with pytest.raises(phalanx.UsageError, match="scheduler raised TypeError: unsupported operand"):
+        give(Mistaken).train(engine="inline")
+    assert give(Plain).train(engine="inline").steps == STEPS
 
 
 def clamped(named):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import phalanx
-from phalanx.frameworks.torch.replica.buffers import same_bytes
+from phalanx.frameworks.torch.arithmetic import same_bytes
 from tests.by_hand import answer, compute, evaluate, fold, folded, one, read, settle, start, update
 from tests.families import (
     DATA,

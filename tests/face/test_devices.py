@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from phalanx import Recipe, UsageError
-from phalanx.frameworks.torch.model import named_device
+from phalanx.frameworks.torch.accelerators import named_device
 
 ENGINES = {
     "inline": {"engine": "inline"},

@@ -14,8 +14,7 @@ from phalanx.collectives import all_reduce
 from phalanx.collectives.schedules import ALGORITHMS
 from phalanx.definition import checks
 from phalanx.errors import UsageError
-from phalanx.frameworks.torch.arithmetic import Gradient
-from phalanx.frameworks.torch.devices.exchange import placed
+from phalanx.frameworks.torch.arithmetic import Gradient, placed
 from phalanx.frameworks.torch.replica.gradient import sparse
 from phalanx.manual.replicas import Replica, check_trained, tensors_of
 from phalanx.plan.fold import dealt, fold_values

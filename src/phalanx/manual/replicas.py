@@ -12,8 +12,7 @@ from torch.nn.parameter import is_lazy
 from phalanx.collectives import arguments, broadcast
 from phalanx.definition import checks
 from phalanx.errors import UsageError
-from phalanx.frameworks.torch.devices.apart import put
-from phalanx.frameworks.torch.model import Model, copied
+from phalanx.frameworks.torch.model import Model, copied, put
 
 Replica = torch.nn.Module | Sequence[torch.Tensor]
 Named = list[tuple[str, torch.Tensor]]

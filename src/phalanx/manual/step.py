@@ -23,17 +23,15 @@ from phalanx.definition.batches import as_batch
 from phalanx.definition.data import Columns, Share, map_tree, open_batch
 from phalanx.definition.fields import Definition
 from phalanx.errors import NonFiniteError, PhalanxError, RunError, UsageError, WorkerError, spell_samples
-from phalanx.frameworks.torch import arithmetic
-from phalanx.frameworks.torch.devices import accelerators
-from phalanx.frameworks.torch.devices.contents import Versions
-from phalanx.frameworks.torch.devices.exchange import DeviceArithmetic, placed
-from phalanx.frameworks.torch.devices.feed import can_pin
+from phalanx.frameworks.torch import accelerators, arithmetic
+from phalanx.frameworks.torch.arithmetic import DeviceArithmetic, placed
 from phalanx.frameworks.torch.environment import plain_autograd
-from phalanx.frameworks.torch.replica.ambiguous import AmbiguousMean
-from phalanx.frameworks.torch.replica.buffers import Buffers
+from phalanx.frameworks.torch.replica.buffers import Buffers, Versions
+from phalanx.frameworks.torch.replica.feed import can_pin
 from phalanx.frameworks.torch.replica.forward import Unread, as_tensors, check_stateless
 from phalanx.frameworks.torch.replica.gradient import drop
 from phalanx.frameworks.torch.replica.lane import Lane
+from phalanx.frameworks.torch.replica.means import AmbiguousMean
 from phalanx.manual.gradients import ORDERED, average
 from phalanx.manual.replicas import check_trained, tensors_of
 from phalanx.plan.shares import share_bounds, share_weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,13 +17,13 @@ from phalanx.frameworks.torch import arithmetic
 from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.environment import Environment, StaticShapes, check_sizes, compiled
 from phalanx.frameworks.torch.model import checked
-from phalanx.frameworks.torch.phases import updates_of
-from phalanx.frameworks.torch.replica.ambiguous import AmbiguousMean
+from phalanx.frameworks.torch.optimizer import updates_of
 from phalanx.frameworks.torch.replica.buffers import Buffers, Left
 from phalanx.frameworks.torch.replica.feed import Feed, opened
 from phalanx.frameworks.torch.replica.lane import Lane
+from phalanx.frameworks.torch.replica.means import AmbiguousMean
 from phalanx.frameworks.torch.results import exported
-from phalanx.frameworks.torch.sharing.state import Sharing
+from phalanx.frameworks.torch.sharing import Sharing
 from phalanx.frameworks.torch.snapshot import adopt, captured, entries
 from phalanx.seams import Arithmetic, Lanes
 from phalanx.seams.records import Captured, Computed, Exported, Measurement, Todo, Watch, Weights
@@ -31,7 +32,7 @@ from phalanx.surroundings.turns import Reentrant
 
 
 class Torch:
-    """Implements ``seams.Framework`` for PyTorch on the CPU, the reference; see ``devices.lanes`` for all else.
+    """Implements ``seams.Framework`` for PyTorch on the CPU, the reference; see ``lanes`` for all else.
 
     Parameters
     ----------
@@ -50,25 +51,33 @@ class Torch:
 
     def __init__(self, definition: Definition, model: Any) -> None:
         self.arithmetic: Arithmetic = arithmetic
-        self._shapes = StaticShapes()
-        self.environment: AbstractContextManager[None] = Reentrant(
-            Environment(definition.threads, definition.generators), self._shapes
-        )
-        with self.environment, interrupts.user_code():
+        with self._surrounded(definition):
             self._build(definition, checked(model))
+
+    @contextlib.contextmanager
+    def _surrounded(self, definition: Definition, *more: AbstractContextManager[Any]) -> Iterator[None]:
+        """Make the environment; inside, it is entered, and user code may run."""
+        self.opened: Callable[[Source], Source] = opened
+        self._describable = False
+        self._shapes = StaticShapes()
+        within = Environment(definition.threads, definition.generators), self._shapes, *more
+        self.environment: AbstractContextManager[None] = Reentrant(*within)
+        with self.environment, interrupts.user_code():
+            yield
 
     def _build(self, definition: Definition, model: torch.nn.Module) -> None:
         model.to("cpu")
         feed = Feed(definition, model, self._shapes)
         self._lane = Lane(definition, model, feed, Buffers(model), AmbiguousMean(definition))
         self._updates = updates_of(definition, self._lane.named, model)
+        self._find_compiled(definition, model)
+        facts = self._lane.model, self._lane.buffers, self._updates, self._lane.collector, self.environment
+        self.sharing: seams.Sharing = Sharing(*facts, portable=not self._updates.foreign)
+
+    def _find_compiled(self, definition: Definition, model: torch.nn.Module) -> None:
         found = compiled({"make_model": model, **definition.holders})
         check_sizes(found, definition)
         self._shapes.known = bool(found)
-        self._describable = False
-        self.opened: Callable[[Source], Source] = opened
-        facts = self._lane.model, self._lane.buffers, self._updates, self._lane.collector, self.environment
-        self.sharing: seams.Sharing = Sharing(*facts, portable=not self._updates.foreign)
 
     @property
     def lr(self) -> float:
@@ -95,10 +104,14 @@ class Torch:
             self._lane.buffers.expect()
         else:
             self._lane.buffers.settle(buffers)
-        if not self._describable:  # better refused after the first step than when the run is over
-            for _ in entries(self._lane.model, self._updates.optimizers):
-                pass
-            self._describable = True
+        if not self._describable:
+            self._describe()
+
+    def _describe(self) -> None:
+        """See that the state can be told by name: better refused after the first step than when the run is over."""
+        for _ in entries(self._lane.model, self._updates.optimizers, self._updates.named):
+            pass
+        self._describable = True
 
     def schedule(self, value: float, epoch: int | None = None) -> None:
         """See ``seams.Framework.schedule``."""
@@ -115,7 +128,6 @@ class Torch:
     def export(self, steps: int, *, copy: bool, digest: bool = True) -> Exported:
         """See ``seams.Framework.export``."""
         self.rewind()
-        self._lane.collector.forget()
         return exported(self._lane.shown, self._updates, steps, apart=copy, digest=digest)
 
     def capture(self, *, copy: bool) -> Captured:

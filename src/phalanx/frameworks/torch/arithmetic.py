@@ -14,11 +14,15 @@ from typing import Any
 
 import torch
 
-from phalanx.frameworks.torch.replica.buffers import bytes_of
+from phalanx.frameworks.torch.accelerators import watched
 from phalanx.shared.layout import Spec, row_major
 
 Gradient = list[torch.Tensor | None]
 FOREACH: Any = torch  # its names are private, its optimizers are made of them
+WHOLE = {  # numbers of the same width, for which equal means the same bytes
+    torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64,
+    torch.int64: torch.int64,
+}  # fmt: skip
 SLICE = 1 << 16  # elements: what is added stays in cache until it is divided
 
 
@@ -91,9 +95,38 @@ def add_up(
 def spec_of(tensor: torch.Tensor) -> Spec:
     """What autograd makes a tensor's gradient look like: the tensor's own strides if it is dense, else row by row."""
     shape = tuple(tensor.shape)
-    steps = [(length - 1) * stride for length, stride in zip(shape, tensor.stride(), strict=True)]
-    strides = tensor.stride() if sum(steps) + 1 == tensor.numel() else row_major(shape)
+    strides = tensor.stride() if is_dense(tensor) else row_major(shape)
     return Spec(shape, strides, str(tensor.dtype).removeprefix("torch."), tensor.dtype.itemsize)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie side by side from its first, in any order."""
+    steps = [(length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return tensor.numel() > 0 and sum(steps) + 1 == tensor.numel()
+
+
+def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype and shape hold the same bytes."""
+    if left is right:
+        return True
+    whole = WHOLE.get(left.dtype)
+    if whole is None or left.requires_grad or right.requires_grad or left.is_neg() or right.is_neg():
+        return torch.equal(bytes_of(left), bytes_of(right))
+    return torch.equal(left.view(whole), right.view(whole))  # a fourth of the calls, for the usual buffers
+
+
+def word_sum(tensor: torch.Tensor) -> int:
+    """The sum of a tensor's bytes in words of 64 bits: a checksum at the speed of memory, taken where it lies."""
+    content = bytes_of(tensor)
+    whole = content.numel() // 8 * 8
+    words = content[:whole] if content.storage_offset() % 8 == 0 else content[:whole].clone()
+    return int(words.view(torch.int64).sum()) + int(content[whole:].sum())
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor in C order, as a flat uint8 tensor."""
+    own = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return own.as_strided((own.numel(),), (1,)).view(torch.uint8)  # one element may be contiguous at any stride
 
 
 def blank(spec: Spec) -> torch.Tensor:
@@ -107,6 +140,52 @@ def view(memory: mmap.mmap, offset: int, spec: Spec) -> torch.Tensor:
         return blank(spec)
     flat = torch.frombuffer(memory, dtype=getattr(torch, spec.dtype), count=spec.elements, offset=offset)
     return flat.as_strided(spec.shape, spec.strides)
+
+
+def placed(vector: Gradient, homes: Sequence[torch.device | None]) -> Gradient:
+    """The entries on these devices; None: where they are.
+
+    The host may read what comes to the CPU at once, so such a copy is waited for.
+    """
+    return [
+        entry if entry is None or home is None else entry.to(home, non_blocking=home.type != "cpu")
+        for entry, home in zip(vector, homes, strict=True)
+    ]
+
+
+class DeviceArithmetic:
+    """Implements ``seams.Arithmetic``: as on the CPU, with one kernel for many tensors where that moves no bit."""
+
+    def add(self, left: Gradient, right: Gradient) -> Gradient:
+        """See ``seams.Arithmetic.add``."""
+        homes: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for a, b in zip(left, right, strict=True):
+            if a is not None and b is not None:
+                mine, theirs = homes.setdefault(a.device, ([], []))
+                mine.append(a)
+                theirs.append(b)
+        for mine, theirs in homes.values():
+            FOREACH._foreach_add_(mine, theirs)
+        return [b if a is None else a for a, b in zip(left, right, strict=True)]
+
+    scale = staticmethod(scale)
+    divide = staticmethod(divide)
+    finite = staticmethod(finite)
+    checksum = staticmethod(checksum)
+
+    def read(self, scalars: Sequence[Any]) -> list[float]:
+        """See ``seams.Arithmetic.read``: one copy from each device."""
+        found = [0.0 if isinstance(scalar, torch.Tensor) else scalar for scalar in scalars]
+        homes: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for number, scalar in enumerate(scalars):
+            if isinstance(scalar, torch.Tensor):
+                homes.setdefault((scalar.device, scalar.dtype), []).append(number)
+        for (home, _), numbers in homes.items():
+            with watched([home]):
+                values = torch.stack([scalars[number] for number in numbers]).tolist()
+            for number, value in zip(numbers, values, strict=True):
+                found[number] = value
+        return found
 
 
 def _add(

@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch import overrides
-from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext
 
 from phalanx.definition import generators
@@ -22,7 +20,7 @@ from phalanx.definition.reachable import reachable
 from phalanx.errors import UsageError
 
 AUTOGRAD: Any = torch._C._autograd  # type: ignore[attr-defined]
-AUTOGRAD_THREADS: Any = torch._C  # autograd.set_multithreading_enabled does the same in five times the time
+CORE: Any = torch._C  # autograd.set_multithreading_enabled does the same in five times the time
 AUTOCAST_DTYPES: Final = {"cpu": torch.bfloat16, "cuda": torch.float16}
 
 
@@ -43,12 +41,12 @@ class Environment(contextlib.AbstractContextManager[None]):
         self._exits = contextlib.ExitStack()
 
     def __enter__(self) -> None:
+        check_no_modes()
         with contextlib.ExitStack() as exits:
             exits.enter_context(generators.kept(self._owned))
             exits.enter_context(intra_op_threads(self._threads))
             exits.enter_context(no_autocast())
             exits.enter_context(plain_autograd())
-            exits.enter_context(no_modes())
             self._exits = exits.pop_all()
 
     def __exit__(self, *_: object) -> None:
@@ -69,66 +67,32 @@ def intra_op_threads(count: int) -> Iterator[None]:
 @contextlib.contextmanager
 def plain_autograd() -> Iterator[None]:
     """Gradients on and inference mode off, whatever the caller's modes are."""
-    threaded = AUTOGRAD_THREADS._is_multithreading_enabled()
+    threaded = CORE._is_multithreading_enabled()
     with torch.inference_mode(False), torch.enable_grad():
-        AUTOGRAD_THREADS._set_multithreading_enabled(True)
+        CORE._set_multithreading_enabled(True)
         try:
             yield
         finally:
-            AUTOGRAD_THREADS._set_multithreading_enabled(threaded)
+            CORE._set_multithreading_enabled(threaded)
 
 
-@contextlib.contextmanager
-def no_modes() -> Iterator[None]:
-    """None of the caller's torch modes (dispatch, function) and hooks on saved tensors, which workers do not have.
+def check_no_modes() -> None:
+    """Refuse the caller's torch modes and hooks on saved tensors, which workers do not have.
 
-    A default device is a mode, too; it stays, as workers have that.
+    A default device is a mode, too; it stays, as workers have that. torch 2.6 does not show hooks: they stay.
     """
-    refused = None if AUTOGRAD._saved_tensors_hooks_is_enabled() else _why_refused()
-    hooks, dispatch, function = _saved_hooks(), _dispatch_modes(), _function_modes()
-    for mode in function:
-        if isinstance(mode, DeviceContext):
-            overrides._push_mode(mode)
-    try:
-        yield
-    finally:
-        if function:
-            _function_modes()
-        for mode in function:
-            overrides._push_mode(mode)
-        for mode in dispatch:
-            _python_dispatch._push_mode(mode)
-        for pair in hooks:
-            AUTOGRAD._push_saved_tensors_default_hooks(*pair)
-        if refused is not None:
-            AUTOGRAD._saved_tensors_hooks_disable(refused)
-
-
-def _why_refused() -> str:
-    """Allow hooks on saved tensors, which checkpoints need; returns what the caller had said of them."""
-    told = AUTOGRAD._saved_tensors_hooks_get_disabled_error_message()
-    AUTOGRAD._saved_tensors_hooks_enable()
-    return told
-
-
-def _saved_hooks() -> list[Any]:
-    """Take off all hooks on saved tensors; returns them, outermost first. torch 2.6 does not show them: they stay."""
-    found: list[Any] = []
-    top = getattr(AUTOGRAD, "_top_saved_tensors_default_hooks", lambda _: None)
-    while (pair := top(True)) is not None:
-        AUTOGRAD._pop_saved_tensors_default_hooks()
-        found.insert(0, pair)
-    return found
-
-
-def _dispatch_modes() -> list[Any]:
-    """Take off all dispatch modes; returns them, outermost first."""
-    return [_python_dispatch._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())][::-1]
-
-
-def _function_modes() -> list[Any]:
-    """Take off all function modes; returns them, outermost first."""
-    return [overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())][::-1]
+    modes = [CORE._get_dispatch_stack_at(at) for at in range(CORE._len_torch_dispatch_stack())]
+    modes += [CORE._get_function_stack_at(at) for at in range(CORE._len_torch_function_stack())]
+    names = [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
+    if getattr(AUTOGRAD, "_top_saved_tensors_default_hooks", bool)(False):
+        names.append("saved_tensors_hooks")
+    if not AUTOGRAD._saved_tensors_hooks_is_enabled():
+        names.append("disable_saved_tensors_hooks")
+    if names:
+        raise UsageError(
+            f"a run is used inside {', '.join(names)} of torch, which its workers do not have, so that bits could "
+            "differ; leave the with block before, or enter it in forward_fn, where it acts in every worker"
+        )
 
 
 @contextlib.contextmanager

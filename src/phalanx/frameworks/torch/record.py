@@ -12,14 +12,13 @@ import torch
 from phalanx.definition.fields import Definition
 from phalanx.definition.generators import NEAR, Global
 from phalanx.frameworks.record import Collate, Made, Record
-from phalanx.frameworks.torch import process, snapshot
+from phalanx.frameworks.torch import accelerators, process, snapshot
 from phalanx.frameworks.torch.adapter import Torch
-from phalanx.frameworks.torch.devices import accelerators, names
-from phalanx.frameworks.torch.devices.lanes import TorchLanes
 from phalanx.frameworks.torch.environment import Environment
+from phalanx.frameworks.torch.lanes import TorchLanes
 from phalanx.frameworks.torch.model import checked_new, copied
 from phalanx.frameworks.torch.replica.feed import default_collate
-from phalanx.frameworks.torch.sharing.sparing import LEAST, Sparing
+from phalanx.frameworks.torch.sparing import LEAST, Sparing
 from phalanx.seams import Framework
 from phalanx.seams.records import Tensor
 from phalanx.shared.memory import Memory
@@ -44,7 +43,7 @@ class TorchRecord(Record):
         self.adopt, self.reduced = process.adopt, process.reduced
         self.own = functools.partial(copied, "make_model", way_out=OTHERWISE)
         self.tensor_of, self.stored = snapshot.tensor_of, snapshot.stored
-        self.spelled, self.facts, self.available = names.spelled, names.facts, names.available
+        self.spelled, self.facts, self.available = accelerators.spelled, accelerators.facts, accelerators.available
 
     def recognises(self, model: Any) -> bool:
         """Every module but TorchScript's; which of them can be trained is said when it is opened."""
@@ -54,7 +53,7 @@ class TorchRecord(Record):
         """On one CPU, or on devices of their own."""
         definition, model, devices, again, allow, part = made
         home = next(checked_new(model).parameters()).device
-        found = names.found(devices, definition.replicas // part[1], home)
+        found = accelerators.found(devices, definition.replicas // part[1], home)
         if len(found) > 1 or found[0].type != "cpu":
             return TorchLanes(definition, found, model, lambda: checked_new(again()), allow=allow, part=part)
         return Torch(definition, model)

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from phalanx.definition import checks
 from phalanx.definition.digest import digest_of
 from phalanx.errors import UsageError
-from phalanx.frameworks.torch.phases import Updates
+from phalanx.frameworks.torch.optimizer import Updates
 from phalanx.frameworks.torch.replica.buffers import Buffers
 from phalanx.frameworks.torch.snapshot import entries
 from phalanx.seams.records import Exported

@@ -14,47 +14,34 @@ import operator
 import random
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from phalanx.definition import generators
+from phalanx.definition import checks, generators
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
-from phalanx.frameworks.torch.epochs import Epochs, is_own, warn_of_units
 from phalanx.plan import update_key
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 EXAMPLE = "optimizer=functools.partial(torch.optim.AdamW, lr=1e-3)"
 VERSION = operator.attrgetter("_version")
 AFTER = "do what depends on weights after the update, in optimizer.register_step_post_hook(lambda optimizer, *_: ...)"
-
-
-class Withheld:
-    """What a scheduler that is stepped finds in place of parameters and of the optimizer's state."""
-
-    def refuse(self, *_: Any) -> NoReturn:
-        """Say that a scheduler must not use these."""
-        raise UsageError(
-            "scheduler uses the parameters or the optimizer's state when it is stepped, but every worker steps it, at "
-            "its own pace, and has only a part of those. To freeze or thaw parameters, keep them when the scheduler is "
-            f"made (self.layers = optimizer.param_groups[0]['params']); {AFTER}"
-        )
-
-    __getattr__ = __iter__ = __len__ = __bool__ = __contains__ = __reversed__ = refuse
-    __getitem__ = __setitem__ = __delitem__ = __add__ = __iadd__ = refuse
-
-
-WITHHELD = Withheld()
+WITHHELD = (
+    "while it is stepped, the parameters of groups and the optimizer's state are None: every worker steps it, at its "
+    "own pace, and has only a part of those. To freeze or thaw parameters, keep them when the scheduler is made "
+    f"(self.layers = optimizer.param_groups[0]['params']); {AFTER}"
+)
+TINY = 0.1  # of a learning rate after one epoch
 PURE = (  # those of torch without functions of the user's, which might draw random numbers
     lr_scheduler.StepLR, lr_scheduler.MultiStepLR, lr_scheduler.ExponentialLR, lr_scheduler.CosineAnnealingLR,
     lr_scheduler.CosineAnnealingWarmRestarts, lr_scheduler.OneCycleLR, lr_scheduler.LinearLR, ReduceLROnPlateau,
 )  # fmt: skip
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
-APART = (Withheld, torch.nn.Parameter, torch.nn.Module, *GENERATORS)  # each process has its own
+APART = (torch.nn.Parameter, torch.nn.Module, *GENERATORS)  # each process has its own
 
 
 class Schedules:
@@ -70,7 +57,12 @@ class Schedules:
     """
 
     def __init__(self, definition: Definition, optimizers: Sequence[torch.optim.Optimizer], named: Named) -> None:
-        make, self._epochs = definition.scheduler, Epochs.of(definition)
+        make, self._per_epoch = definition.scheduler, None
+        if definition.schedule_every == "epoch":
+            self._per_epoch = definition.per_epoch
+            assert self._per_epoch is not None, "the definition refuses epochs of unknown length here"
+        self._on_metric = definition.schedule_on is not None
+        self._counted = {"steps": 0, "total": 0.0, "metrics": 0}  # where epochs are counted; follows from losses
         self._seed, self._steps = definition.seed, 0
         self._optimizers, self._named = optimizers, named
         self._parameters = [parameter for _, parameter in named]
@@ -112,13 +104,24 @@ class Schedules:
             A scheduler used parameters or the state of an optimizer.
         """
         self._steps += 1
-        if self._schedulers and (value := loss if self._epochs is None else self._epochs.count(loss)) is not None:
+        if self._schedulers and (value := loss if self._per_epoch is None else self._count(loss)) is not None:
             self._step_all(value)
 
     def step_metric(self, epoch: int, value: float) -> None:
         """Step all with the value of a metric, once for an epoch. Raises as ``step`` does."""
-        if self._schedulers and self._epochs is not None and self._epochs.reach(epoch):
+        if self._schedulers and self._per_epoch is not None and epoch >= self._counted["metrics"]:
+            self._counted["metrics"] = epoch + 1
             self._step_all(value)
+
+    def _count(self, loss: float) -> float | None:
+        """Count a step; the mean loss of the epoch if that was its last step, and no metric is waited for."""
+        assert self._per_epoch is not None, "who asks has looked"
+        self._counted["steps"] += 1
+        self._counted["total"] += loss
+        if self._counted["steps"] % self._per_epoch:
+            return None
+        mean, self._counted["total"] = self._counted["total"] / self._per_epoch, 0.0
+        return None if self._on_metric else mean
 
     def _step_all(self, loss: float) -> None:
         vars(self).pop("told", None)
@@ -127,7 +130,7 @@ class Schedules:
         versions = list(map(VERSION, self._parameters))
         states = [optimizer.state for optimizer in self._optimizers]
         members = [group["params"] for group in self._groups]
-        self._put([WITHHELD] * len(states), [WITHHELD] * len(members))
+        self._put([None] * len(states), [None] * len(members))
         try:
             for scheduler in self._schedulers:
                 if isinstance(scheduler, ReduceLROnPlateau):
@@ -135,6 +138,8 @@ class Schedules:
                 else:
                     scheduler.step()
             self._check(versions)
+        except (TypeError, AttributeError) as error:
+            raise UsageError(f"scheduler raised {type(error).__name__}: {error}; {WITHHELD}") from error
         finally:
             self._put(states, members)
 
@@ -147,10 +152,10 @@ class Schedules:
 
     def _check(self, versions: list[int]) -> None:
         """Refuse schedulers that replaced what was withheld, or wrote weights that they had from elsewhere."""
-        groups = [group.get("params") for optimizer in self._optimizers for group in optimizer.param_groups]
+        groups = [group.get("params", versions) for optimizer in self._optimizers for group in optimizer.param_groups]
         states = [optimizer.state for optimizer in self._optimizers]
-        if [states, groups] != [[WITHHELD] * len(states), [WITHHELD] * len(self._groups)]:
-            WITHHELD.refuse()
+        if [states, groups] != [[None] * len(states), [None] * len(self._groups)]:
+            raise UsageError(f"scheduler replaced what is not its own; {WITHHELD}")
         if (now := list(map(VERSION, self._parameters))) != versions:
             name = next(name for (name, _), *pair in zip(self._named, versions, now, strict=True) if pair[0] != pair[1])
             raise UsageError(
@@ -168,7 +173,7 @@ class Schedules:
             {key: value for key, value in scheduler.state_dict().items() if not _apart(value)}
             for scheduler in self._schedulers
         ]
-        states += [] if self._epochs is None else [self._epochs.state()]
+        states += [] if self._per_epoch is None else [dict(self._counted)]
         now = (parameter.requires_grad for parameter in self._parameters)
         pairs = enumerate(zip(now, self._trained, strict=True))
         return [groups, states, self._steps, {number: is_now for number, (is_now, was) in pairs if is_now != was}]
@@ -184,9 +189,9 @@ class Schedules:
         for optimizer, theirs in zip(self._optimizers, groups, strict=True):
             for group, values in zip(optimizer.param_groups, theirs, strict=True):
                 group.update(values)
-        if self._epochs is not None:
+        if self._per_epoch is not None:
             *states, counted = states
-            self._epochs.load(counted)
+            self._counted = {name: type(value)(counted[name]) for name, value in self._counted.items()}
         for scheduler, state in zip(self._schedulers, states, strict=True):
             scheduler.load_state_dict(state)
 
@@ -249,3 +254,42 @@ def _made(make: Callable[..., Any], optimizer: torch.optim.Optimizer) -> LRSched
             "with the optimizer that it is called with"
         )
     return scheduler
+
+
+def warn_of_units(definition: Definition, schedulers: Sequence[Any]) -> None:
+    """A recipe that counts epochs, with a schedule that ends within the first, mostly meant epochs there too."""
+    if definition.schedule_every is not None or definition.epochs is None:
+        return
+    per_epoch = definition.per_epoch
+    for scheduler in schedulers:
+        told = None if per_epoch is None else _horizon(scheduler, per_epoch)
+        if per_epoch and told is not None and told[1] < per_epoch and definition.epochs > 1:
+            checks.warn(
+                f"scheduler made a {type(scheduler).__name__} with {told[0]}={told[1]}, which counts steps here, and "
+                f"an epoch has {per_epoch}: the schedule is through before the first epoch is. If epochs are meant, "
+                "say schedule_every='epoch'; if steps are, schedule_every='step'"
+            )
+
+
+def is_own(scheduler: Any) -> bool:
+    """Whether a scheduler, and what it consists of, is torch's own, and keeps no object of the caller's."""
+    parts = [scheduler, *getattr(scheduler, "_schedulers", ())]
+    kept = any(any(part.state_dict().get("lr_lambdas", ())) for part in parts)
+    return not kept and all(type(part).__module__.startswith("torch.optim") for part in parts)
+
+
+def _horizon(scheduler: Any, steps_per_epoch: int) -> tuple[str, float] | None:
+    """The option that says how long a schedule is, and how long."""
+    options = vars(scheduler)
+    for name in ("step_size", "milestones", "T_max", "patience"):
+        if length := options.get(name):
+            return name, max(length) if name == "milestones" else length
+    gamma = options.get("gamma", 1.0)
+    return ("gamma", gamma) if gamma**steps_per_epoch < TINY else None
+
+
+def exponential(optimizer: Any, lowest: float, growth: float) -> Any:
+    """All rates are ``lowest`` first, then ``growth`` times higher from step to step."""
+    for group in optimizer.param_groups:
+        group["lr"] = lowest
+    return lr_scheduler.ExponentialLR(optimizer, growth)

@@ -13,10 +13,10 @@ from phalanx.definition import checks
 from phalanx.definition.digest import Entry, digest_of
 from phalanx.definition.plain import check_like, check_specs, decoded, encoded, taking_over
 from phalanx.errors import UsageError
-from phalanx.frameworks.torch.phases import Updates, fit_options
+from phalanx.frameworks.torch.optimizer import Updates, fit_options
+from phalanx.frameworks.torch.optimizer_state import check_state, find_pieces
 from phalanx.frameworks.torch.replica.buffers import bytes_of
 from phalanx.frameworks.torch.schedules import Named
-from phalanx.frameworks.torch.sharing.optimizer_state import check_state, find_pieces
 from phalanx.seams.records import CODES, Captured, Tensor
 
 

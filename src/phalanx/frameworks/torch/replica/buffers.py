@@ -3,68 +3,103 @@
 A buffer whose bytes are equal on all replicas that ran keeps those bytes (a folded mean of equal floats would change
 constants). Otherwise floating and complex ones become the mean, weighted by sample count and added in the fold's order;
 others take the first replica's. So replicas themselves carry nothing from step to step and may run anywhere.
+
+On a device nothing is read back. Small buffers are taken to be written by every forward pass: no counter of torch's
+tells (batch norm writes its statistics uncounted), and comparing would wait for the device. Whether replicas left equal
+bytes is found out, and decided, on the device. Large ones, such as masks, are taken to be constants as long as
+autograd's counter says so, and are compared from time to time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
 from phalanx.errors import UsageError
+from phalanx.frameworks.torch.arithmetic import FOREACH, bytes_of, is_dense, same_bytes
 from phalanx.plan.fold import fold_mean
 from phalanx.plan.shares import share_weights
 
-WHOLE = {  # numbers of the same width, for which equal means the same bytes
-    torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64,
-    torch.int64: torch.int64,
-}  # fmt: skip
+SMALL_BYTES = 1 << 18
+FIRST, EVERY = 8, 256  # looks at a large buffer: so many at first, and again from so many to so many
 Left = list[torch.Tensor]  # all buffers that are not None, as a forward pass left them
 
-
-class Contents(Protocol):
-    """How a model's buffers are compared with what they are at the step's start, and with those of other replicas."""
-
-    def unwritten(self, number: int, value: torch.Tensor, tensor: torch.Tensor | None, start: torch.Tensor) -> bool:
-        """Whether forward left the buffer with this number (``tensor``, now ``value``) as it was at the start."""
-        ...
-
-    def write(self, tensors: Sequence[torch.Tensor | None], starts: Sequence[torch.Tensor | None]) -> None:
-        """Copy the step's start into the buffers where they differ: constants may lie in memory that is read-only."""
-        ...
-
-    def equal(self, tensors: Sequence[torch.Tensor | None], starts: Sequence[torch.Tensor | None]) -> None:
-        """Hear that both are the same now."""
-        ...
-
-    def settled(self, values: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
-        """What a buffer becomes, of which the replicas left ``values``; the first itself if it stays as that is."""
-        ...
+Mark = tuple[int | None, int | None, int]  # versions of a buffer and of its start, and which start
 
 
 class Compared:
-    """Implements ``Contents`` by looking at the bytes."""
+    """How a model's buffers are compared with what they are at the step's start, and with those of other replicas.
+
+    By looking at the bytes.
+    """
 
     def unwritten(self, number: int, value: torch.Tensor, tensor: torch.Tensor | None, start: torch.Tensor) -> bool:
-        """See ``Contents.unwritten``."""
+        """Whether forward left the buffer with this number (``tensor``, now ``value``) as it was at the start."""
         return same_bytes(value, start)
 
     def write(self, tensors: Sequence[torch.Tensor | None], starts: Sequence[torch.Tensor | None]) -> None:
-        """See ``Contents.write``."""
+        """Copy the step's start into the buffers where they differ: constants may lie in memory that is read-only."""
         for tensor, start in zip(tensors, starts, strict=True):
             if tensor is not None and start is not None and not same_bytes(tensor, start):
                 tensor.copy_(start)
 
     def equal(self, tensors: Sequence[torch.Tensor | None], starts: Sequence[torch.Tensor | None]) -> None:
-        """See ``Contents.equal``: bytes say so themselves."""
+        """Hear that both are the same now: bytes say so themselves."""
 
     def settled(self, values: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
-        """See ``Contents.settled``."""
+        """What a buffer becomes, of which the replicas left ``values``; the first itself if it stays as that is."""
         first = values[0]
         if all(same_bytes(first, other) for other in values[1:]):
             return first
         return mean_of(values, weights) if first.is_floating_point() or first.is_complex() else first
+
+
+class Versions(Compared):
+    """On a device: by autograd's counters, and without waiting."""
+
+    def __init__(self) -> None:
+        self._marks: list[Mark] = []  # as of when buffers and starts were equal
+        self._looks: dict[int, int] = {}  # how often a large buffer was looked at
+
+    def unwritten(self, number: int, value: torch.Tensor, tensor: torch.Tensor | None, start: torch.Tensor) -> bool:
+        """See ``Compared.unwritten``."""
+        if value is not tensor or start.nbytes <= SMALL_BYTES or self._marks[number] != _mark(tensor, start):
+            return False
+        self._looks[number] = looks = self._looks.get(number, -1) + 1
+        return looks % EVERY > FIRST or same_bytes(value, start)
+
+    def write(self, tensors: Sequence[torch.Tensor | None], starts: Sequence[torch.Tensor | None]) -> None:
+        """See ``Compared.write``."""
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for number, (tensor, start) in enumerate(zip(tensors, starts, strict=True)):
+            if tensor is None or start is None or not tensor.numel():
+                continue
+            if not is_dense(tensor):  # expanded memory cannot be written, so it is looked at
+                super().write([tensor], [start])
+            elif start.nbytes <= SMALL_BYTES or self._marks[number] != _mark(tensor, start):
+                pairs.append((tensor, start))
+        if pairs:
+            FOREACH._foreach_copy_([tensor for tensor, _ in pairs], [start for _, start in pairs])
+        self.equal(tensors, starts)
+
+    def equal(self, tensors: Sequence[torch.Tensor | None], starts: Sequence[torch.Tensor | None]) -> None:
+        """See ``Compared.equal``."""
+        self._marks = [_mark(*pair) for pair in zip(tensors, starts, strict=True)]
+
+    def settled(self, values: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
+        """See ``Compared.settled``; which of the two it is, is decided on the device."""
+        first = values[0]
+        others = [value for value in values[1:] if value is not first]
+        if not others or not (first.is_floating_point() or first.is_complex()):
+            return first
+        mine = bytes_of(first)
+        alike = torch.stack([torch.eq(mine, bytes_of(other)).all() for other in others]).all()
+        return torch.where(alike, first, mean_of(values, weights))
+
+
+def _mark(tensor: torch.Tensor | None, start: torch.Tensor | None) -> Mark:
+    return None if tensor is None else tensor._version, None if start is None else start._version, id(start)
 
 
 class Buffers:
@@ -75,11 +110,11 @@ class Buffers:
     Parameters
     ----------
     model : torch.nn.Module
-    contents : Contents
+    contents : Compared
         How buffers and the step's start are compared.
     """
 
-    def __init__(self, model: torch.nn.Module, contents: Contents | None = None) -> None:
+    def __init__(self, model: torch.nn.Module, contents: Compared | None = None) -> None:
         self._model = model
         self._contents = Compared() if contents is None else contents
         self._places = _places(model)
@@ -199,30 +234,6 @@ def mean_of(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.T
     """The weighted mean, added in the fold's order."""
     terms = [value if weight == 1 else value * weight for value, weight in zip(values, weights, strict=True)]
     return fold_mean(terms, weights, torch.add)
-
-
-def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype and shape hold the same bytes."""
-    if left is right:
-        return True
-    whole = WHOLE.get(left.dtype)
-    if whole is None or left.requires_grad or right.requires_grad or left.is_neg() or right.is_neg():
-        return torch.equal(bytes_of(left), bytes_of(right))
-    return torch.equal(left.view(whole), right.view(whole))  # a fourth of the calls, for the usual buffers
-
-
-def word_sum(tensor: torch.Tensor) -> int:
-    """The sum of a tensor's bytes in words of 64 bits: a checksum at the speed of memory, taken where it lies."""
-    content = bytes_of(tensor)
-    whole = content.numel() // 8 * 8
-    words = content[:whole] if content.storage_offset() % 8 == 0 else content[:whole].clone()
-    return int(words.view(torch.int64).sum()) + int(content[whole:].sum())
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor in C order, as a flat uint8 tensor."""
-    own = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return own.as_strided((own.numel(),), (1,)).view(torch.uint8)  # one element may be contiguous at any stride
 
 
 def _spell(tensor: torch.Tensor | None) -> str:

@@ -1,7 +1,11 @@
-"""What replicas are fed with: data as torch reads it, and batches, with the random generators that go with them."""
+"""What replicas are fed with: data as torch reads it, and batches, with the random generators that go with them.
+
+Batches for a device are read and copied there while it computes.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Sequence
@@ -13,11 +17,13 @@ from torch.utils.data import default_collate as default_collate
 
 from phalanx.definition import generators
 from phalanx.definition.batches import as_batch
-from phalanx.definition.data import Columns, Samples, Share, Source
+from phalanx.definition.data import Columns, Samples, Share, Source, map_tree
 from phalanx.definition.fields import Definition
 from phalanx.frameworks.torch.environment import StaticShapes
 from phalanx.plan import Indices
+from phalanx.seams import Todo
 from phalanx.shared.layout import row_major
+from phalanx.surroundings import interrupts
 
 SELECTED = (  # of which index_select has rows of any shape
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -58,6 +64,82 @@ class Feed:
         generators.seed(key, self._owned)
         if self._models:
             generators.reseed(self._models, key)
+
+
+class DeviceFeed:
+    """Reads batches for one device, also ahead of time.
+
+    Parameters
+    ----------
+    host : Feed
+        Reads them.
+    device : torch.device
+    ahead : bool
+        Whether batches may be collated ahead of time. User code that collates may draw random numbers, and those come
+        before the ones of forward.
+    """
+
+    def __init__(self, host: Feed, device: torch.device, *, ahead: bool) -> None:
+        self._host = host
+        self._device = device
+        self._accelerated = device.type != "cpu"
+        self._may_read_ahead = ahead
+        self._ready: dict[tuple[int, str], Any] = {}  # batches of the next step, by key and origin
+        self._sources: list[torch.Tensor] = []  # pinned memory that copies of this step and the next may still read
+        self._older: list[torch.Tensor] = []
+        self._pins = self._accelerated and can_pin()
+
+    def batch(self, key: int | None, share: Share) -> Any:
+        """See ``Feed.batch``; on the device."""
+        if key is None or (key, share.origin) not in self._ready:
+            return self._copied(self._host.batch(key, share))
+        self._host.settle()
+        self._host.seed(key)
+        return self._ready.pop((key, share.origin))
+
+    def read_ahead(self, todo: Todo) -> None:
+        """Read the batch of a replica of the next step, and begin to copy it to the device.
+
+        What user code raises here it will raise again in its own step, where it gets its address.
+        """
+        address = todo.key, todo.share.origin
+        if self._may_read_ahead and address not in self._ready:
+            with contextlib.suppress(Exception), interrupts.user_code():
+                samples = todo.share.read(todo.share.samples)
+                self._ready[address] = self._copied(as_batch(samples, todo.share, self._host.collate))
+
+    def begin(self, todo: Sequence[Todo]) -> None:
+        """Another step: the host has waited for all that was begun before the last one.
+
+        What was read ahead for other batches than those of ``todo`` is not asked for any more.
+        """
+        wanted = {(item.key, item.share.origin) for item in todo}
+        self._ready = {address: batch for address, batch in self._ready.items() if address in wanted}
+        self._older, self._sources = self._sources, []
+
+    def forget(self) -> None:
+        """Nothing that was read ahead will be asked for."""
+        self._ready.clear()
+
+    def _copied(self, batch: Any) -> Any:
+        return map_tree(self._to_device, batch) if self._accelerated else batch
+
+    def _to_device(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if self._pins and leaf.device.type == "cpu":
+            leaf = leaf.pin_memory()
+            self._sources.append(leaf)
+        return leaf.to(self._device, non_blocking=self._pins)
+
+
+def can_pin() -> bool:
+    """Whether torch has pinned memory here."""
+    try:
+        torch.empty(1).pin_memory()
+    except RuntimeError:
+        return False
+    return True
 
 
 def opened(source: Source) -> Source:

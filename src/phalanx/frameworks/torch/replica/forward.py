@@ -18,7 +18,7 @@ from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition, Phase
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.environment import autocast
-from phalanx.frameworks.torch.replica.tokens import TokenMean
+from phalanx.frameworks.torch.replica.means import TokenMean
 from phalanx.seams.records import Watch
 
 

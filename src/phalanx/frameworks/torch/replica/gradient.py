@@ -18,10 +18,6 @@ HOT = 1 << 14  # elements from which a gradient is copied as soon as it is there
 class Collector:
     """Runs backward passes and takes the gradients.
 
-    Spent gradients are kept until the next backward pass is about to begin, as in a plain loop that calls ``zero_grad``
-    there: freed earlier, big ones lie on top of the heap, glibc returns them to the kernel, and each step faults them
-    in again.
-
     Parameters
     ----------
     named : sequence of (str, torch.nn.Parameter)
@@ -42,7 +38,6 @@ class Collector:
         self._heard: set[int] = set()
         self._onto: Gradient | None = None
         self._collecting = False
-        self._spent: Gradient | None = None
         self._partial = False  # a part of a replica is computed: its gradients are no whole ones
         self._told: Callable[[int, torch.Tensor], None] | None = None
         self._seen: dict[int, tuple[torch.Tensor, int]] = {}
@@ -60,7 +55,7 @@ class Collector:
         InPartsError
             The gradient of a parameter came in parts, so that ``onto`` holds a sum in another order.
         """
-        self.forget()
+        self._look()
         self._collecting = True
         self._onto = onto
         try:
@@ -74,8 +69,7 @@ class Collector:
         taken = take(self._named)
         if onto is not None:
             _check_once(onto, versions, taken)
-        self._spent = self._placed(taken, onto)
-        return self._spent
+        return self._placed(taken, onto)
 
     def add(self, loss: torch.Tensor, chosen: Sequence[torch.Tensor] | None = None, *, first: bool) -> None:
         """Add the gradient of a part of a replica to what is in ``.grad``; ``first``: nothing is there yet.
@@ -83,7 +77,7 @@ class Collector:
         torch adds to each parameter's gradient in place, and would add twice where two of them share memory.
         """
         if first:
-            self.forget()
+            self._look()
         self._collecting = self._partial = True
         try:
             _backward(loss, chosen)
@@ -99,11 +93,11 @@ class Collector:
         for grad in taken if divisor != 1 else ():
             if grad is not None:
                 grad.div_(divisor)
-        self._spent = self._placed(taken, None)
-        for index, grad in enumerate(self._spent):
+        taken = self._placed(taken, None)
+        for index, grad in enumerate(taken):
             if self._told is not None and grad is not None:
                 self._told(index, grad)
-        return self._spent
+        return taken
 
     def _placed(self, taken: Gradient, onto: Gradient | None) -> Gradient:
         """Gradients that were computed, where they are wanted; those in ``onto`` are there already."""
@@ -123,9 +117,8 @@ class Collector:
             for index, (_, parameter) in enumerate(self._named)
         )
 
-    def forget(self) -> None:
-        """Free what the last backward pass left; what the next one would find in ``.grad`` is not its own."""
-        self._spent = None
+    def _look(self) -> None:
+        """What the next backward pass would find in ``.grad`` is not its own."""
         if self.early is not None:
             self.early += [name for name, parameter in self._named if parameter.grad is not None]
 

@@ -17,11 +17,11 @@ from phalanx.errors import InPartsError, UsageError
 from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.environment import explain
 from phalanx.frameworks.torch.model import check_mode
-from phalanx.frameworks.torch.phases import covered
-from phalanx.frameworks.torch.replica.ambiguous import AmbiguousMean
+from phalanx.frameworks.torch.optimizer import covered
 from phalanx.frameworks.torch.replica.buffers import Buffers
 from phalanx.frameworks.torch.replica.forward import Forward
 from phalanx.frameworks.torch.replica.gradient import Collector, drop
+from phalanx.frameworks.torch.replica.means import AmbiguousMean
 from phalanx.frameworks.torch.replica.watching import looking_after, watching
 from phalanx.frameworks.torch.results import Shown
 from phalanx.plan.shares import Parts

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from phalanx.frameworks.torch.replica.buffers import word_sum
+from phalanx.frameworks.torch.arithmetic import word_sum
 from phalanx.frameworks.torch.replica.gradient import Collector
 from phalanx.seams.records import Watch
 

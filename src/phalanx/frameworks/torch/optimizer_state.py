@@ -18,8 +18,7 @@ import torch
 from phalanx.definition.data import map_tree
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.arithmetic import spec_of
-from phalanx.frameworks.torch.optimizer import step_alone
-from phalanx.frameworks.torch.phases import Updates
+from phalanx.frameworks.torch.optimizer import Updates, step_alone
 from phalanx.shared.layout import Spec, StatePiece
 
 Holder = tuple[torch.optim.Optimizer, torch.Tensor]

@@ -11,40 +11,31 @@ generators belong to the process, and a replica's are seeded before it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from phalanx.definition.data import Share, Source
+from phalanx.definition.data import Share
 from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks.record import Unshared
-from phalanx.frameworks.torch.arithmetic import Gradient
-from phalanx.frameworks.torch.devices import accelerators
-from phalanx.frameworks.torch.devices.apart import check_apart, hooked, put, same
-from phalanx.frameworks.torch.devices.contents import Versions
-from phalanx.frameworks.torch.devices.exchange import DeviceArithmetic, Exchange
-from phalanx.frameworks.torch.devices.feed import DeviceFeed
-from phalanx.frameworks.torch.environment import Environment, StaticShapes, check_sizes, compiled
-from phalanx.frameworks.torch.model import checked
-from phalanx.frameworks.torch.phases import updates_of
-from phalanx.frameworks.torch.replica.ambiguous import AmbiguousMean
-from phalanx.frameworks.torch.replica.buffers import Buffers, Left
-from phalanx.frameworks.torch.replica.feed import Feed, opened
+from phalanx.frameworks.torch import accelerators, arithmetic
+from phalanx.frameworks.torch.adapter import Torch
+from phalanx.frameworks.torch.arithmetic import DeviceArithmetic, Gradient, bytes_of, placed
+from phalanx.frameworks.torch.model import check_apart, checked, hooked, put, same
+from phalanx.frameworks.torch.optimizer import updates_of
+from phalanx.frameworks.torch.replica.buffers import Buffers, Left, Versions
+from phalanx.frameworks.torch.replica.feed import DeviceFeed, Feed
 from phalanx.frameworks.torch.replica.forward import Unread
 from phalanx.frameworks.torch.replica.lane import Lane
-from phalanx.frameworks.torch.results import exported
-from phalanx.frameworks.torch.snapshot import adopt, captured, entries
+from phalanx.frameworks.torch.replica.means import AmbiguousMean
 from phalanx.plan.fold import Placement, dealt, hosts
 from phalanx.seams import Arithmetic, Lanes
 from phalanx.seams.records import Captured, Computed, Exported, Measurement, Todo, Watch, Weights
-from phalanx.surroundings import interrupts
-from phalanx.surroundings.turns import Reentrant
 
 
-class TorchLanes:
+class TorchLanes(Torch):
     """Implements ``seams.Framework`` for PyTorch on several devices.
 
     Parameters
@@ -63,12 +54,8 @@ class TorchLanes:
 
     Attributes
     ----------
-    name : str
-        "torch".
     devices : tuple of torch.device
     """
-
-    name = "torch"
 
     def __init__(
         self,
@@ -82,28 +69,21 @@ class TorchLanes:
     ) -> None:
         self.arithmetic: Arithmetic = DeviceArithmetic()
         self.devices = tuple(devices)
-        self.opened: Callable[[Source], Source] = opened
         self.sharing: Any = Unshared(
             f"the model is on {self.devices[0]}, but worker processes compute on the CPU in this version; use "
             "engine='inline'"
         )
-        self._shapes = StaticShapes()
-        surroundings = accelerators.Surroundings(devices, allow=allow)
-        within = Environment(definition.threads, definition.generators), self._shapes, surroundings
-        self.environment: AbstractContextManager[None] = Reentrant(*within)
-        with self.environment, interrupts.user_code():
+        with self._surrounded(definition, accelerators.Deterministic(devices, allow=allow)):
             rank, processes = part
             placement = hosts(definition.replicas, processes, len(devices))[1][rank]
             first = checked(model)
             models = [first, *(same(first, checked(again())) for _ in devices[1:])]
             check_apart(definition, models)
             with accelerators.watched(self.devices):
-                self._build(definition, models, placement)
+                self._build_lanes(definition, models, placement)
 
-    def _build(self, definition: Definition, models: Sequence[torch.nn.Module], placement: Placement) -> None:
-        found = compiled({"make_model": models[0], **definition.holders})
-        check_sizes(found, definition)
-        self._shapes.known = bool(found)
+    def _build_lanes(self, definition: Definition, models: Sequence[torch.nn.Module], placement: Placement) -> None:
+        self._find_compiled(definition, models[0])
         ambiguous = AmbiguousMean(definition)
         self._lanes: list[Lane] = []
         self._feeds: list[DeviceFeed] = []
@@ -114,9 +94,9 @@ class TorchLanes:
             buffers = Buffers(own, Versions())
             self._feeds.append(DeviceFeed(host, device, ahead=ahead))
             self._lanes.append(Lane(definition, own, self._feeds[-1], buffers, ambiguous, later=True))
-        self._first = self._lanes[0]
+        self._lane = self._lanes[0]
         self._lane_of = {replica: number for number, block in enumerate(placement.blocks) for replica in block}
-        sizes = [parameter.nbytes for parameter in self._first.parameters]
+        sizes = [parameter.nbytes for parameter in self._lane.parameters]
         owners = self._own(definition, dealt(sizes, len(self._lanes)))
         if self._updates.foreign:  # it may look at several parameters at once
             owners = self._own(definition, [0] * len(sizes))
@@ -124,29 +104,18 @@ class TorchLanes:
         self.lanes: Lanes | None = self._exchange
         self._exchange.spread()  # the optimizer's factory may have changed parameters
         self._freeze_alike()
-        self._describable = False
 
     def _own(self, definition: Definition, owners: Sequence[int]) -> Sequence[int]:
         """Give each parameter an owner, and make one optimizer over the owners' parameters."""
         named = [self._lanes[owner].named[index] for index, owner in enumerate(owners)]
         hooks = hooked(named)
-        self._updates = updates_of(definition, named, self._first.model)
+        self._updates = updates_of(definition, named, self._lane.model)
         if len(self._lanes) > 1 and hooked(named) != hooks:
             raise UsageError(
                 "optimizer registers hooks on parameters, but each of several devices has parameters of its own; "
                 "register them in make_model, or name one device"
             )
         return owners
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the next step, of the first parameter group."""
-        return self._updates.lr
-
-    @property
-    def told(self) -> tuple[float, float]:
-        """See ``seams.Framework.told``."""
-        return self._updates.told
 
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
         """See ``seams.Framework.gradients``: each device has a replica to compute before the first is asked for."""
@@ -181,14 +150,12 @@ class TorchLanes:
             self._updates.apply(step, gradient)
             self._exchange.spread()
             self._settle(buffers or [])
-        if not self._describable:  # better refused after the first step than when the run is over
-            for _ in entries(self._first.model, self._updates.optimizers, self._updates.named):
-                pass
-            self._describable = True
+        if not self._describable:
+            self._describe()
 
     def schedule(self, value: float, epoch: int | None = None) -> None:
         """See ``seams.Framework.schedule``; a schedule may freeze parameters."""
-        self._updates.schedule(value, epoch)
+        super().schedule(value, epoch)
         self._freeze_alike()
 
     def rewind(self) -> None:
@@ -213,27 +180,21 @@ class TorchLanes:
     def export(self, steps: int, *, copy: bool, digest: bool = True) -> Exported:
         """See ``seams.Framework.export``; the model is on the first device."""
         with accelerators.watched(self.devices):
-            self.rewind()
-            for lane in self._lanes:
-                lane.collector.forget()
-            return exported(self._first.shown, self._updates, steps, apart=copy, digest=digest)
+            return super().export(steps, copy=copy, digest=digest)
 
     def capture(self, *, copy: bool) -> Captured:
         """See ``seams.Framework.capture``."""
-        self.rewind()
         with accelerators.watched(self.devices):
-            return captured(self._first.model, self._updates, copy=copy)
+            return super().capture(copy=copy)
 
     def adopt(self, state: Captured) -> None:
         """See ``seams.Framework.adopt``; the other devices take over what the first has, owners too."""
-        self.rewind()
-        adopt(self._first.model, self._updates, state)
-        self._first.buffers.renew()
+        super().adopt(state)
         with torch.no_grad():
             for lane in self._lanes[1:]:
-                for mine, theirs in zip(lane.parameters, self._first.parameters, strict=True):
+                for mine, theirs in zip(lane.parameters, self._lane.parameters, strict=True):
                     mine.copy_(theirs)
-                lane.buffers.settle([(1, self._first.buffers.starts)])
+                lane.buffers.settle([(1, self._lane.buffers.starts)])
         self._freeze_alike()
 
     def _begin(self, todo: Todo, watch: Watch | None) -> Computed:
@@ -255,7 +216,7 @@ class TorchLanes:
 
     def _settle(self, buffers: Sequence[tuple[int, Left]]) -> None:
         """Settle buffers on the first device, and copy what was written to the others."""
-        mine = self._first.buffers.starts
+        mine = self._lane.buffers.starts
         if not mine or not buffers:
             return
         home = self.devices[0]
@@ -266,7 +227,7 @@ class TorchLanes:
             written.update(number for number, value in enumerate(left) if id(value) not in unwritten)
             values = [mine[unwritten[id(value)]] if id(value) in unwritten else value for value in left]
             gathered.append((samples, [value.to(home, non_blocking=True) for value in values]))
-        self._first.buffers.settle(gathered)
+        self._lane.buffers.settle(gathered)
         for lane in self._lanes[1:]:
             starts = lane.buffers.starts
             lane.buffers.settle([(1, [mine[n] if n in written else start for n, start in enumerate(starts)])])
@@ -285,3 +246,79 @@ def _weighted(computed: Computed) -> Computed:
         if computed.weight == 0:
             computed.gradient = None
     return computed
+
+
+class Exchange:
+    """Implements ``seams.Lanes``: who owns which parameter, and copies to and from owners.
+
+    Copies between devices are torch's own: each waits for what both devices were given before, the host for nothing.
+
+    Parameters
+    ----------
+    placement : Placement
+        Which device computes which replicas.
+    devices : sequence of torch.device
+    owners : sequence of int
+        The number of the device that updates each parameter.
+    lanes : sequence of Lane
+        What each device computes with.
+    """
+
+    def __init__(
+        self, placement: Placement, devices: Sequence[torch.device], owners: Sequence[int], lanes: Sequence[Lane]
+    ) -> None:
+        self.placement = placement
+        self._lanes = lanes
+        self._homes = devices
+        self._places = [devices[owner] for owner in owners]
+        self._owners = owners
+        self.following: Callable[[], Sequence[Todo]] | None = None
+
+    def moved(self, vector: Gradient) -> Gradient:
+        """See ``seams.Lanes.moved``."""
+        with accelerators.watched(self._homes):
+            return placed(vector, self._places)
+
+    @property
+    def sizes(self) -> list[int]:
+        """See ``engines.hosts.lanes``."""
+        return [start.nbytes for start in self._lanes[0].buffers.starts]
+
+    @property
+    def blanks(self) -> list[torch.Tensor]:
+        """See ``engines.hosts.lanes``."""
+        return [arithmetic.blank(arithmetic.spec_of(parameter)) for parameter in self._lanes[0].parameters]
+
+    def home(self, vector: Gradient) -> Gradient:
+        """See ``engines.hosts.lanes``; waits for the devices."""
+        return [None if entry is None else entry.cpu() for entry in vector]
+
+    def outward(self, left: Sequence[torch.Tensor]) -> list[bytes | None]:
+        """See ``engines.hosts.lanes``."""
+        unwritten = {id(start) for lane in self._lanes for start in lane.buffers.starts}
+        return [None if id(value) in unwritten else bytes_of(value.cpu()).numpy().tobytes() for value in left]
+
+    def inward(self, pieces: Sequence[bytes | bytearray | None]) -> Left:
+        """See ``engines.hosts.lanes``."""
+        found: Left = []
+        for piece, start in zip(pieces, self._lanes[0].buffers.starts, strict=True):
+            if piece is None:
+                found.append(start)
+            else:
+                value = torch.frombuffer(bytearray(piece), dtype=start.dtype).reshape(start.shape)
+                found.append(value.to(start.device))
+        return found
+
+    def take_following(self) -> Sequence[Todo]:
+        """What was said to be computed next, once; nothing if that was not said."""
+        following, self.following = self.following, None
+        return [] if following is None else following()
+
+    def spread(self) -> None:
+        """Copy every parameter from its owner to the other devices."""
+        with torch.no_grad():
+            for number, owner in enumerate(self._owners):
+                updated = self._lanes[owner].parameters[number]
+                for lane in self._lanes:
+                    if lane is not self._lanes[owner]:
+                        lane.parameters[number].copy_(updated, non_blocking=True)

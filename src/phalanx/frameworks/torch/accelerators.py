@@ -1,0 +1,272 @@
+"""Accelerators: their names, what a run sets in this process while it uses them, and what it says if one fails.
+
+Knows no vendor: what torch has for every kind of device (``torch.accelerator``, ``torch.get_device_module``) is asked,
+and what a kind does not have is left out. CUDA alone needs a variable of the environment for deterministic kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from phalanx.definition import checks
+from phalanx.errors import RunError, UsageError
+
+CUDNN: Any = torch.backends.cudnn
+FILLING: Any = torch.utils.deterministic
+MENTIONED: set[str] = set()  # topics of what was said once in this process
+WORKSPACE, WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+
+
+def prepare(names: Sequence[str], *, allow: bool) -> None:
+    """Do what has to be done before the first of these devices is used.
+
+    Raises
+    ------
+    UsageError
+        It was used before, and that is too late.
+    """
+    if not allow and any(name.startswith("cuda") for name in names):
+        set_workspace()
+
+
+@contextlib.contextmanager
+def current(device: torch.device) -> Iterator[None]:
+    """Make a device the one that user code gets where it names its kind only."""
+    module = torch.get_device_module(device)
+    if device.type == "cpu" or not hasattr(module, "set_device"):
+        yield
+        return
+    before = module.current_device()
+    module.set_device(device.index)
+    try:
+        yield
+    finally:
+        module.set_device(before)
+
+
+class Deterministic(contextlib.AbstractContextManager[None]):
+    """Inside, kernels are deterministic, and none is chosen by a clock; outside, all is as the caller has it.
+
+    Parameters
+    ----------
+    devices : sequence of torch.device
+        Of one kind.
+    allow : bool
+        Whether operations without a deterministic kernel are allowed.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], *, allow: bool) -> None:
+        self._accelerated = devices[0].type != "cpu"
+        self._allow = allow
+        prepare([devices[0].type], allow=allow)
+
+    def __enter__(self) -> None:
+        if not self._accelerated:
+            return
+        self._flags = CUDNN.benchmark, CUDNN.deterministic, FILLING.fill_uninitialized_memory
+        self._modes = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        CUDNN.benchmark, CUDNN.deterministic = False, True
+        if not self._modes[0]:
+            FILLING.fill_uninitialized_memory = False  # a check of torch's own: a pass over all that is made
+        torch.use_deterministic_algorithms(not self._allow)
+
+    def __exit__(self, *_: object) -> None:
+        if self._accelerated:
+            torch.use_deterministic_algorithms(self._modes[0], warn_only=self._modes[1])
+            CUDNN.benchmark, CUDNN.deterministic, FILLING.fill_uninitialized_memory = self._flags
+
+
+def set_workspace() -> None:
+    """Set the variable that makes CUDA's matrix products deterministic; it is read once, when CUDA is started.
+
+    Raises
+    ------
+    UsageError
+        CUDA was started without it.
+    """
+    if os.environ.get(WORKSPACE) in WORKSPACES or torch.version.cuda is None:
+        return
+    if torch.cuda.is_initialized():
+        raise UsageError(
+            f"CUDA was started in this process before {WORKSPACE} was set, so its matrix products may differ from run "
+            f"to run; write this before anything uses CUDA: import os; os.environ[{WORKSPACE!r}] = {WORKSPACES[0]!r} "
+            '(or give the promise up: nondeterministic="allow")'
+        )
+    os.environ[WORKSPACE] = WORKSPACES[0]
+
+
+@contextlib.contextmanager
+def watched(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Say which device it was if one fails while it is waited for.
+
+    Raises
+    ------
+    RunError
+        A device failed: what it computed, and what lies in its memory, is lost.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        names = ", ".join(map(str, dict.fromkeys(devices)))
+        raise RunError(
+            f"out of memory on {names} ({error}); use more devices, which share the optimizer's state, or a larger "
+            "replicas= (part of the answer), which makes each share smaller"
+        ) from error
+    except RuntimeError as error:
+        lost = [str(device) for device in dict.fromkeys(devices) if device.type != "cpu" and not _answers(device)]
+        if not lost:
+            raise
+        raise RunError(
+            f"{', '.join(lost)} failed ({error}); what lies in its memory is lost, so this process cannot go on with "
+            "it: start again, with a run_dir from the newest snapshot there, on other devices if it stays broken"
+        ) from error
+
+
+def _answers(device: torch.device) -> bool:
+    try:
+        torch.zeros(1, device=device).add_(1).item()
+    except RuntimeError:
+        return False
+    return True
+
+
+def found(names: Sequence[str], replicas: int, home: torch.device) -> list[torch.device]:
+    """The devices with these names, in use from here on; for no names ``home``, where the model was made.
+
+    Raises
+    ------
+    UsageError
+        torch cannot use one here, they are of several kinds, one comes twice, or there are more than replicas.
+    """
+    if not names:
+        if home.type == "cpu":
+            _mention_idle()
+        return [home]
+    devices = [device for name in spelled(names, replicas) if (device := named_device(name)) is not None]
+    kinds = sorted({device.type for device in devices})
+    if len(kinds) > 1:
+        raise UsageError(f"devices is {list(names)}, which are of several kinds, whose bits differ: {', '.join(kinds)}")
+    if kinds != ["cpu"] and len(set(devices)) < len(devices):
+        raise UsageError(
+            f"devices is {list(names)}, which names a device more than once, and that computes one replica at a time; "
+            "name each once"
+        )
+    if len(devices) > replicas:
+        raise UsageError(
+            f"devices names {len(devices)} devices, but {checks.counted(replicas, 'replica')} to compute; name at most "
+            f"{replicas}, or raise replicas= (which is part of the answer)"
+        )
+    return devices
+
+
+def spelled(names: Sequence[str], replicas: int) -> list[str]:
+    """The names of devices one by one: a kind alone is all of its devices, "local" the one that torchrun means."""
+    listed = [_local() if name == "local" else name for name in names]
+    if len(listed) == 1 and torch.device(_known(listed[0])).index is None and listed[0] != "cpu":
+        return _all_of(listed[0], replicas)
+    return listed
+
+
+def available() -> list[tuple[str, str, str]]:
+    """Each device that torch can use here: name, what it is, "". Without an accelerator: what that needs."""
+    rows = [("cpu", f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads", "")]
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind is None:
+        build = f"no accelerator that torch {torch.__version__} can use; builds for CUDA, ROCm and XPU: see pytorch.org"
+        return [*rows, ("cuda", "", build)]
+    names = [f"{kind.type}:{number}" for number in range(torch.accelerator.device_count())]
+    return rows + [(name, facts([name]).get("names", kind.type), "") for name in names]
+
+
+def facts(names: Sequence[str]) -> dict[str, str]:
+    """What torch says of these devices."""
+    devices = [torch.device(name) for name in names]
+    kind = torch.get_device_module(devices[0])
+    told = {"devices": ", ".join(names)}
+    if hasattr(kind, "get_device_name"):
+        told["names"] = ", ".join(sorted({kind.get_device_name(device) for device in devices}))
+    return told
+
+
+def named_device(name: str | None) -> torch.device | None:
+    """The named device, in use from here on (its random generators can be saved); None for None.
+
+    Raises
+    ------
+    UsageError
+        torch cannot use it here.
+    """
+    if name is None:
+        return None
+    try:
+        found, asked = torch.empty(0, device=name).device, torch.device(name)
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise _unusable(name, reason) from error
+    if found.type == "meta":
+        raise _unusable(name, "it has no values")
+    if asked.index is not None and asked.index != (found.index or 0):  # torch takes any number for the CPU
+        raise _unusable(name, f"there is one {found.type}")
+    return found
+
+
+def _unusable(name: str, reason: str) -> UsageError:
+    return UsageError(f"devices names {name!r}, which torch cannot use here ({reason}); use ['cpu'], or leave it out")
+
+
+def _known(name: str) -> str:
+    try:
+        torch.device(name)
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise _unusable(name, reason) from error
+    return name
+
+
+def _all_of(kind: str, replicas: int) -> list[str]:
+    """All visible devices of a kind, at most one per replica."""
+    named_device(kind)  # says why it cannot be used
+    count = getattr(torch.get_device_module(kind), "device_count", lambda: 1)()
+    if count > replicas:
+        _mention(
+            "more than replicas",
+            f"devices is {kind!r}: {replicas} of {count} devices are used, as replicas is {replicas}; raise it "
+            "(which is part of the answer) to use more",
+        )
+    return [f"{kind}:{number}" for number in range(min(count, replicas))]
+
+
+def _local() -> str:
+    """The accelerator that torchrun means for this process."""
+    rank = os.environ.get("LOCAL_RANK", "")
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind is None or not rank.isdigit():
+        missing = "torch has no accelerator here" if kind is None else "LOCAL_RANK is not set, as torchrun sets it"
+        raise UsageError(f"devices names 'local', but {missing}; name the device, as in devices=['cuda:0']")
+    return f"{kind.type}:{rank}"
+
+
+def _mention_idle() -> None:
+    """Say once that there are accelerators, if a run leaves them alone because nobody named them."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind is not None:
+        count = torch.accelerator.device_count()
+        _mention(
+            "idle",
+            f"{count} {kind.type} devices are idle, as make_model makes the model elsewhere; devices={kind.type!r} "
+            "uses them",
+        )
+
+
+def _mention(topic: str, text: str) -> None:
+    if topic not in MENTIONED:
+        MENTIONED.add(topic)
+        checks.warn(text)
