@@ -24,7 +24,7 @@ from phalanx.errors import (
     UsageError,
     WorkerError,
 )
-from phalanx.frameworks.states import digest
+from phalanx.frameworks.registry import digest
 from phalanx.plan import Plan
 from phalanx.proof.compare.diff import diff
 from phalanx.proof.compare.values import Difference

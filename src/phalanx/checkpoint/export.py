@@ -11,7 +11,7 @@ from phalanx.checkpoint import files, tensors
 from phalanx.definition import checks
 from phalanx.definition.plain import check_like, decoded, encoded, taking_over
 from phalanx.errors import SnapshotError, UsageError
-from phalanx.frameworks.states import stored, tensor_of, weights_of
+from phalanx.frameworks.registry import stored, tensor_of, weights_of
 from phalanx.seams.records import Tensor
 
 MOST_TENSORS = 1 << 44
