@@ -23,7 +23,7 @@ from phalanx.errors import (
     UsageError,
     WorkerError,
 )
-from phalanx.frameworks.states import digest
+from phalanx.frameworks.registry import digest
 from phalanx.plan import Plan
 from phalanx.proof.diff import diff
 from phalanx.proof.difference import Difference

@@ -1,5 +1,11 @@
-"""A framework that phalanx has never heard of, found by an entry point of an installed package."""
+"""A framework that phalanx has never heard of: that of docs/frameworks.md, found as an installed package's."""
 
+import contextlib
+import functools
+import importlib
+import io
+import pathlib
+import re
 import subprocess
 import sys
 
@@ -8,37 +14,61 @@ import pytest
 
 import phalanx
 from phalanx.definition import generators
+from phalanx.definition.digest import Entry, digest_of
 from phalanx.frameworks import registry
-from tests.contract import plain
 
 X = np.random.default_rng(0).standard_normal((32, 3))
 Y = X @ np.array([1.0, -2.0, 0.5])
+PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "frameworks.md").read_text()
+
+
+def block(language):
+    """What the page shows in this language."""
+    return re.search(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)[1]
 
 
 def recipe(**changes):
     facts = {"replicas": 4, "batch_size": 8, "steps": 6, "lr": 0.1, "shuffle": False}
-    return phalanx.Recipe(plain.Line, (X, Y), **(facts | changes))
+    return phalanx.Recipe(importlib.import_module("lines").Line, (X, Y), **(facts | changes))
+
+
+def by_hand(replicas, batch_size, steps, lr, fault=None):
+    """The digest of a loop over shares, for a plan without shuffling."""
+    np.random.seed(0)
+    w = np.random.standard_normal(3)
+    for step in range(steps):
+        at = np.arange(step * batch_size, (step + 1) * batch_size) % len(X)
+        gradients = [2 * X[share].T @ (X[share] @ w - Y[share]) / len(share) for share in np.array_split(at, replicas)]
+        while len(gradients) > 1:
+            pairs = zip(gradients[::2], gradients[1::2], strict=True)
+            gradients = [left + right for left, right in pairs]
+        w = w - lr * (gradients[0] if fault == "sum" else gradients[0] / replicas)
+    return digest_of([Entry("parameter", "w", "float64", w.shape, w.tobytes())], steps)
 
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
     """A package with an entry point is on the path; afterwards nobody knows it any more."""
-    folder = tmp_path / "plain-1.0.dist-info"
+    (tmp_path / "lines.py").write_text(block("python"))
+    folder = tmp_path / "lines-1.0.dist-info"
     folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: plain\nVersion: 1.0\n")
-    (folder / "entry_points.txt").write_text(f"[{registry.GROUP}]\nplain = tests.contract.plain:RECORD\n")
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: lines\nVersion: 1.0\n")
+    group, entry = re.fullmatch(r'\[project.entry-points."(.*)"\]\nlines = "(.*)"\n', block("toml")).groups()
+    (folder / "entry_points.txt").write_text(f"[{group}]\nlines = {entry}\n")
     monkeypatch.syspath_prepend(tmp_path)
     registry.load_others.cache_clear()
     yield
-    registry.RECORDS.pop("plain", None)
-    generators.FRAMEWORKS.pop(plain.__name__, None)
+    registry.RECORDS.pop("lines", None)
+    generators.FRAMEWORKS.pop("lines", None)
+    sys.modules.pop("lines", None)
     registry.load_others.cache_clear()
 
 
 def test_it_trains_as_a_loop_by_hand(installed):
     """It ends in the bits of a loop by hand, on the workers that it is given: this process."""
     result = recipe().train()
-    assert result.digest == plain.by_hand(X, Y, 4, 8, 6, 0.1) == phalanx.digest(result.model, step=6)
+    assert result.digest == by_hand(4, 8, 6, 0.1) == phalanx.digest(result.model, step=6)
+    assert result.digest != by_hand(4, 8, 6, 0.1, fault="sum")
     assert result.loss_history[-1] < result.loss_history[0]
     assert result.workers == 1
 
@@ -62,14 +92,30 @@ def test_it_is_evaluated(installed):
     assert error > 0
 
 
+def test_what_the_page_shows(installed):
+    """The lines that use it print that digests are equal."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(block("py"), {})
+    assert printed.getvalue() == "True\n"
+
+
+@pytest.mark.parametrize("changes", [{"precision": "bfloat16"}, {"micro_batches": 2}, {"scheduler": max}])
+def test_what_it_does_not_have_is_refused(installed, changes):
+    """Arguments that it would ignore are refused by name; without them it trains."""
+    with pytest.raises(phalanx.UsageError, match=f"{next(iter(changes))} is .*a line does not have"):
+        recipe(**changes).train(engine="inline")
+    assert recipe(max_norm=0.1).train().digest != recipe().train().digest
+
+
 def test_it_is_refused_in_workers(installed):
     """It computes in one process, and says so."""
-    with pytest.raises(phalanx.UsageError, match="the model is plain, which computes in one process"):
+    with pytest.raises(phalanx.UsageError, match="computes in one process; leave workers out"):
         recipe().train(engine="processes", workers=2)
 
 
-def test_without_an_entry_point_it_is_nobodys():
-    """Without the package the message says what a model may be."""
+def test_without_an_entry_point_it_is_nobodys(installed, monkeypatch):
+    """Without the entry point the message says what a model may be."""
+    monkeypatch.setattr(registry, "load_others", functools.cache(bool))
     with pytest.raises(phalanx.UsageError, match="make_model returned a Line; it must return a plain torch"):
         recipe().train(engine="inline")
 
@@ -84,7 +130,7 @@ def test_a_record_is_asked_for_its_generators(installed, monkeypatch):
     """What it draws from is seeded before its model is made, also by the first that imports it."""
     seeds = []
     one = (generators.Global(seeds.append, lambda: bool),)
-    monkeypatch.setattr(plain.RECORD, "random", lambda: one)
+    monkeypatch.setattr(importlib.import_module("lines").RECORD, "random", lambda: one)
     recipe().train()
     assert seeds[0] == 0
     assert len(set(seeds)) > 4 * 6 - 2

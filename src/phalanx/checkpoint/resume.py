@@ -18,8 +18,7 @@ from phalanx.definition.described import compare, described, made, options_of
 from phalanx.definition.fields import Definition
 from phalanx.definition.plain import changes, taking_over
 from phalanx.errors import SnapshotError, UsageError
-from phalanx.frameworks.registry import recorded_environment
-from phalanx.frameworks.states import tensor_of
+from phalanx.frameworks.registry import recorded_environment, tensor_of
 from phalanx.seams import Engine, Framework
 from phalanx.seams.records import Captured, Evaluated, RunState, StepReport
 

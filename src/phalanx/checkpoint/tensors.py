@@ -23,7 +23,7 @@ from phalanx.definition import checks
 from phalanx.definition.digest import leaf_hash
 from phalanx.definition.plain import check_like, decoded, encoded, taking_over
 from phalanx.errors import SnapshotError, UsageError
-from phalanx.frameworks.states import stored, tensor_of, weights_of
+from phalanx.frameworks.registry import stored, tensor_of, weights_of
 from phalanx.seams.records import CODES, Captured, Tensor
 
 LENGTH = struct.Struct("<Q")

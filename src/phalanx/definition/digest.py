@@ -66,9 +66,9 @@ def told_of_array(value: Any) -> list[str]:
     Exception
         It cannot be read.
     """
-    head = f"{value.dtype}".removeprefix("torch.") + str(list(value.shape))
+    head = _dtype(value) + str(list(value.shape))
     if head.startswith(KEYS):
-        value = sys.modules["jax"].random.key_data(value)
+        value = sys.modules[type(value).__module__.partition(".")[0]].random.key_data(value)
     if math.prod(value.shape) == 1:
         return [f"{head} {value.tolist()!r}", ""]
     whole = _bytes(value) <= WHOLE_BYTES
@@ -140,7 +140,7 @@ def _pieces(value: Any, depth: int | None) -> Iterator[bytes | memoryview]:
         for item in items:
             yield from _pieces(item, None if depth is None else depth - 1)
     elif is_array(value):
-        yield f"{value.dtype}".removeprefix("torch.").encode() + f"{list(value.shape)}".encode()
+        yield f"{_dtype(value)}{list(value.shape)}".encode()
         yield _content(value)
     elif type(value) in PLAIN or (depth is None and isinstance(value, PLAIN)):
         told = repr(value)
@@ -178,6 +178,11 @@ def _sample(array: Any) -> Iterator[Any]:
             yield from _sample(array[number])
     else:
         yield array[np.array(_evenly(length, min(SAMPLED_ROWS, SAMPLED_BYTES // row)))]
+
+
+def _dtype(array: Any) -> str:
+    """A dtype without the module that it is from: all frameworks have the same name for it."""
+    return str(array.dtype).removeprefix(f"{type(array.dtype).__module__}.")
 
 
 def _bytes(array: Any) -> int:

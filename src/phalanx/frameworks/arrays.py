@@ -28,7 +28,7 @@ from phalanx.definition.plain import check_specs
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks import arithmetic
 from phalanx.frameworks.arithmetic import Gradient
-from phalanx.frameworks.record import array_of
+from phalanx.frameworks.record import Unshared, array_of
 from phalanx.plan.fold import place
 from phalanx.seams.records import CODES, Captured, Computed, Measurement, Tensor, Todo, Watch, Weights
 from phalanx.surroundings import interrupts
@@ -37,6 +37,7 @@ from phalanx.surroundings.turns import Reentrant
 OPTIMIZER = "optimizer."  # before the names of its arrays in a snapshot
 FRAMEWORK, ENVIRONMENT = "framework", "environment"
 NUMBERLESS = "OSUmM"  # numpy's kinds of objects, bytes, text and dates
+MARGIN = 1e-6  # added to the norm where a gradient is clipped
 Named = Mapping[str, np.ndarray]
 
 
@@ -111,14 +112,17 @@ class ArrayFramework:
     environment : context manager
     recorded : dict of str to str
         What of the environment a snapshot has.
+    checked : callable or None
+        ``checked(batch, origin)``: a batch as ``begin`` takes it; ``origin`` is what the caller knows it as.
     """
 
     name: ClassVar[str]
     lr: float = math.nan
     lanes: Blocks | None = None
+    checked: Callable[[Any, str], Any] | None = None
     told = (0.0, 0.0)
     arithmetic: Any = arithmetic
-    sharing: Any
+    sharing: Any = Unshared("make_model returned what computes in one process; leave workers out (same answer)")
 
     def __init__(
         self, definition: Definition, collate: Callable[[Any], Any], *contexts: AbstractContextManager[Any]
@@ -143,10 +147,6 @@ class ArrayFramework:
     def see(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Any:
         """What ``metrics.see`` says of a chunk of samples, in evaluation mode."""
         raise NotImplementedError
-
-    def checked(self, batch: Any, origin: str) -> Any:
-        """A batch as ``begin`` takes it; ``origin``: what the caller knows it as."""
-        return batch
 
     def tell(self, watch: Watch, device: int, key: int, share: Share) -> None:
         """Tell what is on the way to a gradient; into a captured program nobody can look."""
@@ -173,7 +173,8 @@ class ArrayFramework:
         samples = share.read(share.samples)
         if key is not None:
             generators.seed(key, self.definition.generators)
-        return self.checked(as_batch(samples, share, self.collate), share.origin)
+        whole = as_batch(samples, share, self.collate)
+        return whole if self.checked is None else self.checked(whole, share.origin)
 
     def measure(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Measurement:
         """Metrics over a chunk."""
@@ -183,6 +184,12 @@ class ArrayFramework:
     def norm(self, gradient: Gradient) -> float:
         """2-norm of ``gradient`` over all parameters."""
         return self.arithmetic.norm(gradient)
+
+    def clipped(self, gradient: Gradient) -> Gradient:
+        """``gradient`` with a norm of at most ``max_norm``, as torch does it."""
+        if not math.isfinite(self.definition.max_norm):
+            return gradient
+        return self.arithmetic.scale(gradient, min(1.0, self.definition.max_norm / (self.norm(gradient) + MARGIN)))
 
     def schedule(self, value: float, epoch: int | None = None) -> None:
         """Schedules are the optimizer's own."""
@@ -239,14 +246,11 @@ class Functions:
 
     kind: ClassVar[type]  # of arrays
     called: ClassVar[str]  # one of them, in words
+    is_float: ClassVar[Callable[[Any], bool]]  # whether an array of this dtype can be a loss
 
     def __init__(self, definition: Definition) -> None:
         self.definition = definition
         self.teller = "forward_fn" if definition.loss_fn is None else "loss_fn"
-
-    def is_float(self, dtype: Any) -> bool:
-        """Whether such an array can be a loss."""
-        raise NotImplementedError
 
     def seed(self) -> None:
         """Before a trace: what is drawn from global generators then is the same, whoever compiles."""
@@ -277,7 +281,7 @@ class Functions:
         loss, weight = pair
         if not isinstance(loss, self.kind):
             self._refuse(f"a {type(loss).__name__}", f"{self.called}: the mean loss over the share")
-        if loss.shape != () or not self.is_float(loss.dtype):
+        if loss.shape != () or not type(self).is_float(loss.dtype):
             self._refuse(
                 f"an array of shape {loss.shape} and {loss.dtype}", "a real scalar: average it, as in loss.mean()"
             )

@@ -142,7 +142,7 @@ class Record:
         return []
 
     def digest(self, model: Any, optimizer: Any, step: int | None, state: Any) -> str:
-        """See ``states.digest``."""
+        """See ``registry.digest``."""
         return digest_of(self.entries(model, optimizer, state), step)
 
     def entries(self, model: Any, optimizer: Any, state: Any) -> Iterable[Entry]:

@@ -15,12 +15,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
+
 from phalanx.definition import generators
 from phalanx.definition.fields import Definition
 from phalanx.definition.plain import changes
 from phalanx.errors import UsageError
 from phalanx.frameworks.record import Made, Record
+from phalanx.frameworks.record import stored as stored_array
 from phalanx.seams import Framework
+from phalanx.seams.records import Tensor
 from phalanx.shared.layout import Contents, apart
 from phalanx.shared.memory import Memory
 from phalanx.surroundings import interrupts
@@ -243,3 +247,47 @@ def all_devices() -> list[tuple[str, str, str, str]]:
 
 def _whose(names: Sequence[str]) -> Record:
     return next((record for record in RECORDS.values() if record.knows(names)), EVERYWHERE[0])
+
+
+def digest(model: Any, optimizer: Any = None, step: int | None = None, state: Any = ()) -> str:
+    """The digest of a state: equal digests mean equal bits.
+
+    Parameters
+    ----------
+    model : torch.nn.Module, pytree of jax arrays, or object with tensors of tinygrad
+    optimizer : torch.optim.Optimizer, sequence of them, optax state, optimizer of tinygrad, or None
+        Its state is included, tensors and scalars.
+    step : int or None
+        How many optimizer steps led here.
+    state : pytree
+        What a jax model keeps beside its parameters, as ``forward_fn`` returned it.
+
+    Returns
+    -------
+    str
+        64 hexadecimal digits; equals ``result.digest`` of a run that ended in the same state.
+    """
+    framework = recognised(model) or EVERYWHERE[0]
+    return framework.digest(model, optimizer, step, state)
+
+
+def tensor_of(tensor: Tensor, facts: dict[str, Any]) -> Any:
+    """A tensor of a snapshot with these facts as its framework's own; for some, as a numpy array."""
+    framework = facts.get("framework", EVERYWHERE[0].name)
+    return named(framework).tensor_of(tensor)
+
+
+def stored(leaf: Any) -> Tensor | None:
+    """A tensor or array as a snapshot holds it, in memory of its own; None for all else."""
+    if isinstance(leaf, np.ndarray):
+        return stored_array(leaf)
+    found = (each.stored(leaf) for each in EVERYWHERE)
+    return next((tensor for tensor in found if tensor is not None), None)
+
+
+def weights_of(model: Any, params: Mapping[str, Any], instead: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The weights of a model by name, as its own framework would load them; ``instead``: other values of parameters."""
+    whole = (recognised(model) or EVERYWHERE[0]).weights(model, params, instead)
+    if None in whole.values():
+        raise UsageError("a parameter has a dtype that safetensors does not have; save it in another way")
+    return whole  # type: ignore[return-value]

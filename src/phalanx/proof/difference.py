@@ -10,7 +10,7 @@ import numpy as np
 
 from phalanx.checkpoint.chain import Links
 from phalanx.definition.data import content, is_array, leaves
-from phalanx.frameworks.states import stored
+from phalanx.frameworks.registry import stored
 from phalanx.seams.records import Tensor
 
 FLOATS = {"float16": np.uint16, "bfloat16": np.uint16, "float32": np.uint32, "float64": np.uint64}

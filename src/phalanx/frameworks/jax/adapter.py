@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -73,7 +74,7 @@ class Jax(ArrayFramework):
             self.recorded = recorded(self._device)
             if self._device.platform == "cpu":
                 check_threads(definition.threads)
-            self._double = any(leaf.dtype == jnp.float64 for leaf in leaves)
+            self.checked = functools.partial(forward.checked, double=any(leaf.dtype == jnp.float64 for leaf in leaves))
             self._updates = Update(definition)
             self._state = Trees(params, jax.device_put(self._updates.begin(params), self._device), beside)
         self._homes = found or [self._device]
@@ -81,10 +82,6 @@ class Jax(ArrayFramework):
         self.lanes = Blocks(definition.replicas, len(found), self._moved) if len(found) > 1 else None
         self.lr = self._updates.lr
         self.sharing = Sharing(self._state, self._updates, self._device)
-
-    def checked(self, batch: Any, origin: str) -> Any:
-        """Leaves that jax takes as they are."""
-        return forward.checked(batch, origin, double=self._double)
 
     def begin(self, device: int, key: int, share: Share) -> Callable[[], Computed]:
         """Compute where a copy of the parameters is."""

@@ -36,6 +36,7 @@ class Forward(Functions):
     """
 
     kind, called = jax.Array, "a scalar jax array"
+    is_float = staticmethod(functools.partial(jnp.issubdtype, arg2=jnp.floating))
 
     def __init__(self, definition: Definition) -> None:
         super().__init__(definition)
@@ -43,10 +44,6 @@ class Forward(Functions):
         self.stateful = checks.takes(definition.forward_fn, "state")
         self._value_and_grad = jax.jit(jax.value_and_grad(self._loss, has_aux=True))
         self._evaluated = jax.jit(self._output)
-
-    def is_float(self, dtype: Any) -> bool:
-        """Complex ones are none."""
-        return jnp.issubdtype(dtype, jnp.floating)
 
     def begun(
         self, params: Any, batch: Any, key: int, part: int | None = None, *, state: Any = ()

@@ -14,20 +14,21 @@ from typing import Any, cast
 import jax
 import numpy as np
 
+from phalanx import seams
 from phalanx.errors import UsageError
 from phalanx.frameworks import arithmetic
 from phalanx.frameworks.arithmetic import Gradient, view
 from phalanx.frameworks.jax.optimizer import Update
 from phalanx.frameworks.jax.tree import Trees, copied, is_key, named, plain
 from phalanx.plan.fold import Placement, dealt
-from phalanx.seams import Arrays, Places
+from phalanx.seams import Arrays
 from phalanx.seams.records import Exported
 from phalanx.shared.layout import Contents, Layout, Spec, StatePiece, Take, lay_out, row_major
 
 
 @dataclass
-class Sharing:
-    """Implements ``seams.Sharing`` for jax."""
+class Sharing(seams.Sharing):
+    """For jax; nothing is frozen."""
 
     state: Trees
     updates: Update
@@ -56,9 +57,6 @@ class Sharing:
         if worker is None:
             return SharedState(self.state, layout)
         return WorkerState(self.state, self.updates, layout, arena, worker)
-
-    def move(self, layout: Layout, places: Places) -> None:
-        """Nothing is frozen here."""
 
     def look(self, layout: Layout, arena: mmap.mmap, resting: Sequence[int]) -> Exported:
         """See ``seams.Sharing.look``: copies."""
@@ -117,6 +115,12 @@ class SharedState:
     def take(self, foreign: None, options: None) -> None:
         """Nothing is left to be taken."""
 
+    def aim(self, homes: Gradient | None) -> None:
+        """They are copied there when they are published."""
+
+    def watch(self, told: Callable[[int, Any], None]) -> None:
+        """They come all at once."""
+
     def weights(self) -> list[np.ndarray]:
         """See ``seams.SharedState.weights``."""
         return [plain(leaf).reshape(-1).view(np.uint8) for leaf in jax.tree.leaves(self._state.params)]
@@ -128,12 +132,6 @@ class SharedState:
         self._state.params = copied(self._state.params, arrays)
         for mine, shared in zip(self.starts, buffers, strict=True):
             mine[...] = shared
-
-    def aim(self, homes: Gradient | None) -> None:
-        """They are copied there when they are published."""
-
-    def watch(self, told: Callable[[int, Any], None]) -> None:
-        """They come all at once."""
 
     def norm(self, gradient: Gradient, meet: Callable[[], None], there: Sequence[int] | None) -> float:
         """Nobody else is there."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,7 @@ def numbers(tree: Any) -> dict[str, np.ndarray]:
 def named(tree: Any) -> dict[str, Any]:
     """The leaves by name, in their order: keys, positions and attributes on the way, with dots between."""
     paths = [path for path, _ in tree_util.tree_flatten_with_path(tree)[0]]
-    names = [".".join(str(_part(entry)) for entry in path) or ALONE for path in paths]
+    names = [tree_util.keystr(path, simple=True, separator=".") or ALONE for path in paths]
     if len(set(names)) < len(names):  # a key with a dot in it
         names = [tree_util.keystr(path) for path in paths]
     return dict(zip(names, jax.tree.leaves(tree), strict=True))
@@ -144,18 +144,6 @@ def copied(tree: Any, arrays: Sequence[np.ndarray]) -> Any:
 def is_key(leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Whether a leaf holds random keys, which are no numbers."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _part(entry: Any) -> Hashable:
-    match entry:
-        case tree_util.DictKey(key) | tree_util.FlattenedIndexKey(key):
-            return key
-        case tree_util.SequenceKey(index):
-            return index
-        case tree_util.GetAttrKey(name):
-            return name
-        case _:
-            return str(entry)
 
 
 def words(key: int) -> np.ndarray:

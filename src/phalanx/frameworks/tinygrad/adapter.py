@@ -75,13 +75,10 @@ class Tinygrad(ArrayFramework):
             self._updates = Update(definition, [own[id(tensor)] for tensor in model.listed], first.params)
             self._starts = [plain(tensor) for tensor in first.buffers]
             self.recorded = recorded(first.device)
-        self._double = any(plain(tensor).dtype == np.float64 for tensor in model.params.values())
+        double = any(plain(tensor).dtype == np.float64 for tensor in model.params.values())
+        self.checked = functools.partial(Batch, double=double)
         self.lanes = Blocks(definition.replicas, len(homes), _in_host_memory) if len(homes) > 1 else None
         self.lr = self._updates.lr
-
-    def checked(self, batch: Any, origin: str) -> Batch:
-        """As numpy arrays that tensors can be made of."""
-        return Batch(batch, origin, double=self._double)
 
     def begin(self, device: int, key: int, share: Share) -> Callable[[], Computed]:
         """On a device's own copy of the weights."""
@@ -89,7 +86,7 @@ class Tinygrad(ArrayFramework):
 
     def update(self, step: int, gradient: Gradient, buffers: Sequence[tuple[int, list[Any]]] | None) -> None:
         """On the first device; the others get copies of its weights."""
-        self._updates.step(gradient)
+        self._updates.step(self.clipped(gradient))
         self._starts = settled(buffers or [], self._starts)
         self._spread()
 

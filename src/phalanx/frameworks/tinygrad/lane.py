@@ -36,10 +36,7 @@ class Forward(Functions):
     """Calls the recipe's functions, as a plain loop would."""
 
     kind, called = Tensor, "a scalar tensor of tinygrad"
-
-    def is_float(self, dtype: Any) -> bool:
-        """As tinygrad says."""
-        return dtypes.is_float(dtype)
+    is_float = staticmethod(dtypes.is_float)
 
     def output(self, model: Any, batch: Any) -> Any:
         """The output for a batch."""
@@ -108,9 +105,12 @@ class Lane:
         with Context(TRAINING=1):
             computed = program.run()
 
-        @functools.cache
-        def read() -> tuple[list[np.ndarray], list[np.ndarray]]:
-            return [plain(tensor) for tensor in computed], [plain(tensor) for tensor in self.buffers]
+        arrays: list[list[np.ndarray]] = []
+
+        def read() -> list[list[np.ndarray]]:
+            if not arrays:  # the first who asks waits for the device
+                arrays.extend([plain(tensor) for tensor in part] for part in (computed, self.buffers))
+            return arrays
 
         self._unread = read
         return functools.partial(self._ended, read, program.told)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,11 +90,8 @@ def opened(whole: Any) -> Model:
     UsageError
         It cannot be copied, has nothing to be trained, or something that cannot be.
     """
-    named: dict[str, Tensor] = {}
     everything = get_state_dict(whole)
-    for name, tensor in everything.items():
-        if not any(tensor is other for other in named.values()):
-            named[name] = tensor
+    named = each_once(everything)
     if not any(tensor.is_param for tensor in named.values()):
         raise UsageError(
             f"make_model returned a {type(whole).__name__} without trainable parameters; leave .is_param_(True) for "
@@ -113,6 +110,15 @@ def opened(whole: Any) -> Model:
     )
     _check_copies(model)
     return model
+
+
+def each_once(named: Mapping[str, Tensor], known: Iterable[Tensor] = ()) -> dict[str, Tensor]:
+    """Tensors by name, tied ones by the first; without those that are known."""
+    seen = set(map(id, known))
+    first: dict[int, str] = {}
+    for name, tensor in named.items():
+        first.setdefault(id(tensor), name)
+    return {name: named[name] for number, name in first.items() if number not in seen}
 
 
 def plain(tensor: Tensor) -> np.ndarray:

@@ -15,17 +15,15 @@ from tinygrad.tensor import Tensor
 
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
-from phalanx.frameworks import arithmetic
 from phalanx.frameworks.arithmetic import Gradient
 from phalanx.frameworks.arrays import State
-from phalanx.frameworks.tinygrad.model import owned, plain, write
+from phalanx.frameworks.tinygrad.model import each_once, owned, plain, write
 
 EXAMPLE = "optimizer=functools.partial(tinygrad.nn.optim.AdamW, lr=1e-3)"
-MARGIN = 1e-6  # added to the norm where a gradient is clipped, as torch does
 
 
 class Update:
-    """Clipping, and the recipe's optimizer over the first device's parameters.
+    """The recipe's optimizer over the first device's parameters.
 
     Parameters
     ----------
@@ -44,11 +42,10 @@ class Update:
         self.optimizer = _made(definition, listed)
         _check(self.optimizer, params)
         self._params = params
-        self._max_norm = definition.max_norm
-        self._gradient = [owned(np.zeros(tensor.shape, plain(tensor).dtype), _home(tensor)) for tensor in params]
-        self.state = dict(entries(self.optimizer, listed))
+        self._gradient = [owned(np.zeros(tensor.shape, plain(tensor).dtype), str(tensor.device)) for tensor in params]
+        self.state = each_once(get_state_dict(self.optimizer), listed)
         for tensor in self.state.values():  # in memory that is there before the first step, and stays
-            tensor.replace(owned(plain(tensor), _home(tensor)))
+            tensor.replace(owned(plain(tensor), str(tensor.device)))
         self._apply = TinyJit(self._traced)
         self._numbers = dict(_numbers(self.optimizer))
         self.look()
@@ -60,9 +57,6 @@ class Update:
 
     def step(self, gradient: Gradient) -> None:
         """Update the parameters, and read them no sooner than somebody asks."""
-        if math.isfinite(self._max_norm):
-            factor = min(1.0, self._max_norm / (arithmetic.norm(gradient) + MARGIN))
-            gradient = arithmetic.scale(gradient, factor)
         for tensor, entry in zip(self._gradient, gradient, strict=True):
             write(tensor, entry)
         with Context(TRAINING=1):
@@ -83,23 +77,11 @@ class Update:
             tensor.grad = None
 
 
-def entries(optimizer: Any, params: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an optimizer's state by name, each once; parameters and buffers are the model's."""
-    seen = {id(tensor) for tensor in params}
-    for name, tensor in get_state_dict(optimizer).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield name, tensor
-
-
 def state_of(model: Any, optimizer: Any) -> State:
     """The state of a loop written by hand: a model, and an optimizer, several, or none."""
-    named: dict[str, Any] = {}
-    for name, tensor in get_state_dict(model).items():
-        if not any(tensor is other for other in named.values()):
-            named[name] = tensor
+    named = each_once(get_state_dict(model))
     whole = optimizer if not isinstance(optimizer, Sequence) or len(optimizer) != 1 else optimizer[0]
-    state = {} if whole is None else dict(entries(whole, list(named.values())))
+    state = {} if whole is None else each_once(get_state_dict(whole), named.values())
     return State(
         {name: plain(tensor) for name, tensor in named.items() if tensor.is_param},
         {name: plain(tensor) for name, tensor in named.items() if not tensor.is_param},
@@ -144,8 +126,3 @@ def _numbers(optimizer: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(optimizer, OptimizerGroup):
         for number, inner in enumerate(optimizer.optimizers):
             yield from _numbers(inner, f"{prefix}optimizers.{number}.")
-
-
-def _home(tensor: Tensor) -> str:
-    assert isinstance(tensor.device, str)
-    return tensor.device
