@@ -32,7 +32,6 @@ def test_the_table(tmp_path):
     again = [f"done{again} in this process" for again in ("", " again")]
     assert [row["what"] for row in told["rows"]] == [*again, "done on 2 devices", "done on 3 devices"]
     assert len({row["digest"] for row in told["rows"]}) == 1
-    assert all(row["seconds"] > 0 for row in told["rows"])
     assert told["same"] is True
     assert "torch" in told["circumstances"]
 
@@ -82,7 +81,7 @@ def test_what_raises_is_not_called_the_same(tmp_path):
 
 def test_wrong_calls():
     """A recipe without data and too few steps are refused by name."""
-    with pytest.raises(phalanx.UsageError, match="--steps is 1"):
-        list(check(FAMILIES["mlp"].recipe(4), None, ["cpu"], 1))
+    with pytest.raises(phalanx.UsageError, match="--steps is 0"):
+        list(check(FAMILIES["mlp"].recipe(4), None, ["cpu"], 0))
     with pytest.raises(phalanx.UsageError, match="data=None"):
         list(check(phalanx.Recipe(FAMILIES["mlp"].make_model, None, FAMILIES["mlp"].loss_fn), None, ["cpu"], 3))

@@ -121,8 +121,7 @@ def check_recipe(
         rows.append(row)
         if not json_:
             outcome = {True: row.digest or "nothing was written", False: "DIFFERENT", None: "could not be told"}
-            took = "" if row.seconds is None else f"  {row.seconds * 1e3:.1f} ms a step"
-            typer.echo(f"{row.what:32}  {outcome[row.same]}{took}" + (f"\n  {row.told}" if row.told else ""))
+            typer.echo(f"{row.what:32}  {outcome[row.same]}" + (f"\n  {row.told}" if row.told else ""))
     status, facts = checked.verdict(rows), checked.circumstances(named, recipe.replicas)
     said = ("the same", "DIFFERENT", "it could not be told")[status]
     told = {"circumstances": facts, "rows": [dataclasses.asdict(row) for row in rows], "same": status == checked.SAME}

@@ -14,12 +14,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.definition import checks
 from phalanx.errors import PhalanxError, StateError, UsageError
 from phalanx.frameworks import registry
 from phalanx.frameworks.registry import device_facts, device_names
@@ -52,15 +52,12 @@ class Row:
     told : str
         Where the run differs first from that of the first row, or the error with which it ended; empty if neither.
     digest : str or None
-    seconds : float or None
-        Of a step, the first one left out.
     """
 
     what: str
     same: bool | None
     told: str = ""
     digest: str | None = None
-    seconds: float | None = None
 
 
 def check(recipe: Recipe, file: str | None = None, devices: Sequence[str] = (), steps: int = 5) -> Iterator[Row]:
@@ -74,15 +71,13 @@ def check(recipe: Recipe, file: str | None = None, devices: Sequence[str] = (), 
     devices : sequence of str
         As ``Recipe.train`` takes them; a kind alone means all that are visible, at most R.
     steps : int
-        At least 2.
 
     Raises
     ------
     UsageError
         The recipe has no data, or a device cannot be used.
     """
-    if steps < 2:
-        raise UsageError(f"--steps is {steps}; give at least 2, as the first one is not timed")
+    checks.integer("--steps", steps, least=1)
     if recipe.data is None:
         raise UsageError("the recipe has data=None, so there is nothing to train on; check one that has data")
     recipe = dataclasses.replace(recipe, steps=steps, epochs=None)
@@ -107,16 +102,14 @@ def trained(recipe: Recipe, what: str, run_dir: pathlib.Path, **options: Any) ->
 
     A run that came to something else when it computed a replica twice is done again, so that ``diff`` can say where.
     """
-    marks: list[float] = []
-    note: Callable[[object], None] = lambda _: marks.append(time.perf_counter())  # noqa: E731
     try:
-        result = recipe.train(run_dir=run_dir, chain="every", progress=False, callbacks=[note], **options)
+        result = recipe.train(run_dir=run_dir, chain="every", progress=False, **options)
     except StateError as error:
         shutil.rmtree(run_dir)
         with warnings.catch_warnings(action="ignore"):
             row = trained(recipe, what, run_dir, **options, nondeterministic="allow")
         return dataclasses.replace(row, same=False, told=str(error))
-    return Row(what, True, "", result.digest, (marks[-1] - marks[0]) / (len(marks) - 1))
+    return Row(what, True, "", result.digest)
 
 
 def verdict(rows: Sequence[Row]) -> int:
