@@ -72,7 +72,7 @@ class ResumeState:
         try:
             if run_dir is not None:
                 self._directory = RunDirectory(run_dir, keep)
-                self._earlier = self._directory.newest()
+                self._earlier = newest_of(self._directory.root)
                 self._check_wanted(run_dir)
             if warm_start is not None and self._earlier is None:
                 self._weights = read_any(warm_start)
