@@ -20,7 +20,7 @@ from phalanx.definition.digest import told_of_array, told_of_container
 from phalanx.definition.reachable import installed
 from tests.exactness.test_phases import recipe as with_phases
 from tests.families import FAMILIES, FEATURES
-from tests.state.runs import assert_same, engine_of, folder_of, killed, norm_recipe, steps_in
+from tests.state.runs import assert_same, bytes_of, engine_of, folder_of, killed, norm_recipe, steps_in
 
 
 def scaled(factor):
@@ -87,6 +87,22 @@ def test_a_run_that_was_refused_has_nothing_to_give(tmp_path, workers):
             with pytest.raises(phalanx.RunError, match="its recipe is another than that of the snapshot"):
                 ask()
     assert steps_in(tmp_path) == [2]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_run_that_was_refused_changes_no_file(tmp_path, workers, step):
+    """Neither at the beginning, where only the chain tells what was done, nor later; the right recipe goes on."""
+    options = {"run_dir": tmp_path, "snapshot_every": 2, "keep_snapshots": 9, **engine_of(workers)}
+    whole = job().train(**options)
+    killed(tmp_path, step)
+    kept = bytes_of(tmp_path)
+    with pytest.raises(phalanx.UsageError, match=f"step {step} comes to another loss"):
+        job(loss_fn=scaled(2.0)).train(**options)
+    assert bytes_of(tmp_path) == kept
+    again = job().train(**options)
+    assert (again.resumed_from, again.chain) == (step, whole.chain)
+    assert bytes_of(tmp_path) != kept
 
 
 def test_anyway_after_a_kill(tmp_path):

@@ -87,8 +87,6 @@ class ChainFile:
             self._descriptor = self._held.add(files.open_log(path))
             self._records = self._held.add(files.open_log(records_of(path)))
             self._first, self._end = steps, self._end_of(steps)
-            if not steps:
-                self._cut()
         except BaseException:
             self.close()
             raise
@@ -99,7 +97,7 @@ class ChainFile:
         self.root = line[LINK]
         if not self._broken and self._held.mine:
             try:
-                self._cut()
+                self.cut()
                 if len(line) != self._width:
                     raise ValueError(f"a line of {len(line)} bytes does not fit into {self._width}")
                 self._write(line)
@@ -135,8 +133,8 @@ class ChainFile:
                 return links.offset(steps)
         return None
 
-    def _cut(self) -> None:
-        """Cut off what will be done again, or begin anew, and write what waited for that."""
+    def cut(self) -> None:
+        """Cut off what will be done again, or begin anew, and write what waited for that: before the first link."""
         if self._waiting is None:
             return
         waiting, self._waiting = self._waiting, None

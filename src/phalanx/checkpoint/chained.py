@@ -72,6 +72,8 @@ class Chained(Observer):
                 len(self._definition.rounds.every) * self._definition.replicas + len(self._definition.phases or ()) * 3
             )
             self._chain = ChainFile(self._directory.root / CHAIN, done, told)
+            if engine.run_state.resumed_from is None:  # else this run may be refused yet
+                self._chain.cut()
         except OSError as error:
             where = str(self._directory.root / CHAIN)
             raise UsageError(f"the run's chain, {where!r}, cannot be written: {error}; mend that file") from error

@@ -69,10 +69,6 @@ class RunDirectory:
         """Whether there is a snapshot of this step."""
         return snapshot.is_one(self.root / SNAPSHOTS / f"step-{step:012d}")
 
-    def newest(self) -> Snapshot | None:
-        """The newest snapshot that is whole; None if there is none at all. See ``newest_of``."""
-        return newest_of(self.root)
-
     def write(self, state: Snapshot) -> None:
         """Write a snapshot, then remove those that are too old; what is good is removed only after that.
 
@@ -91,9 +87,8 @@ class RunDirectory:
         target = folder / f"step-{state.step:012d}"
         files.remove(target)  # of an earlier run, and damaged, or it would not be written again
         snapshot.write(state, target)
-        older = [
-            path for path in snapshot_folders(self.root) if path.name <= target.name
-        ]  # newer ones could not be read
+        # Newer ones could not be read.
+        older = [path for path in snapshot_folders(self.root) if path.name <= target.name]
         for path in older[self._keep :]:
             with contextlib.suppress(OSError):
                 if snapshot.is_one(path):  # what is no snapshot was put there by somebody else

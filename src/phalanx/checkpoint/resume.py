@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.checkpoint import snapshot
+from phalanx.checkpoint.chain import CHAIN, Links
 from phalanx.checkpoint.chained import Behaviour, Chained, brought_as, fields_of
 from phalanx.checkpoint.directory import SNAPSHOTS, EventLog, RunDirectory, newest_of
 from phalanx.checkpoint.saver import LOSSES, Saver
@@ -70,7 +72,7 @@ class ResumeState:
         try:
             if run_dir is not None:
                 self._directory = RunDirectory(run_dir, keep)
-                self._earlier = self._directory.newest()
+                self._earlier = newest_of(self._directory.root)
                 self._check_wanted(run_dir)
             if warm_start is not None and self._earlier is None:
                 self._weights = read_any(warm_start)
@@ -167,11 +169,18 @@ class ResumeState:
     def _check_length(self, run_dir: pathlib.Path, earlier: Snapshot) -> None:
         by_epochs = self._definition.stream is not None and self._definition.epochs is not None
         steps = None if by_epochs else self._definition.total  # batches may have been brought between
-        if steps is not None and steps < earlier.step:
+        if steps is not None and steps < earlier.step and not self._brought(steps, earlier.step):
             raise UsageError(
                 f"run_dir is {str(run_dir)!r}, which has a run of {earlier.step} steps, and the recipe has "
                 f"{steps}; raise steps or epochs, or choose another directory"
             )
+
+    def _brought(self, begin: int, end: int) -> bool:
+        """Whether the caller brought the batches of all these steps: then they are no planned ones."""
+        assert self._directory is not None, "there is a snapshot"
+        with contextlib.suppress(SnapshotError, OSError), Links(self._directory.root / CHAIN) as links:
+            return all(map(links.brought, range(begin, end)))
+        return False
 
     def _compare(self, directory: RunDirectory, state: Captured) -> None:
         """Refuse another recipe, or note how it differs; warn of what may differ."""
