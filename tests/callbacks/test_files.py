@@ -1,15 +1,18 @@
 """What callbacks leave in a run_dir: never through links, their owner's alone, and a full disk stops nothing."""
 
+import dataclasses
 import errno
 import os
 import stat
 
 import pytest
+import torch
 
 import phalanx
 from phalanx.callbacks import Log, SaveBest
 from phalanx.checkpoint import files
 from tests.callbacks.jobs import evaluation, recipe
+from tests.state.runs import bytes_of, killed
 
 EVERYWHERE = pytest.mark.parametrize(
     "options", [{"engine": "inline"}, {"engine": "processes", "workers": 2}, {"workers": "auto"}],
@@ -185,3 +188,26 @@ def test_drafts_that_a_kill_left(tmp_path):
     (tmp_path / "best" / "mine").write_text("mine")
     result = train(tmp_path, [SaveBest("accuracy")], engine="inline")
     assert contents(tmp_path / "best").keys() == {"mine", result.best.path.name}
+
+
+def doubled(output, target):
+    """Another loss than the recipe's."""
+    return 2 * torch.nn.functional.cross_entropy(output, target)
+
+
+@pytest.mark.parametrize("steps", [0, 4])
+def test_a_refused_run_changes_no_file(tmp_path, steps):
+    """A run whose first step is another leaves log and best weights as they were; the right one writes them again."""
+    options = {"engine": "inline", "snapshot_every": 2, "keep_snapshots": 9, "evaluation": evaluation()}
+    result = recipe(epochs=2).train(run_dir=tmp_path, callbacks=both(), **options)
+    killed(tmp_path, steps)
+    kept = bytes_of(tmp_path)
+    with pytest.raises(phalanx.UsageError, match=f"step {steps} comes to another"):
+        dataclasses.replace(recipe(epochs=2), loss_fn=doubled).train(run_dir=tmp_path, callbacks=both(), **options)
+    assert bytes_of(tmp_path) == kept
+    again = recipe(epochs=2).train(run_dir=tmp_path, callbacks=both(), **options)
+    assert (again.resumed_from, again.digest) == (steps, result.digest)
+    now = bytes_of(tmp_path)
+    assert now["log.csv"] == kept["log.csv"]
+    assert {name for name in now if name.startswith("best")} == {name for name in kept if name.startswith("best")}
+    assert now != kept

@@ -226,6 +226,7 @@ class SaveBest:
         self._run: Any = None
         self._folder: pathlib.Path | None = None
         self._known: list[tuple[float, int]] | None = None
+        self._tidy = True  # whether the folder has files of this run only
 
     @property
     def best(self) -> Best | None:
@@ -233,22 +234,17 @@ class SaveBest:
         return self.kept[0] if self.kept else None
 
     def begin(self, run: Any) -> None:
-        """Begin anew, unless the run goes on from a snapshot; files of steps that are done again are written again."""
+        """Begin anew, unless the run goes on from a snapshot: then nothing is removed yet, as it may be refused."""
         self._run, known = run, self._known or []
         self._folder = None if run.run_dir is None else run.run_dir.resolve() / FOLDER
         self.kept = [Best(self._better.metric, value, steps, self._file_of(steps)) for value, steps in known]
-        self._known = None
-        if self._folder is None:
-            return
-        files.make_folder(self._folder)
-        files.clear_away(self._folder)
-        names = {self._file_of(steps) for _, steps in known}
-        for path in self._folder.iterdir():
-            if path not in names and NAME.fullmatch(path.name):
-                files.remove(path)
+        self._known, self._tidy = None, self._folder is None
+        if run.resumed_from is None:
+            self._clear()
 
     def evaluated(self, values: Mapping[str, float]) -> None:
         """Keep the weights if they are among the best."""
+        self._clear()
         value = self._better.of(values)
         full = len(self.kept) >= self._keep
         if value is None or not self._better.is_better(value, self.kept[-1].value if full else None):
@@ -275,6 +271,18 @@ class SaveBest:
         """Go on from there: their files are in the directory."""
         check_like(state, {"kept": Each([float, int])}, "SaveBest")
         self._known = [(value, steps) for value, steps in state["kept"]]
+
+    def _clear(self) -> None:
+        """Remove files of steps that are done again, once."""
+        if self._tidy or self._folder is None:
+            return
+        files.make_folder(self._folder)
+        files.clear_away(self._folder)
+        names = {item.path for item in self.kept}
+        for path in self._folder.iterdir():
+            if path not in names and NAME.fullmatch(path.name):
+                files.remove(path)
+        self._tidy = True
 
     def _file_of(self, steps: int) -> pathlib.Path | None:
         return None if self._folder is None else self._folder / f"step-{steps:012d}.safetensors"

@@ -34,13 +34,13 @@ class Csv:
         self._columns: list[str] = []
         self._held = Held()
 
-    def open(self, run: Any) -> None:
-        """Begin with the lines of steps that are done."""
+    def open(self, run: Any, steps: int) -> None:
+        """Begin with the lines of the steps that are done."""
         folder = (run.run_dir or pathlib.Path()).resolve()
         self._csv = pathlib.Path(folder / "log.csv" if self._target is None else self._target)
         self._csv.parent.mkdir(parents=True, exist_ok=True)
-        rows = self._rows() if run.steps and self._csv.exists() else []
-        done = [row for row in rows if (row.get("step") or "").isdigit() and int(row["step"]) < run.steps]
+        rows = self._rows() if steps and self._csv.exists() else []
+        done = [row for row in rows if (row.get("step") or "").isdigit() and int(row["step"]) < steps]
         self._begin(list(dict.fromkeys(name for row in done for name in row if name and row[name])), done)
 
     def write(self, step: int, row: Row) -> None:
@@ -88,8 +88,8 @@ class TensorBoard:
     def __init__(self, where: Any, options: Mapping[str, Any]) -> None:
         self._target, self._options = where, options
 
-    def open(self, run: Any) -> None:
-        """Begin a file of events."""
+    def open(self, run: Any, steps: int) -> None:
+        """Begin a file of events; ``steps`` are done."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -97,7 +97,7 @@ class TensorBoard:
         folder = self._target or (run.run_dir or pathlib.Path()).resolve() / "tensorboard"
         if self._target is None and run.run_dir is not None:
             files.make_folder(folder)
-        self._writer = SummaryWriter(str(folder), purge_step=run.steps or None, **self._options)
+        self._writer = SummaryWriter(str(folder), purge_step=steps or None, **self._options)
 
     def write(self, step: int, row: Row) -> None:
         """Add a scalar for each value."""
@@ -140,18 +140,21 @@ class Log:
         checks.choice("to", to, tuple(KINDS))
         self._writer = KINDS[to](where, options)
         self._open = False
+        self._run: Any = None
         self._row: Row | None = None
         self._step = 0
 
     def begin(self, run: Any) -> None:
-        """Open it; where the run goes on, the log does."""
-        self._row = None
-        self._writer.open(run)
-        self._open = True
+        """Open it; where a run goes on, with its first step: until then the run may be refused."""
+        self._run, self._row = run, None
+        if run.resumed_from is None:
+            self._opened(0)
 
     def step(self, report: Any) -> None:
         """Note a step; it is written when the next one comes, with what is evaluated until then."""
         self._write()
+        if not self._open:
+            self._opened(report.step)
         values = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": report.lr, "samples": report.samples}
         for name, phase in report.phases.items():
             values |= {f"{what}/{name}": value for what, value in phase._asdict().items()}
@@ -180,6 +183,10 @@ class Log:
     def load(self, state: Mapping[str, Any]) -> None:
         """All that is needed is in what was written."""
         check_like(state, {}, "Log")
+
+    def _opened(self, steps: int) -> None:
+        self._writer.open(self._run, steps)
+        self._open = True
 
     def _write(self) -> None:
         if self._row is not None:

@@ -121,6 +121,11 @@ class Run:
         return self._loop.steps
 
     @property
+    def resumed_from(self) -> int | None:
+        """After how many steps it went on from a snapshot; None if it did not."""
+        return self._engine.run_state.resumed_from
+
+    @property
     def stopped(self) -> bool:
         """Whether ``stop`` was called."""
         return self._engine.run_state.stopped_by is not None
