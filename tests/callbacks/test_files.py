@@ -25,10 +25,10 @@ def both():
     return [Log("csv"), SaveBest("accuracy")]
 
 
-def train(run_dir, callbacks=None, **options):
+def train(run_dir, callbacks=None, epochs=2, **options):
     """Two epochs, each of which is evaluated."""
     callbacks = both() if callbacks is None else callbacks
-    return recipe(epochs=2).train(run_dir=run_dir, callbacks=callbacks, evaluation=evaluation(), **options)
+    return recipe(epochs=epochs).train(run_dir=run_dir, callbacks=callbacks, evaluation=evaluation(), **options)
 
 
 def contents(folder):
@@ -71,7 +71,7 @@ def test_a_link_that_comes_later(tmp_path):
     (tmp_path / "run" / "log.csv").symlink_to(tmp_path / "precious")
     before = (tmp_path / "precious").read_bytes()
     with pytest.raises(phalanx.UsageError, match=r"Log could not write: .*symbolic link: .*log.csv'; mend that"):
-        train(tmp_path / "run", engine="inline")
+        train(tmp_path / "run", epochs=3, engine="inline")
     assert (tmp_path / "precious").read_bytes() == before
 
 
