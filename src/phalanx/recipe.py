@@ -253,7 +253,8 @@ class Recipe(Definition):
             turn, stop, anyway = Turns(), settled.on_snapshot_error == "stop", settled.resume == ANYWAY
             keeping = past.observers(settled.snapshot_every, stop=stop, chain=settled.chain)
             observers = [*watching(settled.progress, settled.callbacks, self.total, turn, stop=stop), *keeping]
-            supply = dealer(self, engine, past, settled.readers, reading_again(settled.progress), anyway=anyway)
+            shown = reading_again(settled.progress)
+            supply = dealer(self, engine, past.framework, settled.readers, shown, anyway=anyway)
             undo.callback(supply.close if supply else bool)
             loop = Loop(self, engine, settled.evaluation, observers, supply, past.first_step)
             run = Run(self, engine, loop, keeping[-1] if keeping else None, turn, called, self._predicted)

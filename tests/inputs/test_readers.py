@@ -17,12 +17,12 @@ import torch
 import phalanx
 from phalanx.definition.batches import Collated
 from phalanx.definition.data import Share
+from phalanx.engines import readers as tending
 from phalanx.engines import selection
-from phalanx.engines.reading.pool import ReaderPool, ahead_here, worth
-from phalanx.engines.reading.reader import Collate
+from phalanx.engines.readers import Readers, ahead_here, worth
+from phalanx.engines.reading import Collate
 from phalanx.shared import inputs as module
-from phalanx.shared.inputs import AHEAD, Inputs
-from phalanx.shared.inputs.ring import Ring
+from phalanx.shared.inputs import AHEAD, Inputs, Ring
 from phalanx.shared.memory import Memory
 from tests.hosts.worlds import world
 from tests.inputs.streaming import BATCH, InOrder, model, sample
@@ -59,7 +59,8 @@ def is_reader():
     """Whether this is a reader's process, by what is on its stack."""
     frame = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_filename.endswith(os.path.join("reading", "reader.py")):
+        code = frame.f_code
+        if code.co_name == "live" and code.co_filename.endswith(os.path.join("engines", "reading.py")):
             return True
         frame = frame.f_back
     return False
@@ -187,7 +188,7 @@ def test_readers_read(monkeypatch):
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_reader_that_ends_or_hangs(how, expected, tmp_path, monkeypatch):
     """Whoever waits for what a reader had begun reads it, in the same bits; another takes the reader's place."""
-    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(tending, "STOPPED_SECONDS", 0.5)
     result = over(Killing(tmp_path, how)).train(engine="inline", readers=2)
     assert_same(result, expected)
 
@@ -352,10 +353,10 @@ def test_how_many_pay(wall, processor, readers):
 
 def test_auto_starts_readers(monkeypatch):
     """Where reading waits, "auto" wants readers after a second."""
-    monkeypatch.setattr(ReaderPool, "_fill", lambda self: None)  # there is no recipe in the parcel
+    monkeypatch.setattr(Readers, "_fill", lambda self: None)  # there is no recipe in the parcel
     memories = [Memory(0) for _ in range(3)]
     seen = Inputs(memories[2], 4)
-    pool = ReaderPool(memories[2], *memories[:2], 4, 2, None)
+    pool = Readers(memories, seen, None, workers=2)
     try:
         for _ in range(16):
             seen.note_spent(0, 10**9, 0)

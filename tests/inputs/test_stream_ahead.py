@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import phalanx
-from phalanx.engines.reading import streams
+from phalanx.engines import readers as module
+from phalanx.shared.inputs import ready
 from tests.inputs.streaming import COUNT, Knows, Walker, endless, generate, recipe, sample, shuffled
 from tests.inputs.test_readers import state
 from tests.sampling import cover
@@ -28,8 +29,12 @@ PLACES = [{"engine": "inline"}, {"engine": "processes", "workers": 2}]
 
 
 def reader_of(run):
-    """The process that reads."""
-    return run._loop._supply._reader  # planted
+    """The process that reads; it may still be starting."""
+    readers = run._loop._supply.source._readers  # planted
+    end = time.monotonic() + 60
+    while not readers.pids and time.monotonic() < end:
+        time.sleep(0.001)
+    return readers.pids[0]
 
 
 @pytest.mark.parametrize(("kind", "place"), cover("streams read ahead", KINDS, PLACES), ids=str)
@@ -73,14 +78,13 @@ def test_resumes(tmp_path):
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_reader_that_is_killed_or_stopped(make_iterable, when, how, monkeypatch):
     """From where it fell, maybe in the middle of a message, the caller's process reads, says so, and has the bits."""
-    for name, seconds in {"MESSAGE_SECONDS": 1, "LOOK_SECONDS": 0.1, "STOPPED_SECONDS": 0.1}.items():
-        monkeypatch.setattr(streams, name, seconds)
-    made = recipe(make_iterable, buffer=4, epochs=60)  # more than a socket holds
+    monkeypatch.setattr(module, "STOPPED_SECONDS", 0.1)
+    made = recipe(make_iterable, buffer=4, epochs=60)  # more than is read ahead
     expected = made.train(engine="inline")
     with made.start(engine="inline", readers=1) as run:
         for _ in range(when):
             next(run)
-        os.kill(reader_of(run).pid, how)
+        os.kill(reader_of(run), how)
         with pytest.warns(UserWarning, match="read in this process from here on"):
             for _ in run:
                 pass
@@ -138,12 +142,20 @@ def slow():
         yield sample(number)
 
 
+def there(run, number):
+    """Wait until a batch can be taken."""
+    inputs, end = run._loop._supply.source._readers.inputs, time.monotonic() + 60  # planted
+    while inputs.words[inputs.entry(number, 0)] != ready(number) and time.monotonic() < end:
+        time.sleep(0.001)
+    return time.monotonic() < end
+
+
 def test_it_reads_while_steps_are_computed():
     """While the caller's process does something else, the next step's samples are read: they are there when it asks."""
     with recipe(slow).start(engine="inline", readers=1) as run:
-        for _ in range(6):
+        for taken in range(6):
             next(run)
-            assert reader_of(run)._handle.channel.poll(60)  # planted
+            assert there(run, taken + 1)
 
 
 def closing(path):
@@ -158,7 +170,7 @@ def closing(path):
 @pytest.mark.long
 def test_nothing_is_left(tmp_path, monkeypatch):
     """When a run ends, in whatever way, its reader has ended, with the iterable closed; no descriptor stays."""
-    monkeypatch.setattr(streams, "FAREWELL_MILLISECONDS", 60_000)
+    monkeypatch.setattr(module, "FAREWELL_MILLISECONDS", 60_000)
     path = tmp_path / "closed"
     recipe().train(engine="inline", readers=1)
     before = state()

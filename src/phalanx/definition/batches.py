@@ -16,9 +16,8 @@ import numpy as np
 
 from phalanx.definition import generators
 from phalanx.definition.copies import FirstReadings, own
-from phalanx.definition.data import Columns, Samples, SeedSample, Share, Source, content, open_batch, open_data
+from phalanx.definition.data import Columns, Drawn, Samples, SeedSample, Share, Source, content, open_batch, open_data
 from phalanx.definition.fields import Definition
-from phalanx.definition.streams import Drawn
 from phalanx.errors import UsageError
 from phalanx.plan import Indices, evaluation_sample_key
 from phalanx.plan.shares import share_bounds
@@ -52,7 +51,7 @@ class BatchShares:
         How the framework reads a source: columns become its arrays.
     ahead : callable, optional
         Stands between a planned share and what reads it, if shares are read ahead:
-        ``ahead(step, replica, its samples, read, those that are wanted)``.
+        ``ahead(step, replica, read, samples)``.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class BatchShares:
         ahead = self._ahead is not None and isinstance(source, Samples)
         shares: list[Share] = []
         for replica, indices in enumerate(plan.shares(step)):
-            reads = self._taken(step, replica, indices, read) if ahead else read
+            reads = functools.partial(self._ahead, step, replica, read) if ahead else read  # type: ignore[arg-type]
             shares.append(Share(indices, reads, collated, "data"))
         return shares
 
@@ -85,10 +84,6 @@ class BatchShares:
     def _changeable(self) -> bool:
         """Whether samples come to user code themselves, which may change them."""
         return self._definition.collate_fn is not None or self._definition.batch_size is None
-
-    def _taken(self, step: int, replica: int, share: Indices, read: Callable[[Indices], Any]) -> Any:
-        """A way to read a share that may have been read ahead."""
-        return functools.partial(self._ahead, step, replica, share, read)  # type: ignore[arg-type]
 
     def brought(self, batch: Any) -> list[Share]:
         """The shares of a batch that the caller or a stream brought, cut as ``numpy.array_split`` does."""

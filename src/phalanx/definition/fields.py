@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.definition import checks, generators
 from phalanx.definition.checks.elsewhere import VERBS
-from phalanx.definition.data import Columns, Samples, open_data
+from phalanx.definition.data import Columns, Samples, Stream, open_data
 from phalanx.definition.phases import Phase, checked_phases, names_of
-from phalanx.definition.streams import Stream
 from phalanx.errors import UsageError
 from phalanx.plan import Plan, steps_per_epoch
 from phalanx.plan.rounds import Rounds

@@ -20,7 +20,7 @@ from phalanx.definition.fields import Definition
 from phalanx.engines.inline import Inline
 from phalanx.engines.processes.driver import Processes
 from phalanx.engines.processes.launch import WARM
-from phalanx.engines.reading.pool import ahead_here
+from phalanx.engines.readers import ahead_here
 from phalanx.engines.recovery.deadline import Deadline
 from phalanx.plan.placement import place
 from phalanx.seams import Engine, Exported, Framework, RunState, Weights

@@ -16,7 +16,7 @@ from phalanx.definition.batches import Unchanged
 from phalanx.definition.evaluation import Evaluation
 from phalanx.definition.evaluation.metrics import Metrics, Predictions
 from phalanx.definition.fields import Definition
-from phalanx.definition.streams.supply import Dealer
+from phalanx.definition.streams import Dealer
 from phalanx.errors import PhalanxError, RunError, UsageError, WorkerError
 from phalanx.seams import Engine, Weights
 from phalanx.seams.events import Evaluated, PhaseReport, StepReport

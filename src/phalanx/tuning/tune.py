@@ -21,7 +21,7 @@ import tqdm
 
 from phalanx.definition.batches import BatchShares
 from phalanx.definition.fields import Definition
-from phalanx.definition.streams.supply import supplied
+from phalanx.definition.streams import supplied
 from phalanx.engines.links import LocalLink
 from phalanx.errors import UsageError
 from phalanx.frameworks.registry import open_framework
@@ -245,7 +245,7 @@ def phases(definition: Definition, seconds: float, warm: int) -> dict[str, float
     watched: Any = _Watched(open_framework(definition, ()))
     shares = BatchShares(definition, watched.opened)
     link = LocalLink(watched, range(definition.replicas))
-    supply = supplied(definition, RunState(), contextlib.nullcontext(), lambda numbers, _: numbers)
+    supply = supplied(definition, RunState(), contextlib.nullcontext())
     spent, rounds = [0.0] * len(PARTS), definition.rounds
     began, steps, updates = time.perf_counter(), 0, 0
     with contextlib.closing(supply) if supply else contextlib.nullcontext(), watched.environment:

@@ -12,12 +12,11 @@ from typing import Any, cast
 
 from phalanx.checkpoint.export import CALLBACKS, found, kept
 from phalanx.checkpoint.tensors import packed, unpacked
-from phalanx.definition.data import Columns
+from phalanx.definition.data import Columns, Drawn
 from phalanx.definition.described import shared
 from phalanx.definition.digest import hashed
 from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
-from phalanx.definition.streams import Drawn
 from phalanx.engines.hosts.lanes import HostLaneLink, TravellingLanes
 from phalanx.engines.hosts.world import CLOSED, World
 from phalanx.engines.inline import Inline
