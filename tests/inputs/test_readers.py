@@ -334,6 +334,44 @@ def test_a_ring_is_never_overwritten_while_it_is_needed(memory):
     assert waited
 
 
+def test_a_ring_uses_again_what_it_has_used(memory):
+    """Who keeps up with a reader needs no more memory than a few shares take, however long the run is."""
+    ring = Ring(memory, 0, range(4))
+    starts = []
+    for step in range(1000):
+        assert ring.claim(step, 0)
+        starts.append(ring.place(4096))
+        ring.put(step, 0, starts[-1], [bytes(4096)])
+        assert memory.take(step, 0) is not None
+    assert max(starts) <= 4 * 4096
+
+
+def test_a_share_that_is_too_long_never_finds_room(memory):
+    """A share of more than the whole ring is given up; one of just that finds room."""
+    ring = Ring(memory, 0, range(4))
+    assert ring.place(module.RINGS_BYTES) == 0
+    assert not ring.hopeless(0, 0, module.RINGS_BYTES)
+    assert ring.place(module.RINGS_BYTES + 1) is None
+    assert ring.hopeless(0, 0, module.RINGS_BYTES + 1)
+
+
+def test_readers_that_have_read_everything():
+    """They end by themselves and are not replaced; one that cannot begin is, until it is given up."""
+    readers = tending._own(over(InOrder(), epochs=1), "torch", {}, 2)  # planted
+    try:
+        end = time.monotonic() + 60
+        while (readers._done != {0, 1} or readers.pids) and time.monotonic() < end:  # planted
+            time.sleep(0.01)
+        assert (readers._done, readers.pids, readers._failed) == ({0, 1}, (), 0)  # planted
+    finally:
+        readers.close()
+    readers = tending._own(over(InOrder(), epochs=1), "torch", {"placement": None}, 2)  # planted
+    readers._thread.join(60)  # planted
+    assert isinstance(readers.error, AttributeError)
+    with pytest.warns(UserWarning, match="nothing was read ahead in the end"):
+        readers.close()
+
+
 def test_the_next_reader_begins_anew(memory):
     """A reader that takes another's place forgets what that had claimed, so that nobody waits for it."""
     first = Ring(memory, 0, range(4))

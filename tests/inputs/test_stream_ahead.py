@@ -1,5 +1,7 @@
 """A stream that a process of its own reads ahead: the same bits, places and errors, whatever becomes of that."""
 
+import collections
+import contextlib
 import os
 import signal
 import threading
@@ -10,9 +12,13 @@ import pytest
 import torch
 
 import phalanx
+from phalanx.definition.streams import Supply
 from phalanx.engines import readers as module
+from phalanx.engines import reading
+from phalanx.shared import inputs
 from phalanx.shared.inputs import ready
-from tests.inputs.streaming import COUNT, Knows, Walker, endless, generate, recipe, sample, shuffled
+from phalanx.shared.memory import Memory
+from tests.inputs.streaming import BATCH, COUNT, Knows, Walker, endless, generate, recipe, sample, shuffled
 from tests.inputs.test_readers import state
 from tests.sampling import cover
 from tests.state.runs import assert_same
@@ -144,8 +150,8 @@ def slow():
 
 def there(run, number):
     """Wait until a batch can be taken."""
-    inputs, end = run._loop._supply.source._readers.inputs, time.monotonic() + 60  # planted
-    while inputs.words[inputs.entry(number, 0)] != ready(number) and time.monotonic() < end:
+    seen, end = run._loop._supply.source._readers.inputs, time.monotonic() + 60  # planted
+    while seen.words[seen.entry(number, 0)] != ready(number) and time.monotonic() < end:
         time.sleep(0.001)
     return time.monotonic() < end
 
@@ -156,6 +162,25 @@ def test_it_reads_while_steps_are_computed():
         for taken in range(6):
             next(run)
             assert there(run, taken + 1)
+
+
+@pytest.mark.parametrize("size", [1 << 10, 1 << 18])
+def test_a_batch_that_is_too_large(size, monkeypatch):
+    """A batch of more than all memory for reading ahead is refused in words; a smaller one is put there."""
+    monkeypatch.setattr(inputs, "RINGS_BYTES", 1 << 20)
+    memory = Memory(0)
+    seen = inputs.Inputs(memory, 1, reading.STREAM_STEPS)
+    seen.readers = 1
+    made = recipe(lambda: (torch.zeros(size, dtype=torch.uint8) for _ in range(BATCH + 1)), steps=1)
+    supply = Supply(made, contextlib.nullcontext())
+    facts = None, inputs.Ring(seen, 0, [0]), supply, (1, None), collections.deque()
+    if size * BATCH > 1 << 20:
+        with pytest.raises(phalanx.RunError, match="more memory than there is for reading ahead"):
+            reading._read_stream(*facts)  # planted
+    else:
+        reading._read_stream(*facts)  # planted
+        assert seen.take(0, 0, wait=True) is not None
+    memory.close()
 
 
 def closing(path):

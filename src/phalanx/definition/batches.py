@@ -80,41 +80,24 @@ class BatchShares:
             shares.append(Share(indices, reads, collated, "data"))
         return shares
 
-    @property
-    def _changeable(self) -> bool:
-        """Whether samples come to user code themselves, which may change them."""
-        return self._definition.collate_fn is not None or self._definition.batch_size is None
-
     def brought(self, batch: Any) -> list[Share]:
         """The shares of a batch that the caller or a stream brought, cut as ``numpy.array_split`` does."""
-        if isinstance(batch, Drawn):
-            return self._drawn(batch)
-        source = self._opened(open_batch(batch))
         replicas = self._definition.replicas
+        if isinstance(batch, Drawn):  # samples are told by their numbers in the epoch
+            numbers, origin = np.array(batch.numbers, dtype=np.int64), "data"
+            source: Source = Samples(dict(zip(batch.numbers, batch.samples, strict=True)), random=False)
+        else:
+            source = self._opened(open_batch(batch))
+            numbers, origin = np.arange(len(source), dtype=np.int64), "batch"
         if self._definition.batch_size is None and len(source) > replicas:
             raise UsageError(
                 f"batch has {len(source)} samples, but batch_size=None hands one sample to each of {replicas} "
                 "replicas; bring fewer, or give the recipe a batch_size"
             )
-        positions = np.arange(len(source), dtype=np.int64)
-        bounds = share_bounds(len(source), replicas)
         read, collated = self._reader(source, _unseeded)
-        return [Share(positions[start:end], read, collated, "batch") for start, end in bounds]
-
-    def _drawn(self, batch: Drawn) -> list[Share]:
-        """The shares of what a stream gave; their samples are told by their numbers in the epoch."""
-        numbers = np.array(batch.numbers, dtype=np.int64)
-        held = dict(zip(batch.numbers, batch.samples, strict=True))
-
-        given = own if self._changeable else _as_it_is
-
-        def read(indices: Indices) -> list[Any]:
-            return [given(held[int(index)]) for index in indices]
-
-        one = self._definition.batch_size is None
-        bounds = share_bounds(len(numbers), self._definition.replicas)
-        reader = (lambda indices: read(indices)[0]) if one else read
-        return [Share(numbers[start:end], reader, one, "data") for start, end in bounds]
+        return [
+            Share(numbers[start:end], read, collated, origin) for start, end in share_bounds(len(numbers), replicas)
+        ]
 
     def chunks(self, data: Any, batch_size: int) -> Chunks:
         """Evaluation data in order, each sample once; one by one if the recipe hands over samples as they are."""
@@ -139,20 +122,19 @@ class BatchShares:
         if not one and isinstance(source, Columns) and self._definition.collate_fn is None:
             return source.batch, True
 
-        foreign = isinstance(source, Samples) and (source.random or self._changeable)
-        given = own if foreign else _as_it_is
-
         def read(indices: Indices) -> list[Any]:
-            return [given(source.sample(int(index), seed)) for index in indices]
+            return [source.sample(int(index), seed) for index in indices]
 
-        checked = read
-        if first is not None and isinstance(source, Samples) and source.random:
-            checked = functools.partial(first.read, read)
+        def read_own(indices: Indices) -> list[Any]:
+            return [own(source.sample(int(index), seed)) for index in indices]
+
+        random = isinstance(source, Samples) and source.random
+        changeable = one or self._definition.collate_fn is not None  # samples come to user code themselves
+        given = random or (changeable and isinstance(source, Samples))
+        checked: Callable[[Indices], list[Any]] = read_own if given else read
+        if first is not None and random:
+            checked = functools.partial(first.read, checked)
         return (lambda indices: checked(indices[:1])[0]) if one else checked, one
-
-
-def _as_it_is(sample: Any) -> Any:
-    return sample
 
 
 def _restoring(read: Callable[[Indices], Any], owned: generators.Owned, indices: Indices) -> Any:

@@ -156,7 +156,7 @@ class Readers:
         self.error: Exception | None = None
         self._memories, self._workers, self._own, self._stream = memories, workers, own, stream
         self._alive: dict[int, tuple[WorkerHandle, Stillness]] = {}
-        self._done = set[int]()  # those that nobody replaces
+        self._done = set[int]()  # those that have read everything, or that nobody can replace
         self._output = Output()
         self._failed = 0
         self._over = threading.Event()
@@ -222,17 +222,21 @@ class Readers:
             if handle.channel.fileno() in ready:
                 messages, goes_on = handle.heard()
                 dead = dead or not goes_on
-                for _, error, *_ in messages:  # it tells nothing else
-                    self.error = error
+                for kind, *facts in messages:
+                    if kind == "done":
+                        self._done.add(number)
+                    else:
+                        self.error = facts[0]
             still, patience = stillness.seconds(), math.inf if self._stream else STILL_SECONDS
             if dead or still > (STOPPED_SECONDS if stillness.stopped else patience):
                 self._clear(number, handle)
 
     def _clear(self, number: int, handle: WorkerHandle) -> None:
         self._output.forget(handle.pipes)
-        if handle.end() == 0 or self._stream:  # it has read everything
+        handle.end()
+        if self._stream:
             self._done.add(number)
-        else:
+        elif number not in self._done:
             self._failed = self._failed + 1 if time.monotonic() - handle.born < 1.0 else 0
         del self._alive[number]
         self.inputs.note_pid(number, GONE)

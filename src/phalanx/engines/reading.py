@@ -59,9 +59,9 @@ def live(channel: int, memories: Sequence[int], number: int) -> None:
                     supply.go_on(setup["stream"], lambda numbers, _: numbers)
                     told.clear()  # the caller's process has read this, too
                     _read_stream(caller, ring, supply, setup["left"], told)
+        caller.tell("done")
     except Exception as error:
         caller.tell("failed", *as_told(error))
-        raise SystemExit from error  # not as one that has read everything
 
 
 class Collate:
