@@ -8,9 +8,9 @@ from __future__ import annotations
 from phalanx import callbacks as callbacks
 from phalanx import testing as testing
 from phalanx.checkpoint.resume import Loaded, load
+from phalanx.definition.data import Stream
 from phalanx.definition.evaluation import Evaluation, whole
 from phalanx.definition.fields import Phase, weighted
-from phalanx.definition.streams import Stream
 from phalanx.errors import (
     CorruptionError,
     LeftError,

@@ -17,12 +17,12 @@ import torch
 import phalanx
 from phalanx.definition.batches import Collated
 from phalanx.definition.data import Share
+from phalanx.engines import readers as tending
 from phalanx.engines import selection
-from phalanx.engines.reading.pool import ReaderPool, ahead_here, worth
-from phalanx.engines.reading.reader import Collate
+from phalanx.engines.readers import Readers, ahead_here, worth
+from phalanx.engines.reading import Collate
 from phalanx.shared import inputs as module
-from phalanx.shared.inputs import AHEAD, Inputs
-from phalanx.shared.inputs.ring import Ring
+from phalanx.shared.inputs import AHEAD, Inputs, Ring
 from phalanx.shared.memory import Memory
 from tests.hosts.worlds import world
 from tests.inputs.streaming import BATCH, InOrder, model, sample
@@ -59,7 +59,8 @@ def is_reader():
     """Whether this is a reader's process, by what is on its stack."""
     frame = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_filename.endswith(os.path.join("reading", "reader.py")):
+        code = frame.f_code
+        if code.co_name == "live" and code.co_filename.endswith(os.path.join("engines", "reading.py")):
             return True
         frame = frame.f_back
     return False
@@ -187,7 +188,7 @@ def test_readers_read(monkeypatch):
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_reader_that_ends_or_hangs(how, expected, tmp_path, monkeypatch):
     """Whoever waits for what a reader had begun reads it, in the same bits; another takes the reader's place."""
-    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(tending, "STOPPED_SECONDS", 0.5)
     result = over(Killing(tmp_path, how)).train(engine="inline", readers=2)
     assert_same(result, expected)
 
@@ -333,6 +334,44 @@ def test_a_ring_is_never_overwritten_while_it_is_needed(memory):
     assert waited
 
 
+def test_a_ring_uses_again_what_it_has_used(memory):
+    """Who keeps up with a reader needs no more memory than a few shares take, however long the run is."""
+    ring = Ring(memory, 0, range(4))
+    starts = []
+    for step in range(1000):
+        assert ring.claim(step, 0)
+        starts.append(ring.place(4096))
+        ring.put(step, 0, starts[-1], [bytes(4096)])
+        assert memory.take(step, 0) is not None
+    assert max(starts) <= 4 * 4096
+
+
+def test_a_share_that_is_too_long_never_finds_room(memory):
+    """A share of more than the whole ring is given up; one of just that finds room."""
+    ring = Ring(memory, 0, range(4))
+    assert ring.place(module.RINGS_BYTES) == 0
+    assert not ring.hopeless(0, 0, module.RINGS_BYTES)
+    assert ring.place(module.RINGS_BYTES + 1) is None
+    assert ring.hopeless(0, 0, module.RINGS_BYTES + 1)
+
+
+def test_readers_that_have_read_everything():
+    """They end by themselves and are not replaced; one that cannot begin is, until it is given up."""
+    readers = tending._own(over(InOrder(), epochs=1), "torch", {}, 2)  # planted
+    try:
+        end = time.monotonic() + 60
+        while (readers._done != {0, 1} or readers.pids) and time.monotonic() < end:  # planted
+            time.sleep(0.01)
+        assert (readers._done, readers.pids, readers._failed) == ({0, 1}, (), 0)  # planted
+    finally:
+        readers.close()
+    readers = tending._own(over(InOrder(), epochs=1), "torch", {"placement": None}, 2)  # planted
+    readers._thread.join(60)  # planted
+    assert isinstance(readers.error, AttributeError)
+    with pytest.warns(UserWarning, match="nothing was read ahead in the end"):
+        readers.close()
+
+
 def test_the_next_reader_begins_anew(memory):
     """A reader that takes another's place forgets what that had claimed, so that nobody waits for it."""
     first = Ring(memory, 0, range(4))
@@ -352,10 +391,10 @@ def test_how_many_pay(wall, processor, readers):
 
 def test_auto_starts_readers(monkeypatch):
     """Where reading waits, "auto" wants readers after a second."""
-    monkeypatch.setattr(ReaderPool, "_fill", lambda self: None)  # there is no recipe in the parcel
+    monkeypatch.setattr(Readers, "_fill", lambda self: None)  # there is no recipe in the parcel
     memories = [Memory(0) for _ in range(3)]
     seen = Inputs(memories[2], 4)
-    pool = ReaderPool(memories[2], *memories[:2], 4, 2, None)
+    pool = Readers(memories, seen, None, workers=2)
     try:
         for _ in range(16):
             seen.note_spent(0, 10**9, 0)

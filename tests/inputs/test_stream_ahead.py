@@ -1,5 +1,7 @@
 """A stream that a process of its own reads ahead: the same bits, places and errors, whatever becomes of that."""
 
+import collections
+import contextlib
 import os
 import signal
 import threading
@@ -10,8 +12,13 @@ import pytest
 import torch
 
 import phalanx
-from phalanx.engines.reading import streams
-from tests.inputs.streaming import COUNT, Knows, Walker, endless, generate, recipe, sample, shuffled
+from phalanx.definition.streams import Supply
+from phalanx.engines import readers as module
+from phalanx.engines import reading
+from phalanx.shared import inputs
+from phalanx.shared.inputs import ready
+from phalanx.shared.memory import Memory
+from tests.inputs.streaming import BATCH, COUNT, Knows, Walker, endless, generate, recipe, sample, shuffled
 from tests.inputs.test_readers import state
 from tests.sampling import cover
 from tests.state.runs import assert_same
@@ -28,8 +35,12 @@ PLACES = [{"engine": "inline"}, {"engine": "processes", "workers": 2}]
 
 
 def reader_of(run):
-    """The process that reads."""
-    return run._loop._supply._reader  # planted
+    """The process that reads; it may still be starting."""
+    readers = run._loop._supply.source._readers  # planted
+    end = time.monotonic() + 60
+    while not readers.pids and time.monotonic() < end:
+        time.sleep(0.001)
+    return readers.pids[0]
 
 
 @pytest.mark.parametrize(("kind", "place"), cover("streams read ahead", KINDS, PLACES), ids=str)
@@ -73,14 +84,13 @@ def test_resumes(tmp_path):
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_reader_that_is_killed_or_stopped(make_iterable, when, how, monkeypatch):
     """From where it fell, maybe in the middle of a message, the caller's process reads, says so, and has the bits."""
-    for name, seconds in {"MESSAGE_SECONDS": 1, "LOOK_SECONDS": 0.1, "STOPPED_SECONDS": 0.1}.items():
-        monkeypatch.setattr(streams, name, seconds)
-    made = recipe(make_iterable, buffer=4, epochs=60)  # more than a socket holds
+    monkeypatch.setattr(module, "STOPPED_SECONDS", 0.1)
+    made = recipe(make_iterable, buffer=4, epochs=60)  # more than is read ahead
     expected = made.train(engine="inline")
     with made.start(engine="inline", readers=1) as run:
         for _ in range(when):
             next(run)
-        os.kill(reader_of(run).pid, how)
+        os.kill(reader_of(run), how)
         with pytest.warns(UserWarning, match="read in this process from here on"):
             for _ in run:
                 pass
@@ -138,12 +148,39 @@ def slow():
         yield sample(number)
 
 
+def there(run, number):
+    """Wait until a batch can be taken."""
+    seen, end = run._loop._supply.source._readers.inputs, time.monotonic() + 60  # planted
+    while seen.words[seen.entry(number, 0)] != ready(number) and time.monotonic() < end:
+        time.sleep(0.001)
+    return time.monotonic() < end
+
+
 def test_it_reads_while_steps_are_computed():
     """While the caller's process does something else, the next step's samples are read: they are there when it asks."""
     with recipe(slow).start(engine="inline", readers=1) as run:
-        for _ in range(6):
+        for taken in range(6):
             next(run)
-            assert reader_of(run)._handle.channel.poll(60)  # planted
+            assert there(run, taken + 1)
+
+
+@pytest.mark.parametrize("size", [1 << 10, 1 << 18])
+def test_a_batch_that_is_too_large(size, monkeypatch):
+    """A batch of more than all memory for reading ahead is refused in words; a smaller one is put there."""
+    monkeypatch.setattr(inputs, "RINGS_BYTES", 1 << 20)
+    memory = Memory(0)
+    seen = inputs.Inputs(memory, 1, reading.STREAM_STEPS)
+    seen.readers = 1
+    made = recipe(lambda: (torch.zeros(size, dtype=torch.uint8) for _ in range(BATCH + 1)), steps=1)
+    supply = Supply(made, contextlib.nullcontext())
+    facts = None, inputs.Ring(seen, 0, [0]), supply, (1, None), collections.deque()
+    if size * BATCH > 1 << 20:
+        with pytest.raises(phalanx.RunError, match="more memory than there is for reading ahead"):
+            reading._read_stream(*facts)  # planted
+    else:
+        reading._read_stream(*facts)  # planted
+        assert seen.take(0, 0, wait=True) is not None
+    memory.close()
 
 
 def closing(path):
@@ -158,7 +195,7 @@ def closing(path):
 @pytest.mark.long
 def test_nothing_is_left(tmp_path, monkeypatch):
     """When a run ends, in whatever way, its reader has ended, with the iterable closed; no descriptor stays."""
-    monkeypatch.setattr(streams, "FAREWELL_MILLISECONDS", 60_000)
+    monkeypatch.setattr(module, "FAREWELL_MILLISECONDS", 60_000)
     path = tmp_path / "closed"
     recipe().train(engine="inline", readers=1)
     before = state()

@@ -130,7 +130,7 @@ def test_batches_that_are_brought_between(tmp_path):
 
 def test_a_snapshot_without_a_place(tmp_path):
     """A snapshot that says nothing sensible of the stream is a SnapshotError."""
-    from phalanx.definition.streams.supply import Supply
+    from phalanx.definition.streams import Supply
 
     supply = Supply(recipe(), contextlib.nullcontext())
     for state in ({}, {"epoch": 0, "before": 0, "given": 0, "read": 3}, {"epoch": None}, {"epoch": 0, "before": []}):

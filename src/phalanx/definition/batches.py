@@ -16,9 +16,8 @@ import numpy as np
 
 from phalanx.definition import generators
 from phalanx.definition.copies import own
-from phalanx.definition.data import Columns, Samples, SeedSample, Share, Source, content, open_batch, open_data
+from phalanx.definition.data import Columns, Drawn, Samples, SeedSample, Share, Source, content, open_batch, open_data
 from phalanx.definition.fields import Definition
-from phalanx.definition.streams import Drawn
 from phalanx.errors import UsageError
 from phalanx.plan import Indices, evaluation_sample_key
 from phalanx.plan.shares import share_bounds
@@ -52,7 +51,7 @@ class BatchShares:
         How the framework reads a source: columns become its arrays.
     ahead : callable, optional
         Stands between a planned share and what reads it, if shares are read ahead:
-        ``ahead(step, replica, its samples, read, those that are wanted)``.
+        ``ahead(step, replica, read, samples)``.
     """
 
     def __init__(
@@ -77,49 +76,28 @@ class BatchShares:
         ahead = self._ahead is not None and isinstance(source, Samples)
         shares: list[Share] = []
         for replica, indices in enumerate(plan.shares(step)):
-            reads = self._taken(step, replica, indices, read) if ahead else read
+            reads = functools.partial(self._ahead, step, replica, read) if ahead else read  # type: ignore[arg-type]
             shares.append(Share(indices, reads, collated, "data"))
         return shares
 
-    @property
-    def _changeable(self) -> bool:
-        """Whether samples come to user code themselves, which may change them."""
-        return self._definition.collate_fn is not None or self._definition.batch_size is None
-
-    def _taken(self, step: int, replica: int, share: Indices, read: Callable[[Indices], Any]) -> Any:
-        """A way to read a share that may have been read ahead."""
-        return functools.partial(self._ahead, step, replica, share, read)  # type: ignore[arg-type]
-
     def brought(self, batch: Any) -> list[Share]:
         """The shares of a batch that the caller or a stream brought, cut as ``numpy.array_split`` does."""
-        if isinstance(batch, Drawn):
-            return self._drawn(batch)
-        source = self._opened(open_batch(batch))
         replicas = self._definition.replicas
+        if isinstance(batch, Drawn):  # samples are told by their numbers in the epoch
+            numbers, origin = np.array(batch.numbers, dtype=np.int64), "data"
+            source: Source = Samples(dict(zip(batch.numbers, batch.samples, strict=True)), random=False)
+        else:
+            source = self._opened(open_batch(batch))
+            numbers, origin = np.arange(len(source), dtype=np.int64), "batch"
         if self._definition.batch_size is None and len(source) > replicas:
             raise UsageError(
                 f"batch has {len(source)} samples, but batch_size=None hands one sample to each of {replicas} "
                 "replicas; bring fewer, or give the recipe a batch_size"
             )
-        positions = np.arange(len(source), dtype=np.int64)
-        bounds = share_bounds(len(source), replicas)
         read, collated = self._reader(source, _unseeded)
-        return [Share(positions[start:end], read, collated, "batch") for start, end in bounds]
-
-    def _drawn(self, batch: Drawn) -> list[Share]:
-        """The shares of what a stream gave; their samples are told by their numbers in the epoch."""
-        numbers = np.array(batch.numbers, dtype=np.int64)
-        held = dict(zip(batch.numbers, batch.samples, strict=True))
-
-        given = own if self._changeable else _as_it_is
-
-        def read(indices: Indices) -> list[Any]:
-            return [given(held[int(index)]) for index in indices]
-
-        one = self._definition.batch_size is None
-        bounds = share_bounds(len(numbers), self._definition.replicas)
-        reader = (lambda indices: read(indices)[0]) if one else read
-        return [Share(numbers[start:end], reader, one, "data") for start, end in bounds]
+        return [
+            Share(numbers[start:end], read, collated, origin) for start, end in share_bounds(len(numbers), replicas)
+        ]
 
     def chunks(self, data: Any, batch_size: int) -> Chunks:
         """Evaluation data in order, each sample once; one by one if the recipe hands over samples as they are."""
@@ -144,20 +122,19 @@ class BatchShares:
         if not one and isinstance(source, Columns) and self._definition.collate_fn is None:
             return source.batch, True
 
-        foreign = isinstance(source, Samples) and (source.random or self._changeable)
-        given = own if foreign else _as_it_is
-
         def read(indices: Indices) -> list[Any]:
-            return [given(source.sample(int(index), seed)) for index in indices]
+            return [source.sample(int(index), seed) for index in indices]
 
-        checked = read
-        if first is not None and isinstance(source, Samples) and source.random:
-            checked = functools.partial(first.read, read)
+        def read_own(indices: Indices) -> list[Any]:
+            return [own(source.sample(int(index), seed)) for index in indices]
+
+        random = isinstance(source, Samples) and source.random
+        changeable = one or self._definition.collate_fn is not None  # samples come to user code themselves
+        given = random or (changeable and isinstance(source, Samples))
+        checked: Callable[[Indices], list[Any]] = read_own if given else read
+        if first is not None and random:
+            checked = functools.partial(first.read, checked)
         return (lambda indices: checked(indices[:1])[0]) if one else checked, one
-
-
-def _as_it_is(sample: Any) -> Any:
-    return sample
 
 
 def _restoring(read: Callable[[Indices], Any], owned: generators.Owned, indices: Indices) -> Any:

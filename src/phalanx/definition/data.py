@@ -1,4 +1,4 @@
-"""Where samples come from: columns, a map-style dataset, a list of samples, or batches that the caller brings.
+"""Where samples come from: columns, a map-style dataset, a list of samples, a stream, or batches of the caller's.
 
 Knows arrays only by ``shape`` and ``__getitem__``, so it serves every framework. Knows nothing of steps or replicas.
 """
@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.definition.checks import check_numpy
+from phalanx.definition import checks
+from phalanx.definition.checks import answering, check_numpy
 from phalanx.errors import UsageError
 from phalanx.plan import Indices
 from phalanx.plan.shares import share_bounds
@@ -115,6 +116,82 @@ class Samples:
 Source = Columns | Samples
 
 
+@answering(
+    shuffle="it is called shuffle_buffer: from so many samples the next one is drawn",
+    buffer_size="it is called shuffle_buffer",
+    length="it is called epoch_size",
+)
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """Samples in the order in which an iterable yields them, as a recipe's ``data``.
+
+    Every sample is read once, whatever the number of workers, and kept until the step that needs it is done. How to
+    write one, and how a run goes on in the middle of one: ``docs/inputs.md``.
+
+    Parameters
+    ----------
+    make_iterable : callable
+        Called without arguments at the beginning of each epoch; returns an iterable or iterator that yields samples. A
+        generator function is one. Generators of random numbers are seeded from (seed, epoch) before it is called, and
+        from (seed, sample) before each sample is asked for. ``set_epoch(epoch)`` of the iterable is called, if it has
+        that.
+    shuffle_buffer : int, default 0
+        From so many samples the next one is drawn, by keys; one is read for each that is drawn. 0: none, the order is
+        the iterable's. As many as an epoch has: every order is as likely.
+    epoch_size : int, optional
+        Samples of an epoch; what the iterable has beyond them is not read. Needed for endless iterables if anything is
+        done by epochs. None: an epoch ends where the iterable does.
+
+    Raises
+    ------
+    UsageError
+        ``make_iterable`` is no function, or a number is none.
+    """
+
+    make_iterable: Callable[[], Iterable[Any]]
+    shuffle_buffer: int = 0
+    epoch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.make_iterable):
+            kind = type(self.make_iterable).__name__
+            way_out = "pass a function that returns it: phalanx.Stream(lambda: iterable)"
+            if isinstance(self.make_iterable, Iterator):
+                way_out = (
+                    "which can be read once only, and each epoch, and each resumed run, reads anew: pass the function "
+                    "that makes it, as in phalanx.Stream(generate), not phalanx.Stream(generate())"
+                )
+            raise UsageError(f"make_iterable is a {kind}, but must be a function without arguments; {way_out}")
+        settle = object.__setattr__
+        settle(self, "shuffle_buffer", checks.integer("shuffle_buffer", self.shuffle_buffer, least=0))
+        if self.epoch_size is not None:
+            hint = "None means that an epoch ends where the iterable does"
+            settle(self, "epoch_size", checks.integer("epoch_size", self.epoch_size, least=1, hint=hint))
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The samples of one step, as a stream gave them.
+
+    Attributes
+    ----------
+    epoch : int
+    numbers : tuple of int
+        Which samples of the epoch these are, counted from 0 as they were read.
+    samples : list
+    hash : str
+        SHA-256 over all of them, in hexadecimal.
+    last : bool
+        Whether the epoch ends with them.
+    """
+
+    epoch: int
+    numbers: tuple[int, ...]
+    samples: list[Any]
+    hash: str
+    last: bool
+
+
 def _read_already(samples: Any, _: Indices) -> Any:
     return samples
 
@@ -197,7 +274,8 @@ def open_columns(data: Any, argument: str) -> Columns:
         raise UsageError(f"{argument} has columns of unequal length: {spelled}; cut them to the same number of samples")
     if not all(lengths.values()):
         raise UsageError(f"{argument} is empty (columns of length 0); it needs at least one sample")
-    return Columns(tuple(column for _, column in columns), _rebuilder(data))
+    plain = type(data) is tuple and all(map(is_array, data))
+    return Columns(tuple(column for _, column in columns), tuple if plain else functools.partial(_rebuilt, data))
 
 
 def _looks_like_columns(data: list[Any]) -> bool:
@@ -206,16 +284,10 @@ def _looks_like_columns(data: list[Any]) -> bool:
     return arrays and len({item.shape for item in data}) > 1 and len({item.shape[0] for item in data}) == 1
 
 
-def _rebuilder(tree: Any) -> Callable[[Iterable[Any]], Any]:
-    """The inverse of taking the leaves of ``tree``, for any other leaves in the same order."""
-    if type(tree) is tuple and all(is_array(item) for item in tree):
-        return tuple
-
-    def rebuild(rows: Iterable[Any]) -> Any:
-        remaining = iter(rows)
-        return map_tree(lambda _: next(remaining), tree)
-
-    return rebuild
+def _rebuilt(tree: Any, rows: Iterable[Any]) -> Any:
+    """A tree with other leaves, in the same order."""
+    remaining = iter(rows)
+    return map_tree(lambda _: next(remaining), tree)
 
 
 def open_batch(batch: Any) -> Columns | Samples:

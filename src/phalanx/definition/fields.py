@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.definition import checks, generators
 from phalanx.definition.checks import VERBS, answering
-from phalanx.definition.data import Columns, Samples, open_data
-from phalanx.definition.streams import Stream
+from phalanx.definition.data import Columns, Samples, Stream, open_data
 from phalanx.errors import UsageError
 from phalanx.plan import Plan, steps_per_epoch
 from phalanx.plan.shares import Rounds

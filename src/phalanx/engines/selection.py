@@ -22,8 +22,8 @@ from phalanx.engines.changing import Changing
 from phalanx.engines.inline import Inline
 from phalanx.engines.processes.driver import Processes
 from phalanx.engines.processes.launch import CAPABLE, WARM
-from phalanx.engines.reading.pool import ahead_here
-from phalanx.engines.reading.streams import dealer as dealer
+from phalanx.engines.readers import ahead_here
+from phalanx.engines.readers import dealer as dealer
 from phalanx.engines.recovery.deadline import Deadline
 from phalanx.errors import UsageError
 from phalanx.frameworks.registry import as_factory, open_framework

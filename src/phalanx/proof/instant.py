@@ -19,7 +19,7 @@ from phalanx.checkpoint.tensors import states_in
 from phalanx.definition.batches import BatchShares
 from phalanx.definition.data import Share
 from phalanx.definition.fields import Definition
-from phalanx.definition.streams.supply import supplied
+from phalanx.definition.streams import supplied
 from phalanx.engines.links import LocalLink
 from phalanx.engines.twice import checksum
 from phalanx.errors import SnapshotError, UsageError
@@ -74,7 +74,7 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         self._supply = None
         if batch is None:
             done, reading = self._engine.run_state, self._engine.reading
-            self._supply = supplied(definition, done, reading, lambda numbers, _: numbers)
+            self._supply = supplied(definition, done, reading)
         self.brought = ""  # a hash of what a stream gave for the step that was done last
 
     def __exit__(self, *_: object) -> None:

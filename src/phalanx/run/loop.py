@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from phalanx.definition.batches import Unchanged
 from phalanx.definition.evaluation import Evaluation, Metrics, Predictions
 from phalanx.definition.fields import Definition
-from phalanx.definition.streams.supply import Dealer
+from phalanx.definition.streams import Dealer
 from phalanx.errors import PhalanxError, RunError, UsageError, WorkerError
 from phalanx.seams import Engine, Observer
 from phalanx.seams.records import Evaluated, PhaseReport, StepReport, Weights

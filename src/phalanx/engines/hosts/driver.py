@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from phalanx.checkpoint.tensors import CALLBACKS, kept, packed, states_in, unpacked
-from phalanx.definition.data import Columns
+from phalanx.definition.data import Columns, Drawn
 from phalanx.definition.described import shared
 from phalanx.definition.digest import hashed
 from phalanx.definition.fields import Definition
-from phalanx.definition.streams import Drawn
 from phalanx.engines.changing import Changing
 from phalanx.engines.hosts.lanes import HostLaneLink, TravellingLanes
 from phalanx.engines.hosts.world import CLOSED, World

@@ -14,7 +14,7 @@ from phalanx.definition.fields import Definition
 from phalanx.engines.processes.environment import pack_recipe
 from phalanx.engines.processes.messages import WHERE, WorkerMessage, first_error, reason
 from phalanx.engines.processes.pool import LONG, WorkerPool
-from phalanx.engines.reading.pool import read_ahead, reads
+from phalanx.engines.readers import read_ahead, reads
 from phalanx.engines.recovery.deadline import Deadline
 from phalanx.engines.recovery.failures import FailureLog
 from phalanx.engines.recovery.supervisor import StateRecord, Supervisor

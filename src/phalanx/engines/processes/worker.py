@@ -25,7 +25,7 @@ from phalanx.engines.processes.environment import adopt_environment
 from phalanx.engines.processes.link import ArenaLink
 from phalanx.engines.processes.messages import DriverChannel, as_told
 from phalanx.engines.processes.serialization import remarked, unpack
-from phalanx.engines.reading.taking import Taking
+from phalanx.engines.reading import Taking
 from phalanx.engines.recovery.deadline import SnapshotTimer
 from phalanx.engines.twice import Twice
 from phalanx.errors import LostError, Trouble, UsageError
@@ -39,6 +39,7 @@ from phalanx.shared.arena import Plan
 from phalanx.shared.barrier import Barrier
 from phalanx.shared.counters import BATCH, LEAVE, STEPS
 from phalanx.shared.heap import give_back
+from phalanx.shared.inputs import Inputs
 from phalanx.shared.memory import Memory
 from phalanx.shared.ordering import fence, order
 from phalanx.shared.state import Shard
@@ -79,7 +80,7 @@ class Worker:
         self._framework: Framework = open_framework(self._definition, ["cpu"], making=sparing(base, setup["contents"]))
         self.environment = self._framework.environment
         self._share(arena, base, setup)
-        ahead = Taking(inputs, self._definition).read if setup["ahead"] else None
+        ahead = Taking(Inputs(inputs, self._definition.replicas)).read if setup["ahead"] else None
         self._dealer = BatchShares(self._definition, self._framework.opened, ahead)
         self._twice = Twice(
             self._definition, self._framework, allow=setup["allow"], audit=setup["audit"],

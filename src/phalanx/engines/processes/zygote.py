@@ -27,8 +27,8 @@ import traceback
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+from phalanx.engines import reading
 from phalanx.engines.processes import worker
-from phalanx.engines.reading import reader
 from phalanx.frameworks.registry import prepare_process
 from phalanx.shared.heap import keep_freed
 from phalanx.surroundings import imports
@@ -207,7 +207,7 @@ def _become_worker(zygote: int, number: int, fds: Sequence[int], inherited: Sequ
         channel, output, errors, *memories = fds
         sys.stdout, sys.stderr = _text(output, 1), _text(errors, 2)
         if number < 0:
-            reader.live(channel, memories, -1 - number)
+            reading.live(channel, memories, -1 - number)
         else:
             worker.live(channel, memories, number)
         code = 0

@@ -1,0 +1,498 @@
+"""Reads a stream and deals it out in batches, and says where that is, so that a later run can go on there.
+
+A sample is read once. It waits in the shuffle buffer, if there is one, and then among those that are ready; the samples
+of a step are kept until that step is done. Samples that wait are written down by their numbers alone: a run that goes
+on reads them again, from the last mark that lies before all of them.
+
+A ``Reading`` is one pass over the iterable. A ``Supply`` makes batches of pass after pass, and a ``Dealer`` knows which
+step has which of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+from phalanx.definition import checks, generators
+from phalanx.definition.copies import own
+from phalanx.definition.data import Drawn, Stream, is_array
+from phalanx.definition.digest import hashed
+from phalanx.definition.fields import Definition
+from phalanx.definition.plain import Each, check_like, encoded, taking_over
+from phalanx.errors import PhalanxError, RunError, SnapshotError, UsageError, WorkerError
+from phalanx.plan import buffer_slot, iterable_key, stream_sample_key
+from phalanx.surroundings import interrupts
+
+STATE = "data.stream"  # its name among the states of callbacks, which are called as classes are
+LIKE = {"epoch": int, "before": int, "given": int, "read": int}
+WAITING = {"ready": Each(int), "slots": Each(int), "hash": str, "mark": [int, str, object]}  # where some were read
+PROTOCOLS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
+Shown = Callable[[Iterable[int], str], Iterable[int]]  # shows how far reading again is: ``shown(numbers, title)``
+Item = tuple[int, Any, str]  # the number of a sample, itself, the running hash after it
+
+
+class Mark(NamedTuple):
+    """A place in an epoch from which its iterable can be read again.
+
+    Attributes
+    ----------
+    number : int
+        Samples before it.
+    hash : str
+        Running hash of those.
+    state : Any
+        What the iterable, or its iterator, said of itself there; None where the epoch begins.
+    """
+
+    number: int
+    hash: str
+    state: Any
+
+
+BEGINNING = Mark(0, hashlib.sha256().hexdigest(), None)
+
+
+class Reading:
+    """Reads an epoch of a stream, from its beginning or from a mark, sample by sample, each under its own key.
+
+    Parameters
+    ----------
+    definition : Definition
+    stream : Stream
+    epoch : int
+    before : int
+        Samples that were read in all epochs before.
+    mark : Mark
+
+    Attributes
+    ----------
+    number : int
+        Samples of this epoch that were read.
+    hash : str
+        SHA-256 over them, one after another.
+    ended : bool
+        Whether there are no more.
+    """
+
+    def __init__(self, definition: Definition, stream: Stream, epoch: int, before: int, mark: Mark = BEGINNING) -> None:
+        self.number, self.hash, self.ended = mark.number, mark.hash, False
+        self._seed, self._owned = definition.seed, definition.generators
+        self._size, self._epoch, self._before = stream.epoch_size, epoch, before
+        self._broken = ""
+        generators.seed(iterable_key(self._seed, epoch), self._owned)
+        with self._user_code("while make_iterable() was called"):
+            self.iterable = stream.make_iterable()
+            _call(self.iterable, "set_epoch", epoch)
+            self._carrier, self._take, give = _protocol(self.iterable)
+            if self._carrier is not None and mark.state is not None:
+                _call(self.iterable, give, copy.deepcopy(mark.state))
+            self.iterator = self._begun()
+            if self._carrier is None:
+                self._carrier, self._take, give = _protocol(self.iterator)
+                if mark.state is not None:
+                    _call(self.iterator, give, copy.deepcopy(mark.state))
+
+    def next(self) -> Any:
+        """Read a sample; what is returned means nothing once ``ended`` is set.
+
+        Raises
+        ------
+        WorkerError
+            The iterable raised.
+        UsageError
+            It ended before ``epoch_size`` samples.
+        """
+        if self.number == self._size:
+            self.ended = True
+            return None
+        if self._broken:
+            raise RunError(f"this stream cannot be read on: {self._broken}; start another run")
+        generators.seed(stream_sample_key(self._seed, self._before + self.number), self._owned)
+        end = object()
+        with self._user_code(f"while sample {self.number} of epoch {self._epoch} was read", self.number):
+            sample = own(next(self.iterator, end))
+        if sample is end:
+            self.ended = True
+            if self._size is not None:
+                raise UsageError(
+                    f"epoch_size is {self._size}, but in epoch {self._epoch} the iterable ended after {self.number} "
+                    "samples; lower it, leave it out, or yield more"
+                )
+            return None
+        self.number += 1
+        self.hash = hashlib.sha256(bytes.fromhex(self.hash) + _hashed(sample)).hexdigest()
+        return sample
+
+    def mark(self) -> Mark | None:
+        """The place where reading is, if the iterable can say it in plain values and tensors."""
+        if self._carrier is None or not self.number:
+            return None
+        with self._user_code(f"while {self._take}() was called"):
+            state = copy.deepcopy(getattr(self._carrier, self._take)())
+        try:
+            encoded(state, lambda leaf, path: path if is_array(leaf) else None, f"{self._take}()")
+        except UsageError as error:
+            checks.warn(
+                f"the stream's state cannot be kept, so that a resumed run reads the samples of its epoch again to "
+                f"find its place: {error}"
+            )
+            self._carrier = None
+            return None
+        return Mark(self.number, self.hash, state)
+
+    def close(self) -> None:
+        """Let go of the iterable; a generator's ``finally`` runs now."""
+        with contextlib.suppress(Exception):
+            self.iterator.close()  # type: ignore[attr-defined]
+
+    def _begun(self) -> Iterator[Any]:
+        if not hasattr(type(self.iterable), "__iter__") and not hasattr(type(self.iterable), "__getitem__"):
+            raise UsageError(
+                f"make_iterable returned a {type(self.iterable).__name__}, which cannot be iterated over; return an "
+                "iterable that yields samples, or make it a generator function with yield"
+            )
+        return iter(self.iterable)
+
+    @contextlib.contextmanager
+    def _user_code(self, when: str, number: int | None = None) -> Iterator[None]:
+        """What it raises becomes a WorkerError; an iterator that raised, or was broken off, is not asked again."""
+        try:
+            with interrupts.user_code():
+                yield
+        except PhalanxError:
+            raise
+        except Exception as error:
+            self._broken = f"{type(error).__name__} ({error}) {when}"
+            message = f"{type(error).__name__} in user code {when}, of a stream: {error}"
+            raise WorkerError(message, samples=() if number is None else (number,)) from error
+        except BaseException as error:
+            self._broken = f"it was broken off by {type(error).__name__} {when}"
+            raise
+
+
+class Source(Protocol):
+    """Where a dealer draws from. ``epoch`` is that of the batch that comes next, or came last."""
+
+    @property
+    def epoch(self) -> int: ...  # noqa: D102
+
+    def next(self) -> Drawn:
+        """The next batch."""
+        ...
+
+    def state(self, *, undone: bool) -> dict[str, Any]:
+        """Where the stream is, in plain values; ``undone``: before the batch that was drawn last, not after it."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the iterable."""
+        ...
+
+
+class Supply:
+    """Draws batches from a stream, in this process.
+
+    Parameters
+    ----------
+    definition : Definition
+        Its data is a stream.
+    surroundings : context manager
+        Inside, generators and threads are the run's. Re-entrant.
+    """
+
+    def __init__(self, definition: Definition, surroundings: AbstractContextManager[Any]) -> None:
+        assert definition.stream is not None
+        self._definition, self._stream, self._surroundings = definition, definition.stream, surroundings
+        self._reading: Reading | None = None
+        self.epoch = 0
+        self._before = 0  # samples read in earlier epochs
+        self._given = 0  # samples that left the buffer, in all epochs
+        self._buffer: list[Item] = []
+        self._ready: deque[Item] = deque()
+        self._drawn: list[Item] = []
+        self._over = False  # whether the epoch ends with what was drawn
+        self._marks: deque[Mark] = deque([BEGINNING])
+
+    def next(self) -> Drawn:
+        """The next batch.
+
+        Raises
+        ------
+        WorkerError
+            The iterable raised.
+        UsageError
+            An epoch has too few samples.
+        """
+        size = self._definition.global_batch
+        least = size if self._definition.drop_last else 1
+        self._drawn = []
+        with self._surroundings:
+            reading = self._begun()
+            self._mark(reading)
+            self._fill(reading, size + least)
+        if len(self._ready) < least:
+            raise self._too_few(reading, least)
+        self._drawn = items = [self._ready.popleft() for _ in range(min(size, len(self._ready)))]
+        self._over = len(self._ready) < least
+        told = hashlib.sha256(b"".join(bytes.fromhex(item[2]) for item in items)).hexdigest()
+        return Drawn(self.epoch, tuple(item[0] for item in items), [item[1] for item in items], told, self._over)
+
+    def state(self, *, undone: bool = False) -> dict[str, Any]:
+        """See ``Source.state``."""
+        waiting = self._drawn if undone else []
+        if self._reading is None or (self._over and not waiting):
+            return {"epoch": self.epoch + self._over, "before": self._total, "given": self._given, "read": 0}
+        ready = [number for number, *_ in [*waiting, *self._ready]]
+        slots = [number for number, *_ in self._buffer]
+        first = min([*ready, *slots, max(0, self._reading.number - 1)])
+        mark = next(mark for mark in reversed(self._marks) if mark.number <= first)
+        return {
+            "epoch": self.epoch, "before": self._before, "given": self._given, "read": self._reading.number,
+            "ready": ready, "slots": slots, "hash": self._reading.hash, "mark": list(mark),
+        }  # fmt: skip
+
+    @taking_over("the place in the stream")
+    def go_on(self, state: Mapping[str, Any], shown: Shown, *, anyway: bool = False) -> int:
+        """Be where an earlier run was, reading again what waits; returns how many samples that run had dealt.
+
+        Parameters
+        ----------
+        state : mapping
+            As ``state`` gave it.
+        shown : callable
+        anyway : bool
+            Whether samples that are not those of the earlier run only warn.
+
+        Raises
+        ------
+        UsageError
+            The stream gives other samples, or has fewer epochs.
+        SnapshotError
+            This is no such state.
+        """
+        check_like(state, {**LIKE, **(WAITING if state and state.get("read") else {})}, STATE)
+        self.epoch, self._before, read = state["epoch"], state["before"], state["read"]
+        slots = state.get("slots", [])
+        waiting = sorted({*state.get("ready", []), *slots})
+        if state["given"] != self._before + read - len(slots) or not all(0 <= number < read for number in waiting):
+            raise ValueError(f"{STATE} has {waiting} waiting, of {read} samples that were read")
+        epochs = self._definition.epochs
+        if epochs is not None and self.epoch > epochs:
+            raise UsageError(f"epochs is {epochs}, but the run that is resumed has done {self.epoch}; raise epochs")
+        self._ready, self._buffer, self._over = deque(), [], False
+        if read:
+            with self._surroundings:
+                self._read_again(state, shown, anyway=anyway)
+        self._given = self._total - len(self._buffer)
+        return self._given - len(self._ready)
+
+    def close(self) -> None:
+        """Let go of the iterable."""
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            with self._surroundings:
+                reading.close()
+
+    @property
+    def _total(self) -> int:
+        return self._before + (0 if self._reading is None else self._reading.number)
+
+    def _read_again(self, state: Mapping[str, Any], shown: Shown, *, anyway: bool) -> None:
+        """Read up to where an earlier run was, from a mark that leads to the same samples."""
+        marks = [Mark(*state["mark"]), BEGINNING] if state["mark"][0] else [BEGINNING]
+        for mark in marks:
+            with contextlib.suppress(*([WorkerError] if mark.number else [])):  # a state of another version, say
+                self._read_from(mark, state, shown)
+            if self._reading is not None and self._reading.hash == state["hash"]:
+                if mark is not marks[0]:
+                    checks.warn(
+                        "the stream's state led to other samples than those that the earlier run had read (a shuffle "
+                        "buffer of its own, say), so those of the epoch were read again from its beginning; the buffer "
+                        "of phalanx.Stream(..., shuffle_buffer=n) is kept exactly"
+                    )
+                return
+        why = f"first {state['read']} samples of epoch {self.epoch} are not those that the earlier run had read"
+        if not anyway:
+            raise UsageError(
+                f"the stream's {why}; make_iterable must yield the same samples each time: sort what file systems "
+                "list, and draw random numbers from global generators, which are seeded before each call and each "
+                "sample. resume='anyway' goes on all the same"
+            )
+        checks.warn(f"the stream's {why}; going on all the same")
+
+    def _read_from(self, mark: Mark, state: Mapping[str, Any], shown: Shown) -> None:
+        """Read an epoch from a mark up to where an earlier run was, and have there wait what waited."""
+        self.close()
+        self._marks, waiting, items = deque([mark]), {*state["ready"], *state["slots"]}, dict[int, Item]()
+        self._reading = reading = Reading(self._definition, self._stream, self.epoch, self._before, mark)
+        for number in shown(range(mark.number, state["read"]), "phalanx: reading samples again"):
+            sample = reading.next()
+            if reading.ended:
+                break
+            if number in waiting:
+                items[number] = number, sample, reading.hash
+        self._ready = deque(items[number] for number in state["ready"] if number in items)
+        self._buffer = [items[number] for number in state["slots"] if number in items]
+        self._over = reading.ended and not items  # fewer samples than there were
+
+    def _begun(self) -> Reading:
+        """What is read now; begins an epoch if none was, or if the one before is over."""
+        last = self._reading
+        if last is not None and not self._over:
+            return last
+        self._before = self._total
+        self.close()
+        self.epoch, self._over = self.epoch + self._over, False
+        self._ready, self._buffer, self._marks = deque(), [], deque([BEGINNING])
+        self._reading = reading = Reading(self._definition, self._stream, self.epoch, self._before)
+        if last is not None and reading.iterator is last.iterable:
+            raise UsageError(
+                f"make_iterable returned the same {type(last.iterable).__name__} again for epoch {self.epoch}; each "
+                "epoch reads an iterable from its beginning, so make a new one in each call"
+            )
+        return reading
+
+    def _mark(self, reading: Reading) -> None:
+        """Note where the iterable is, now and then, and forget what lies before a mark that is early enough."""
+        if reading.number - self._marks[-1].number < max(self._definition.global_batch, self._stream.shuffle_buffer):
+            return
+        mark = reading.mark()
+        if mark is not None:
+            self._marks.append(mark)
+            needed = min([number for number, *_ in [*self._ready, *self._buffer]], default=reading.number)
+            while len(self._marks) > 1 and self._marks[1].number <= min(needed, reading.number - 1):
+                self._marks.popleft()
+
+    def _fill(self, reading: Reading, count: int) -> None:
+        """Read until so many samples are ready, or the epoch has no more."""
+        most = max(1, self._stream.shuffle_buffer)
+        while len(self._ready) < count:
+            while not reading.ended and len(self._buffer) < most:
+                sample = reading.next()
+                if not reading.ended:
+                    self._buffer.append((reading.number - 1, sample, reading.hash))
+            if not self._buffer:
+                return
+            slot = buffer_slot(self._definition.seed, self._given, len(self._buffer))
+            self._buffer[slot], self._buffer[-1] = self._buffer[-1], self._buffer[slot]
+            self._ready.append(self._buffer.pop())
+            self._given += 1
+
+    def _too_few(self, reading: Reading, least: int) -> UsageError:
+        if least == 1:
+            return UsageError(
+                f"the stream has no samples in epoch {self.epoch}: what make_iterable returned yielded nothing; it is "
+                "called once per epoch, and must return an iterable that begins anew"
+            )
+        return UsageError(
+            f"drop_last is True and a batch has {least} samples, but epoch {self.epoch} of the stream has "
+            f"{reading.number}: every batch would be dropped; lower batch_size, or set drop_last=False"
+        )
+
+
+class Dealer:
+    """Says which step has which batch of a stream; a run's state tells where that is from here on.
+
+    Parameters
+    ----------
+    source : Source
+    run_state : RunState
+    """
+
+    def __init__(self, source: Source, run_state: Any) -> None:
+        self.source = source
+        self._drawn: Drawn | None = None
+        self._step = -1  # of what was drawn
+        run_state.stream = lambda: {STATE: self.source.state(undone=self._pending(run_state.steps))}
+
+    def draw(self, step: int) -> Drawn:
+        """The samples of a step; the same ones until it is done, and steps beyond it are asked for.
+
+        Raises
+        ------
+        WorkerError, UsageError
+            As ``Source.next``.
+        """
+        if not self._pending(step):
+            self._drawn = None
+            try:
+                self._drawn = self.source.next()
+            except WorkerError as error:
+                error.step = step
+                raise
+        self._step = step
+        assert self._drawn is not None
+        return self._drawn
+
+    def postpone(self, step: int) -> None:
+        """The caller brings a batch for this step, so that what was drawn for it is of the one after."""
+        if self._pending(step):
+            self._step = step + 1
+
+    def epochs(self, steps: int) -> int:
+        """How many epochs are over after so many steps."""
+        drawn = self._drawn
+        return self.source.epoch if drawn is None else drawn.epoch + (drawn.last and not self._pending(steps))
+
+    def close(self) -> None:
+        """Let go of the iterable."""
+        self.source.close()
+
+    def _pending(self, step: int) -> bool:
+        """Whether what was drawn is of a step that is not done."""
+        return self._drawn is not None and self._step >= step
+
+
+def supplied(
+    definition: Definition,
+    run_state: Any,
+    surroundings: AbstractContextManager[Any],
+    shown: Shown = lambda numbers, _: numbers,
+    *,
+    anyway: bool = False,
+) -> Dealer | None:
+    """Where a run's samples come from, if its data is a stream; goes on where an earlier run was.
+
+    Parameters
+    ----------
+    definition : Definition
+    run_state : RunState
+    surroundings, shown, anyway
+        As ``Supply`` and its ``go_on`` take them.
+    """
+    if definition.stream is None:
+        return None
+    supply = Supply(definition, surroundings)
+    state = run_state.callbacks.pop(STATE, None)
+    if state is not None or (run_state.resumed_from is not None and not anyway):
+        dealt = supply.go_on(state or {}, shown, anyway=anyway)
+        if dealt > run_state.samples and not definition.drop_last:  # which leaves some out
+            raise SnapshotError(f"{STATE} in the snapshot has dealt {dealt} samples, of {run_state.samples}")
+    return Dealer(supply, run_state)
+
+
+def _hashed(sample: Any) -> bytes:
+    """A hash of what can be looked into."""
+    try:
+        return hashed(sample)
+    except TypeError:  # an array of objects
+        return type(sample).__qualname__.encode()
+
+
+def _protocol(carrier: Any) -> tuple[Any, str, str]:
+    """Who tells its place, and by which methods; None if it does not."""
+    for take, give in PROTOCOLS:
+        if callable(getattr(carrier, take, None)) and callable(getattr(carrier, give, None)):
+            return carrier, take, give
+    return None, "", ""
+
+
+def _call(owner: Any, name: str, argument: Any) -> None:
+    method: Callable[..., Any] | None = getattr(owner, name, None)
+    if callable(method):
+        method(argument)

@@ -1,1 +1,0 @@
-"""Reading ahead: processes that read the shares of the next steps while others compute."""
