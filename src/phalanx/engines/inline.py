@@ -24,7 +24,7 @@ from phalanx.plan import evaluation_key
 from phalanx.seams import Exported, Framework, Link, Measurement, RunState, Todo, Weights
 from phalanx.seams.events import StepReport
 from phalanx.seams.snapshots import Captured
-from phalanx.shared.heap import RUNS
+from phalanx.shared.memory import RUNS
 from phalanx.step import Proposal, commit, measure, propose, todo
 from phalanx.surroundings import interrupts
 

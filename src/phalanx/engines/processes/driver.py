@@ -24,10 +24,9 @@ from phalanx.plan.placement import Placement
 from phalanx.seams import Exported, Framework, RunState, Weights
 from phalanx.seams.events import StepReport
 from phalanx.seams.snapshots import Captured
-from phalanx.shared.arena import Plan
-from phalanx.shared.counters import BATCH, BEGIN_NO_STEP, PARENT, STEPS, TASK
+from phalanx.shared.counters import BATCH, BEGIN_NO_STEP, PARENT, RING, STEPS, TASK
+from phalanx.shared.layout import Plan
 from phalanx.shared.memory import Memory, check_room
-from phalanx.shared.reports import RING
 from phalanx.shared.state import Mirror
 from phalanx.surroundings import interrupts
 

@@ -24,8 +24,7 @@ from phalanx.errors import LostError
 from phalanx.plan.lifecycle import Phase
 from phalanx.plan.tally import Cause
 from phalanx.shared.counters import GO_ON, LEAVE, TASK, Counters
-from phalanx.shared.memory import Memory
-from phalanx.shared.ordering import fence, order
+from phalanx.shared.memory import Memory, fence, order
 from phalanx.surroundings import forks, interrupts
 
 POLL_MILLISECONDS = 50

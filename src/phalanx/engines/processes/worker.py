@@ -34,12 +34,9 @@ from phalanx.plan import evaluation_key
 from phalanx.plan.lifecycle import next_snapshot
 from phalanx.plan.shares import share_bounds
 from phalanx.seams import Framework, Weights
-from phalanx.shared.arena import Plan
-from phalanx.shared.barrier import Barrier
-from phalanx.shared.counters import BATCH, LEAVE, STEPS
-from phalanx.shared.heap import give_back
-from phalanx.shared.memory import Memory
-from phalanx.shared.ordering import fence, order
+from phalanx.shared.counters import BATCH, LEAVE, STEPS, Barrier
+from phalanx.shared.layout import Plan
+from phalanx.shared.memory import Memory, fence, give_back, order
 from phalanx.shared.state import Shard
 from phalanx.step import Proposal, commit, measure, propose
 

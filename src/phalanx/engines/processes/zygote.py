@@ -30,7 +30,7 @@ from typing import Any
 from phalanx.engines.processes import worker
 from phalanx.engines.reading import reader
 from phalanx.frameworks.registry import prepare_process
-from phalanx.shared.heap import keep_freed
+from phalanx.shared.memory import keep_freed
 from phalanx.surroundings import imports
 
 PR_SET_PDEATHSIG, PR_SET_TIMERSLACK = 1, 29

@@ -22,9 +22,8 @@ from phalanx.frameworks.registry import reduced, reduced_sample
 from phalanx.plan.lifecycle import Action, Decision, Repair, Seen, Situation, decide
 from phalanx.plan.placement import Placement
 from phalanx.seams import RunState
-from phalanx.shared.counters import BATCH, STEPS, TASK
+from phalanx.shared.counters import BATCH, STEPS, TASK, Reports
 from phalanx.shared.memory import Memory
-from phalanx.shared.reports import Reports
 from phalanx.shared.state import Mirror
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import SLICE_SECONDS

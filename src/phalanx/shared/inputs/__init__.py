@@ -14,8 +14,7 @@ from __future__ import annotations
 import os
 import time
 
-from phalanx.shared.memory import ALIGNMENT, Memory, aligned
-from phalanx.shared.ordering import fence, order
+from phalanx.shared.memory import ALIGNMENT, Memory, aligned, fence, order
 
 MOST = 64  # readers
 AHEAD = 32  # steps

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from phalanx.shared.inputs import AHEAD, BYTES, OFFSET, TAG, Inputs, claimed, ready
-from phalanx.shared.ordering import fence, order
+from phalanx.shared.memory import fence, order
 
 
 class Ring:
