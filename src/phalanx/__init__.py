@@ -34,7 +34,7 @@ from phalanx.recipe import Recipe, close, train
 from phalanx.run.result import Result
 from phalanx.run.run import Run
 from phalanx.seams.events import Evaluated, Incident, StepReport
-from phalanx.surroundings.current import current_step
+from phalanx.surroundings.presence import current_step
 from phalanx.tuning.find_lr import find_lr
 from phalanx.tuning.tune import tune
 

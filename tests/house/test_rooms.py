@@ -33,8 +33,6 @@ NAMED: dict[str, tuple[str, str]] = {
     "frameworks/registry.py": ("jax tinygrad torch", "the table of those that are built in"),
     "definition/digest.py": ("jax torch", "dtypes have one name for all frameworks, and modules made-up classes"),
     "tuning/find_lr.py": ("torch", "its rates are those of torch's parameter groups"),
-    "engines/processes/launch.py": ("jax", "there is a zygote for workers that need jax, and one for others"),
-    "engines/processes/starter.py": ("jax", "a zygote whose workers need jax has a folder for what jax compiles"),
 }
 
 

@@ -15,7 +15,7 @@ from phalanx.frameworks.torch.optimizer import Update
 from phalanx.frameworks.torch.replica.feed import Feed
 from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.shared.state import Shard
-from phalanx.surroundings.current import CURRENT
+from phalanx.surroundings.presence import CURRENT
 
 PLANTED = contextlib.ExitStack()  # for as long as this process lives
 TWICE = (0, 1, 10)  # steps in which replicas are computed twice

@@ -9,7 +9,7 @@ import pathlib
 import weakref
 
 from phalanx.checkpoint import files
-from phalanx.surroundings import forks
+from phalanx.surroundings import presence
 
 try:
     import fcntl
@@ -30,7 +30,7 @@ class Held:
         self._owner = os.getpid()
         self._finalizer = weakref.finalize(self, _let_go, self._descriptors, self._owner)
         self._finalizer.atexit = False  # the end of the process closes them
-        forks.own(self)
+        presence.own(self)
 
     def add(self, descriptor: int) -> int:
         """Hold this one too: from here on nobody else closes it."""

@@ -19,7 +19,7 @@ from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.engines.inline import Inline
 from phalanx.engines.processes.driver import Processes
-from phalanx.engines.processes.launch import WARM
+from phalanx.engines.processes.starter import WARM
 from phalanx.engines.reading.pool import ahead_here
 from phalanx.engines.recovery.deadline import Deadline
 from phalanx.plan.placement import place

@@ -11,7 +11,7 @@ from phalanx.definition.fields import Definition
 from phalanx.engines.auto import Auto
 from phalanx.engines.inline import Inline
 from phalanx.engines.processes.driver import Processes
-from phalanx.engines.processes.launch import CAPABLE, WARM
+from phalanx.engines.processes.starter import CAPABLE, WARM
 from phalanx.engines.reading.pool import ahead_here
 from phalanx.engines.reading.streams import dealer as dealer
 from phalanx.engines.recovery.deadline import Deadline

@@ -29,7 +29,7 @@ from phalanx.plan.audit import Audit, joined
 from phalanx.seams import Arithmetic, Computed, Framework, Link, Todo, Watch
 from phalanx.seams.snapshots import Captured
 from phalanx.step import Proposal, compute, propose, todo
-from phalanx.surroundings.current import CURRENT, outside
+from phalanx.surroundings.presence import CURRENT, outside
 
 Facts = dict[str, Any]
 

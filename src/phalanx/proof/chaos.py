@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from phalanx.engines.processes.launch import WARM
+from phalanx.engines.processes.starter import WARM
 from phalanx.errors import PhalanxError
 from phalanx.recipe import Recipe
 from phalanx.run.result import Result

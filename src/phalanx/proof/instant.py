@@ -29,8 +29,7 @@ from phalanx.seams import Computed, Framework, RunState, Watch
 from phalanx.seams.events import StepReport
 from phalanx.seams.snapshots import Captured
 from phalanx.step import compute, propose, todo
-from phalanx.surroundings.current import outside
-from phalanx.surroundings.presence import shows
+from phalanx.surroundings.presence import outside, shows
 
 DELAY_SECONDS = 1.0  # until recomputing shows its progress
 

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from phalanx.errors import UsageError
-from phalanx.surroundings import forks
+from phalanx.surroundings import presence
 
 ALIGNMENT = 64
 CGROUPS = pathlib.Path("/sys/fs/cgroup")
@@ -54,7 +54,7 @@ class Memory:
         else:
             self.fd, self.size = fd, os.fstat(fd).st_size
         self.grow(size)
-        forks.own(self)
+        presence.own(self)
 
     def grow(self, size: int) -> None:
         """Make it at least ``size`` bytes; never smaller. Maps made before see the part that they had."""
@@ -93,7 +93,7 @@ class Memory:
             self.fd = -1
 
     def leave(self) -> None:
-        """See ``forks.Owned``."""
+        """See ``presence.Owned``."""
         self.close()
 
 

@@ -5,7 +5,6 @@ Between grants it sleeps. What goes wrong is told to the caller's process. One t
 
 from __future__ import annotations
 
-import functools
 import os
 import pickle
 import signal
@@ -49,7 +48,7 @@ def live(channel: int, memories: Sequence[int], number: int) -> None:
     environment_memory, parcel, arena, mailbox, orders, base, inputs = (Memory(0, fd) for fd in memories)
     try:
         place = unpack(environment_memory)
-        adopt_environment(place, functools.partial(caller.tell, "imported"))
+        adopt_environment(place)
         with starting(place["threads"]):  # what is unpacked may hold arrays of a framework
             worker = Worker(caller, unpack(parcel), (arena, base, mailbox, inputs), number)
         orders = unpack(orders)

@@ -17,15 +17,14 @@ from phalanx.definition import checks
 from phalanx.definition.data import Samples
 from phalanx.definition.fields import Definition
 from phalanx.engines.processes.environment import pack_recipe
-from phalanx.engines.processes.handle import WorkerHandle
-from phalanx.engines.processes.launch import WARM
-from phalanx.engines.processes.output import Output
+from phalanx.engines.processes.handle import Output, WorkerHandle
+from phalanx.engines.processes.starter import WARM
 from phalanx.engines.reading.taking import Taking
 from phalanx.plan.placement import Placement
 from phalanx.seams import Framework
 from phalanx.shared.inputs import MOST, Inputs
 from phalanx.shared.memory import Memory
-from phalanx.surroundings import forks
+from phalanx.surroundings import presence
 from phalanx.surroundings.presence import usable_cores
 
 LOOK_SECONDS = 0.1
@@ -119,7 +118,7 @@ class ReaderPool:
         self._failed, self._problem = 0, ""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._tend, args=(count,), name="phalanx-readers", daemon=True)
-        forks.own(self)
+        presence.own(self)
         self._thread.start()
 
     @property
@@ -137,7 +136,7 @@ class ReaderPool:
             checks.warn(f"nothing was read ahead in the end (same answer): {problem}")
 
     def leave(self) -> None:
-        """See ``forks.Owned``."""
+        """See ``presence.Owned``."""
         self._over.set()
 
     def _tend(self, count: int | None) -> None:

@@ -21,7 +21,7 @@ from phalanx.plan import replica_key
 from phalanx.shared.inputs import Inputs
 from phalanx.shared.inputs.ring import Ring
 from phalanx.shared.memory import Memory
-from phalanx.surroundings.current import CURRENT
+from phalanx.surroundings.presence import CURRENT
 
 NAP_MILLISECONDS = 1
 
@@ -33,7 +33,7 @@ def live(channel: int, memories: Sequence[int], number: int) -> None:
     environment_memory, parcel, *others = (Memory(0, fd) for fd in memories)
     try:
         place = unpack(environment_memory)
-        adopt_environment(place, functools.partial(caller.tell, "imported"))
+        adopt_environment(place)
         if others:
             warnings.simplefilter("ignore")  # who computes what could not be read here warns
         with starting(place["threads"]):

@@ -22,10 +22,9 @@ from phalanx.definition.streams import Drawn
 from phalanx.definition.streams.again import Shown
 from phalanx.definition.streams.supply import STATE, Dealer, Supply, supplied
 from phalanx.engines.processes.environment import pack_recipe
-from phalanx.engines.processes.handle import WorkerHandle
-from phalanx.engines.processes.launch import CAPABLE, WARM
-from phalanx.engines.processes.output import Output
+from phalanx.engines.processes.handle import Output, WorkerHandle
 from phalanx.engines.processes.serialization import unpack_bytes
+from phalanx.engines.processes.starter import CAPABLE, WARM
 from phalanx.engines.recovery.deadline import Stillness
 from phalanx.errors import UsageError, WorkerError
 from phalanx.seams import Engine

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, assert_never
 
-from phalanx.engines.processes.launch import WARM
 from phalanx.engines.processes.messages import WorkerMessage, first_error, unfit
 from phalanx.engines.processes.pool import LONG, WorkerPool
 from phalanx.engines.processes.serialization import pack
@@ -345,7 +344,7 @@ class Supervisor:
         """Start workers at ``step``; returns when they are ready, or have ended again."""
         orders = {**self._record.described(step), "grant": self._counters.grant, "joining": joining}
         pack(orders, self._orders, reduced)
-        self._pool.start(workers, WARM)
+        self._pool.start(workers)
         self._failures.started(step)
         if any(told.kind == "failed" for told in self._pool.told):
             raise unfit(first_error(self._pool.told))

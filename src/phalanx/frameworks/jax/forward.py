@@ -18,7 +18,7 @@ from phalanx.errors import UsageError
 from phalanx.frameworks.jax.tree import prng_key, words
 from phalanx.frameworks.jax.watching import tell_equations
 from phalanx.seams import Computed, Watch
-from phalanx.surroundings.current import outside as no_step
+from phalanx.surroundings.presence import outside as no_step
 
 
 class Forward:
