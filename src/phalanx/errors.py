@@ -128,17 +128,7 @@ class LostError(RunError):
 
 
 class StartError(RunError):
-    """The process that starts workers has ended, or does nothing any more and was killed.
-
-    Attributes
-    ----------
-    outside : bool
-        Whether somebody else may have ended it, so that another may live longer.
-    """
-
-    def __init__(self, message: str, *, outside: bool) -> None:
-        super().__init__(message)
-        self.outside = outside
+    """The process that starts workers has ended, or does nothing any more and was killed."""
 
 
 class SeveredError(RunError):

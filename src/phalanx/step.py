@@ -24,7 +24,7 @@ from phalanx.plan.shares import Moment, share_weights
 from phalanx.seams import Arithmetic, Framework, Link
 from phalanx.seams.records import Computed, Measurement, Part, Todo, Vector, Weights
 from phalanx.surroundings import interrupts
-from phalanx.surroundings.current import CURRENT
+from phalanx.surroundings.presence import CURRENT
 
 T = TypeVar("T")
 ABSENT = Part(0.0, 0.0, returned=False, samples=0)

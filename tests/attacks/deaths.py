@@ -11,7 +11,7 @@ import threading
 import time
 
 import phalanx
-from phalanx.engines.processes.launch import WARM
+from phalanx.engines.processes.starter import WARM
 from phalanx.surroundings import interrupts
 from tests.families import ADAMW, FAMILIES
 
@@ -101,7 +101,7 @@ def under_fire(recipe, wanted, workers, act, most, options):
 
 def starter():
     """The pid of the process that starts workers, without starting one; None if there is none."""
-    zygote = next(iter(WARM._zygotes.values()), None)
+    zygote = WARM._zygote
     return None if zygote is None else zygote._process.pid
 
 

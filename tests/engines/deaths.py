@@ -60,7 +60,7 @@ class Trapped:
         return self.make_model()
 
     def set(self):
-        from phalanx.shared.barrier import Barrier
+        from phalanx.shared.counters import Barrier
 
         trap, at = self, Barrier.at
 

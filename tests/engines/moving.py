@@ -1,7 +1,7 @@
 """An automatic engine that moves as soon as it can."""
 
 from phalanx.engines import selection
-from phalanx.engines.processes.launch import WARM
+from phalanx.engines.processes.starter import WARM
 from phalanx.frameworks.registry import open_framework
 
 

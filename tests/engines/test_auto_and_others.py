@@ -12,9 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import phalanx
 from phalanx.engines import selection
-from phalanx.shared import ordering
-from phalanx.shared.barrier import Barrier
-from phalanx.shared.counters import COMPUTE, FOLD, Counters, float_count, word_count
+from phalanx.shared import memory as ordering
+from phalanx.shared.counters import COMPUTE, FOLD, Barrier, Counters, float_count, word_count
 from tests.engines.moving import hurry, moves, turn_back
 from tests.families import ADAMW, FAMILIES, FEATURES, Elsewhere, mlp
 

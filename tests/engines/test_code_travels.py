@@ -14,10 +14,8 @@ import torch
 from torch import nn
 
 import phalanx
-from phalanx.engines.processes.environment import Imported
-from phalanx.shared.memory import Memory
 from phalanx.surroundings import sources
-from phalanx.surroundings.sources import Finder, Kept, Source
+from phalanx.surroundings.sources import Finder, Kept
 
 LOSS = """
 FACTOR = {factor}
@@ -29,12 +27,6 @@ OUTER = """
 from inner_of_these import loss as inner
 
 def loss(output, target):
-    return inner(output, target)
-"""
-LATE = """
-def loss(output, target):
-    from inner_of_these import loss as inner
-
     return inner(output, target)
 """
 PACKAGE = "from .part import loss  # of {power}\n"
@@ -155,49 +147,30 @@ def fallen_in_between(loss_fn, edit):
         return run.result().digest
 
 
-@pytest.mark.parametrize("importing", [OUTER, LATE], ids=["at the top", "inside a function"])
-def test_an_edit_in_mid_run_does_not_reach_those_who_take_over(folder, importing):
-    """A worker that takes another's place has the code that the run began with, also of what only workers imported."""
+def test_an_edit_in_mid_run_does_not_reach_those_who_take_over(folder):
+    """A worker that takes another's place has the code that the run began with; other code has another digest."""
     write(folder / "inner_of_these.py", LOSS, factor=1.0, power=2)
-    write(folder / "outer_of_these.py", importing)
+    write(folder / "outer_of_these.py", OUTER)
     module = importlib.import_module("outer_of_these")
     fallen = fallen_in_between(module.loss, lambda: write(folder / "inner_of_these.py", LOSS, factor=3.0, power=2))
-    inner = sys.modules.pop("inner_of_these", None)
     write(folder / "inner_of_these.py", LOSS, factor=1.0, power=2)
-    assert (inner is None) == (importing == LATE)
+    sys.modules.pop("inner_of_these")
     assert recipe(importlib.reload(module).loss).train(engine="inline").digest == fallen
     write(folder / "inner_of_these.py", LOSS, factor=3.0, power=2)
-    sys.modules.pop("inner_of_these", None)
+    sys.modules.pop("inner_of_these")
     assert recipe(importlib.reload(module).loss).train(engine="inline").digest != fallen
-
-
-def test_two_processes_that_imported_different_code(folder):
-    """Workers that import a file while it is edited do not go on with two versions: the error names the file."""
-    habitat = Memory(0)
-    imported = Imported(habitat)
-    one = Source(str(folder / "a_of_these.py"), b"FACTOR = 1", None)
-    imported.add("a_of_these", one)
-    imported.add("a_of_these", one)
-    with pytest.raises(phalanx.RunError, match=r"a_of_these\.py was changed between its import"):
-        imported.add("a_of_these", one._replace(text=b"FACTOR = 2"))
-    habitat.close()
 
 
 def test_a_file_that_is_as_it_was_is_loaded_as_ever(folder):
     """Nothing is compiled anew, and nothing travels by value, unless the file says something else."""
     write(folder / "loss_of_these.py", LOSS, factor=1.0, power=2)
     importlib.import_module("loss_of_these")
-    heard = []
     source = sources.note()["loss_of_these"]
-    finder = Finder({"loss_of_these": source}, lambda *facts: heard.append(facts))
+    finder = Finder({"loss_of_these": source})
     assert type(finder.find_spec("loss_of_these").loader) is SourceFileLoader
     write(folder / "loss_of_these.py", LOSS, factor=3.0, power=2)
     assert type(finder.find_spec("loss_of_these").loader) is Kept
-    assert heard == []
-    finder = Finder({}, lambda *facts: heard.append(facts))
-    assert type(finder.find_spec("loss_of_these").loader) is SourceFileLoader
-    assert finder.find_spec("json") is finder.find_spec("torch") is None
-    assert [name for name, _ in heard] == ["loss_of_these"]
+    assert finder.find_spec("json") is finder.find_spec("torch") is Finder({}).find_spec("loss_of_these") is None
 
 
 def test_installed_packages_are_left_to_python(folder):

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from phalanx.shared.memory import Memory
-from phalanx.surroundings import forks
+from phalanx.surroundings import presence
 
 JOB = """
 import contextlib, os, sys, time
@@ -128,7 +128,7 @@ def test_a_forked_child_has_no_descriptor_of_what_its_parent_owns(owned):
     """What is registered is closed in the child, what is not is still open there; the parent keeps both."""
     memory = Memory(100)
     if not owned:
-        forks._OWNED.discard(memory)
+        presence._OWNED.discard(memory)
     number = memory.fd
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # jax, where it is loaded, warns of forks

@@ -24,10 +24,9 @@ from phalanx.frameworks.registry import open_framework
 from phalanx.frameworks.torch import sparing
 from phalanx.frameworks.torch.sparing import Sparing
 from phalanx.plan.fold import place
-from phalanx.shared.arena import Plan
-from phalanx.shared.frozen import FrozenWeights
+from phalanx.shared.layout import Plan
 from phalanx.shared.memory import Memory
-from phalanx.shared.state import Mirror, Shard
+from phalanx.shared.state import FrozenWeights, Mirror, Shard
 from tests.engines import held_once
 from tests.engines.deaths import PLACES, Trapped, sprung
 from tests.engines.moving import hurry, moves

@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from phalanx.surroundings import imports
+from phalanx.surroundings import sources
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what an import leaves behind is told by Linux only")
 NOTED = "import os\nwith open(os.environ['NOTES'], 'a') as notes:\n    print({name!r}, os.getpid(), file=notes)\n"
@@ -126,7 +126,7 @@ def test_what_cannot_be_forked_after_is_left_to_the_workers(packages, why):
     packages.add("harm", HARMFUL[why] + "\ndef scaled(output, target):\n    return ((output - target) ** 2).mean()\n")
     shown = packages.run(
         """
-        from phalanx.engines.processes.launch import WARM
+        from phalanx.engines.processes.starter import WARM
         train()
         train()
         print(sorted(notes()))
@@ -165,6 +165,6 @@ def test_a_program_that_ends_does_not_wait_for_an_import(packages):
 
 def test_modules_of_installed_packages_go_with_their_files():
     """The standard library and packages, in the order of their imports, but not the user's own modules."""
-    found = imports.installed(["torch", "json", __name__, "sys", "no_such_module"])
+    found = sources.installed(["torch", "json", __name__, "sys", "no_such_module"])
     assert list(found) == ["json", "torch"] or list(found) == ["torch", "json"]
     assert found["torch"] == sys.modules["torch"].__file__

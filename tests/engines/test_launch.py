@@ -813,7 +813,7 @@ PREPARED = """
 import json, sys
 import phalanx.engines.processes.zygote
 from phalanx.frameworks.registry import prepare_process
-prepare_process(None)
+prepare_process("")
 print(json.dumps(sorted(sys.modules)))
 """
 

@@ -19,7 +19,7 @@ from phalanx.errors import UsageError
 from phalanx.frameworks.registry import open_framework
 from phalanx.plan.fold import place
 from phalanx.shared import memory
-from phalanx.shared.arena import Plan
+from phalanx.shared.layout import Plan
 from phalanx.shared.memory import ALIGNMENT, UNLIMITED, Carver, Memory, available_bytes
 from tests.families import FAMILIES
 

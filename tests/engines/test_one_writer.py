@@ -42,7 +42,7 @@ class Checking:
 
 def write_what_is_the_parents():
     """A fault: a worker that has computed its replicas says that the run pauses."""
-    from phalanx.shared.barrier import Barrier
+    from phalanx.shared.counters import Barrier
 
     at = Barrier.at
 

@@ -19,7 +19,7 @@ from phalanx.definition.evaluation import Metrics
 from phalanx.engines.processes.driver import Processes
 from phalanx.frameworks.registry import open_framework
 from phalanx.plan.fold import Placement
-from phalanx.shared.reports import RING
+from phalanx.shared.counters import RING
 from tests.families import (
     DATA,
     FAMILIES,
@@ -748,7 +748,7 @@ def buffers_left_out():
 
 def stale_gradients():
     """A peer's gradient is what it was when it was first looked at."""
-    from phalanx.shared.buckets import Buckets
+    from phalanx.engines.processes.link import Buckets
 
     peer = Buckets.peer
     Buckets.peer = lambda self, *place: [None if grad is None else grad.clone() for grad in peer(self, *place)]

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 import uuid
 
@@ -85,38 +84,6 @@ def test_calls_that_are_too_deep_fail_in_workers_as_they_do_here(usual):
         with pytest.raises((phalanx.PhalanxError, RecursionError)) as caught:
             train(job)
         assert "recursion" in str(caught.value)
-
-
-class Nested(nn.Module):
-    """A layer inside as many modules."""
-
-    def __init__(self, depth):
-        super().__init__()
-        self.inner = nn.Linear(3, 1)
-        for _ in range(depth - 1):
-            outer = Nested(0) if depth else self
-            outer.inner, self.inner = self.inner, outer
-
-    def forward(self, x):
-        return self.inner(x)
-
-
-@pytest.mark.long
-def test_deep_models_find_as_much_stack_in_workers(deep):
-    """What runs in a thread with a large stack here does not overflow the stack of a worker."""
-    found = []
-    job = recipe(make_model=lambda: Nested(1_500), steps=1)
-
-    def both():
-        found.extend([in_workers(job).digest, job.train(engine="inline").digest])
-
-    before = threading.stack_size(256 << 20)
-    thread = threading.Thread(target=both)
-    thread.start()
-    thread.join()
-    threading.stack_size(before)
-    assert len(found) == 2
-    assert len(set(found)) == 1
 
 
 # torch's newer settings of precision.
@@ -236,12 +203,9 @@ def test_programs_inherit_nothing_but_the_standard_streams(tmp_path):
         assert sorted(int(line.split(" -> ")[0].split()[-1]) for line in lines) == [0, 1, 2], lines
 
 
-DAEMON = """
-import os, sys, time
-os.setsid()
-if os.fork() == 0:
-    os.setsid()
-    time.sleep(1000)
+STARTED = """
+import os, time  # a tagged program
+os.fork()
 time.sleep(1000)
 """
 
@@ -261,7 +225,7 @@ def tagged(mark):
     found = []
     for candidate in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if candidate.environ().get("PHALANX_TEST") == mark and "setsid" in " ".join(candidate.cmdline()):
+            if candidate.environ().get("PHALANX_TEST") == mark and "a tagged program" in " ".join(candidate.cmdline()):
                 found.append(candidate)
     return found
 
@@ -274,24 +238,24 @@ def wait_until(condition):
         time.sleep(0.02)
 
 
-def daemons_loss(folder):
-    """A loss that starts, once in each worker, a program with a child, each in a session of its own."""
+def starting_loss(folder):
+    """A loss that starts, once in each worker, a program with a child."""
     started = []
 
     def loss_fn(output, target):
         if not started:
-            started.append(os.posix_spawnp(sys.executable, [sys.executable, "-c", DAEMON], os.environ))
+            started.append(os.posix_spawnp(sys.executable, [sys.executable, "-c", STARTED], os.environ))
             (folder / str(os.getpid())).write_text(str(started[0]))
         return F.mse_loss(output, target)
 
     return loss_fn
 
 
-def test_programs_in_sessions_of_their_own_end_with_the_run(tag, tmp_path):
-    """However they left the worker's process group, they are gone after the run; one of the caller's own is not."""
-    own = subprocess.Popen([sys.executable, "-c", DAEMON])
+def test_programs_end_with_the_run(tag, tmp_path):
+    """What user code started in workers is gone after the run; a program of the caller's own is not."""
+    own = subprocess.Popen([sys.executable, "-c", STARTED])
     try:
-        with recipe(loss_fn=daemons_loss(tmp_path)).start(engine="processes", workers=2) as run:
+        with recipe(loss_fn=starting_loss(tmp_path)).start(engine="processes", workers=2) as run:
             run.step()
             wait_until(lambda: len(tagged(tag)) == 6)
         wait_until(lambda: len(tagged(tag)) == 2)
@@ -304,7 +268,7 @@ def test_programs_in_sessions_of_their_own_end_with_the_run(tag, tmp_path):
 
 def test_programs_of_a_worker_that_is_killed_end_with_it(tag, tmp_path):
     """Its own are gone, those of the other worker live on, and so does the run."""
-    job = recipe(loss_fn=daemons_loss(tmp_path))
+    job = recipe(loss_fn=starting_loss(tmp_path))
     with job.start(engine="processes", workers=2) as run:
         run.step()
         wait_until(lambda: len(tagged(tag)) == 4)
@@ -321,8 +285,8 @@ def test_programs_of_a_worker_that_is_killed_end_with_it(tag, tmp_path):
 CALLER = """
 import os, pathlib, sys, torch, phalanx
 sys.path.insert(0, {here!r})
-from test_surroundings import daemons_loss, recipe
-run = recipe(loss_fn=daemons_loss(pathlib.Path({folder!r}))).start(engine="processes", workers=2)
+from test_surroundings import starting_loss, recipe
+run = recipe(loss_fn=starting_loss(pathlib.Path({folder!r}))).start(engine="processes", workers=2)
 run.step()
 print("ready", flush=True)
 import time; time.sleep(60)
@@ -330,7 +294,7 @@ import time; time.sleep(60)
 
 
 @pytest.mark.long
-def test_programs_in_sessions_of_their_own_end_with_the_caller(tag, tmp_path):
+def test_programs_end_with_the_caller(tag, tmp_path):
     """They are gone soon after the caller's process is killed."""
     program = CALLER.format(here=os.path.dirname(__file__), folder=str(tmp_path))
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as caller:
@@ -422,11 +386,11 @@ def test_modules_come_from_where_the_caller_has_them(tmp_path, monkeypatch):
 
 def test_libraries_come_before_files_of_their_names(tmp_path, monkeypatch):
     """The process that starts workers looks in the standard library, by phalanx and among packages, then elsewhere."""
-    from phalanx.engines.processes import environment
+    from phalanx.engines.processes import starter
 
     packages = str(tmp_path / "site-packages")
     monkeypatch.setattr(sys, "path", [str(tmp_path), "", "relative", *sys.path, packages])
-    path = environment._path()
+    path = starter._path()
     assert not [entry for entry in path if not os.path.isabs(entry)]
     assert path[0] == os.path.dirname(os.__file__)
     homes = [os.path.dirname(os.path.dirname(module.__file__)) for module in (phalanx, torch)]

@@ -128,7 +128,7 @@ def test_changes_are_seen():
 
 RUN = """
 import phalanx
-from phalanx.shared import heap
+from phalanx.shared import memory as heap
 {planted}
 x = torch.randn(8, 3)
 recipe = phalanx.Recipe(lambda: torch.nn.Linear(3, 1), (x, x[:, :1]), torch.nn.functional.mse_loss, replicas=1, steps=2)

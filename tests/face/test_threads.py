@@ -284,36 +284,6 @@ def test_a_fork_while_another_thread_has_its_turn():
     thread.join()
 
 
-def test_a_fork_while_another_thread_uses_a_run():
-    """The child does not wait for a thread that it has not; what that was in the middle of is refused there."""
-    inside, over = threading.Event(), threading.Event()
-
-    def slow(output, target):
-        inside.set()
-        over.wait(300)
-        return metric(output, target)
-
-    with recipe(0).start(engine="inline", progress=False) as run:
-        thread = threading.Thread(target=lambda: run.evaluate(slow, (X, Y)))
-        thread.start()
-        inside.wait()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            pid = os.fork()
-        if pid == 0:
-            try:
-                run.finish()
-            except phalanx.UsageError as error:
-                os._exit("start a run of your own" not in str(error))
-            finally:
-                os._exit(2)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        over.set()
-        thread.join()
-        run.finish()
-        assert run.result().digest == digest_of(0)
-
-
 def test_callbacks_may_ask_each_others_runs():
     """A callback holds no turn: two runs in threads may look at each other, and one may wait for another thread."""
     runs, ready, digests = {}, threading.Barrier(2), {}

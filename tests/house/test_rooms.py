@@ -32,8 +32,6 @@ OWN_ROOMS: dict[str, tuple[str, str]] = {
 NAMED: dict[str, tuple[str, str]] = {
     "frameworks/registry.py": ("jax tinygrad torch", "the table of those that are built in"),
     "tuning.py": ("torch", "its rates are those of torch's parameter groups"),
-    "engines/processes/launch.py": ("jax", "there is a zygote for workers that need jax, and one for others"),
-    "engines/processes/starter.py": ("jax", "a zygote whose workers need jax has a folder for what jax compiles"),
 }
 
 

@@ -114,7 +114,7 @@ def test_compiled_programs_are_cleared_away(tmp_path):
     """However the process that starts workers ends, its folder goes with it, and it says nothing."""
     told = f"""
 import os, tempfile, jax, phalanx
-from phalanx.engines.processes.launch import WARM
+from phalanx.engines.processes.starter import WARM
 tempfile.tempdir = {str(tmp_path)!r}
 seen = []
 def count():

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.engines.links import LocalLink
+from phalanx.engines.processes.link import Buckets
 from phalanx.frameworks.torch.adapter import Torch
 from phalanx.frameworks.torch.optimizer import Update
 from phalanx.frameworks.torch.replica.feed import Feed
 from phalanx.frameworks.torch.replica.lane import Lane
-from phalanx.shared.buckets import Buckets
 from phalanx.shared.state import Shard
-from phalanx.surroundings.current import CURRENT
+from phalanx.surroundings.presence import CURRENT
 
 PLANTED = contextlib.ExitStack()  # for as long as this process lives
 TWICE = (0, 1, 10)  # steps in which replicas are computed twice

@@ -19,8 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.errors import UsageError
-from phalanx.shared.memory import Memory
-from phalanx.shared.ordering import order
+from phalanx.shared.memory import Memory, order
 
 LINE = 8  # words in a cache line: writers do not share one
 ARRIVED, TAGS = 0, 1  # words of a rank's line: rounds that it has come to, and what it does in the latest two

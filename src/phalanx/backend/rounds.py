@@ -15,7 +15,7 @@ import torch
 from phalanx.backend.memory import SLOT, GroupMemory
 from phalanx.backend.progress import Steps
 from phalanx.errors import PeerError
-from phalanx.shared.ordering import order
+from phalanx.shared.memory import order
 
 KEPT_VIEWS = 64
 SIZE = 26  # the bit of a signature from which on it holds a number of bytes

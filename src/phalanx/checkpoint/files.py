@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
-from phalanx.surroundings import forks
+from phalanx.surroundings import presence
 
 try:
     import fcntl
@@ -200,7 +200,7 @@ class Held:
     def __init__(self) -> None:
         self._descriptors: list[int] = []
         self._owner = os.getpid()
-        forks.own(self)
+        presence.own(self)
 
     def add(self, descriptor: int) -> int:
         """Hold this one too: from here on nobody else closes it."""

@@ -10,6 +10,6 @@ import sys
 
 def close() -> None:
     """End what is kept warm for the next run: a process that starts workers. The next run starts another."""
-    launch = sys.modules.get("phalanx.engines.processes.launch")
-    if launch is not None:
-        launch.WARM.close()
+    starter = sys.modules.get("phalanx.engines.processes.starter")
+    if starter is not None:
+        starter.WARM.close()

@@ -22,7 +22,7 @@ from phalanx.errors import PhalanxError, RunError, WorkerError
 from phalanx.plan import evaluation_key
 from phalanx.seams import Framework, Link
 from phalanx.seams.records import Captured, Exported, Measurement, RunState, StepReport, Todo, Weights
-from phalanx.shared.heap import RUNS
+from phalanx.shared.memory import RUNS
 from phalanx.step import Proposal, commit, measure, propose, todo
 from phalanx.surroundings import interrupts
 

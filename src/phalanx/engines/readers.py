@@ -21,10 +21,9 @@ from phalanx.definition.data import Drawn, Samples
 from phalanx.definition.fields import Definition
 from phalanx.definition.streams import Dealer, Shown, Supply, supplied
 from phalanx.engines.processes.environment import pack_recipe
-from phalanx.engines.processes.handle import WorkerHandle
-from phalanx.engines.processes.launch import CAPABLE, WARM
-from phalanx.engines.processes.output import Output
+from phalanx.engines.processes.handle import Output, WorkerHandle
 from phalanx.engines.processes.serialization import unpack_bytes
+from phalanx.engines.processes.starter import CAPABLE, WARM
 from phalanx.engines.reading import STREAM_STEPS, Taking
 from phalanx.engines.recovery.deadline import Stillness
 from phalanx.errors import RunError, UsageError, WorkerError

@@ -28,7 +28,7 @@ from phalanx.frameworks.registry import reading, reduced_sample, starting
 from phalanx.plan import Indices, replica_key
 from phalanx.shared.inputs import Inputs, Ring
 from phalanx.shared.memory import Memory
-from phalanx.surroundings.current import CURRENT
+from phalanx.surroundings.presence import CURRENT
 
 NAP_MILLISECONDS = 1
 MOST_WARNINGS = 100  # of one batch
@@ -43,7 +43,7 @@ def live(channel: int, memories: Sequence[int], number: int) -> None:
     environment_memory, parcel, memory = (Memory(0, fd) for fd in memories)
     try:
         place = unpack(environment_memory)
-        adopt_environment(place, lambda *_: None)
+        adopt_environment(place)
         with starting(place["threads"]):
             setup = unpack(parcel)
             definition = Definition(**setup["fields"])

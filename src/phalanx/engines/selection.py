@@ -21,7 +21,7 @@ from phalanx.definition.fields import Definition
 from phalanx.engines.changing import Changing
 from phalanx.engines.inline import Inline
 from phalanx.engines.processes.driver import Processes
-from phalanx.engines.processes.launch import CAPABLE, WARM
+from phalanx.engines.processes.starter import CAPABLE, WARM
 from phalanx.engines.readers import ahead_here
 from phalanx.engines.readers import dealer as dealer
 from phalanx.engines.recovery.deadline import Deadline

@@ -29,7 +29,7 @@ from phalanx.plan.keys import Audit, joined
 from phalanx.seams import Arithmetic, Framework, Link
 from phalanx.seams.records import Captured, Computed, Todo, Watch
 from phalanx.step import Proposal, compute, propose, todo
-from phalanx.surroundings.current import CURRENT, outside
+from phalanx.surroundings.presence import CURRENT, outside
 
 Facts = dict[str, Any]
 

@@ -99,8 +99,8 @@ class Record:
         """Where no model is: what samples are read in, and what makes a batch of them; None: samples stay samples."""
         return None
 
-    def prepare(self, cache: str | None) -> None:
-        """Import, in a process that others are forked from, what they need. ``cache``: a folder for programs."""
+    def prepare(self, folder: str) -> None:
+        """Import, in a process that others are forked from, what they need. ``folder``: for what they compile."""
 
     def settings(self) -> dict[str, Any]:
         """Settings of this process that change bits, to be adopted by others; can be pickled."""

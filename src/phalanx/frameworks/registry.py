@@ -157,15 +157,20 @@ def sparing(memory: Memory, contents: Contents) -> AbstractContextManager[Any]:
     return next((context for context in found if context is not None), NOTHING)
 
 
-def prepare_process(cache: str | None) -> None:
-    """Import, in a process of our own, what workers will need; no array is made.
+def in_use() -> list[str]:
+    """The frameworks that are imported here, but those that every process has."""
+    return [name for name, record in RECORDS.items() if record.module in sys.modules and not record.everywhere]
 
-    ``cache``: a folder for what is compiled; None if nothing is.
+
+def prepare_process(folder: str, frameworks: Sequence[str] = ()) -> None:
+    """Import, in a process of our own, what workers will need of these frameworks; no array is made.
+
+    ``folder``: where frameworks may keep what they compile.
     """
     import numpy.random  # noqa: F401  numpy imports it when it is first used
 
-    for record in RECORDS.values():
-        record.prepare(cache)
+    for record in [*EVERYWHERE, *map(named, frameworks)]:
+        record.prepare(folder)
 
 
 def numeric_environment(framework: str) -> dict[str, Any]:

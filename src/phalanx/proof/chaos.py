@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from phalanx.engines.processes.launch import WARM
+from phalanx.engines.processes.starter import WARM
 from phalanx.errors import PhalanxError
 from phalanx.recipe import Recipe
 from phalanx.run.result import Result

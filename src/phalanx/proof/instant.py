@@ -29,7 +29,7 @@ from phalanx.run.observers import shown
 from phalanx.seams import Framework
 from phalanx.seams.records import Captured, Computed, Exported, RunState, StepReport, Watch
 from phalanx.step import compute, propose, todo
-from phalanx.surroundings.current import outside
+from phalanx.surroundings.presence import outside
 
 
 class Instant(contextlib.AbstractContextManager["Instant"]):

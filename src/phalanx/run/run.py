@@ -341,6 +341,5 @@ class Run:
         return Preempted(f"SIGTERM came, and {outcome}", step=self.steps - 1)
 
     def _check_open(self) -> None:
-        self.turn.check()
         if self._closed:
             raise UsageError("this run is closed: its with block has ended; start another with recipe.start()")

@@ -1,9 +1,9 @@
-"""The counters of a run: words in an arena that processes read and write without locks, each with one writer.
+"""What processes say to each other of a run: words in an arena that they read and write without locks.
 
 Workers go from step to step by themselves: the parent grants a number of steps, or one task, and may grant again only
 when every worker is idle. Between, the first worker alone decides, before the last barrier of a step, whether there is
 a next one; so all of them agree. Whoever fails raises the trouble flag and goes idle; the others leave at their next
-barrier.
+barrier. No weights or gradients are here: only how far everybody is, and what a step came to.
 
 A word is 8 bytes, which processors read and write as a whole. No two writers share a cache line, as each would have to
 fetch it from the other for every write. So the line of a word tells who may write it, and tests can check that:
@@ -12,12 +12,73 @@ with ``Counters.checked``, a write by anybody else fails.
 
 from __future__ import annotations
 
+import array
+import os
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Final, Protocol, cast
 
+from phalanx.errors import Trouble
 from phalanx.plan.lifecycle import Phase, Progress
-from phalanx.shared.ordering import order
-from phalanx.shared.reports import PART, REPORT, RING, TOLD, Parts, Reports
+from phalanx.shared.memory import order
+
+RING: Final = 1024  # reports that the parent may be behind
+REPORT: Final = 6  # loss, norm, lr, samples, started, ended; loss and weight of each replica come behind
+TOLD: Final = 2  # numbers of each replica in a report
+PART: Final = 6  # loss, weight, returned, samples; options and lr of the worker
+
+
+class Parts:
+    """A row of numbers for each replica of the present step; written by the worker that hosts the replica."""
+
+    def __init__(self, floats: memoryview[float]) -> None:
+        self._floats = floats
+
+    def write(self, first: int, rows: Iterable[Sequence[float]], told: Sequence[float]) -> None:
+        """Write the rows of a worker's replicas, in a row from ``first`` on; each ends in what it ``told``."""
+        position = first * PART
+        for row in rows:
+            for value in (*row[: -len(told)], *told):
+                self._floats[position] = value
+                position += 1
+
+    def read(self) -> Sequence[Sequence[float]]:
+        """The rows of all replicas; complete after a barrier."""
+        values = self._floats.tolist()
+        return [values[position : position + PART] for position in range(0, len(values), PART)]
+
+
+class Reports:
+    """What the first worker writes of each step; the parent may be ``RING`` of them behind.
+
+    Loss and weight of each replica follow the numbers of the step.
+    """
+
+    def __init__(self, ring: memoryview[float]) -> None:
+        self._ring = ring
+        self._width = len(ring) // RING
+
+    def write(self, step: int, parts: Sequence[float], *report: float) -> None:
+        """Of a step that is about to be finished: loss, norm, lr, samples, started, ended; and of each replica."""
+        position = step % RING * self._width
+        row = array.array("d", (*report, *parts))
+        self._ring[position : position + len(row)] = memoryview(row)
+
+    def correct_end(self, step: int, ended: float) -> None:
+        """When the step has really ended: what was written before could only be about to."""
+        self._ring[step % RING * self._width + REPORT - 1] = ended
+
+    def read(self, step: int) -> Sequence[float]:
+        """What was written of a step: loss, norm, lr, samples, started, ended."""
+        order()  # whoever reads this has read before that the step is done
+        position = step % RING * self._width
+        return self._ring[position : position + REPORT].tolist()
+
+    def parts(self, step: int) -> tuple[float, ...]:
+        """Loss and weight of each replica in a step whose report was read."""
+        position = step % RING * self._width
+        return tuple(self._ring[position + REPORT : position + self._width].tolist())
+
 
 LINE: Final = 8  # words in a cache line
 OF_PARENT, OF_FIRST, OF_ALL, OF_WORKERS = 0, 2 * LINE, 3 * LINE, 4 * LINE  # where lines of each kind of writer begin
@@ -255,3 +316,84 @@ class GuardedWords:
     def _all_idle(self) -> bool:
         finished = self._all[OF_WORKERS + 1 :: LINE].tolist()
         return all(grant == self._all[OF_PARENT] for grant in finished)
+
+
+ROUNDS = 32  # bits for the barriers within a grant
+SPIN_SECONDS = 0.0002
+NAP_SECONDS, LONGEST_NAP_SECONDS = 0.00002, 0.0005
+
+
+class Barrier:
+    """Where a worker waits for the others: about 2 us if all come at once.
+
+    Parameters
+    ----------
+    counters : Counters
+    worker : int
+        This one.
+
+    Attributes
+    ----------
+    step : int
+        The one that the worker is in.
+    """
+
+    def __init__(self, counters: Counters, worker: int) -> None:
+        self.counters = counters
+        self.worker = worker
+        self.step = 0
+        self._own = counters.workers[worker]
+        self._others = [other for other in counters.workers if other is not self._own]
+        self._round = 0
+        self._since = 0.0
+
+    def begin(self, grant: int) -> None:
+        """A new grant: earlier arrivals no longer count."""
+        self._round = max(self._own.arrived, grant << ROUNDS)  # a replacement goes on where the other ended
+        self._since = time.perf_counter()
+
+    def enter(self, step: int) -> None:
+        """Be at the beginning of a step."""
+        self.step = step
+        self.at(Phase.SAVING)
+
+    def at(self, phase: Phase) -> None:
+        """Be so far in the step."""
+        self._own.reach(self.step, phase)
+
+    def wait(self, part: int) -> None:
+        """Wait until all workers are here. ``part``: what of a step (COMPUTE, FOLD, UPDATE) ends with coming here.
+
+        Raises
+        ------
+        Trouble
+            A worker failed before it came here. One that came and failed later makes the next barrier raise, and not
+            this one: the others may have gone on from it already, and all have to agree on how far they came.
+        """
+        arrived = time.perf_counter()
+        self._round = mine = self._round + 1
+        order()  # who sees that this worker came sees what it wrote before
+        self._own.arrived = mine
+        for other in self._others:
+            if other.arrived < mine:
+                self._wait_for(other, mine)
+        order()  # what the others wrote before they came is read after this
+        now = time.perf_counter()
+        self._own.spend(part, arrived - self._since, now - arrived)
+        self._since = now
+
+    def _wait_for(self, other: WorkerCounters, mine: int) -> None:
+        """Spin for a moment, as the other is about to come; then sleep, so that it gets the processor."""
+        counters, nap = self.counters, NAP_SECONDS
+        patience = time.perf_counter() + SPIN_SECONDS
+        while other.arrived < mine:
+            if counters.trouble:
+                order()  # a worker that fails after it came has written that it came before it wrote that it failed
+                if other.arrived >= mine:
+                    return
+                raise Trouble
+            if time.perf_counter() < patience:
+                os.sched_yield()
+            else:
+                time.sleep(nap)
+                nap = min(2 * nap, LONGEST_NAP_SECONDS)

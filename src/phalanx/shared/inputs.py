@@ -16,8 +16,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from phalanx.shared.memory import ALIGNMENT, Memory, aligned
-from phalanx.shared.ordering import fence, order
+from phalanx.shared.memory import ALIGNMENT, Memory, aligned, fence, order
 
 MOST = 64  # readers
 AHEAD = 32  # steps

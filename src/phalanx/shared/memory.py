@@ -1,4 +1,16 @@
-"""Anonymous shared memory: no name, no leftover. A memfd; where there is none, an unlinked temporary file."""
+"""Memory of processes: what they share, in which order they see it, and what a process keeps that was freed.
+
+Shared memory is anonymous: no name, no leftover. A memfd; where there is none, an unlinked temporary file.
+
+A processor may let others see plain writes in another order than they were made, and may read ahead of its own writes.
+x86 never swaps two writes or two reads; it only delays a write past a later read. Others, as ARM, may swap any two.
+Python has no memory barrier of its own, so what is needed is had from instructions that contain one (``order``,
+``fence``).
+
+What a step frees, the next one needs again: a replica's gradients and activations are big blocks, and glibc maps and
+unmaps those one by one, so that each step faults them in again: of a small resnet18 with R = 8, 160,000 pages a step,
+which took longer than its computing. So such memory stays with the process while a run is open (``keep_freed``).
+"""
 
 from __future__ import annotations
 
@@ -6,13 +18,16 @@ import ctypes
 import mmap
 import os
 import pathlib
+import platform
 import resource
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
+from typing import Any, Final
 
 from phalanx.errors import UsageError
-from phalanx.surroundings import forks
+from phalanx.surroundings import presence
 
 ALIGNMENT = 64
 CGROUPS = pathlib.Path("/sys/fs/cgroup")
@@ -39,7 +54,7 @@ class Memory:
         else:
             self.fd, self.size = fd, os.fstat(fd).st_size
         self.grow(size)
-        forks.own(self)
+        presence.own(self)
 
     def grow(self, size: int) -> None:
         """Make it at least ``size`` bytes; never smaller. Maps made before see the part that they had."""
@@ -78,7 +93,7 @@ class Memory:
             self.fd = -1
 
     def leave(self) -> None:
-        """See ``forks.Owned``."""
+        """See ``presence.Owned``."""
         self.close()
 
 
@@ -173,3 +188,99 @@ def _check_disk(size: int) -> None:
             f"the workers' shared memory may take {size / 1e9:.1f} GB, but {tempfile.gettempdir()} has "
             f"{free / 1e9:.1f} GB free; set TMPDIR to a larger disk, or use engine='inline'"
         )
+
+
+ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")  # writes are seen as they are made, and reads not swapped
+LOCK: Final = threading.Lock()
+
+
+def order() -> None:
+    """What was written before is seen before what is written after, and read before what is read after.
+
+    x86 processors do that by themselves, so that this costs a call there.
+    """
+    if not ORDERED:
+        through_kernel()
+
+
+def fence() -> None:
+    """What was written before is seen before what is read after.
+
+    Two processes that each write a flag and then read the other's need it: without it, both may miss the other's. x86
+    does not promise that either, but for atomic instructions: taking a lock is one.
+    """
+    if ORDERED:
+        with LOCK:
+            pass
+    else:
+        through_kernel()
+
+
+def through_kernel() -> None:
+    """Order memory by a round trip through a pipe of our own: on its way the kernel has to do it."""
+    reader, writer = os.pipe()
+    try:
+        os.write(writer, b".")
+        os.read(reader, 1)
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
+DEFAULT_MAX = 65536  # blocks that glibc maps at most
+HIGHEST = 32 << 20  # bytes: where glibc's own threshold for mapping ends up once a block of that size was freed
+
+
+def keep_freed() -> None:
+    """Big blocks that are freed stay with the process, instead of being faulted in again in each step (glibc)."""
+    mallopt = _libc("mallopt")
+    if mallopt is not None:
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, -1)
+
+
+def give_back() -> None:
+    """Return what is free now to the system, once (glibc)."""
+    trim = _libc("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
+class Kept:
+    """Keeps what is freed while any run of the caller's process is open; afterwards it goes back to the system.
+
+    Whoever set glibc's allocator by environment variables has decided, and nothing is changed.
+    """
+
+    def __init__(self) -> None:
+        self._open = 0
+
+    def begin(self) -> None:
+        """A run begins."""
+        self._open += 1
+        if self._open == 1 and not _decided():
+            keep_freed()
+
+    def end(self) -> None:
+        """It ended."""
+        self._open -= 1
+        mallopt = _libc("mallopt")
+        if self._open == 0 and mallopt is not None and not _decided():
+            mallopt(M_MMAP_MAX, DEFAULT_MAX)
+            mallopt(M_MMAP_THRESHOLD, HIGHEST)
+            mallopt(M_TRIM_THRESHOLD, 2 * HIGHEST)
+            give_back()
+
+
+RUNS = Kept()
+
+
+def _decided() -> bool:
+    return "malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(
+        name.startswith("MALLOC_") and name.endswith("_") for name in os.environ
+    )
+
+
+def _libc(name: str) -> Any:
+    return getattr(ctypes.CDLL(None), name, None)

@@ -1,6 +1,10 @@
 """A run's state in an arena: as one worker works with it, and as the caller's process fills and reads it.
 
 Memory is copied and added up here as bytes; arrays are the framework's, which makes them over arena memory.
+
+Weights that no update writes are held once for all processes of a run. They lie in a memory that nobody writes after
+the run's start, so it is also what a snapshot would hold of them. Each process maps it for itself: what user code
+writes there stays with the writer.
 """
 
 from __future__ import annotations
@@ -12,10 +16,100 @@ from typing import Any
 import numpy as np
 
 from phalanx.seams import Sharing
-from phalanx.shared.buckets import Buckets
-from phalanx.shared.frozen import FrozenWeights
 from phalanx.shared.layout import WORD, Layout
-from phalanx.shared.memory import Memory
+from phalanx.shared.memory import Memory, give_back
+
+GROUP = 64 << 20  # bytes that are copied before what they were copied from is given back
+
+
+class FrozenWeights:
+    """The storages that were frozen when the run began, as one process sees them.
+
+    A weight may get a gradient later all the same. Its owner then copies it to its place in the arena before the
+    update, and writes there which step that was: in the state of an earlier step it is what it was at the start.
+
+    Parameters
+    ----------
+    sharing : Sharing
+    layout : Layout
+    arena : mmap.mmap
+    memory : Memory
+        Where they lie; not mapped if nothing is frozen.
+    owned : sequence of int
+        The parameters that this process updates.
+    """
+
+    def __init__(
+        self, sharing: Sharing, layout: Layout, arena: mmap.mmap, memory: Memory, owned: Sequence[int] = ()
+    ) -> None:
+        self._sharing = sharing
+        self._layout = layout
+        self._arena = arena
+        self._memory = memory
+        self._base = memory.map(private=True) if layout.frozen else arena
+        self._owned = [index for index in owned if layout.contents.storage_of[index] in layout.frozen]
+        self._thawed = np.frombuffer(arena, np.int64, len(layout.contents.storages), layout.thawed)
+        self._own: set[int] | None = None  # storages that are mapped from the arena in this process
+
+    def resting(self, number: int) -> bool:
+        """Whether a storage is, in the newest state, as it was at the start."""
+        return number in self._layout.frozen and not self._thawed[number]
+
+    def enter(self, step: int) -> None:
+        """Have each storage where it lies before ``step``; what this process thawed after that is frozen again."""
+        if not self._layout.frozen:
+            return
+        flags = self._thawed.tolist()
+        for index in self._owned:
+            number = self._layout.contents.storage_of[index]
+            if flags[number] > step:
+                self._thawed[number] = 0
+        own = {number for number, thawed in enumerate(flags) if 0 < thawed <= step}
+        if own != self._own:
+            moved = set(self._layout.frozen) if self._own is None else own ^ self._own
+            self._own = own
+            self._sharing.move(self._layout, {number: self.place(number) for number in moved})
+
+    def thaw(self, step: int, gradient: Sequence[Any]) -> None:
+        """An update with this gradient follows, in ``step``: give what it writes for the first time a place."""
+        for index in self._owned:
+            number = self._layout.contents.storage_of[index]
+            if gradient[index] is not None and not self._thawed[number]:
+                home, base = self._layout.weights[number], self._layout.frozen[number]
+                self._stretch(self._arena, home, number)[:] = self._stretch(self._base, base, number)
+                self._thawed[number] = step + 1
+        self.enter(step + 1)
+
+    def fill(self, weights: list[Any]) -> None:
+        """Begin: move this process's own storages to where all will find them; takes their bytes out of ``weights``."""
+        shared = self._memory.map() if self._layout.frozen else self._arena
+        self._own, places = set(), dict[int, tuple[mmap.mmap, int]]()
+        left = list(self._layout.frozen)
+        while left:
+            number = left.pop()
+            self._stretch(shared, self._layout.frozen[number], number)[:] = weights[number]
+            weights[number], places[number] = None, self.place(number)
+            if not left or sum(self._layout.contents.storages[each] for each in places) >= GROUP:
+                self._sharing.move(self._layout, places)
+                places.clear()
+                give_back()
+
+    def renew(self, weights: Sequence[np.ndarray]) -> None:
+        """Forget what this process wrote there, or put elsewhere: nobody computed with it. ``weights``: its own."""
+        if self._layout.frozen and hasattr(mmap, "MADV_DONTNEED"):
+            self._base.madvise(mmap.MADV_DONTNEED)
+        here = {number: self._stretch(self._base, at, number) for number, at in self._layout.frozen.items()}
+        away = [number for number, place in here.items() if weights[number].ctypes.data != place.ctypes.data]
+        if away:
+            self._sharing.move(self._layout, {number: self.place(number) for number in away})
+
+    def place(self, number: int) -> tuple[mmap.mmap, int]:
+        """Where a storage lies in this process; each begins a page, or at a multiple of 64 bytes."""
+        resting = number in self._layout.frozen and number not in (self._own or ())
+        return (self._base, self._layout.frozen[number]) if resting else (self._arena, self._layout.weights[number])
+
+    def _stretch(self, memory: mmap.mmap, offset: int, number: int) -> np.ndarray:
+        return np.frombuffer(memory, np.uint8, self._layout.contents.storages[number], offset)
 
 
 class Shard:
@@ -37,13 +131,14 @@ class Shard:
         For each replica the memory that ``leave`` writes: its buffers, and which of them changed; empty without
         buffers.
     frozen : FrozenWeights
-    slots : Buckets
+    local : SharedState
+        The framework's own.
     """
 
     def __init__(self, sharing: Sharing, layout: Layout, arena: mmap.mmap, base: Memory, worker: int) -> None:
         self._arrays = sharing.arrays
         self.frozen = FrozenWeights(sharing, layout, arena, base, layout.owned(worker))
-        self._local = sharing.open(layout, arena, worker)
+        self.local = sharing.open(layout, arena, worker)
         self._layout = layout
         self._arena = arena
         self._worker = worker
@@ -52,7 +147,6 @@ class Shard:
         self._present = memoryview(arena)[layout.present :]
         self._absent: list[int] = []  # pieces of optimizer state that no update has made yet
         self._changed = memoryview(arena)[layout.changed :]
-        self.slots = Buckets(sharing.arrays, self._local, layout, arena, worker)
         self.buffer_payload = _buffer_payload(layout, memoryview(arena))
         self._left = [
             [self._arrays.view(arena, *pair) for pair in zip(offsets, layout.contents.buffers, strict=True)]
@@ -69,37 +163,37 @@ class Shard:
     def leave(self, replica: int, left: Sequence[Any]) -> None:
         """Publish the buffers that a replica left, where they differ from the step's start."""
         first = replica * len(left)
-        for number, (value, start) in enumerate(zip(left, self._local.starts, strict=True)):
+        for number, (value, start) in enumerate(zip(left, self.local.starts, strict=True)):
             self._changed[first + number] = changed = value is not start
             if changed:
                 self._left[replica][number][...] = value
 
     def left(self, replica: int) -> list[Any]:
         """The buffers that a replica left, wherever it ran."""
-        starts = self._local.starts
+        starts = self.local.starts
         first = replica * len(starts)
         pairs = zip(self._left[replica], starts, strict=True)
         return [left if self._changed[first + number] else start for number, (left, start) in enumerate(pairs)]
 
     def settle(self) -> None:
         """After an update: move optimizer state that it made into the arena."""
-        made = self._local.made(self._absent) if self._absent else {}
+        made = self.local.made(self._absent) if self._absent else {}
         if made:
             homes = {piece: self._home(piece) for piece in made}
             for piece, home in homes.items():
                 home[...] = made[piece]
-            self._local.adopt(homes, more=True)
+            self.local.adopt(homes, more=True)
             for piece in made:
                 self._present[piece] = 1
             self._absent = [piece for piece in self._absent if piece not in made]
 
     def state(self) -> dict[str, Any]:
         """What of the state is not weights or buffers, as far as this worker owns it; can be pickled."""
-        return dict(zip(("foreign", "options"), self._local.rest(), strict=True))
+        return dict(zip(("foreign", "options"), self.local.rest(), strict=True))
 
     def take(self, foreign: Any, options: Any) -> None:
         """Continue from what lies in the arena, from optimizer state that no place is known for, and from options."""
-        self._local.take(foreign, options)
+        self.local.take(foreign, options)
         self._adopt()
 
     def save(self) -> int:
@@ -138,7 +232,7 @@ class Shard:
 
     def _adopt(self) -> None:
         """Take the optimizer state that is in the arena, and no other."""
-        self._local.adopt({piece: self._home(piece) for piece in self._state if self._present[piece]})
+        self.local.adopt({piece: self._home(piece) for piece in self._state if self._present[piece]})
         self._absent = [piece for piece in self._state if not self._present[piece]]
 
     def _home(self, piece: int) -> Any:

@@ -40,7 +40,7 @@ class _Process:
     ----------
     before : callable
         The caller's handler, which gets what was kept.
-    main : int
+    main : int or None
         The main thread.
     installed : bool
         Whether SIGINT comes here.
@@ -58,7 +58,6 @@ class _Process:
         self.before: Any = None
         self.installed = self.breakable = False
         self.main = threading.main_thread().ident
-        self.thread = threading.get_ident()  # that installed the handler
         self.pressed = self.held = self.broken = 0
         self._frame: FrameType | None = None
 
@@ -92,10 +91,9 @@ class _Process:
         return taken
 
     def forked(self) -> None:
-        """In the child of a fork: if another thread forked it, nobody is there who would deliver what is kept."""
+        """In the child of a fork SIGINT is the caller's again: who forked may be a thread that guards nothing."""
         self.main = threading.get_ident()
-        if self.installed and self.main != self.thread:
-            # The thread that installed the handler, and would put the caller's back, does not exist in the child.
+        if self.installed:
             self.installed = self.breakable = False
             self.held = self.pressed = 0
             signal.signal(signal.SIGINT, self.before)
@@ -130,7 +128,7 @@ class guarded(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a
         if callable(before):
             PROCESS.take()  # what the end of another block was broken off with
             PROCESS.held = 0
-            PROCESS.before, PROCESS.thread = before, threading.get_ident()
+            PROCESS.before = before
             HANDLERS.signal(SIGINT, PROCESS.received)
             self._mine = PROCESS.installed = True
 

@@ -1,11 +1,106 @@
-"""Where this process is: whether it is one of several, which processors it may use, who looks at what it shows."""
+"""What this process is doing: which step it computes, what it lets go of in a fork, where it stands among others.
+
+A child of ``os.fork`` inherits its parent's descriptors and finalizers, but not its parent's runs. If it keeps a
+socket, it keeps alive who waits for its end; if it runs the parent's finalizers, it ends the parent's workers. So
+whatever holds descriptors or processes of a run registers here (``own``), and leaves when it finds itself in a child.
+A child that wants to train then begins with nothing, as a new process does.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import weakref
+from collections.abc import Iterator
+from typing import Protocol
 
 from torch import distributed as dist
+
+from phalanx.errors import UsageError
+
+
+class Current:
+    """What this process computes, or reads for.
+
+    Attributes
+    ----------
+    step : int or None
+        Counted from 0; None outside of steps.
+    """
+
+    step: int | None = None
+
+
+CURRENT = Current()
+
+
+def current_step() -> int:
+    """The step that is computed, counted from 0: in a dataset, ``collate_fn``, ``forward_fn``, the model or a loss.
+
+    It is the same in every worker, so what follows from it needs no state that has to be kept from call to call.
+
+    Raises
+    ------
+    UsageError
+        No step is computed: in an evaluation, say, or in a call of your own.
+
+    Examples
+    --------
+    >>> def forward(self, x):
+    ...     if self.training:
+    ...         self.tau.fill_(max(0.1, 1 - phalanx.current_step() / 1000))  # a buffer: evaluations need it, too
+    ...     return torch.softmax(self.layer(x) / self.tau, -1)
+    """
+    if CURRENT.step is None:
+        raise UsageError(
+            "phalanx.current_step() was called where no step is computed: in an evaluation, a call of your own, a "
+            "stream, or code that is compiled (where it would be a constant); call it in a step's dataset, collate_fn, "
+            "forward_fn, model or loss_fn. What evaluations need, too, keep in a buffer: self.tau.fill_(...) if "
+            "self.training"
+        )
+    return CURRENT.step
+
+
+@contextlib.contextmanager
+def outside() -> Iterator[None]:
+    """Inside, no step is computed."""
+    step, CURRENT.step = CURRENT.step, None
+    try:
+        yield
+    finally:
+        CURRENT.step = step
+
+
+class Owned(Protocol):
+    """Something that belongs to the process that made it."""
+
+    def leave(self) -> None:
+        """Close the descriptors that this child inherited, and touch nothing that is the parent's; raises nothing."""
+        ...
+
+
+_OWNED: weakref.WeakSet[Owned] = weakref.WeakSet()
+
+
+def own(owned: Owned) -> None:
+    """Have ``owned`` leave in every child that this process forks from here on; in a child's own children it does not.
+
+    What a child goes on using, such as a lock, owns itself anew when it leaves.
+    """
+    _OWNED.add(owned)
+
+
+def _leave_all() -> None:
+    inherited = list(_OWNED)
+    _OWNED.clear()
+    for owned in inherited:
+        with contextlib.suppress(Exception):
+            owned.leave()
+
+
+if hasattr(os, "register_at_fork"):  # where processes can be forked
+    os.register_at_fork(after_in_child=_leave_all)
 
 
 def several() -> bool:

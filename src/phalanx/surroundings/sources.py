@@ -12,7 +12,7 @@ import functools
 import linecache
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.machinery import SOURCE_SUFFIXES, ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import decode_source, spec_from_file_location
 from types import CodeType, FunctionType, ModuleType
@@ -78,31 +78,19 @@ def proven() -> dict[str, Source]:
 
 
 class Finder:
-    """On ``sys.meta_path`` of a worker: loads what the caller had imported, and tells what else of the user's it loads.
+    """On ``sys.meta_path`` of a worker: loads what the caller had imported."""
 
-    Parameters
-    ----------
-    given : mapping of str to Source
-    tell : callable
-        Is told the name and source of each of the user's modules that is imported and was not given.
-    """
-
-    def __init__(self, given: Mapping[str, Source], tell: Callable[[str, Source], None]) -> None:
-        self._given = dict(given)
-        self._tell = tell
-        self._owner = os.getpid()
+    def __init__(self, given: Mapping[str, Source]) -> None:
+        self._given = given
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        """See ``importlib.abc.MetaPathFinder``."""
-        if name not in self._given:
-            if path is not None and all(map(is_installed, path)):
-                return None
-            source = next(filter(None, (_source(finder.find_spec(name, path)) for finder in finders())), None)
-            if source is None or os.getpid() != self._owner:  # a process that user code forked tells nobody
-                return None
-            self._given[name] = source
-            self._tell(name, source)
-        return _spec(name, self._given[name])
+        """See ``importlib.abc.MetaPathFinder``. A file that still says the same is loaded from Python's cache of it."""
+        source = self._given.get(name)
+        if source is None:
+            return None
+        same = _read(source.origin) == source.text
+        loader = SourceFileLoader(name, source.origin) if same else Kept(name, source)
+        return spec_from_file_location(name, source.origin, loader=loader, submodule_search_locations=source.folders)
 
 
 class Kept(SourceFileLoader):
@@ -117,6 +105,23 @@ class Kept(SourceFileLoader):
         lines = decode_source(self._text).splitlines(keepends=True)
         linecache.cache[self.path] = len(self._text), None, lines, self.path
         return self.source_to_code(self._text, self.path)
+
+
+def installed(names: Iterable[str]) -> dict[str, str]:
+    """The modules of installed packages among those that are loaded under these names, with their files."""
+    wanted = set(names)
+    found: dict[str, str] = {}
+    for name in [name for name in list(sys.modules) if name in wanted]:  # in the order of their imports
+        spec = getattr(sys.modules.get(name), "__spec__", None)
+        origin = spec.origin if isinstance(spec, ModuleSpec) and spec.name == name and spec.has_location else None
+        if origin is not None and is_installed(origin):
+            found[name] = origin
+    return found
+
+
+def package_of(name: str) -> str:
+    """The package of a module."""
+    return name.partition(".")[0]
 
 
 def finders() -> Iterator[Any]:
@@ -159,13 +164,6 @@ def _read(path: str) -> bytes | None:
             return file.read()
     except OSError:
         return None
-
-
-def _spec(name: str, source: Source) -> ModuleSpec | None:
-    """Loads from the file, and from Python's cache for it, if it still says the same."""
-    same = _read(source.origin) == source.text
-    loader = SourceFileLoader(name, source.origin) if same else Kept(name, source)
-    return spec_from_file_location(name, source.origin, loader=loader, submodule_search_locations=source.folders)
 
 
 def _agrees(module: ModuleType, source: Source) -> bool:

@@ -13,8 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from phalanx.errors import UsageError
-from phalanx.surroundings import forks, interrupts
+from phalanx.surroundings import interrupts, presence
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -25,39 +24,22 @@ class Turns(contextlib.AbstractContextManager["Turns"]):
     """A lock for one thread at a time, first come, first served; the same thread may enter it again.
 
     ``threading.RLock`` promises no order: who lets go of it and takes it again at once would keep the others waiting.
+    Threads stand in line, and the first has its turn. Who leaves the line wakes the one that is the first then.
     """
 
     def __init__(self) -> None:
         self._owner = self._depth = 0
-        self._torn = False
-        self._begin()
-        forks.own(self)
-
-    def _begin(self) -> None:
-        self._lock = threading.RLock()  # what is collected while it is held may give back a turn
-        self._waiting: deque[_Turn] = deque()
+        self._line: deque[threading.Event] = deque()
+        presence.own(self)
 
     def leave(self) -> None:
         """In the child of a fork there is one thread: what others held or waited for is free."""
-        forks.own(self)  # the child uses it, too
-        self._begin()
-        if self._owner != threading.get_ident():
-            self._torn = bool(self._owner)
+        presence.own(self)  # the child uses it, too
+        if self._owner == threading.get_ident():
+            self._line = deque([self._line[0]])
+        else:
             self._owner = self._depth = 0
-
-    def check(self) -> None:
-        """Refuse what another thread was in the middle of when this process was forked.
-
-        Raises
-        ------
-        UsageError
-            It was.
-        """
-        if self._torn:
-            raise UsageError(
-                "another thread was using this run when this process was forked from its own, so that it is half done "
-                "here; start a run of your own"
-            )
+            self._line = deque()
 
     @property
     def mine(self) -> bool:
@@ -67,31 +49,29 @@ class Turns(contextlib.AbstractContextManager["Turns"]):
     @property
     def wanted(self) -> bool:
         """Whether somebody waits for a turn."""
-        return bool(self._waiting)
+        return len(self._line) > 1
 
     def __enter__(self, check: Callable[[], object] = interrupts.check) -> Turns:
         """Wait for the turn, and call ``check`` now and then meanwhile."""
         me = threading.get_ident()
         if self._owner != me:
-            turn = None
-            with self._lock:
-                if self._owner or self._waiting:
-                    turn = _Turn(me)
-                    self._waiting.append(turn)
-                    if not self._owner:  # given back meanwhile, by what was collected here
-                        self._pass_on()
-                else:
-                    self._owner = me
-            if turn is not None:
-                self._wait(turn, check)
+            turn = threading.Event()
+            self._line.append(turn)
+            try:
+                while self._line[0] is not turn:
+                    if not turn.wait(SLICE_SECONDS):
+                        check()
+            except BaseException:  # Ctrl-C: its turn may have come meanwhile
+                self._leave_line(turn)
+                raise
+            self._owner = me
         self._depth += 1
         return self
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if not self._depth:
-            with self._lock:
-                self._pass_on()
+            self._pass_on()
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
@@ -100,39 +80,21 @@ class Turns(contextlib.AbstractContextManager["Turns"]):
             yield
             return
         depth, self._depth = self._depth, 0
-        with self._lock:
-            self._pass_on()
+        self._pass_on()
         try:
             yield
         finally:
             self.__enter__(check=bool)  # whatever comes: what follows relies on the turn
             self._depth = depth
 
-    def _wait(self, turn: _Turn, check: Callable[[], object]) -> None:
-        try:
-            while not turn.come.is_set() and not turn.come.wait(SLICE_SECONDS):
-                check()
-        except BaseException:
-            # Ctrl-C: the turn may have come meanwhile. It is passed on then, or those behind would wait for ever.
-            with self._lock:
-                if turn.come.is_set():
-                    self._pass_on()
-                else:
-                    self._waiting.remove(turn)
-            raise
-
     def _pass_on(self) -> None:
         self._owner = 0
-        if self._waiting:
-            turn = self._waiting.popleft()
-            self._owner = turn.thread  # before it wakes, so that nobody who comes now takes the turn in between
-            turn.come.set()
+        self._leave_line(self._line[0])
 
-
-class _Turn:
-    def __init__(self, thread: int) -> None:
-        self.thread = thread
-        self.come = threading.Event()
+    def _leave_line(self, turn: threading.Event) -> None:
+        self._line.remove(turn)
+        with contextlib.suppress(IndexError):  # nobody waits
+            self._line[0].set()
 
 
 ALONE = Turns()  # who is inside may change generators and modes of the process, and restores them before leaving

@@ -27,10 +27,9 @@ from phalanx.engines.processes.link import ArenaLink, union
 from phalanx.errors import Trouble, UsageError
 from phalanx.plan.fold import Placement, added
 from phalanx.seams.records import Part, Vector
-from phalanx.shared.arena import Plan
-from phalanx.shared.barrier import Barrier
-from phalanx.shared.counters import BATCH
-from phalanx.shared.ordering import order
+from phalanx.shared.counters import BATCH, Barrier
+from phalanx.shared.layout import Plan
+from phalanx.shared.memory import order
 from phalanx.shared.state import Shard
 
 STEPS, IDLE, SHARE = 4, 4.0, 0.05  # to wait before judging; clock over processor time, and over the steps' time
@@ -99,7 +98,7 @@ class HostLink:
         self.hosted = within.hosted
         self._within = within
         self._publications = within.publications
-        self._slots = shard.slots
+        self._slots = within.slots
         self._worker = barrier.worker
         self._counters = barrier.counters
         blanks = self._slots.blanks()

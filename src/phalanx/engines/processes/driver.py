@@ -22,10 +22,9 @@ from phalanx.errors import LostError, PhalanxError, RunError
 from phalanx.plan.fold import Placement
 from phalanx.seams import Framework
 from phalanx.seams.records import Captured, Exported, RunState, StepReport, Weights
-from phalanx.shared.arena import Plan
-from phalanx.shared.counters import BATCH, BEGIN_NO_STEP, PARENT, STEPS, TASK
+from phalanx.shared.counters import BATCH, BEGIN_NO_STEP, PARENT, RING, STEPS, TASK
+from phalanx.shared.layout import Plan
 from phalanx.shared.memory import Memory, check_room
-from phalanx.shared.reports import RING
 from phalanx.shared.state import Mirror
 from phalanx.surroundings import interrupts
 

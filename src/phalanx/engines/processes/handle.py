@@ -1,4 +1,7 @@
-"""The caller's side of one worker: its channel, its output, its life."""
+"""The caller's side of one worker: its channel, its life, and what it prints and warns.
+
+That is brought to the caller's own streams: whole lines, nothing lost, warnings once.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,31 @@ import pickle
 import select
 import signal
 import socket
+import sys
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
-from phalanx.engines.processes.starter import Zygote
+from phalanx.definition import checks
 from phalanx.errors import StartError
-from phalanx.surroundings import forks
+from phalanx.surroundings import presence
 
-GONE_MILLISECONDS = 5000  # that a process which was killed may take to be gone
+CHUNK_BYTES = 1 << 16
+BEGINNING = "<string>"  # of a worker: the place of warnings that are of no line of the caller's
+
+
+class Starter(Protocol):
+    """What starts processes, and ends them."""
+
+    def spawn(self, number: int, fds: Sequence[int]) -> tuple[int, int | None]:
+        """Start one with these descriptors; its pid and pidfd."""
+        ...
+
+    def end(self, pid: int) -> int | None:
+        """End one, with what it started; its wait status."""
+        ...
 
 
 class WorkerHandle:
@@ -37,20 +55,19 @@ class WorkerHandle:
         Whether it has said that it can begin.
     """
 
-    def __init__(self, zygote: Zygote, number: int, memories: Sequence[int]) -> None:
+    def __init__(self, starter: Starter, number: int, memories: Sequence[int]) -> None:
         self.number = number
         self.ended = self.ready = False
         self.born = time.monotonic()
-        self._owner = os.getpid()
-        self._zygote = zygote
+        self._starter = starter
         mine, theirs = socket.socketpair()
         output, errors = os.pipe(), os.pipe()
         self.channel = Connection(mine.detach())
         self.pipes = [output[0], errors[0]]
         self.pidfd: int | None = None
-        forks.own(self)
+        presence.own(self)
         try:
-            self.pid, self.pidfd = zygote.spawn(number, [theirs.fileno(), output[1], errors[1], *memories])
+            self.pid, self.pidfd = starter.spawn(number, [theirs.fileno(), output[1], errors[1], *memories])
         except BaseException:
             self._close()
             raise
@@ -106,38 +123,24 @@ class WorkerHandle:
             return None
         self.ended = True
         try:
-            return self._zygote.end(self.pid)
-        except StartError:  # the kernel ends workers with their zygote
-            self._clear_away()
+            return self._starter.end(self.pid)
+        except StartError:  # the kernel ends workers with their zygote; what one started is in a process group
+            self.shoot()
+            with contextlib.suppress(OSError):
+                os.killpg(self.pid, signal.SIGKILL)
             return None
         finally:
             self._close()
 
     def leave(self) -> None:
-        """See ``forks.Owned``."""
+        """See ``presence.Owned``."""
         self.ended = True
         self._close()
 
     def _send(self, number: int) -> None:
         with contextlib.suppress(OSError):
-            if self.pidfd is not None and self._owner == os.getpid():
+            if self.pidfd is not None:
                 signal.pidfd_send_signal(self.pidfd, number)
-
-    def _clear_away(self) -> None:
-        """Nobody else does: wait for its end, and end what it started, which is in a process group of its number."""
-        if self.pidfd is None or self._owner != os.getpid():
-            return
-        self.shoot()
-        gone = select.poll()
-        gone.register(self.pidfd, select.POLLIN)
-        gone.poll(GONE_MILLISECONDS)
-        try:
-            signal.pidfd_send_signal(self.pidfd, 0)  # its number is still its own, until somebody has waited for it
-        except OSError:
-            if os.path.exists(f"/proc/{self.pid}"):  # of another process by now
-                return
-        with contextlib.suppress(OSError):
-            os.killpg(self.pid, signal.SIGKILL)
 
     def _close(self) -> None:
         self.channel.close()
@@ -146,3 +149,76 @@ class WorkerHandle:
         if self.pidfd is not None:
             os.close(self.pidfd)
         self.pipes, self.pidfd = [], None
+
+
+class Output:
+    """Standard output and standard error of all workers, read from pipes and written line by line."""
+
+    def __init__(self) -> None:
+        self._pending: dict[int, bytes] = {}
+        self._errors: set[int] = set()
+        self._warned: set[tuple[Any, ...]] = set()
+
+    def follow(self, pipes: Sequence[int]) -> None:
+        """Carry what comes through these pipes: standard output, standard error."""
+        for fd in pipes:
+            os.set_blocking(fd, False)
+            self._pending[fd] = b""
+        self._errors.add(pipes[1])
+
+    @property
+    def open(self) -> bool:
+        """Whether more may come."""
+        return bool(self._pending)
+
+    def carry(self, fds: Iterable[int]) -> list[int]:
+        """Write the whole lines that have come through ``fds``; returns those of them that have ended."""
+        return [fd for fd in fds if fd in self._pending and not self._carry(fd)]
+
+    def carry_waiting(self, milliseconds: int) -> None:
+        """Carry what comes within this time, if anything does."""
+        poller = select.poll()
+        for fd in self._pending:
+            poller.register(fd, select.POLLIN)
+        self.carry([fd for fd, _ in poller.poll(milliseconds)])
+
+    def forget(self, pipes: Sequence[int]) -> None:
+        """Carry what is left in these pipes, and leave them."""
+        self.carry(pipes)
+        for fd in pipes:
+            self._pending.pop(fd, None)
+            self._errors.discard(fd)
+
+    def warn(self, message: str, category: type[Warning], filename: str, line: int) -> None:
+        """Show a warning of a worker, once for all of them, as this process shows its own.
+
+        One that is of no line of the caller's code is shown with the line at which the caller waits for workers.
+        """
+        seen = (message, category, filename, line)
+        if seen in self._warned:
+            return
+        self._warned.add(seen)
+        if filename == BEGINNING:
+            warnings.warn(message, category, stacklevel=checks.callers_level())
+        else:
+            warnings.warn_explicit(message, category, filename, line)
+
+    def _carry(self, fd: int) -> bool:
+        """Whether more may come."""
+        while True:
+            try:
+                chunk = os.read(fd, CHUNK_BYTES)
+            except BlockingIOError:
+                return True
+            if not chunk:
+                self._write(fd, self._pending.pop(fd))
+                return False
+            lines, newline, rest = (self._pending[fd] + chunk).rpartition(b"\n")
+            self._write(fd, lines + newline)
+            self._pending[fd] = rest
+
+    def _write(self, fd: int, text: bytes) -> None:
+        stream = sys.stderr if fd in self._errors else sys.stdout
+        if text and stream is not None:
+            stream.write(text.decode("utf-8", "backslashreplace"))
+            stream.flush()

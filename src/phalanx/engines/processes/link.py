@@ -1,4 +1,8 @@
-"""The link between workers that share an arena: partial sums are published there, and each folds what it owns."""
+"""The link between workers that share an arena: partial sums are published there, and each folds what it owns.
+
+All that knows that gradients lie in the arena is here: where they lie (``Buckets``), and which are there
+(``Publications``). Arrays are made, added and measured by the framework.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,10 @@ from phalanx.definition.data import Share
 from phalanx.errors import Trouble
 from phalanx.plan.fold import Fold, Placement, added, most_held
 from phalanx.plan.lifecycle import Phase
-from phalanx.seams import Framework
+from phalanx.seams import Arrays, Framework, Order, SharedState
 from phalanx.seams.records import Part, Vector
-from phalanx.shared.arena import Plan
-from phalanx.shared.barrier import Barrier
-from phalanx.shared.counters import COMPUTE, FOLD, LEAVE, UPDATE
+from phalanx.shared.counters import COMPUTE, FOLD, LEAVE, UPDATE, Barrier
+from phalanx.shared.layout import OWNED, Layout, Plan
 from phalanx.shared.state import Shard
 
 PATTERNS = 64  # of which gradients are there; a mixture of experts may have more, and is then looked up anew
@@ -28,6 +31,73 @@ class Held:
 
     number: int
     vector: Vector
+
+
+class Buckets:
+    """The buckets of all workers as one of them sees them.
+
+    Parameters
+    ----------
+    arrays : Arrays
+    state : SharedState
+    layout : Layout
+    arena : mmap.mmap
+    worker : int
+
+    Attributes
+    ----------
+    state : SharedState
+    destinations : callable
+        ``destinations(number)``: where this worker publishes what others own of the ``number``-th vector that it
+        holds; None for what it owns itself. Made once.
+    """
+
+    def __init__(self, arrays: Arrays, state: SharedState, layout: Layout, arena: mmap.mmap, worker: int) -> None:
+        self.state = state
+        self.add_into = arrays.add_into
+        self.destinations = functools.cache(functools.partial(self._vector, worker, mine=False))
+        self._arrays = arrays
+        self._arena = arena
+        self._layout = layout
+        self._worker = worker
+        self._owned = layout.owned(worker)
+
+    def peer(self, worker: int, number: int) -> Vector:
+        """What another worker published, as far as this one owns it."""
+        return self._vector(worker, number, mine=True)
+
+    def publish(self, number: int, vector: Vector) -> None:
+        """See to it that what others own of the ``number``-th vector is where they look for it."""
+        if not self.state.direct:
+            for home, entry in zip(self.destinations(number), vector, strict=True):
+                if home is not None:
+                    home[...] = entry
+
+    def fold(self, vectors: Sequence[Vector | None], order: Order, divisor: float) -> Vector:
+        """Add vectors as ``order(positions that are there)`` says, and divide the sum; for what this worker owns."""
+        total: Vector = [None] * len(self._layout.owners)
+        for index in self._owned:
+            entries = [None if vector is None else vector[index] for vector in vectors]
+            there = tuple(position for position, entry in enumerate(entries) if entry is not None)
+            if there:
+                total[index] = self._arrays.add_up(entries, order(there), there[0], divisor)
+        return total
+
+    def blanks(self) -> list[Any]:
+        """An array as each parameter's gradient is, in memory of its own that is never touched."""
+        specs = self._layout.contents.gradients
+        return [self._arrays.view(mmap.mmap(-1, max(1, spec.nbytes)), 0, spec) for spec in specs]
+
+    def _vector(self, worker: int, number: int, *, mine: bool) -> Vector:
+        """A vector of ``worker``; ``mine``: what this worker owns of it, else what others own."""
+        layout = self._layout
+        places = zip(layout.sets[worker][number], layout.contents.gradients, layout.owners, strict=True)
+        return [
+            self._arrays.view(self._arena, offset, spec)
+            if offset != OWNED and (owner == self._worker) is mine
+            else None
+            for offset, spec, owner in places
+        ]
 
 
 class Publications:
@@ -93,6 +163,7 @@ class ArenaLink:
     ----------
     blocks : sequence of range
         The replicas of each worker.
+    slots : Buckets
     publications : Publications
     parts : list of Part
         Of all replicas in this step; a link that reaches other hosts puts theirs here.
@@ -114,7 +185,7 @@ class ArenaLink:
         self.hosted: Sequence[int] = placement.blocks[self._worker]
         self._framework = framework
         self._shard = shard
-        self._slots = shard.slots
+        self.slots = Buckets(framework.sharing.arrays, shard.local, plan.layout, arena, self._worker)
         self.publications = Publications(plan.flags(arena), plan.publishers)
         self.parts: list[Part] = []
         self.there: list[int] | None = None
@@ -157,11 +228,11 @@ class ArenaLink:
     def mean(self, weight: float) -> Vector:
         """See ``seams.Link.mean``."""
         vectors, self.there = self._gathered()
-        return self._slots.fold(vectors, self._order, weight)
+        return self.slots.fold(vectors, self._order, weight)
 
     def norm(self, gradient: Vector) -> float:
         """See ``seams.Link.norm``."""
-        return self._slots.state.norm(gradient, self._meet, self.there)
+        return self.slots.state.norm(gradient, self._meet, self.there)
 
     def _meet(self) -> None:
         self._barrier.at(Phase.FOLDED)
@@ -219,7 +290,7 @@ class ArenaLink:
                     self.publications.publish(position, None, b"")
                     mine.append(None)
                 else:
-                    self._slots.publish(held.number, held.vector)
+                    self.slots.publish(held.number, held.vector)
                     there = bytes(entry is not None for entry in held.vector)
                     self.publications.publish(position, held.number, there)
                     mine.append(held.vector)
@@ -235,20 +306,20 @@ class ArenaLink:
             if number:
                 masks.append(mask)
                 if worker != self._worker:
-                    entries = zip(self._slots.peer(worker, number - 1), mask, strict=True)
+                    entries = zip(self.slots.peer(worker, number - 1), mask, strict=True)
                     views[-1] = [entry if there else None for entry, there in entries]
         return views, union(masks)
 
     def _add(self, left: Held, right: Held) -> Held:
-        homes = self._slots.destinations(left.number)
-        return Held(left.number, self._slots.add_into(left.vector, right.vector, homes))
+        homes = self.slots.destinations(left.number)
+        return Held(left.number, self.slots.add_into(left.vector, right.vector, homes))
 
     def _aim(self) -> None:
         """The next replica's gradient goes where no vector is that is still needed."""
         taken = {partial.value.number for partial in self._fold.partials() if partial.value is not None}
         self._free = next((number for number in range(self._most) if number not in taken), -1)
         if self._free >= 0:
-            self._slots.state.aim(self._slots.destinations(self._free))
+            self.slots.state.aim(self.slots.destinations(self._free))
 
 
 def union(masks: Sequence[bytes]) -> list[int] | None:

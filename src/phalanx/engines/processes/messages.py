@@ -18,7 +18,7 @@ import cloudpickle
 
 from phalanx.errors import PhalanxError, RunError, UsageError, WorkerError
 from phalanx.plan.lifecycle import Cause
-from phalanx.surroundings.imports import installed
+from phalanx.surroundings.sources import installed
 
 BROKEN_OFF = "stayed in user code after Ctrl-C and was ended"  # a death that the caller caused
 NO_TERMINAL = (

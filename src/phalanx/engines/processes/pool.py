@@ -13,19 +13,16 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from phalanx.engines.processes.environment import Imported
-from phalanx.engines.processes.handle import WorkerHandle
-from phalanx.engines.processes.launch import Warm
+from phalanx.engines.processes.handle import Output, WorkerHandle
 from phalanx.engines.processes.messages import BROKEN_OFF, End, WorkerMessage, ended
-from phalanx.engines.processes.output import Output
+from phalanx.engines.processes.starter import WARM
 from phalanx.engines.recovery.deadline import Deadline, Watch
 from phalanx.engines.recovery.failures import FailureLog
 from phalanx.errors import LostError
 from phalanx.plan.lifecycle import Cause, Phase
 from phalanx.shared.counters import GO_ON, LEAVE, TASK, Counters
-from phalanx.shared.memory import Memory
-from phalanx.shared.ordering import fence, order
-from phalanx.surroundings import forks, interrupts
+from phalanx.shared.memory import Memory, fence, order
+from phalanx.surroundings import interrupts, presence
 
 POLL_MILLISECONDS = 50
 FAREWELL_SECONDS = 1.0
@@ -69,12 +66,10 @@ class WorkerPool:
         self._handles: dict[int, WorkerHandle] = {}
         self._starting: set[int] = set()
         self._owner = os.getpid()
-        self._need: Callable[[Mapping[str, str]], None] = lambda modules: None
         self._output = Output()
         self._poller = select.poll()
-        self._imported = Imported(memories[0])
         self._abandoned = weakref.finalize(self, _abandon, self._handles, memories)
-        forks.own(self)
+        presence.own(self)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -86,13 +81,10 @@ class WorkerPool:
         """The workers that can be waited for."""
         return [number for number, handle in self._handles.items() if not handle.ended]
 
-    def start(self, numbers: Iterable[int], warm: Warm) -> None:
+    def start(self, numbers: Iterable[int]) -> None:
         """Start workers, in place of those that ended; returns when all are ready, or told why not, or ended."""
-        self._need = warm.need
-        if not self._starting:
-            self._imported.publish()
         for number in numbers:
-            handle = warm.handle(number, [memory.fd for memory in self._memories])
+            handle = WARM.handle(number, [memory.fd for memory in self._memories])
             self._failures.fill(number)
             self._handles[number] = handle
             self._starting.add(number)
@@ -216,10 +208,8 @@ class WorkerPool:
             self._starting.discard(handle.number)
         elif kind == "warning":
             self._output.warn(*facts)
-        elif kind == "imported":
-            self._imported.add(*facts)
         elif kind == "modules":
-            self._need(*facts)
+            WARM.need(*facts)
         else:
             self.told.append(WorkerMessage(handle.number, kind, *(facts[1:] if kind == "result" else facts)))
             if kind == "failed":
@@ -240,7 +230,7 @@ class WorkerPool:
         self._failures.fell(handle.number, End(why, cause, handle.ready))
 
     def leave(self) -> None:
-        """See ``forks.Owned``."""
+        """See ``presence.Owned``."""
         self._abandoned.detach()
 
     def check_owner(self) -> None:

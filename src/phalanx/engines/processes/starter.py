@@ -1,7 +1,11 @@
-"""The caller's side of the process that starts workers: what is asked of it, what it answers, its end."""
+"""The caller's side of the process that starts workers: how it is started, asked, kept between runs, and ended.
+
+The caller's process is never forked. ``close`` ends what is kept.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -13,37 +17,53 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from phalanx.engines.processes import environment
+from phalanx.definition.fields import Definition
+from phalanx.engines.processes.handle import WorkerHandle
 from phalanx.engines.processes.messages import ended
-from phalanx.engines.recovery.deadline import Stillness
+from phalanx.engines.processes.serialization import needed
 from phalanx.errors import StartError, UsageError
-from phalanx.plan.lifecycle import Cause
+from phalanx.frameworks.registry import in_use, reduced
 from phalanx.shared.memory import Memory
-from phalanx.surroundings import forks, interrupts
+from phalanx.surroundings import interrupts, presence, sources
 
+CAPABLE = hasattr(select, "poll")  # of having other processes work for a run
+ATTEMPTS = 5  # zygotes to start a worker with
 MESSAGE_BYTES = 4096
 CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # programs that the caller starts do not inherit what was received
-FAREWELL_SECONDS, IDLE_SECONDS, KILLED_SECONDS = 3.0, 0.2, 5.0  # with workers; without, it may import something
+FAREWELL_SECONDS, KILLED_SECONDS = 3.0, 5.0
 SLICE_SECONDS = 0.05  # between two looks at Ctrl-C
-STOPPED_SECONDS = 2.0  # that a zygote may be stopped; it is woken before
-SILENT_SECONDS, MOST_SECONDS = 60.0, 600.0  # that it may take: without processor time, and in all
+SILENT_SECONDS = 600.0  # in which it answers, as slow as the machine may be
+TUNED = "glibc.malloc.hugetlb=1"  # big blocks in huge pages; user code sees its own environment
+# Runs before any other import: until the path is set, ``sys`` alone comes from where it should.
+START = """
+import sys
+sys.path[:] = {path!r}
+import ctypes
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: until everything is imported
+from phalanx.engines.processes.zygote import main
+main({arguments})
+"""
 
 
 class Zygote:
-    """The caller's side of a zygote: a request, an answer, one at a time.
+    """The caller's side of a zygote: it answers requests in their order.
 
     Its start takes as long as importing the framework, but does not wait for that; the first worker does.
 
-    Parameters
+    Attributes
     ----------
-    jax : bool
-        Whether its workers will need jax. They share what they compile in a folder that is gone afterwards.
+    wanted : dict
+        What it was told to import.
+    harmful : list of str
+        Packages that it imported, so that it could not be forked any more, and ended.
     """
 
-    def __init__(self, *, jax: bool) -> None:
+    def __init__(self) -> None:
         if not sys.executable:
             raise UsageError(
                 "worker processes need the Python interpreter, and sys.executable is empty here; set it, or use "
@@ -52,46 +72,51 @@ class Zygote:
         _fill_standard()
         self._socket, theirs = socket.socketpair()
         self._lock = threading.Lock()
-        self.owner = os.getpid()
-        self._cache = tempfile.mkdtemp(prefix="phalanx-") if jax else None
+        self._folder = tempfile.mkdtemp(prefix="phalanx-")  # for what workers compile; gone afterwards
         self._process = subprocess.Popen(
-            environment.command(theirs.fileno(), self.owner, self._cache),
+            command(theirs.fileno(), os.getpid(), self._folder),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=_standard(1),
             stderr=_standard(2),
             start_new_session=True,
-            env=environment.variables(),
+            env=variables(),
         )
         theirs.close()
-        self._stopped = False
-        self._number, self._importing = 0, 0  # of the latest request, and of the latest that has it import something
-        self._answered = -1  # the latest; 0 is said when it can begin
+        self._due = 1  # answers that are to come; the first is that it can begin
         self._workers: set[int] = set()  # the pids of those that were started, and not ended through it
-        self.harmful: list[str] = []  # packages that it imported, so that it ended
+        self.wanted: dict[str, Any] = {}
+        self.harmful: list[str] = []
         self._read, self._handles = b"", list[int]()  # answers, and descriptors that came with them
-        forks.own(self)
+        presence.own(self)
 
     @property
     def usable(self) -> bool:
         """Whether it runs, and belongs to this process (not to the parent of a fork)."""
-        return self.owner == os.getpid() and self._process.poll() is None
+        return self._process.poll() is None
 
     @property
     def awake(self) -> bool:
         """Whether it has imported what it needs, so that workers start at once."""
-        self._hear()
-        return self._answered >= self._importing
+        if self._lock.acquire(blocking=False):  # else somebody waits for an answer
+            try:
+                while _readable(self._socket, 0):
+                    self._receive()
+            except (OSError, ValueError):  # it has ended, or this process let go of it
+                return False
+            finally:
+                self._lock.release()
+        return not self._due
 
-    def want(self, facts: dict[str, Any]) -> None:
-        """Have it import modules before it starts the next worker; does not wait for that."""
-        content = json.dumps(facts).encode()
+    def want(self, wanted: dict[str, Any]) -> None:
+        """Have it import what is wanted before it starts the next worker; does not wait for that."""
+        self.wanted = wanted
+        content = json.dumps({"environment": dict(os.environ), "path": _path(), **wanted}).encode()
         memory = Memory(len(content))
         try:
             memory.write(content)
             with self._lock:
                 self._send({"import": len(content)}, [memory.fd])
-                self._importing = self._number
         except OSError as error:
             raise self._lost(error) from error
         finally:
@@ -111,10 +136,7 @@ class Zygote:
 
     def close(self) -> None:
         """End it, and with it every worker that is left; takes some seconds at most, whatever it does."""
-        if self.owner != os.getpid():
-            self.leave()
-            return
-        seconds = FAREWELL_SECONDS if self._workers else IDLE_SECONDS if self.awake else 0
+        seconds = FAREWELL_SECONDS if self.awake or self._workers else 0  # else it is importing
         self._let_go()
         try:
             self._process.send_signal(signal.SIGCONT)  # a stopped one would not see the end of its socket
@@ -123,11 +145,10 @@ class Zygote:
             pass
         finally:
             self._kill()
-            if self._cache is not None:
-                shutil.rmtree(self._cache, ignore_errors=True)
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def leave(self) -> None:
-        """See ``forks.Owned``."""
+        """See ``presence.Owned``."""
         self._let_go()
         self._process.returncode = 0  # not a child of this process, so nobody may wait for it
 
@@ -143,48 +164,37 @@ class Zygote:
             self._process.wait(KILLED_SECONDS)
 
     def _ask(self, request: dict[str, int], fds: Sequence[int] = ()) -> tuple[dict[str, Any], list[int]]:
-        """Send a request, and wait for its answer. Ctrl-C may come between: the answer is then dropped by the next."""
+        """Send a request, and wait for its answer. Who breaks that off, by Ctrl-C, ends the zygote."""
         while not self._lock.acquire(timeout=SLICE_SECONDS):
             interrupts.check()
+        answer, handles = dict[str, Any](), list[int]()
         try:
             self._send(request, fds)
-            while True:
+            while self._due:
                 answer, handles = self._receive()
-                if answer["number"] == self._number:
-                    return answer, handles
-                self._drop(handles)
+            return answer, handles
         except (OSError, ValueError) as error:
             raise self._lost(error) from error
+        except BaseException:  # the answer that comes now would be taken for that of the next request
+            self._kill()
+            raise
         finally:
             self._lock.release()
 
     def _send(self, request: dict[str, int], fds: Sequence[int]) -> None:
-        self._number += 1
-        line = json.dumps({**request, "number": self._number, "fds": len(fds)}) + "\n"
+        line = json.dumps({**request, "fds": len(fds)}) + "\n"
         socket.send_fds(self._socket, [line.encode()], list(fds), socket.MSG_DONTWAIT)
-
-    def _hear(self) -> None:
-        """Take in what it has said meanwhile, unless somebody waits for an answer."""
-        if self._lock.acquire(blocking=False):
-            try:
-                while _readable(self._socket, 0):
-                    self._drop(self._receive()[1])
-            except (OSError, ValueError):  # it has ended, or this process let go of it
-                pass
-            finally:
-                self._lock.release()
-
-    def _drop(self, handles: Sequence[int]) -> None:
-        """End workers that nobody waits for any more."""
-        for handle in handles:
-            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
-            os.close(handle)
+        self._due += 1
 
     def _receive(self) -> tuple[dict[str, Any], list[int]]:
         """The next answer. Each is a line; a descriptor comes with the bytes of its answer or of one before it."""
+        deadline = time.monotonic() + SILENT_SECONDS
         while b"\n" not in self._read:
-            self._await()
+            while not _readable(self._socket, SLICE_SECONDS):
+                interrupts.check()
+                self._process.send_signal(signal.SIGCONT)  # nothing happens, unless it was stopped
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"did not answer for {SILENT_SECONDS:.0f} s and was killed")
             message, handles, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES, 1, CLOEXEC)
             self._handles += handles
             if not message:
@@ -194,21 +204,9 @@ class Zygote:
         answer = json.loads(line)
         count = answer.get("handles", 0)
         handles, self._handles = self._handles[:count], self._handles[count:]
-        self._answered = max(self._answered, answer["number"])
         self.harmful = answer.get("harmful", self.harmful)
+        self._due -= 1
         return answer, handles
-
-    def _await(self) -> None:
-        """Wait until there is something to read, as long as it does anything at all."""
-        stillness = Stillness(self._process.pid)
-        while not _readable(self._socket, SLICE_SECONDS):
-            interrupts.check()
-            seconds = stillness.seconds()
-            if stillness.stopped and seconds > STOPPED_SECONDS / 2:
-                self._process.send_signal(signal.SIGCONT)
-            if seconds > (STOPPED_SECONDS if stillness.stopped else SILENT_SECONDS) or stillness.total > MOST_SECONDS:
-                self._stopped = stillness.stopped
-                raise TimeoutError(f"did nothing for {seconds:.0f} s and was killed")
 
     def _lost(self, error: Exception) -> StartError:
         """The error to raise when it is of no use any more; it has ended then."""
@@ -216,15 +214,126 @@ class Zygote:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(FAREWELL_SECONDS)
         self._kill()
-        silent = isinstance(error, TimeoutError)
-        why, cause = ended(self._process.returncode)
-        outside = bool(self.harmful) or (self._stopped if silent else cause is Cause.ANYBODY)
-        why = str(error) if silent else f"{why} ({error})"
+        why = str(error) if isinstance(error, TimeoutError) else f"{ended(self._process.returncode)[0]} ({error})"
         return StartError(
             f"the process that starts workers {why}; what it wrote to stderr says why. Run again, or use "
-            "engine='inline'",
-            outside=outside,
+            "engine='inline'"
         )
+
+
+class Warm:
+    """What is kept for the next run: a zygote, and what zygotes import for workers.
+
+    Attributes
+    ----------
+    left_out : set of str
+        The packages that each worker imports by itself, as a zygote could not be forked after that.
+    """
+
+    def __init__(self) -> None:
+        self.leave()
+        presence.own(self)
+
+    def leave(self) -> None:
+        """See ``presence.Owned``."""
+        self._lock = threading.RLock()
+        self._zygote: Zygote | None = None
+        self._modules: dict[str, str] = {}  # what workers import, and from where
+        self.left_out: set[str] = set()
+
+    def zygote(self) -> Zygote:
+        """The zygote, started if there is none."""
+        with self._lock:
+            zygote = self._zygote
+            if zygote is None or not zygote.usable:
+                self.close()
+                zygote = self._zygote = Zygote()
+                atexit.unregister(self.close)
+                atexit.register(self.close)
+            self._tell(zygote)
+            return zygote
+
+    def _tell(self, zygote: Zygote) -> None:
+        kept = {name: file for name, file in self._modules.items() if sources.package_of(name) not in self.left_out}
+        wanted = {"frameworks": in_use(), "modules": kept}
+        if wanted != zygote.wanted and any(wanted.values()):
+            with contextlib.suppress(StartError):  # it has ended, which shows elsewhere
+                zygote.want(wanted)
+
+    def prepare(self, definition: Definition) -> None:
+        """Start the zygote if there is none, and have it import what the recipe's code comes from, beside the caller.
+
+        Raises
+        ------
+        OSError, UsageError
+            No process can be started here.
+        """
+        self.zygote()
+        code = [value for value in vars(definition).values() if callable(value)]
+        self.need(sources.installed([*needed(code, reduced), type(definition.data).__module__]))
+
+    def need(self, modules: Mapping[str, str]) -> None:
+        """Have zygotes import these modules, which lie in these files, before their next workers."""
+        with self._lock:
+            self._modules |= modules
+            if self._zygote is not None and self._zygote.usable:
+                self._tell(self._zygote)
+
+    def handle(self, number: int, memories: Sequence[int]) -> WorkerHandle:
+        """A new worker; its zygote is started again if it has ended, at whatever moment.
+
+        Raises
+        ------
+        StartError
+            No zygote lives long enough.
+        """
+        for attempt in range(ATTEMPTS):
+            try:
+                return WorkerHandle(self.zygote(), number, memories)
+            except StartError as error:
+                if attempt == ATTEMPTS - 1:
+                    raise StartError(f"{ATTEMPTS} times in a row, the last time: {error}") from error
+        raise AssertionError
+
+    @property
+    def awake(self) -> bool:
+        """Whether a worker would start at once."""
+        return self._zygote is not None and self._zygote.usable and self._zygote.awake
+
+    def close(self) -> None:
+        """End what is kept."""
+        with self._lock:
+            zygote, self._zygote = self._zygote, None
+            if zygote is not None:
+                zygote.close()
+                self.left_out.update(zygote.harmful)
+
+
+WARM = Warm()
+
+
+def command(*arguments: object) -> list[str]:
+    """The command that starts a zygote: its ``main`` gets these arguments."""
+    code = START.format(path=_path(), arguments=", ".join(map(repr, arguments)))
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [sys.executable, *flags, "-P", "-c", code]
+
+
+def variables() -> dict[str, str]:
+    """The environment of a zygote."""
+    tunables = filter(None, [os.environ.get("GLIBC_TUNABLES"), TUNED])
+    return {**os.environ, "GLIBC_TUNABLES": ":".join(tunables)}
+
+
+def _path() -> list[str]:
+    """The path of this process without what is relative: the standard library, phalanx, installed packages, the rest.
+
+    So a file of the user's that has the name of a library is not taken for it.
+    """
+    home = os.path.dirname(os.__file__)
+    first = (home, os.path.join(home, "lib-dynload"), os.path.dirname(os.path.dirname(sources.OURS)))
+    entries = [entry for entry in sys.path if isinstance(entry, str) and os.path.isabs(entry)]
+    return [*first, *sorted(entries, key=lambda entry: not sources.is_installed(os.path.join(entry, "")))]
 
 
 def _fill_standard() -> None:

@@ -5,7 +5,6 @@ Between grants it sleeps. What goes wrong is told to the caller's process. One t
 
 from __future__ import annotations
 
-import functools
 import os
 import pickle
 import signal
@@ -35,13 +34,10 @@ from phalanx.plan.lifecycle import next_snapshot
 from phalanx.plan.shares import share_bounds
 from phalanx.seams import Framework
 from phalanx.seams.records import Weights
-from phalanx.shared.arena import Plan
-from phalanx.shared.barrier import Barrier
-from phalanx.shared.counters import BATCH, LEAVE, STEPS
-from phalanx.shared.heap import give_back
+from phalanx.shared.counters import BATCH, LEAVE, STEPS, Barrier
 from phalanx.shared.inputs import Inputs
-from phalanx.shared.memory import Memory
-from phalanx.shared.ordering import fence, order
+from phalanx.shared.layout import Plan
+from phalanx.shared.memory import Memory, fence, give_back, order
 from phalanx.shared.state import Shard
 from phalanx.step import Proposal, commit, measure, propose
 
@@ -54,7 +50,7 @@ def live(channel: int, memories: Sequence[int], number: int) -> None:
     environment_memory, parcel, arena, mailbox, orders, base, inputs = (Memory(0, fd) for fd in memories)
     try:
         place = unpack(environment_memory)
-        adopt_environment(place, functools.partial(caller.tell, "imported"))
+        adopt_environment(place)
         with starting(place["threads"]):  # what is unpacked may hold arrays of a framework
             worker = Worker(caller, unpack(parcel), (arena, base, mailbox, inputs), number)
         orders = unpack(orders)

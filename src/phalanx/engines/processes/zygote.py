@@ -2,10 +2,9 @@
 
 It never runs user code, touches no GPU and holds no run's memory. What else its workers will import it imports when it
 is told which modules those are, before it forks the first of them, or once it has none. It serves one parent over an
-inherited socket, one request at a time, and ends with it: at the end of the socket, or when the parent's pidfd says
-so. Its workers end with it (``PR_SET_PDEATHSIG``, bound to its only thread). Whatever user code started in a worker
-ends with the worker: it is in the worker's process group, or, if it left that, it comes to the zygote as an orphan (on
-Linux). A worker adopts its own orphans while it lives, so those of the zygote are what workers left that have ended.
+inherited socket, request by request, and ends with it: at the end of the socket, or when the parent's pidfd says
+so. Its workers end with it (``PR_SET_PDEATHSIG``, bound to its only thread). What user code started in a worker is
+in the worker's process group, and ends with the worker, unless it has left that for a session of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import io
 import json
 import os
@@ -21,41 +21,40 @@ import select
 import shutil
 import signal
 import socket
+import stat
 import sys
-import time
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.engines import reading
 from phalanx.engines.processes import worker
 from phalanx.frameworks.registry import prepare_process
-from phalanx.shared.heap import keep_freed
-from phalanx.surroundings import imports
+from phalanx.shared.memory import keep_freed
+from phalanx.surroundings import sources
 
 PR_SET_PDEATHSIG, PR_SET_TIMERSLACK = 1, 29
 MESSAGE_BYTES = 4096
 RECEIVING = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-DESCRIPTORS = 10  # channel, output, errors, environment_memory, parcel, arena, mailbox, orders, base, inputs
+TASKS, DESCRIPTORS = pathlib.Path("/proc/self/task"), pathlib.Path("/proc/self/fd")
+MOST_RECEIVED = 10  # channel, output, errors, environment_memory, parcel, arena, mailbox, orders, base, inputs
 
 
-def main(fd: int, parent: int, cache: str | None) -> None:
-    """Serve ``parent`` over ``fd`` until it ends; never returns. ``cache``: where jax keeps programs; None: no jax."""
+def main(fd: int, parent: int, folder: str) -> None:
+    """Serve ``parent`` over ``fd`` until it ends; never returns. ``folder``: for what workers compile."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.set_inheritable(fd, False)
     watched = [fd, *_pidfd(parent)]
     if os.getppid() == parent:
-        prepare_process(cache)
+        prepare_process(folder)
         gc.collect()
         gc.freeze()  # what is shared with workers stays shared, and their own objects are found quickly
         if sys.platform == "linux":
             # The signal is bound to a thread that may end, so from here on we watch; if we are stopped it wakes us.
             _on_death_of_parent(signal.SIGCONT)
-            adopt_orphans()
         with socket.socket(fileno=fd) as server:
-            Nursery(server, watched, parent).serve()
-    if cache is not None:  # the parent may have had no time to
-        shutil.rmtree(cache, ignore_errors=True)
+            Nursery(server, watched, parent, folder).serve()
+    shutil.rmtree(folder, ignore_errors=True)  # the parent may have had no time to
     os._exit(0)
 
 
@@ -68,12 +67,13 @@ class Nursery:
     watched : list of int
         Its descriptor, and what tells that the parent has ended.
     parent : int
+    folder : str
     """
 
-    def __init__(self, server: socket.socket, watched: list[int], parent: int) -> None:
+    def __init__(self, server: socket.socket, watched: list[int], parent: int, folder: str) -> None:
         self._server = server
         self._watched = watched
-        self._parent = parent
+        self._parent, self._folder = parent, folder
         self._wanted: dict[str, Any] | None = None  # what is to be imported
         self._alive: dict[int, int] = {}  # pid of each worker: its pidfd, or -1
         self._statuses: dict[int, int] = {}  # of workers that ended and were not asked for yet
@@ -90,14 +90,14 @@ class Nursery:
             self._end(pid)
 
     def _answer_all(self) -> None:
-        self._say(0)
+        self._say()
         while True:
             ready = {fd for fd, _ in self._poller.poll()}
             self._clear_away()
             if ready & set(self._watched[1:]):
                 break
             if self._server.fileno() in ready:
-                message, fds, _, _ = socket.recv_fds(self._server, MESSAGE_BYTES, DESCRIPTORS, RECEIVING)
+                message, fds, _, _ = socket.recv_fds(self._server, MESSAGE_BYTES, MOST_RECEIVED, RECEIVING)
                 for received in fds:  # programs that user code starts do not inherit them
                     os.set_inheritable(received, False)
                 if not message:
@@ -120,21 +120,20 @@ class Nursery:
         os.environ.clear()
         os.environ.update(wanted["environment"])
         sys.path[:] = wanted["path"]
-        with _silent():  # what an import prints the caller has seen
-            harmful = imports.take(wanted["modules"], wanted["left_out"])
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):  # the caller saw it
+            harmful = import_all(wanted["frameworks"], wanted["modules"], self._folder)
         gc.collect()
         gc.freeze()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _on_death_of_parent(signal.SIGCONT)
         if harmful:
-            end_orphans(())
-            self._say(0, harmful=harmful)
+            self._say(harmful=harmful)
         return not harmful
 
     def _answer(self, request: dict[str, int]) -> None:
         if "end" in request:
             self._end(request["end"])
-            self._say(request["number"], status=self._statuses.pop(request["end"], None))
+            self._say(status=self._statuses.pop(request["end"], None))
             return
         zygote, fds = os.getpid(), self._fds[: request["fds"]]
         self._fds = self._fds[request["fds"] :]
@@ -144,7 +143,7 @@ class Nursery:
         if not self._import():
             raise ConnectionResetError  # ends it
         if "import" in request:
-            self._say(request["number"])
+            self._say()
             return
         pid = os.fork()
         if pid == 0:
@@ -159,11 +158,11 @@ class Nursery:
             self._poller.register(handle, select.POLLIN)
         self._statuses.pop(pid, None)  # of an earlier process that had this number
         self._alive[pid] = handles[0] if handles else -1
-        self._say(request["number"], handles, pid=pid)
+        self._say(handles, pid=pid)
 
-    def _say(self, number: int, handles: Sequence[int] = (), **facts: Any) -> None:
-        """Answer request ``number``; 0 says that there may be some."""
-        line = json.dumps({"number": number, "handles": len(handles), **facts}) + "\n"
+    def _say(self, handles: Sequence[int] = (), **facts: Any) -> None:
+        """Answer the request; the first answer is that there may be some."""
+        line = json.dumps({"handles": len(handles), **facts}) + "\n"
         socket.send_fds(self._server, [line.encode()], handles)
 
     def _clear_away(self) -> None:
@@ -179,10 +178,58 @@ class Nursery:
                 os.killpg(pid, signal.SIGKILL)
             self._statuses[pid] = os.waitpid(pid, 0)[1]
             handle = self._alive.pop(pid)
-            end_orphans(self._alive)
             if handle >= 0:
                 self._poller.unregister(handle)
                 os.close(handle)
+
+
+def import_all(frameworks: Sequence[str], modules: Mapping[str, str], folder: str) -> list[str]:
+    """Import what workers need; a package that did harm, so that this process may fork no more, and what came with it.
+
+    An import that only made objects does none. One does that started a thread, as the thread would be missing in a
+    child, together with what it holds locked at that moment; or that opened a device, a socket or the like, which
+    parent and child would then both use; or that failed, or found another file than in the caller's process. Where
+    /proc does not tell of harm, nothing is imported.
+    """
+    if not TASKS.exists():
+        return []
+    with contextlib.suppress(Exception):  # workers will say what is wrong
+        prepare_process(folder, frameworks)
+    before = _unshared()
+    packages: dict[str, list[str]] = {}
+    for name in [name for name in modules if name not in sys.modules]:  # in the order of their imports
+        packages.setdefault(sources.package_of(name), []).append(name)
+    for package, names in packages.items():
+        known = set(map(sources.package_of, sys.modules))
+        if not all(_imported(name, modules[name]) for name in names) or _unshared() - before:
+            came = set(map(sources.package_of, sys.modules)) - known - set(sys.stdlib_module_names)
+            return sorted({package} | came)
+    return []
+
+
+def _imported(name: str, origin: str) -> bool:
+    """Import a module; False if that failed with some of it run, or found another file. One that is missing is left."""
+    try:
+        return getattr(importlib.import_module(name).__spec__, "origin", None) == origin
+    except BaseException as error:
+        return isinstance(error, ModuleNotFoundError) and error.name == name
+
+
+def _unshared() -> set[str]:
+    """What this process has and its forked children could not share: threads, processes, devices, the user's code."""
+    pid = os.fork()  # libraries that know of forks end their threads now, as OpenBLAS does
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    found = set(sources.note())
+    for task in TASKS.iterdir():
+        found.update([task.name, *(task / "children").read_text().split()])
+    for each in DESCRIPTORS.iterdir():
+        with contextlib.suppress(OSError):  # it was that of the listing
+            mode = os.fstat(int(each.name)).st_mode
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                found.add(os.readlink(each))
+    return found - {"/dev/null", "/dev/urandom", "/dev/random"}
 
 
 def _pidfd(pid: int) -> list[int]:
@@ -200,7 +247,6 @@ def _become_worker(zygote: int, number: int, fds: Sequence[int], inherited: Sequ
     try:
         os.setpgid(0, 0)
         _die_with_parent(zygote)
-        adopt_orphans()
         keep_freed()
         for fd in inherited:
             os.close(fd)
@@ -229,23 +275,6 @@ def _text(fd: int, standard: int) -> io.TextIOWrapper:
     )
 
 
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """What is written to the standard streams' descriptors is dropped."""
-    sys.stdout.flush()
-    kept, nothing = [os.dup(1), os.dup(2)], os.open(os.devnull, os.O_WRONLY)
-    try:
-        for standard in (1, 2):
-            os.dup2(nothing, standard)
-        yield
-        sys.stdout.flush()
-    finally:
-        for standard, fd in zip((1, 2), kept, strict=True):
-            os.dup2(fd, standard)
-            os.close(fd)
-        os.close(nothing)
-
-
 def _on_death_of_parent(number: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
@@ -258,35 +287,3 @@ def _die_with_parent(zygote: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1000)  # naps end on time
     if os.getppid() != zygote:  # it died before that
         os._exit(1)
-
-
-PR_SET_CHILD_SUBREAPER = 36
-MOST_SECONDS = 2.0  # that a process may take to be gone once it was killed; some wait for hardware
-NAP_SECONDS = 0.001
-
-
-def adopt_orphans() -> None:
-    """From here on, processes below this one become its children when their parents end."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-
-def end_orphans(spared: Collection[int]) -> None:
-    """Kill all children but those that are ``spared``, and what comes here because they end, in turn."""
-    deadline = time.monotonic() + MOST_SECONDS
-    while (left := children().difference(spared)) and time.monotonic() < deadline:
-        for pid in left:
-            with contextlib.suppress(PermissionError):  # a program that runs as somebody else
-                os.kill(pid, signal.SIGKILL)  # our child, and not waited for: the pid is safe
-        waiting = [os.waitpid(pid, os.WNOHANG)[0] == 0 for pid in left]
-        if any(waiting):
-            time.sleep(NAP_SECONDS)
-
-
-def children() -> set[int]:
-    """The children of this process, those that ended included; none where /proc does not tell."""
-    found = set[int]()
-    for file in pathlib.Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # a thread that has ended
-            found.update(map(int, file.read_text().split()))
-    return found

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, assert_never
 
-from phalanx.engines.processes.launch import WARM
 from phalanx.engines.processes.messages import WorkerMessage, first_error, unfit
 from phalanx.engines.processes.pool import LONG, WorkerPool
 from phalanx.engines.processes.serialization import pack
@@ -22,9 +21,8 @@ from phalanx.frameworks.registry import reduced, reduced_sample
 from phalanx.plan.fold import Placement
 from phalanx.plan.lifecycle import Action, Decision, Repair, Seen, Situation, decide
 from phalanx.seams.records import RunState
-from phalanx.shared.counters import BATCH, STEPS, TASK
+from phalanx.shared.counters import BATCH, STEPS, TASK, Reports
 from phalanx.shared.memory import Memory
-from phalanx.shared.reports import Reports
 from phalanx.shared.state import Mirror
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import SLICE_SECONDS
@@ -346,7 +344,7 @@ class Supervisor:
         """Start workers at ``step``; returns when they are ready, or have ended again."""
         orders = {**self._record.described(step), "grant": self._counters.grant, "joining": joining}
         pack(orders, self._orders, reduced)
-        self._pool.start(workers, WARM)
+        self._pool.start(workers)
         self._failures.started(step)
         if any(told.kind == "failed" for told in self._pool.told):
             raise unfit(first_error(self._pool.told))

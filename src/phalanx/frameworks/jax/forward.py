@@ -23,7 +23,7 @@ from phalanx.errors import UsageError
 from phalanx.frameworks.arrays import Functions, check_leaf
 from phalanx.frameworks.jax.tree import plain, prng_key, words
 from phalanx.seams.records import Computed, Watch
-from phalanx.surroundings.current import outside as no_step
+from phalanx.surroundings.presence import outside as no_step
 
 
 class Forward(Functions):

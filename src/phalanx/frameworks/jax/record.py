@@ -70,13 +70,12 @@ class JaxRecord(Record):
 
         return environment.environment(definition.generators), forward.collate
 
-    def prepare(self, cache: str | None) -> None:
-        """Where workers that need it will be: they share what they compile."""
-        if cache is not None:
-            import phalanx.frameworks.jax.adapter  # noqa: F401
-            from phalanx.frameworks.jax.environment import share_programs
+    def prepare(self, folder: str) -> None:
+        """Workers share what they compile."""
+        import phalanx.frameworks.jax.adapter  # noqa: F401
+        from phalanx.frameworks.jax.environment import share_programs
 
-            share_programs(cache)
+        share_programs(folder)
 
     def settings(self) -> dict[str, Any]:
         """Options of jax."""

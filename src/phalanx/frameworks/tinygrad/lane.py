@@ -25,7 +25,7 @@ from phalanx.frameworks.tinygrad.devices import RANDOM, kept
 from phalanx.frameworks.tinygrad.model import Model, owned, plain, write
 from phalanx.plan.keys import MASK32
 from phalanx.seams.records import Computed
-from phalanx.surroundings.current import outside as no_step
+from phalanx.surroundings.presence import outside as no_step
 
 # What ``Tensor.manual_seed`` puts before the seed for the device that is used first after it.
 FIRST = int.from_bytes(hashlib.sha256((0).to_bytes(4, "big")).digest()[-4:], "big")

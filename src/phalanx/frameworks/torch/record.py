@@ -69,7 +69,7 @@ class TorchRecord(Record):
         """With torch's own collating."""
         return Environment(definition.threads, definition.generators), default_collate
 
-    def prepare(self, cache: str | None) -> None:
+    def prepare(self, folder: str) -> None:
         """Torch's compiler is left out."""
         process.without_compiler()
 
