@@ -158,4 +158,4 @@ def test_files_that_are_named_exist(document):
 
 def test_a_file_that_is_gone_is_seen():
     """The test above can fail."""
-    assert missing_files("see `step.py`, `plan/fold.py`, `order.py` and `plan/folding.py`") == ["plan/folding.py"]
+    assert missing_files("see `step.py`, `plan/fold.py`, `fold.py` and `plan/folding.py`") == ["plan/folding.py"]
