@@ -18,7 +18,7 @@ from phalanx.definition.digest import hashed
 from phalanx.definition.evaluation.metrics import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.definition.streams import Drawn
-from phalanx.engines.hosts.lanes import HostLaneLink, TravellingLanes
+from phalanx.engines.hosts.link import HostLaneLink, TravellingLanes
 from phalanx.engines.hosts.world import CLOSED, World
 from phalanx.engines.inline import Inline
 from phalanx.engines.processes.driver import Processes

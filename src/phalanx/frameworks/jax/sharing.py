@@ -141,9 +141,6 @@ class SharedState:
     def aim(self, homes: Gradient | None) -> None:
         """They are copied there when they are published."""
 
-    def watch(self, told: Callable[[int, Any], None]) -> None:
-        """They come all at once."""
-
     def norm(self, gradient: Gradient, meet: Callable[[], None], there: Sequence[int] | None) -> float:
         """Nobody else is there."""
         return arithmetic.norm(gradient)
