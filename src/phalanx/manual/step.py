@@ -34,8 +34,7 @@ from phalanx.frameworks.torch.replica.buffers import Buffers
 from phalanx.frameworks.torch.replica.forward import Unread, as_tensors, check_stateless
 from phalanx.frameworks.torch.replica.gradient import drop
 from phalanx.frameworks.torch.replica.lane import Lane
-from phalanx.manual.gradients import ORDERED, average
-from phalanx.manual.replicas import check_trained, tensors_of
+from phalanx.manual.replicas import ORDERED, average, check_trained, tensors_of
 from phalanx.plan.shares import share_bounds, share_weights
 from phalanx.seams import Computed, Part, Todo
 from phalanx.step import ABSENT, check_consistent, mean_loss, total_weight, weighed
