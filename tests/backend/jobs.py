@@ -1,6 +1,7 @@
 """What ranks do in the tests of collectives: each compares with what can be computed alone."""
 
 import functools
+import itertools
 import operator
 
 import torch
@@ -86,6 +87,30 @@ def big_all_reduces(rank, size):
         assert same(mine, reduced(tensors, dist.ReduceOp.SUM, dtype)), dtype
 
 
+def sparse(rank, size, dtype, dense):
+    """A rank's sparse tensor, with some rows twice: rank 0 has none, others more and more, some in common."""
+    generator = torch.Generator().manual_seed(rank)
+    rows = torch.randint(0, 50, (1, 30 * rank), generator=generator)
+    values = made(rank, 30 * rank * 3**dense, dtype).view(-1, *[3] * dense)
+    return torch.sparse_coo_tensor(rows, values, (50, *[3] * dense))
+
+
+def sparse_all_reduces(rank, size):
+    """The sum of sparse tensors is that of the dense ones in the order of ranks, where there is anything."""
+    for dtype, dense in itertools.product((torch.float32, torch.bfloat16, torch.int64), (0, 2)):
+        tensors = [sparse(other, size, dtype, dense).coalesce() for other in range(size)]
+        mine = sparse(rank, size, dtype, dense)
+        dist.all_reduce(mine)
+        assert mine.is_coalesced()
+        assert torch.equal(mine.indices()[0], torch.cat([value.indices()[0] for value in tensors]).unique())
+        wanted = reduced([value.to_dense() for value in tensors], SUM, dtype)
+        assert torch.equal(mine.to_dense(), wanted), (dtype, dense)
+    big = torch.sparse_coo_tensor(torch.arange(BIG)[None], made(rank, BIG, torch.float32), (BIG,))
+    work = dist.all_reduce(big, async_op=True)
+    work.wait()
+    assert same(big.to_dense(), reduced([made(each, BIG, torch.float32) for each in range(size)], SUM, torch.float32))
+
+
 def reduces(rank, size):
     for root in range(size):
         for count in (*SIZES, BIG):
@@ -133,7 +158,27 @@ def scatters(rank, size, give, count, dtype):
         assert same(mine, give(10 * root + rank, count))
 
 
-MOVES = {"broadcast": broadcasts, "all_gather": all_gathers, "gather": gathers, "scatter": scatters}
+def all_to_alls(rank, size, give, count, dtype):
+    sizes = [
+        [(count + source + 2 * target) // (1 + (source + target) % 2) for target in range(size)]
+        for source in range(size)
+    ]
+    ours = [give(100 * rank + target, sizes[rank][target]) for target in range(size)]
+    theirs = [torch.empty(sizes[source][rank], dtype=dtype) for source in range(size)]
+    dist.all_to_all(theirs, ours)
+    assert all(same(value, give(100 * source + rank, sizes[source][rank])) for source, value in enumerate(theirs))
+    whole = torch.empty(sum(map(len, theirs)), dtype=dtype)
+    dist.all_to_all_single(whole, torch.cat(ours), [len(value) for value in theirs], [len(value) for value in ours])
+    assert same(whole, torch.cat(theirs))
+    equal = torch.empty(size * count, dtype=dtype)
+    dist.all_to_all_single(equal, torch.cat([give(100 * rank + target, count) for target in range(size)]))
+    assert same(equal, torch.cat([give(100 * source + rank, count) for source in range(size)]))
+
+
+MOVES = {
+    "broadcast": broadcasts, "all_gather": all_gathers, "gather": gathers, "scatter": scatters,
+    "all_to_all": all_to_alls,
+}  # fmt: skip
 
 
 def reduce_scatters(rank, size):
@@ -166,6 +211,58 @@ def barriers(rank, size, folder):
     assert len(list(pathlib.Path(folder).iterdir())) == size
 
 
+def messages(rank, size):
+    """A ring of messages, small and larger than a pipe; both ways at once; tags out of order; from anybody."""
+    after, before = (rank + 1) % size, (rank - 1) % size
+    for count in (0, 1, 100, 200_000):
+        found = torch.empty(count)
+        if rank == 0:
+            dist.send(made(rank, count, torch.float32), after)
+            dist.recv(found, before)
+        else:
+            dist.recv(found, before)
+            dist.send(made(rank, count, torch.float32), after)
+        assert same(found, made(before, count, torch.float32))
+    works = [dist.isend(made(rank, 100_000, torch.float32), other) for other in range(size) if other != rank]
+    for other in range(size):
+        if other != rank:
+            found = torch.empty(100_000)
+            dist.recv(found, other)
+            assert same(found, made(other, 100_000, torch.float32))
+    for work in works:
+        work.wait()
+    first, second = dist.isend(torch.tensor([1]), after, tag=1), dist.isend(torch.tensor([2]), after, tag=2)
+    found = torch.zeros(1, dtype=torch.int64)
+    for tag in (2, 1):
+        dist.recv(found, before, tag=tag)
+        assert found.item() == tag
+    first.wait()
+    second.wait()
+    dist.barrier()
+    if rank == 0:
+        seen = []
+        for _ in range(size - 1):
+            source = dist.recv(found)
+            assert found.item() == source
+            seen.append(source)
+        assert sorted(seen) == list(range(1, size))
+    else:
+        dist.send(torch.tensor([rank]), 0)
+
+
+def batched_messages(rank, size):
+    """``batch_isend_irecv``, and two receives of one tag in order."""
+    after, before = (rank + 1) % size, (rank - 1) % size
+    one, two = torch.empty(3), torch.empty(3)
+    operations = [
+        dist.P2POp(dist.isend, torch.full((3,), 1.0), after), dist.P2POp(dist.irecv, one, before),
+        dist.P2POp(dist.isend, torch.full((3,), 2.0), after), dist.P2POp(dist.irecv, two, before),
+    ]  # fmt: skip
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    assert (one[0].item(), two[0].item()) == (1, 2)
+
+
 def objects(rank, size):
     """Object collectives: torch pickles, the backend carries."""
     found = [None] * size
@@ -183,28 +280,18 @@ def objects(rank, size):
 
 
 def asynchronous(rank, size):
-    """Works that are waited for in another order than they began, in two groups; and futures."""
+    """Works that are waited for in another order on each rank, in two groups; and futures."""
     groups = [dist.group.WORLD, dist.new_group(list(range(size)))]
     tensors = [torch.full((300_000,), float(rank + 1)) for _ in groups]
-    works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor, group in zip(tensors, groups, strict=True)]
-    for work in reversed(works):
-        work.wait()
-        assert work.is_completed()
+    order = (0, 1) if rank % 2 else (1, 0)
+    works = {at: dist.all_reduce(tensors[at], group=groups[at], async_op=True) for at in order}
+    for at in reversed(order):
+        works[at].wait()
+        assert works[at].is_completed()
     assert all(tensor[0].item() == size * (size + 1) / 2 for tensor in tensors)
     tensor = torch.full((4,), float(rank))
     future = dist.all_reduce(tensor, async_op=True).get_future()
     assert torch.equal(future.wait()[0], torch.full((4,), size * (size - 1) / 2))
-
-
-def beside_gloo(rank, size):
-    """What the backend refuses goes through a group of Gloo's that is made beside it."""
-    group, found = dist.new_group(backend="gloo"), torch.empty(size)
-    dist.all_to_all_single(found, torch.arange(size) + 10.0 * rank, group=group)
-    assert found.tolist() == [10.0 * source + rank for source in range(size)]
-    sent = dist.isend(torch.tensor([rank]), (rank + 1) % size, group=group)
-    dist.recv(mine := torch.zeros(1, dtype=torch.int64), (rank - 1) % size, group=group)
-    sent.wait()
-    assert mine.item() == (rank - 1) % size
 
 
 def subgroups(rank, size):
@@ -249,6 +336,8 @@ def all_ops(rank, size):
     wanted = reduced(everything, dist.ReduceOp.SUM, torch.float32)
     assert same(functional.reduce_scatter_tensor(wide, "sum", 0, group).clone(), wanted)
     assert same(functional.broadcast(mine, 0, group).clone(), everything[0])
+    swapped = functional.all_to_all_single(torch.cat([mine[:4]] * size), None, None, group).clone()
+    assert same(swapped, torch.cat([value[:4] for value in everything]))
 
 
 def inference(rank, size):
@@ -324,9 +413,3 @@ def planted(rank, size):
     mine = tensors[rank].clone()
     dist.all_reduce(mine)
     assert not same(mine, reduced(tensors[::-1], dist.ReduceOp.SUM, torch.float32))
-
-
-FORMS = [
-    "objects", "asynchronous", "beside_gloo", "subgroups", "views", "all_ops", "inference", "coalesced", "meshes",
-    "compiled",
-]  # fmt: skip

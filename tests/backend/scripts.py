@@ -30,8 +30,20 @@ class Sometimes(nn.Module):
         return (self.left if x.sum() > 0 else self.right)(x)
 
 
+class Signs(nn.Module):
+    """A number for each of five signs."""
+
+    def forward(self, x):
+        return (x > 0).long() + 2 * torch.arange(5)
+
+
 def mlp():
     return nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def embedding():
+    """Tokens out of the signs of five numbers; gradients of the table are sparse."""
+    return nn.Sequential(Signs(), nn.EmbeddingBag(10, 8, mode="sum", sparse=True), nn.Linear(8, 3))
 
 
 def lenet():
@@ -83,6 +95,13 @@ def join(rank, size):
     model = DistributedDataParallel(mlp())
     with Join([model]):
         train(model, torch.optim.SGD(model.parameters(), 0.1), rank, STEPS + 2 * rank)
+    return model.module.state_dict()
+
+
+def sparse(rank, size):
+    """An embedding whose gradients are sparse."""
+    model = DistributedDataParallel(embedding())
+    train(model, torch.optim.SGD(model.parameters(), 0.1), rank)
     return model.module.state_dict()
 
 
@@ -245,6 +264,7 @@ SCRIPTS = {
     "static_graph": ddp(mlp, static_graph=True),
     "find_unused_parameters": ddp(Sometimes, find_unused_parameters=True),
     "BatchNorm and its buffers": buffers,
+    "sparse gradients of an embedding": sparse,
     "Join with uneven inputs": join,
     "no_sync": no_sync,
     "fp16_compress_hook": hooked(default_hooks.fp16_compress_hook),

@@ -1,5 +1,7 @@
 """Collectives of the backend: every rank ends with what one process can compute alone, bit for bit."""
 
+import itertools
+
 import pytest
 
 from tests.backend import jobs
@@ -19,6 +21,11 @@ def test_big_all_reduce(right, size):
     right(size, "jobs.big_all_reduces")
 
 
+def test_sparse_all_reduce(right):
+    """Sparse tensors with other rows on each rank, none on one of them: the sum of dense ones, bit for bit."""
+    right(4, "jobs.sparse_all_reduces")
+
+
 @pytest.mark.parametrize("size", sample("reduce of ranks", [1, 2, 3], 2))
 def test_reduce(right, size):
     """The root has the reduction, the others keep theirs."""
@@ -28,7 +35,7 @@ def test_reduce(right, size):
 @pytest.mark.long
 @pytest.mark.parametrize(("size", "name"), cover("moves of ranks", [1, 2, 3], jobs.MOVES))
 def test_moves(right, size, name):
-    """What only moves arrives as it was: any dtype, any size, any root."""
+    """What only moves arrives as it was: any dtype, any size, any root, uneven parts."""
     right(size, "jobs.moves", name)
 
 
@@ -45,21 +52,17 @@ def test_barrier(right, tmp_path):
     right(3, "jobs.barriers", str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("size", "job"), sample("messages of ranks", itertools.product([2, 3], ["messages", "batched_messages"]), 1)
+)
+def test_messages(right, size, job):
+    """send, recv and their kin: longer than a pipe, both ways at once, by tag, from anybody."""
+    right(size, f"jobs.{job}")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "job",
-    [
-        "objects",
-        "asynchronous",
-        "beside_gloo",
-        "subgroups",
-        "views",
-        "all_ops",
-        "inference",
-        "coalesced",
-        "meshes",
-        "compiled",
-    ],
+    "job", ["objects", "asynchronous", "subgroups", "views", "all_ops", "inference", "coalesced", "meshes", "compiled"]
 )
 def test_other_forms(right, job):
     """Objects, works and futures, groups of some ranks, views and parameters, functional collectives, meshes."""

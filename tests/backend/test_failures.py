@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from phalanx.backend import memory
+from phalanx.backend import memory, progress
 from phalanx.errors import UsageError
 from tests.sampling import cover
 
@@ -24,6 +24,13 @@ def test_a_dead_rank_is_an_error_on_all_others(ran, size, count, how):
 
 
 @pytest.mark.long
+def test_a_dead_sender_is_an_error(ran):
+    """Who waits for a message from a dead rank is told."""
+    codes, told = ran(2, "failures.sender_dies")
+    assert codes == [-signal.SIGKILL, 0], told
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["size", "kind", "op", "dtype", "moved dtype", "root"])
 def test_ranks_that_differ_are_told(right, kind):
     """Different collectives, sizes, operations, dtypes or roots: an error that says what each does, and no hang."""
@@ -31,17 +38,17 @@ def test_ranks_that_differ_are_told(right, kind):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("job", ["late", "refused", "broken_off", "destroyed"])
+@pytest.mark.parametrize("job", ["late", "differing_sparse", "refused", "wrong_length", "broken_off", "destroyed"])
 def test_other_mistakes(right, job):
-    """Ranks that come late, calls that cannot be, Ctrl-C, groups destroyed too early."""
+    """Ranks that come late, calls that cannot be, messages of another length, Ctrl-C, groups destroyed too early."""
     right(2, f"failures.{job}")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("job", ["asynchronous_death", "dies_under_ddp"])
-def test_a_death_is_an_error_of_the_call(ran, job):
-    """Also of one that need not be waited for, and of one that torch makes in a backward pass."""
-    codes, told = ran(2, f"failures.{job}")
+@pytest.mark.parametrize("how", ["queue", "send", "poll"])
+def test_a_death_is_noticed_behind_others(ran, how):
+    """Also by those who wait for something later in the line, or only ask whether it is done."""
+    codes, told = ran(2, "failures.queued", how)
     assert codes == [0, -signal.SIGKILL], told
 
 
@@ -50,6 +57,11 @@ def test_a_death_is_noticed_beside_a_slow_rank(ran):
     """One rank is dead, another busy."""
     codes, told = ran(3, "failures.slow_and_dead")
     assert codes == [0, 0, -signal.SIGKILL], told
+
+
+def test_anybody_may_have_left(right):
+    """Receiving from anybody fails only when nobody is left."""
+    right(3, "failures.from_who_is_left")
 
 
 class Store(dict):
@@ -91,3 +103,20 @@ def test_nothing_is_left(right):
     before = set(pathlib.Path("/dev/shm").iterdir())
     right(2, "failures.late")
     assert set(pathlib.Path("/dev/shm").iterdir()) == before
+
+
+def test_what_nobody_waited_for_yet_is_kept_for_old_torch(monkeypatch):
+    """Torch 2.6 hands Work to C++ without its Python part: it lives until it was waited for, and no longer."""
+
+    class Done:
+        done, error, queue = True, None, None
+
+    monkeypatch.setattr(progress, "KEEPS", True)
+    monkeypatch.setattr(progress, "finish", lambda operation, seconds: None)
+    work = progress.Work(Done(), 1.0, [])
+    assert set(progress.UNAWAITED) == {work}
+    work.wait()
+    assert not progress.UNAWAITED
+    monkeypatch.setattr(progress, "KEEPS", False)
+    progress.Work(Done(), 1.0, [])
+    assert not progress.UNAWAITED

@@ -13,10 +13,8 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 SECONDS = 1500  # one to four minutes, by what else runs
 LEAST = (
-    72  # tests that pass, of torch 2.13's 285: most others need GPUs, NCCL, more ranks, or are switched off by torch
+    97  # tests that pass, of torch 2.13's 285: the other 185 need GPUs, NCCL, more ranks, or are switched off by torch
 )
-REFUSED = ("has no messages between two ranks", "moves dense tensors on the CPU")  # and so many tests of those:
-REFUSALS = 16
 BY_NAME = "monitored_barrier is only implemented for GLOO backend"  # torch asks for the backend's name
 CANNOT = {
     "test_monitored_barrier_gloo": BY_NAME,
@@ -28,16 +26,14 @@ CANNOT = {
 @pytest.mark.campaign
 @pytest.mark.timeout(SECONDS + 60)
 def test_nothing_fails(tmp_path):
-    """All pass but those of what is refused, in our words, and three in torch's; so a failure would be seen."""
+    """All pass but three, of which each fails with torch's own sentence; so a failure would be seen."""
     for needed in ("expecttest", "numpy"):
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"torch's suite needs {needed}: pip install {needed}")
     told = run("phalanx", tmp_path)
     failed = {name: why for name, how, why in told if how == "failed"}
     assert all(words in failed.pop(name, "it did not fail") for name, words in CANNOT.items()), told
-    refused = [name for name, why in failed.items() if any(words in why for words in REFUSED)]
-    assert len(refused) == REFUSALS, refused
-    assert len(failed) == REFUSALS, "\n".join(why for name, why in failed.items() if name not in refused)
+    assert not failed, "\n".join(failed.values())
     assert sum(how == "passed" for _, how, _ in told) >= LEAST, told
 
 

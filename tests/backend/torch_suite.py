@@ -15,6 +15,8 @@ from torch.testing._internal.distributed import distributed_test  # reads BACKEN
 
 import phalanx.backend  # noqa: F401  (before ranks are forked)
 
+ALSO = "Only MPI supports"  # the gate of all_to_all on the CPU: the one capability here that Gloo is not said to have
+
 
 class TorchSuite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
     """All of the suite."""
@@ -61,6 +63,9 @@ class Lines(unittest.TestResult):
 def main(backend, path):
     """Run all of it under a backend; write the lines into a file."""
     distributed_test.BACKEND = backend
+    for test in vars(distributed_test.DistributedTest._DistTestBase).values():
+        if getattr(test, "__unittest_skip_why__", "").startswith(ALSO):
+            test.__unittest_skip__ = False
     with open(path, "w") as file:
         unittest.defaultTestLoader.loadTestsFromTestCase(TorchSuite).run(Lines(file))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from phalanx import UsageError, collectives
-from phalanx.backend.group import flattened, raw
+from phalanx.backend.tensors import flattened, raw
 from phalanx.frameworks.torch.replica.buffers import bytes_of
 from tests.collectives.oracles import ALGORITHMS, CASES, DTYPES, bits, reduced, same_values, wild
 

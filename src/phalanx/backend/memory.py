@@ -25,6 +25,8 @@ from phalanx.shared.ordering import order
 LINE = 8  # words in a cache line: writers do not share one
 ARRIVED, TAGS = 0, 1  # words of a rank's line: rounds that it has come to, and what it does in the latest two
 SLOT = 1 << 20  # bytes that a rank shows in one round, twice: while others still read one round, it writes the next
+PIPE = 1 << 16  # bytes of a message that are under way from one rank to another
+WRITTEN, READ, PIPE_WORDS = 0, LINE, 2 * LINE  # words of a pipe: bytes written, bytes read, each in its own line
 POLL_SECONDS = 0.02  # between two looks at whether the others are alive
 
 
@@ -44,16 +46,17 @@ class GroupMemory:
         Bytes: two slots per rank.
     names : sequence of int
         What people call the ranks: their numbers in the world.
-    closed : bool
-        Whether the group was destroyed.
+    moved : int
+        Grows with every round and every piece of a message: whoever waits for more is waiting anew.
     """
 
     def __init__(self, mapped: mmap.mmap, rank: int, size: int, pids: Sequence[int]) -> None:
         self.rank, self.size, self.pids = rank, size, tuple(pids)
         whole = memoryview(mapped)
         words, slots = _words(size), 2 * SLOT * size
-        self._words = whole[:words].cast("q")  # a line per rank
+        self._words = whole[:words].cast("q")  # a line per rank, then two lines per pair of ranks
         self.slots = whole[words : words + slots]
+        self._pipes = whole[words + slots :]  # one per pair of ranks, from and to
         self._ended: set[int] = set()
         self._watched: dict[int, int] = {}
         self._poll = select.poll()
@@ -61,7 +64,7 @@ class GroupMemory:
             if peer != rank:
                 self._watch(peer, pid)
         self._looked = 0.0
-        self.closed = False
+        self.moved = 0
         self.names = tuple(range(size))
 
     def gone(self, peers: Sequence[int]) -> list[int]:
@@ -74,7 +77,6 @@ class GroupMemory:
 
     def close(self) -> None:
         """Give the descriptors back; the memory goes with the last view of it."""
-        self.closed = True
         for fd in self._watched:
             os.close(fd)
         self._watched = {}
@@ -95,6 +97,7 @@ class GroupMemory:
         self._words[mine + TAGS + (number & 1)] = tag
         order()  # who sees that this rank has come reads its tag and its slot
         self._words[mine + ARRIVED] = number
+        self.moved += 1
 
     def arrived(self, rank: int) -> int:
         """The latest round that a rank has come to."""
@@ -104,10 +107,53 @@ class GroupMemory:
         """What a rank does in a round that it has come to."""
         return self._words[rank * LINE + TAGS + (number & 1)]
 
+    def pipe(self, source: int, target: int) -> Pipe:
+        """The pipe from one rank to another."""
+        number = source * self.size + target
+        first = self.size * LINE + number * PIPE_WORDS
+        return Pipe(self._words[first : first + PIPE_WORDS], self._pipes[number * PIPE : (number + 1) * PIPE])
+
+
+class Pipe:
+    """Bytes under way from one rank to another: a ring in shared memory with two counters, one writer each.
+
+    Parameters
+    ----------
+    words, content : memoryview
+    """
+
+    def __init__(self, words: memoryview, content: memoryview) -> None:
+        self._words = words
+        self._content = content
+
+    def write(self, data: memoryview) -> int:
+        """Append as much of ``data`` as there is room for; how many bytes that was. Only the source calls this."""
+        written = self._words[WRITTEN]
+        start = written % PIPE
+        size = min(len(data), PIPE - (written - self._words[READ]), PIPE - start)
+        if size:
+            self._content[start : start + size] = data[:size]
+            order()  # who sees the counter sees the bytes
+            self._words[WRITTEN] = written + size
+        return size
+
+    def read(self, most: int, into: bytearray) -> int:
+        """Move up to so many bytes to the end of ``into``; how many it were. Only the target calls this."""
+        read = self._words[READ]
+        start = read % PIPE
+        size = min(most, self._words[WRITTEN] - read, PIPE - start)
+        order()  # the counter was read before the bytes are
+        if size:
+            into += self._content[start : start + size]
+            order()  # the bytes are copied before the source may write over them
+            self._words[READ] = read + size
+        return size
+
 
 def _words(size: int) -> int:
     """Bytes of all counters, rounded up to pages."""
-    return -(-8 * size * LINE // mmap.PAGESIZE) * mmap.PAGESIZE
+    words = 8 * (size * LINE + size * size * PIPE_WORDS)
+    return -(-words // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def join(store: Any, rank: int, size: int) -> GroupMemory:
@@ -120,7 +166,7 @@ def join(store: Any, rank: int, size: int) -> GroupMemory:
     """
     if not sys.platform.startswith("linux"):
         raise UsageError(f"backend 'phalanx' needs Linux, this is {sys.platform}; use backend='gloo'")
-    needed = _words(size) + 2 * SLOT * size
+    needed = _words(size) + 2 * SLOT * size + PIPE * size * size
     memory = Memory(needed) if rank == 0 else None
     try:
         return _meet(store, rank, size, needed, memory)

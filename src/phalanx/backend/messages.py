@@ -1,0 +1,122 @@
+"""Messages from one rank to another, through a pipe in shared memory per pair of ranks.
+
+A message may be longer than its pipe: the sender writes on as the receiver reads. Messages of one pair arrive in the
+order in which they were sent; one that nobody asked for yet is kept by its tag.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import defaultdict, deque
+from typing import Any
+
+import torch
+
+from phalanx.backend.memory import GroupMemory
+from phalanx.backend.progress import Steps
+from phalanx.errors import UsageError
+
+HEADER = struct.Struct("=qq")  # tag, bytes
+
+
+def send(memory: GroupMemory, target: int, tag: int, flat: torch.Tensor) -> Steps:
+    """Write ``flat``, which is bytes, into the pipe to ``target``."""
+    pipe = memory.pipe(memory.rank, target)
+    data: Any = flat.numpy()
+    for content in (memoryview(HEADER.pack(tag, len(flat))), memoryview(data)):
+        left = content
+        while left:
+            size = pipe.write(left)
+            if size:
+                memory.moved += 1
+                left = left[size:]
+            else:
+                yield (target,)
+
+
+class Inbox:
+    """What came from one rank.
+
+    Parameters
+    ----------
+    memory : GroupMemory
+    source : int
+
+    Attributes
+    ----------
+    name : int
+        The rank in the world.
+    """
+
+    def __init__(self, memory: GroupMemory, source: int) -> None:
+        self.name = memory.names[source]
+        self._memory = memory
+        self._pipe = memory.pipe(source, memory.rank)
+        self._part = bytearray()  # of a message, or of its header
+        self._coming: tuple[int, int] | None = None
+        self.kept: dict[int, deque[bytearray]] = defaultdict(deque)
+        self.wanted: dict[int, deque[object]] = defaultdict(deque)
+
+    def look(self) -> None:
+        """Take out of the pipe what is there."""
+        while True:
+            need = (HEADER.size if self._coming is None else self._coming[1]) - len(self._part)
+            size = self._pipe.read(need, self._part)
+            if need and not size:
+                return
+            self._memory.moved += 1
+            if size == need:
+                self._whole()
+
+    def take(self, tag: int) -> bytearray:
+        """The next message of a tag that there is one of."""
+        message = self.kept[tag].popleft()
+        if not self.kept[tag]:
+            del self.kept[tag]
+        return message
+
+    def _whole(self) -> None:
+        part, self._part = self._part, bytearray()
+        if self._coming is None:
+            self._coming = HEADER.unpack(part)
+        else:
+            self.kept[self._coming[0]].append(part)
+            self._coming = None
+
+
+def receive(inbox: Inbox, source: int, tag: int, flat: torch.Tensor) -> Steps:
+    """Read the next message of ``tag`` into ``flat``, which is bytes; those who asked first get theirs first."""
+    ticket = object()
+    inbox.wanted[tag].append(ticket)
+    try:
+        while True:
+            inbox.look()
+            if inbox.wanted[tag][0] is ticket and tag in inbox.kept:
+                _fill(flat, inbox.take(tag), inbox.name)
+                return
+            yield (source,)
+    finally:
+        inbox.wanted[tag].remove(ticket)
+        if not inbox.wanted[tag]:
+            del inbox.wanted[tag]
+
+
+def receive_any(inboxes: dict[int, Inbox], tag: int, flat: torch.Tensor, sources: list[int]) -> Steps:
+    """Read the next message of ``tag``, from whomever; appends that rank to ``sources``."""
+    while True:
+        for source, inbox in inboxes.items():
+            inbox.look()
+            if tag in inbox.kept and tag not in inbox.wanted:
+                sources.append(source)
+                _fill(flat, inbox.take(tag), inbox.name)
+                return
+        yield tuple(inboxes)
+
+
+def _fill(flat: torch.Tensor, message: bytearray, name: int) -> None:
+    if len(message) != len(flat):
+        raise UsageError(
+            f"rank {name} sent {len(message)} bytes, and the tensor to receive them has {len(flat)}; make both equal"
+        )
+    if message:
+        flat.copy_(torch.frombuffer(message, dtype=torch.uint8))
