@@ -9,7 +9,6 @@ import torch
 
 from phalanx import UsageError, collectives
 from phalanx.backend.tensors import flattened, raw
-from phalanx.collectives import operations
 from phalanx.frameworks.torch.arithmetic import bytes_of
 from tests.collectives.oracles import ALGORITHMS, CASES, DTYPES, bits, reduced, same_values, wild
 
@@ -129,7 +128,7 @@ def test_what_cannot_be_written_is_refused_first():
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_ctrl_c_in_the_middle_comes_at_the_end(monkeypatch, algorithm):
     """KeyboardInterrupt is raised, and every tensor has the sum."""
-    add, done = operations.COMBINE["sum"], []
+    add, done = collectives.COMBINE["sum"], []
 
     def interrupted(mine, incoming):
         if not done:
@@ -137,7 +136,7 @@ def test_ctrl_c_in_the_middle_comes_at_the_end(monkeypatch, algorithm):
         done.append(1)
         return add(mine, incoming)
 
-    monkeypatch.setitem(operations.COMBINE, "sum", interrupted)
+    monkeypatch.setitem(collectives.COMBINE, "sum", interrupted)
     tensors = [torch.full((2,), float(number)) for number in range(4)]
     with pytest.raises(KeyboardInterrupt):
         collectives.all_reduce(tensors, algorithm=algorithm)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import phalanx
 from phalanx import manual
 from phalanx.frameworks.torch.replica.lane import Lane
-from phalanx.manual import gradients
+from phalanx.manual import replicas as shared_replicas
 from tests import accelerator
 from tests.by_hand import start, take
 from tests.families import FAMILIES, ConstantBuffers, TrappedNet, conv_norm, mlp, normal, terms, whole
@@ -100,11 +100,11 @@ def test_a_wrong_sum_is_noticed(fault, fake, monkeypatch):
     wanted = by_manual(recipe, ["cpu"] * 4)
     assert by_manual(recipe, places(4)) == wanted
     if fault == "another order":
-        monkeypatch.setattr(gradients, "fold_values", from_left_to_right)
+        monkeypatch.setattr(shared_replicas, "fold_values", from_left_to_right)
     else:
-        added = gradients._added
+        added = shared_replicas._added
         monkeypatch.setattr(
-            gradients,
+            shared_replicas,
             "_added",
             lambda owners, left, right: left if left[0].device != right[0].device else added(owners, left, right),
         )

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from phalanx.engines.hosts import slices
-from phalanx.engines.hosts.rendezvous import Across, Rendezvous
+from phalanx.engines.hosts import exchange
+from phalanx.engines.hosts.exchange import Across, Rendezvous
 from phalanx.errors import SeveredError
 from phalanx.plan.fold import fold_values, hosts
 from phalanx.seams.records import Part
@@ -83,7 +83,7 @@ def bits(array):
 @pytest.mark.parametrize(("replicas", "count"), [(8, 2), (7, 2), (7, 3), (5, 4), (3, 1)])
 def test_sums_have_the_bits_of_the_fold(monkeypatch, replicas, count, as_array):
     """Any hosts, some gradients missing, several dtypes, in many pieces: each sum is that of all replicas in order."""
-    monkeypatch.setattr(slices, "MOST", 24)
+    monkeypatch.setattr(exchange, "MOST", 24)
     blanks = [as_array(torch.empty(shape, dtype=DTYPES.get(at))) for at, shape in enumerate(SHAPES)]
     vectors = gradients(replicas, replicas * count, as_array)
     wanted = [bits(column(vectors, index)) for index in range(len(SHAPES))]
@@ -95,13 +95,11 @@ def test_sums_have_the_bits_of_the_fold(monkeypatch, replicas, count, as_array):
             sums.append([column(mine, place) for place in range(len(SHAPES))])
             masks.append(bytes(entry is not None for entry in sums[-1]))
         block = hosts(replicas, count, 1)[0][rank]
-        parts, masks, notes = across.tell(0, 5, [PART] * len(block), masks, [bytes([one]) for one in block])()
+        parts, masks, notes = across.tell(0, 5, [PART] * len(block), masks, [bytes([one]) for one in block])
         assert parts == [PART] * replicas
         assert notes == [bytes([replica]) for replica in range(replicas)]
-        across.sums.begin(masks)
-        while (index := across.sums.due) is not None:
-            across.sums.give([[vector[index]] for vector in sums], [[]] * len(sums))
-        return [bits(entry) for entry in across.sums.finish()]
+        total = across.total(masks, lambda index: [([vector[index]], []) for vector in sums])
+        return [bits(entry) for entry in total]
 
     assert together(count, replicas, work, blanks) == [wanted] * count
 
@@ -137,7 +135,7 @@ def test_who_differs_is_named(name, changes):
     def work(rank, across):
         step, weights = changes if rank else (0, 5)
         with pytest.raises(SeveredError, match=f"process {1 - rank} differs from process {rank} in its {name}"):
-            across.tell(step, weights, [PART] * 2, [b"\1"], [b""] * 2)()
+            across.tell(step, weights, [PART] * 2, [b"\1"], [b""] * 2)
 
     together(2, 4, work, [torch.empty(1)])
 
@@ -148,7 +146,7 @@ def test_a_message_of_another_run_is_refused():
     def work(rank, across):
         across._run += rank
         with pytest.raises(SeveredError, match=f"process {1 - rank} differs from process {rank} in its run"):
-            across.tell(0, 5, [PART] * 2, [b"\1"], [b""] * 2)()
+            across.tell(0, 5, [PART] * 2, [b"\1"], [b""] * 2)
 
     together(2, 4, work, [torch.empty(1)])
 
@@ -157,6 +155,6 @@ def test_weights_are_compared_now_and_then():
     """Between two comparisons nobody asks for them."""
 
     def work(rank, across):
-        across.tell(1, rank, [PART] * 2, [b"\1"], [b""] * 2)()
+        across.tell(1, rank, [PART] * 2, [b"\1"], [b""] * 2)
 
     together(2, 4, work, [torch.empty(1)])

@@ -13,7 +13,7 @@ import torch
 
 import phalanx
 from phalanx.checkpoint.tensors import packed, unpacked
-from phalanx.engines.hosts.slices import chunks, stretches
+from phalanx.engines.hosts.exchange import chunks, stretches
 from phalanx.plan.fold import added, hosts, remaining
 from tests.families import FAMILIES
 from tests.hosts.network import Network, descendants, gone, output, strike, until, why_not

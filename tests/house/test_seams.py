@@ -9,7 +9,7 @@ import reading
 
 pytestmark = pytest.mark.house
 
-PROTOCOLS, METHODS = 8, 51  # in seams/; lower them whenever you can
+PROTOCOLS, METHODS = 8, 50  # in seams/; lower them whenever you can
 
 
 def protocols(tree: ast.AST) -> dict[str, int]:

@@ -2,12 +2,22 @@
 
 ``schedule`` gives an algorithm as data, ``all_reduce`` and the others carry out that very data, and ``spell_rounds``
 puts it into words. Nothing is asynchronous: on return everything is done, as far as torch's streams are concerned.
+What is wrong with a call is found before a tensor is written; the error names the argument, the value and the way out.
 """
 
 from __future__ import annotations
 
-from phalanx.collectives.operations import all_gather, all_reduce, broadcast, gather, reduce_scatter, scatter
-from phalanx.collectives.schedules import Transfer, schedule, spell_rounds
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from phalanx.collectives.schedules import ALGORITHMS, Transfer, schedule, spell_rounds
+from phalanx.definition import checks
+from phalanx.errors import UsageError
+from phalanx.plan.shares import share_bounds
+from phalanx.surroundings import interrupts
 
 __all__ = [
     "Transfer",
@@ -20,3 +30,349 @@ __all__ = [
     "schedule",
     "spell_rounds",
 ]
+
+OPS = ("sum", "mean", "max", "min")
+PLAIN = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+         torch.float32, torch.float64, torch.complex64, torch.complex128)  # fmt: skip
+NARROW = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz,
+          torch.float8_e5m2fnuz)  # fmt: skip
+SUMMED_IN = {
+    **dict.fromkeys(NARROW, torch.float32),
+    **{dtype: dtype for dtype in PLAIN},
+    torch.complex32: torch.complex64,
+    torch.uint16: torch.int32,  # torch has no arithmetic in these two; wider sums wrap to the same bits
+    torch.uint32: torch.int64,
+}
+Bounds = Sequence[tuple[int, int]]
+COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {  # what arrives, into what is there
+    "sum": torch.Tensor.add_,
+    "mean": torch.Tensor.add_,
+    "max": lambda mine, incoming: torch.maximum(mine, incoming, out=mine),
+    "min": lambda mine, incoming: torch.minimum(mine, incoming, out=mine),
+}
+
+
+@torch.no_grad()
+def all_reduce(tensors: Sequence[torch.Tensor], op: str = "sum", algorithm: str = "ordered") -> None:
+    """Write the reduction over all tensors into each of them, in place. All end with equal bits.
+
+    The tensors themselves are written, whatever their strides, never the entries of the list. One tensor alone is
+    left as it is. Ctrl-C comes before the first is written, or after the last.
+
+    Parameters
+    ----------
+    tensors : sequence of torch.Tensor
+        One per participant: any number, of one dtype and one shape (none, empty and not divisible ones too), on any
+        devices. Leaves that require grad may be among them; nothing is recorded for autograd.
+    op : "sum", "mean", "max" or "min"
+        The mean is the sum, divided once. Floats narrower than float32 are added up in float32 and rounded once, at the
+        end; all other dtypes in themselves, so integers wrap. NaN wins in max and min; which sign a zero has there is
+        not promised. For bool, max is any and min is all.
+    algorithm : "ordered", "ring" or "naive"
+        See :func:`schedule`. The order of additions belongs to it, and so do the bits of float sums. Those of
+        "ordered" are ``phalanx.plan.fold.fold_values`` over the tensors: the bits of a ``phalanx.Recipe``.
+
+    Raises
+    ------
+    phalanx.UsageError
+        The tensors differ, share memory, or cannot be written; op or algorithm is unknown, or op has no result in this
+        dtype. No tensor was changed.
+    """
+    members = tensors_of("tensors", tensors)
+    reducible(op, members[0].dtype)
+    checks.choice("algorithm", algorithm, tuple(ALGORITHMS))
+    writable("tensors", members)
+    if len(members) == 1:
+        return
+    transfers = schedule(algorithm, len(members))
+    sums = [_flat(tensor) for tensor in members]
+    bounds = share_bounds(sums[0].numel(), 1 + max(transfer.chunk for transfer in transfers))
+    with interrupts.guarded():  # Ctrl-C waits: all tensors are written, or none
+        _carry_out(transfers, [_cut(flat, bounds) for flat in sums], op)
+        for tensor, flat in zip(members, sums, strict=True):
+            reduced = _finished(flat, op, len(members))
+            if reduced.data_ptr() != tensor.data_ptr():  # else it was summed where it lies
+                tensor.detach().copy_(reduced.view(tensor.shape))
+
+
+@torch.no_grad()
+def broadcast(tensors: Sequence[torch.Tensor], root: int = 0) -> None:
+    """Copy ``tensors[root]`` into all others, in place, bit for bit; down a binary tree, in ceil(log2 n) rounds.
+
+    Parameters
+    ----------
+    tensors : sequence of torch.Tensor
+        As for :func:`all_reduce`; any dtype.
+    root : int
+        Index of the tensor that is copied.
+
+    Raises
+    ------
+    phalanx.UsageError
+        The tensors differ, share memory, or cannot be written; root is not one of them. No tensor was changed.
+    """
+    members = tensors_of("tensors", tensors)
+    root = checks.integer("root", root, least=0, most=len(members) - 1)
+    writable("tensors", members)
+    rooted = members[root:] + members[:root]
+    with interrupts.guarded():
+        _carry_out(schedule("broadcast", len(members)), [[tensor.detach()] for tensor in rooted])
+
+
+@torch.no_grad()
+def scatter(tensor: torch.Tensor, devices: Sequence[str | torch.device]) -> list[torch.Tensor]:
+    """Cut along the first dimension as ``numpy.array_split`` does, and put piece i on device i.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        At least one-dimensional. It is not changed, and no piece shares its memory.
+    devices : sequence of str or torch.device
+        One per piece; a device may be named several times.
+
+    Returns
+    -------
+    list of torch.Tensor
+        As many as devices; the first ones are larger by one where it does not come out even, the last ones may be
+        empty.
+
+    Raises
+    ------
+    phalanx.UsageError
+        The tensor cannot be cut, no device is named, or torch cannot use one here.
+    """
+    dense("tensor", tensor)
+    cuttable("tensor", tensor)
+    homes = usable("devices", devices)
+    pieces = _cut(tensor, share_bounds(len(tensor), len(homes)))
+    return [piece.to(home, copy=True) for piece, home in zip(pieces, homes, strict=True)]
+
+
+@torch.no_grad()
+def gather(pieces: Sequence[torch.Tensor], device: str | torch.device = "cpu") -> torch.Tensor:
+    """One new tensor on ``device``: the pieces one after the other along their first dimension. Undoes ``scatter``.
+
+    Raises
+    ------
+    phalanx.UsageError
+        The pieces differ in dtype, or in a dimension other than the first; torch cannot use the device here.
+    """
+    members = tensors_of("pieces", pieces, pieces=True)
+    home = usable_device("device", device)
+    return torch.cat([piece.to(home) for piece in members])
+
+
+@torch.no_grad()
+def reduce_scatter(tensors: Sequence[torch.Tensor], op: str = "sum") -> list[torch.Tensor]:
+    """Reduce over all tensors and leave each participant its own piece: the first half of the ring.
+
+    Parameters
+    ----------
+    tensors : sequence of torch.Tensor
+        As for :func:`all_reduce`, at least one-dimensional. They are not changed.
+    op : "sum", "mean", "max" or "min"
+
+    Returns
+    -------
+    list of torch.Tensor
+        Piece i of the result, on the device of tensor i: what :func:`scatter` would cut along the first dimension. For
+        tensors of one dimension these are the bits of ``all_reduce(tensors, op, "ring")``.
+
+    Raises
+    ------
+    phalanx.UsageError
+        The tensors differ or have no first dimension; op is unknown or has no result in this dtype.
+    """
+    members = tensors_of("tensors", tensors)
+    reducible(op, members[0].dtype)
+    cuttable("tensors[0]", members[0])
+    dtype = members[0].dtype
+    bounds = share_bounds(len(members[0]), len(members))
+    chunks = [_cut(tensor.to(SUMMED_IN[dtype], copy=True).resolve_conj(), bounds) for tensor in members]
+    _carry_out(schedule("reduce_scatter", len(members)), chunks, op)
+    own = [_finished(mine[index], op, len(members)) for index, mine in enumerate(chunks)]
+    return [piece.to(dtype, copy=True) for piece in own]
+
+
+@torch.no_grad()
+def all_gather(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Put the pieces one after the other along their first dimension, once per participant: the ring's second half.
+
+    Parameters
+    ----------
+    pieces : sequence of torch.Tensor
+        One per participant, of one dtype, at least one-dimensional and alike in all but the first dimension, which may
+        be of any length. They are not changed.
+
+    Returns
+    -------
+    list of torch.Tensor
+        The whole, bit for bit, on the device of each piece in turn; none shares memory with another.
+
+    Raises
+    ------
+    phalanx.UsageError
+        The pieces differ in dtype, or in a dimension other than the first.
+    """
+    members = tensors_of("pieces", pieces, pieces=True)
+    ends = [sum(map(len, members[:number])) for number in range(len(members) + 1)]
+    wholes = [piece.new_empty((ends[-1], *piece.shape[1:])) for piece in members]
+    chunks = [_cut(whole, list(itertools.pairwise(ends))) for whole in wholes]
+    for index, piece in enumerate(members):
+        chunks[index][index].copy_(piece)
+    _carry_out(schedule("all_gather", len(members)), chunks)
+    return wholes
+
+
+def _carry_out(transfers: Sequence[Transfer], chunks: Sequence[Sequence[torch.Tensor]], op: str = "sum") -> None:
+    """Do what the schedule says to ``chunks[participant][chunk]``, in place."""
+    for transfer in transfers:
+        mine, theirs = chunks[transfer.target][transfer.chunk], chunks[transfer.source][transfer.chunk]
+        # Between accelerators nobody waits: each device does its work in order. The CPU's memory may be used at once.
+        free = "cpu" not in (mine.device.type, theirs.device.type)
+        if transfer.reduces:
+            COMBINE[op](mine, theirs.to(mine.device, non_blocking=free))
+        else:
+            mine.copy_(theirs, non_blocking=free)
+
+
+def _cut(tensor: torch.Tensor, bounds: Bounds) -> list[torch.Tensor]:
+    return [tensor[start:end] for start, end in bounds]
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """What is summed in place of the tensor: a view of its memory where that is possible."""
+    return tensor.detach().to(SUMMED_IN[tensor.dtype]).resolve_conj().reshape(-1)
+
+
+def _finished(reduced: torch.Tensor, op: str, count: int) -> torch.Tensor:
+    """The result: for the mean, the sum divided in place, real and imaginary parts apart."""
+    if op == "mean":
+        parts = torch.view_as_real(reduced) if reduced.is_complex() else reduced
+        divisor = torch.full((), count, dtype=parts.dtype, device=parts.device)
+        parts.div_(divisor)  # by a tensor: by a number, CUDA would multiply by its rounded inverse
+    return reduced
+
+
+def tensors_of(name: str, values: Any, *, pieces: bool = False) -> list[torch.Tensor]:
+    """``values`` as a list of dense tensors of one dtype and shape; of ``pieces`` the first dimension may differ."""
+    if isinstance(values, torch.Tensor) or not isinstance(values, Sequence):
+        raise UsageError(f"{name} is a {type(values).__name__}; it must be a list of tensors, one per participant")
+    if not values:
+        raise UsageError(f"{name} is empty; it needs at least one tensor")
+    free = 1 if pieces else 0
+    for index, value in enumerate(values):
+        dense(f"{name}[{index}]", value)
+        if value.dtype != values[0].dtype:
+            raise UsageError(
+                f"{name}[{index}] has dtype {value.dtype} and {name}[0] has {values[0].dtype}; convert with .to(dtype)"
+            )
+        if pieces:
+            cuttable(f"{name}[{index}]", value)
+        if value.shape[free:] != values[0].shape[free:]:
+            way = "pieces may differ in the first dimension only" if pieces else "all must be of the same shape"
+            raise UsageError(
+                f"{name}[{index}] has shape {tuple(value.shape)} and {name}[0] has {tuple(values[0].shape)}; {way}"
+            )
+    return list(values)
+
+
+def dense(name: str, value: Any) -> None:
+    """``value`` is a tensor with memory of its own kind: not sparse, quantized or without data."""
+    if not isinstance(value, torch.Tensor):
+        raise UsageError(f"{name} is {checks.shown(value)} ({type(value).__name__}); it must be a torch.Tensor")
+    kinds = {"nested": value.is_nested, "quantized": value.is_quantized, "meta": value.is_meta}
+    kinds[str(value.layout)] = value.layout != torch.strided
+    for kind, applies in kinds.items():
+        if applies:
+            raise UsageError(f"{name} is a {kind} tensor; it must be a dense one with data, as .to_dense() gives it")
+    if value.untyped_storage().nbytes() < (value.storage_offset() + _extent(value)) * value.element_size():
+        raise UsageError(
+            f"{name} has shape {tuple(value.shape)}, but its memory was freed (its storage was resized); fill it first"
+        )
+
+
+def cuttable(name: str, tensor: torch.Tensor) -> None:
+    """``tensor`` has a first dimension."""
+    if not tensor.ndim:
+        raise UsageError(f"{name} has no dimension to cut along; give it one: tensor.reshape(1)")
+
+
+def usable(name: str, devices: Any) -> list[torch.device]:
+    """``devices`` as a list of at least one device that torch can use here."""
+    if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
+        raise UsageError(f"{name} is {checks.shown(devices)}; it must be a list of devices, as in ['cpu'] * 4")
+    return [usable_device(f"{name}[{index}]", one) for index, one in enumerate(devices)]
+
+
+def usable_device(name: str, value: Any) -> torch.device:
+    """``value`` as a device that torch can use here."""
+    try:
+        return torch.empty(0, device=str(value)).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UsageError(f"{name} is {value!r}, which torch cannot use here ({reason}); use 'cpu'") from error
+
+
+def reducible(op: Any, dtype: torch.dtype) -> None:
+    """``op`` is known, and its result is a value of ``dtype``."""
+    checks.choice("op", op, OPS)
+    if dtype not in SUMMED_IN:
+        raise UsageError(
+            f"tensors[0] has dtype {dtype}, in which torch cannot compute; convert with .long() or .float()"
+        )
+    if op == "sum" and dtype == torch.bool:
+        raise UsageError("op is 'sum', which torch.bool cannot hold; take op='max' (any) or 'min' (all), or use .int()")
+    if op == "mean" and not dtype.is_floating_point and not dtype.is_complex:
+        other = "op='max' (any)" if dtype == torch.bool else "op='sum'"
+        raise UsageError(f"op is 'mean', which {dtype} cannot hold; take {other}, or convert with .double()")
+    if op in ("max", "min") and dtype.is_complex:
+        raise UsageError(f"op is {op!r}, but complex numbers ({dtype}) have no order; reduce x.abs(), or take op='sum'")
+
+
+def writable(name: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Every element of every tensor has a place of its own, so that writing one changes no other."""
+    for index, tensor in enumerate(tensors):
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise UsageError(
+                f"{name}[{index}] was made in inference mode and cannot be written outside it; use .clone()"
+            )
+        if not tensor.is_contiguous() and _overlap([tensor]):
+            raise UsageError(
+                f"{name}[{index}] has shape {tuple(tensor.shape)} and strides {tensor.stride()}, so several of its "
+                "elements share memory and cannot be written; reduce a copy: .contiguous()"
+            )
+    spans = sorted(_span(index, tensor) for index, tensor in enumerate(tensors) if tensor.numel())
+    for position, (device, _, end, first) in enumerate(spans):
+        for other, start, _, second in itertools.islice(spans, position + 1, None):
+            if other != device or start >= end:
+                break
+            if _overlap([tensors[first], tensors[second]]):
+                low, high = sorted((first, second))
+                raise UsageError(
+                    f"{name}[{low}] and {name}[{high}] share memory, so what one of them brings would count twice; "
+                    "give each participant a .clone()"
+                )
+
+
+def _span(index: int, tensor: torch.Tensor) -> tuple[str, int, int, int]:
+    """Where a tensor lies: its device, its first byte, the one after its last, and which tensor it is."""
+    return str(tensor.device), (start := tensor.data_ptr()), start + _extent(tensor) * tensor.element_size(), index
+
+
+def _overlap(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether an element lies where another one does: each marks its place, and marks are counted."""
+    elements = [tensor.data_ptr() // tensor.element_size() for tensor in tensors]
+    starts = [element - min(elements) for element in elements]
+    ends = [start + _extent(tensor) for start, tensor in zip(starts, tensors, strict=True)]
+    marks = torch.zeros(max(ends), dtype=torch.bool, device="cpu")
+    for start, tensor in zip(starts, tensors, strict=True):
+        marks.as_strided(tensor.shape, tensor.stride(), start).fill_(True)
+    return int(marks.sum()) < sum(tensor.numel() for tensor in tensors)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last in memory, gaps counted; 0 if there is none."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))

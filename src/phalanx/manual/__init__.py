@@ -5,8 +5,7 @@ Each function is a step that a loop can also do by itself; ``data_parallel_step`
 
 from __future__ import annotations
 
-from phalanx.manual.gradients import sync_gradients
-from phalanx.manual.replicas import broadcast_parameters, replicate
+from phalanx.manual.replicas import broadcast_parameters, replicate, sync_gradients
 from phalanx.manual.step import data_parallel_step, shard_batch
 
 __all__ = ["broadcast_parameters", "data_parallel_step", "replicate", "shard_batch", "sync_gradients"]

@@ -259,9 +259,6 @@ class SharedState(Protocol):
     def aim(self, homes: Vector | None) -> None:
         """Put the next replica's gradient there, if gradients are ``direct``; None: anywhere."""
 
-    def watch(self, told: Callable[[int, Any], None]) -> None:
-        """Call ``told(index, gradient)`` when a direct gradient is where it is wanted; again if it changes."""
-
     def norm(self, gradient: Vector, meet: Callable[[], None], there: Sequence[int] | None) -> float:
         """Write the norms of what this worker owns, ``meet`` the others, and return the global norm out of all.
 

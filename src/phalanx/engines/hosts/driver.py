@@ -16,7 +16,7 @@ from phalanx.definition.described import shared
 from phalanx.definition.digest import hashed
 from phalanx.definition.fields import Definition
 from phalanx.engines.changing import Changing
-from phalanx.engines.hosts.lanes import HostLaneLink, TravellingLanes
+from phalanx.engines.hosts.link import HostLaneLink, TravellingLanes
 from phalanx.engines.hosts.world import CLOSED, World
 from phalanx.engines.inline import Inline
 from phalanx.engines.processes.driver import Processes

@@ -24,7 +24,6 @@ from phalanx.errors import SeveredError
 INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = "lo"
 SIOCGIFADDR = 0x8915
-GATHERED = 1  # a kind of its own: one process may begin to gather before it sends pieces, another after that
 GROUP: Any = dist.ProcessGroupGloo
 TCP: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -44,8 +43,7 @@ class Gloo:
     """
 
     def __init__(self, store: Any, rank: int, size: int, seconds: float, interface: str) -> None:
-        self.size = size
-        self._rank = rank
+        self._rank, self._size = rank, size
         named = os.environ.get(INTERFACE, interface).partition(",")[0]
         options = GROUP._Options()
         options._timeout = datetime.timedelta(seconds=seconds)
@@ -57,25 +55,21 @@ class Gloo:
         """The first process's tensor for everybody."""
         self._call(self._group.broadcast, tensor, 0).wait()
 
-    def begin_gather(self, found: torch.Tensor, mine: torch.Tensor) -> list[Any]:
-        """Everybody's bytes, as many of each, in the order of ranks; to be waited for."""
-        rows = found.view(self.size, -1)
-        rows[self._rank] = mine
-        others = [other for other in range(self.size) if other != self._rank]
-        works = [self.begin_receive(rows[other], other, GATHERED) for other in others]
-        return works + [self.begin_send(mine, other, GATHERED) for other in others]
-
     def gather(self, found: torch.Tensor, mine: torch.Tensor) -> None:
-        """The same, waited for."""
-        self.wait(self.begin_gather(found, mine))
+        """Everybody's bytes, as many of each, in the order of ranks."""
+        rows = found.view(self._size, -1)
+        rows[self._rank] = mine
+        others = [other for other in range(self._size) if other != self._rank]
+        works = [self.begin_receive(rows[other], other) for other in others]
+        self.wait(works + [self.begin_send(mine, other) for other in others])
 
-    def begin_send(self, tensor: torch.Tensor, other: int, kind: int = 0) -> Any:
+    def begin_send(self, tensor: torch.Tensor, other: int) -> Any:
         """Send memory, which is not written meanwhile, to another process; to be waited for."""
-        return self._call(self._group.send, [tensor.view(torch.uint8)], other, kind)
+        return self._call(self._group.send, [tensor.view(torch.uint8)], other, 0)
 
-    def begin_receive(self, tensor: torch.Tensor, other: int, kind: int = 0) -> Any:
-        """Take what another process sends of this kind, in the order in which it sends; to be waited for."""
-        return self._call(self._group.recv, [tensor.view(torch.uint8)], other, kind)
+    def begin_receive(self, tensor: torch.Tensor, other: int) -> Any:
+        """Take what another process sends, in the order in which it sends; to be waited for."""
+        return self._call(self._group.recv, [tensor.view(torch.uint8)], other, 0)
 
     def wait(self, works: Sequence[Any]) -> None:
         """Until what was begun is done."""

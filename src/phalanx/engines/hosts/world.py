@@ -1,29 +1,33 @@
 """The torch.distributed world that a run lives in: who is there, whether all mean the same run, and who left it.
 
-Nothing is unpickled: what processes tell each other is JSON in the world's store, and bytes of known layout.
+Its store is opened here. In it the processes of one run find each other, and it outlives the run. Nothing is unpickled:
+what processes tell each other is JSON in the world's store, and bytes of known layout.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 import pathlib
+import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
 
 from phalanx.definition import checks
-from phalanx.engines.hosts import store
-from phalanx.engines.hosts.gloo import LOOPBACK, Gloo, towards
-from phalanx.engines.hosts.rendezvous import Rendezvous
-from phalanx.errors import LeftError, RunError, UsageError
+from phalanx.engines.hosts.exchange import Rendezvous
+from phalanx.engines.hosts.gloo import LOOPBACK, TCP, Gloo, towards
+from phalanx.errors import LeftError, PhalanxError, RunError, UsageError
 
 SECONDS = 120.0  # to wait for another host; a first step may be compiled meanwhile
 GRACE_SECONDS = 6.0  # until survivors have said that they are there
@@ -32,6 +36,8 @@ POLL_SECONDS = 0.05
 CLOSED = "it was closed after"
 LONGEST = 1000  # characters of an error that are told to others
 RUNS = [0]  # of this process, the same in all of them
+ANSWER_SECONDS = 2.0  # until a process asks again which run is the newest
+STORES: dict[tuple[int, int, str, int], Any] = {}
 
 
 class World:
@@ -50,11 +56,11 @@ class World:
     def __init__(self, seconds: float | None) -> None:
         self.seconds = SECONDS if seconds is None else seconds
         RUNS[0] += 1
-        base, self.rank, self.size = store.opened(self.seconds)
-        self._tcp = store.address_of(base)
+        base, self.rank, self.size = opened(self.seconds)
+        self._tcp = address_of(base)
         place = c10d.PrefixStore(f"phalanx/{RUNS[0]}", base)
-        with store.reached(self._tcp[0]):
-            self.run = store.run_of(place, self.rank, self.size, self.seconds)
+        with reached(self._tcp[0]):
+            self.run = run_of(place, self.rank, self.size, self.seconds)
         self._store = c10d.PrefixStore(str(self.run), place)
         self._names = [""] * self.size
         self._gloo: Gloo | None = None
@@ -174,7 +180,7 @@ class World:
     def _get(self, key: str, rank: int) -> bytes:
         """What a process says at the start of a run; as long as it has not said that it leaves."""
         end = time.monotonic() + self.seconds
-        with store.reached(self._tcp[0]):
+        with reached(self._tcp[0]):
             while time.monotonic() < end:
                 if self._store.check([key]):
                     return self._store.get(key)
@@ -226,3 +232,142 @@ def _host() -> str:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/net')}"
     return socket.gethostname()
+
+
+def opened(seconds: float) -> tuple[Any, int, int]:
+    """The store of the world that this process lives in, its rank, and how many there are.
+
+    Raises
+    ------
+    UsageError
+        There is no world, or its store cannot be reached by other processes.
+    RunError
+        The store did not answer.
+    """
+    if dist.is_initialized():
+        return c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    try:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError) as error:
+        raise UsageError(
+            f"engine is 'distributed', but this is no process of a torch.distributed world ({error}); start it with "
+            "torchrun, srun or the like, which set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or call "
+            "torch.distributed.init_process_group before"
+        ) from error
+    place = rank, size, address, port
+    try:
+        if place not in STORES:  # one for all runs of a process: others may still ask that of the run before
+            STORES[place] = _open(*place, datetime.timedelta(seconds=seconds))
+        return STORES[place], rank, size
+    except Exception as error:
+        raise RunError(
+            f"the processes of this run did not find each other at {address}:{port} within {seconds:.0f} s: {error}; "
+            "start all of them, and let them reach MASTER_ADDR and MASTER_PORT"
+        ) from error
+
+
+def address_of(store: Any) -> tuple[str, int]:
+    """Where other processes reach the TCP store behind prefixes."""
+    found = _bare(store)
+    if not isinstance(found, TCP):
+        raise UsageError(
+            f"torch.distributed was initialised with a {type(found).__name__}, which worker processes cannot reach; "
+            "initialise it by env:// or tcp://, as torchrun does"
+        )
+    return found.host, found.port
+
+
+@contextlib.contextmanager
+def reached(address: str) -> Iterator[None]:
+    """Inside, what torch raises means that the store is gone."""
+    try:
+        yield
+    except PhalanxError:
+        raise
+    except Exception as error:
+        raise RunError(
+            f"the store at {address}, which the host of process 0 has, cannot be reached any more ({error}): process 0 "
+            "has ended, or its host is lost. Start all processes again: with a run_dir the run goes on from its newest "
+            "snapshot, to the same digest"
+        ) from None
+
+
+def run_of(store: Any, rank: int, size: int, seconds: float) -> int:
+    """The number of the run that all processes begin now; rank 0 draws it, and answers everybody who asks.
+
+    What an earlier life of these processes left in the store does not matter: nobody answers there any more. (torchrun
+    may keep its store when it begins again, and count restarts differently on each host.)
+
+    Raises
+    ------
+    RunError
+        Rank 0, or one who should have asked, did not come.
+    """
+    end = time.monotonic() + seconds
+    if rank == 0:
+        run = secrets.randbits(62)
+        store.set("run", str(run))
+        own = c10d.PrefixStore(str(run), store)
+        for other in range(1, size):
+            own.set(f"welcome/{other}", _awaited(own, f"hello/{other}", end, other).decode())
+        return run
+    word = secrets.token_hex(8)
+    while True:
+        run = int(_awaited(store, "run", end, 0))
+        own = c10d.PrefixStore(str(run), store)
+        own.set(f"hello/{rank}", word)
+        answer = min(end, time.monotonic() + ANSWER_SECONDS)
+        while time.monotonic() < answer:
+            if own.check([f"welcome/{rank}"]) and own.get(f"welcome/{rank}").decode() == word:
+                return run
+            time.sleep(POLL_SECONDS)
+        if answer == end:
+            raise _absent(0)
+
+
+def _awaited(store: Any, key: str, end: float, rank: int) -> bytes:
+    """What a process puts there."""
+    while not store.check([key]):
+        if time.monotonic() > end:
+            raise _absent(rank)
+        time.sleep(POLL_SECONDS)
+    return store.get(key)
+
+
+def _absent(rank: int) -> PhalanxError:
+    return RunError(
+        f"process {rank} did not come to this run in time; start all processes of the world, and let them train the "
+        "same recipe"
+    )
+
+
+def _open(rank: int, size: int, address: str, port: int, limit: datetime.timedelta) -> Any:
+    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        listening = _listening(address, port)
+        options = {"timeout": limit, "wait_for_workers": False, "master_listen_fd": listening}
+        # That of torch 2.6 takes no socket that listens.
+        options["use_libuv"] = not torch.__version__.startswith("2.6.")
+        found = TCP(address, port, size, is_master=True, **options)
+    else:
+        found = _bare(next(iter(rendezvous("env://", rank, size, timeout=limit)))[0])
+    return c10d.PrefixStore(os.environ.get("TORCHELASTIC_RUN_ID", ""), found)
+
+
+def _listening(address: str, port: int) -> int | None:
+    """A descriptor that listens on this address only; None where it is not one of this host's own."""
+    with contextlib.suppress(OSError):
+        family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as made:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(place)
+            made.listen()
+            return os.dup(made.fileno())
+    return None
+
+
+def _bare(store: Any) -> Any:
+    """Without prefixes: torchrun's has the number of restarts, which hosts may count differently."""
+    while isinstance(store, c10d.PrefixStore):
+        store = store.underlying_store
+    return store

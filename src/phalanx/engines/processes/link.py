@@ -124,19 +124,6 @@ class Publications:
         if number is not None:
             self._flags[start + 1 : start + self._width] = there
 
-    def mark(self, position: int, entry: int) -> None:
-        """One entry is there, while others are still being computed."""
-        self._flags[position * self._width + 1 + entry] = 1
-
-    def clear(self, position: int) -> None:
-        """Nothing is published there."""
-        start = position * self._width
-        self._flags[start : start + self._width] = bytes(self._width)
-
-    def everywhere(self, entry: int) -> bool:
-        """Whether all sums have this entry."""
-        return all(self._flags[1 + entry :: self._width])
-
     def read(self) -> bytes:
         """The flags as they are."""
         return bytes(self._flags)
@@ -257,11 +244,6 @@ class ArenaLink:
             self._shard.settle()
         self._barrier.at(Phase.UPDATED)
         self._barrier.wait(UPDATE)
-
-    @property
-    def vectors(self) -> list[Vector | None]:
-        """All partial sums, of all workers."""
-        return self._gathered()[0]
 
     def _gathered(self) -> tuple[list[Vector | None], list[int] | None]:
         """All partial sums, of all workers, and which parameters have a gradient in any (None: all)."""

@@ -100,10 +100,8 @@ class Worker:
         self._barrier = Barrier(self._counters, self._number)
         self._shard = Shard(self._framework.sharing, plan.layout, arena, base, self._number)
         shard, placement, barrier, rendezvous = self._shard, self._placement, self._barrier, setup["hosts"]
-        within = ArenaLink(self._framework, shard, plan, placement, arena, barrier)
-        self._link: ArenaLink | HostLink = within
-        if rendezvous is not None:
-            self._link = HostLink(rendezvous, within, shard, plan, placement, barrier)
+        facts = self._framework, shard, plan, placement, arena, barrier
+        self._link = ArenaLink(*facts) if rendezvous is None else HostLink(rendezvous, *facts)
 
     def take(self, orders: dict[str, Any]) -> None:
         """Be at the beginning of a step, with a state that lies in the arena, and options in ``orders``."""

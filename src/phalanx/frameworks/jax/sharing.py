@@ -118,9 +118,6 @@ class SharedState:
     def aim(self, homes: Gradient | None) -> None:
         """They are copied there when they are published."""
 
-    def watch(self, told: Callable[[int, Any], None]) -> None:
-        """They come all at once."""
-
     def weights(self) -> list[np.ndarray]:
         """See ``seams.SharedState.weights``."""
         return [plain(leaf).reshape(-1).view(np.uint8) for leaf in jax.tree.leaves(self._state.params)]

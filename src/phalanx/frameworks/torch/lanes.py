@@ -281,25 +281,25 @@ class Exchange:
 
     @property
     def sizes(self) -> list[int]:
-        """See ``engines.hosts.lanes``."""
+        """See ``engines.hosts.link``."""
         return [start.nbytes for start in self._lanes[0].buffers.starts]
 
     @property
     def blanks(self) -> list[torch.Tensor]:
-        """See ``engines.hosts.lanes``."""
+        """See ``engines.hosts.link``."""
         return [arithmetic.blank(arithmetic.spec_of(parameter)) for parameter in self._lanes[0].parameters]
 
     def home(self, vector: Gradient) -> Gradient:
-        """See ``engines.hosts.lanes``; waits for the devices."""
+        """See ``engines.hosts.link``; waits for the devices."""
         return [None if entry is None else entry.cpu() for entry in vector]
 
     def outward(self, left: Sequence[torch.Tensor]) -> list[bytes | None]:
-        """See ``engines.hosts.lanes``."""
+        """See ``engines.hosts.link``."""
         unwritten = {id(start) for lane in self._lanes for start in lane.buffers.starts}
         return [None if id(value) in unwritten else bytes_of(value.cpu()).numpy().tobytes() for value in left]
 
     def inward(self, pieces: Sequence[bytes | bytearray | None]) -> Left:
-        """See ``engines.hosts.lanes``."""
+        """See ``engines.hosts.link``."""
         found: Left = []
         for piece, start in zip(pieces, self._lanes[0].buffers.starts, strict=True):
             if piece is None:

@@ -129,7 +129,7 @@ class SharedState:
         self._owned: Sequence[int] = range(len(sharing.parameters))
         state = self._state = OptimizerState(sharing.updates, sharing.parameters, layout.contents.state)
         self.made, self.adopt = state.made, state.adopt
-        self.aim, self.watch = sharing.collector.set_destination, sharing.collector.tell
+        self.aim = sharing.collector.set_destination
 
     @property
     def starts(self) -> Left:

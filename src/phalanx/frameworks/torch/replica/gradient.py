@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.autograd.graph import _engine_run_backward
@@ -38,9 +38,6 @@ class Collector:
         self._heard: set[int] = set()
         self._onto: Gradient | None = None
         self._collecting = False
-        self._partial = False  # a part of a replica is computed: its gradients are no whole ones
-        self._told: Callable[[int, torch.Tensor], None] | None = None
-        self._seen: dict[int, tuple[torch.Tensor, int]] = {}
 
     def backward(
         self, loss: torch.Tensor, onto: Gradient | None = None, chosen: Sequence[torch.Tensor] | None = None
@@ -61,11 +58,9 @@ class Collector:
         try:
             versions = [] if onto is None else self._put(onto)
             _backward(loss, chosen)
-            self._tell_changed()
         finally:
             self._collecting = False
             self._onto = None
-            self._seen.clear()
         taken = take(self._named)
         if onto is not None:
             _check_once(onto, versions, taken)
@@ -78,11 +73,11 @@ class Collector:
         """
         if first:
             self._look()
-        self._collecting = self._partial = True
+        self._collecting = True
         try:
             _backward(loss, chosen)
         finally:
-            self._collecting = self._partial = False
+            self._collecting = False
         if first:
             for (_, parameter), grad in zip(self._named, separate([p.grad for _, p in self._named]), strict=True):
                 parameter.grad = grad
@@ -93,11 +88,7 @@ class Collector:
         for grad in taken if divisor != 1 else ():
             if grad is not None:
                 grad.div_(divisor)
-        taken = self._placed(taken, None)
-        for index, grad in enumerate(taken):
-            if self._told is not None and grad is not None:
-                self._told(index, grad)
-        return taken
+        return self._placed(taken, None)
 
     def _placed(self, taken: Gradient, onto: Gradient | None) -> Gradient:
         """Gradients that were computed, where they are wanted; those in ``onto`` are there already."""
@@ -112,7 +103,7 @@ class Collector:
     @property
     def joins(self) -> bool:
         """Whether nobody looks at a parameter's gradient when it arrives, and would find a sum there."""
-        return self._told is None and all(
+        return all(
             len(parameter._post_accumulate_grad_hooks or ()) == (index in self._heard)
             for index, (_, parameter) in enumerate(self._named)
         )
@@ -124,27 +115,16 @@ class Collector:
 
     def watch(self, indices: Sequence[int]) -> None:
         """Move big gradients of these parameters to their homes as soon as they are there."""
-        self._listen([index for index in indices if self._named[index][1].numel() >= HOT])
-
-    def tell(self, told: Callable[[int, torch.Tensor], None]) -> None:
-        """Call ``told(index, gradient)`` for each gradient as soon as it is at home, and again if it changes.
-
-        A backward pass inside another one (checkpoints) delivers a gradient in several parts; and user code may change
-        what it finds.
-        """
-        self._listen(range(len(self._named)))
-        self._told = told
+        big = {index for index in indices if self._named[index][1].numel() >= HOT} - self._heard
+        for index in big:
+            parameter = self._named[index][1]
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(functools.partial(self._arrive, index))
+        self._heard.update(big)
 
     def set_destination(self, homes: Gradient | None) -> None:
         """Put the gradients of the next backward pass into this memory; None: they stay where autograd made them."""
         self._homes = homes
-
-    def _listen(self, indices: Iterable[int]) -> None:
-        for index in set(indices) - self._heard:
-            parameter = self._named[index][1]
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(functools.partial(self._arrive, index))
-        self._heard.update(indices)
 
     def _arrive(self, index: int, parameter: torch.Tensor) -> None:
         """Move a gradient to its home, where those who come later find it, and write there."""
@@ -154,21 +134,13 @@ class Collector:
         if self._onto is not None and self._onto[index] is not None:
             return
         if home is not None and grad is not home:
-            parameter.grad = grad = home.copy_(grad)
-        if self._told is not None and not self._partial:
-            self._seen[index] = grad, grad._version
-            self._told(index, grad)
+            parameter.grad = home.copy_(grad)
 
     def _put(self, onto: Gradient) -> list[int]:
         """Let autograd find what it adds to; returns how often each was written."""
         for (_, parameter), left in zip(self._named, onto, strict=True):
             parameter.grad = left
         return [0 if left is None else left._version for left in onto]
-
-    def _tell_changed(self) -> None:
-        for index, (grad, version) in self._seen.items():
-            if self._told is not None and (self._named[index][1].grad is not grad or grad._version != version):
-                self._told(index, grad)
 
 
 def _backward(loss: torch.Tensor, chosen: Sequence[torch.Tensor] | None) -> None:

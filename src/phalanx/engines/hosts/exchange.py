@@ -1,0 +1,394 @@
+"""What hosts give each other in a step: losses and weights of all replicas, buffers, and sums of gradients.
+
+Each worker of a host talks to its counterparts on the other hosts, which own the same parameters. A sum takes two
+rounds: everybody gets its slice of every partial sum, adds them up in the fold's order, and sends the result to all.
+That is the traffic of a ring, 2 N (H - 1) / H elements per host, where each host has one partial sum. Of two hosts with
+one partial sum each, both get the whole of the other's instead: as much traffic, in one round.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed.distributed_c10d import PrefixStore
+
+from phalanx.engines.hosts.gloo import TCP, Gloo
+from phalanx.errors import SeveredError
+from phalanx.plan.fold import Node, added, remaining
+from phalanx.seams.records import Part
+
+CHECK_STEPS = 100  # how often hosts compare the sums of their weights
+HEADER = ("run", "step", "weights")
+ROW = len(Part._fields)
+PATTERNS = 64  # of which gradients are there
+LEAST, MOST = 128 << 10, 1 << 20  # bytes of a slice of what travels together
+PIECES = 8  # of a sum of medium size: the first travel while others are packed, at a cost per piece
+Mask = bytes  # one byte per parameter: whether it has a gradient
+Told = tuple[list[Part], list[Mask], list[bytes]]  # by replica, by node, by replica
+Summands = tuple[Sequence[Any], Sequence[tuple[int, int]]]  # None where there is none; what is added, as (into, from)
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where workers of several hosts find each other; can be pickled.
+
+    Attributes
+    ----------
+    address : (str, int)
+        Host and port of the store of the run's torch.distributed world.
+    run : int
+        The run's number, drawn by rank 0.
+    rank : int
+        This process's place among ``blocks``.
+    blocks : tuple of range
+        The replicas of each process.
+    seconds : float
+        How long to wait for another one.
+    interface : str
+        The network interface to use; "" leaves the choice to torch.
+    """
+
+    address: tuple[str, int]
+    run: int
+    rank: int
+    blocks: tuple[range, ...]
+    seconds: float
+    interface: str
+
+
+class Layout(NamedTuple):
+    """How the gradients of one dtype lie in a sum, one after another.
+
+    Attributes
+    ----------
+    dtype : torch.dtype
+    places : dict of int to int
+        Where each parameter's gradient begins.
+    runs : list of Run
+    pieces : list of (begin, elements of a slice)
+        What is sent at once.
+    whole : int
+        Elements of all pieces.
+    """
+
+    dtype: torch.dtype
+    places: dict[int, int]
+    runs: list[Run]
+    pieces: list[tuple[int, int]]
+    whole: int
+
+
+class Run(NamedTuple):
+    """A stretch of a sum: where it begins and ends, the nodes that have it, and their additions in order."""
+
+    begin: int
+    end: int
+    nodes: tuple[int, ...]
+    additions: Sequence[tuple[int, int]]
+
+
+class Piece(NamedTuple):
+    """A piece that is on its way.
+
+    Attributes
+    ----------
+    rows : list of torch.Tensor
+        This host's slice of it, of all nodes' partial sums.
+    comes, goes : list
+        What to wait for before it can be read, and before it can be written.
+    """
+
+    rows: list[torch.Tensor]
+    comes: list[Any]
+    goes: list[Any]
+
+
+class Across:
+    """One worker's connection to its counterparts.
+
+    Parameters
+    ----------
+    rendezvous : Rendezvous
+    worker : int
+    replicas : int
+        R.
+    blanks : sequence of arrays
+        Shaped as the parameters' gradients, with any content; tensors, or numpy arrays.
+    owned : sequence of int
+        The parameters that this worker and its counterparts own, and add up.
+
+    Attributes
+    ----------
+    nodes : list of (level, index)
+        The nodes of the fold's tree that this host adds up.
+    """
+
+    def __init__(
+        self, rendezvous: Rendezvous, worker: int, replicas: int, blanks: Sequence[Any], owned: Sequence[int]
+    ) -> None:
+        self._run = rendezvous.run
+        self._rank = rendezvous.rank
+        self._blocks = rendezvous.blocks
+        nodes = [remaining(replicas, block) for block in rendezvous.blocks]
+        self.nodes = nodes[self._rank]
+        self._counts = [len(found) for found in nodes]
+        self._others = [other for other in range(len(nodes)) if other != self._rank]
+        self._slices = 1 if self._counts == [1, 1] else len(nodes)  # of a piece; host h adds up the (h % slices)-th
+        self._blanks = blanks
+        self._like = [tensor_of(blank) for blank in blanks]
+        self._owned = owned
+        every = [node for found in nodes for node in found]
+        self._laid_out = functools.lru_cache(PATTERNS)(functools.partial(self._lay_out, replicas, every))
+        self._rooms: dict[Any, torch.Tensor] = {}
+        limit = datetime.timedelta(seconds=rendezvous.seconds)
+        store = TCP(*rendezvous.address, is_master=False, timeout=limit)
+        place = PrefixStore(f"phalanx/{rendezvous.run}/worker {worker}", store)
+        self._gloo = Gloo(place, rendezvous.rank, len(rendezvous.blocks), rendezvous.seconds, rendezvous.interface)
+
+    def tell(
+        self, step: int, weights: int, parts: Sequence[Part], masks: Sequence[Mask], notes: Sequence[bytes]
+    ) -> Told:
+        """Give this host's parts, which gradients each of its nodes has, and notes; returns all's.
+
+        Parameters
+        ----------
+        step : int
+        weights : int
+            A checksum of what this worker owns, compared every CHECK_STEPS steps.
+        parts : sequence of Part
+            One per replica of this host.
+        masks : sequence of bytes
+            One per node of this host.
+        notes : sequence of bytes
+            One per replica, all of one length.
+        """
+        most, most_nodes = max(map(len, self._blocks)), max(self._counts)
+        head = np.array([self._run, step, weights if step % CHECK_STEPS == 0 else 0], np.int64)
+        rows = np.zeros((most, ROW))
+        rows[: len(parts)] = parts
+        flags = np.zeros((most_nodes, len(self._blanks)), np.uint8)
+        for row, mask in zip(flags, masks, strict=False):
+            row[:] = np.frombuffer(mask, np.uint8)
+        texts = np.zeros((most, len(notes[0])), np.uint8)
+        for row, note in zip(texts, notes, strict=False):
+            row[:] = np.frombuffer(note, np.uint8)
+        pieces = head, rows, flags, texts
+        mine = torch.from_numpy(np.concatenate([piece.view(np.uint8).reshape(-1) for piece in pieces]))
+        found = self._room("parts", len(self._blocks) * len(mine), torch.uint8)
+        self._gloo.gather(found, mine)
+        return self._told(pieces, found)
+
+    def spread(self, pieces: Sequence[Sequence[memoryview]]) -> None:
+        """Fill in what other hosts left: ``pieces[replica]``, some memory for each, as long everywhere."""
+        lengths = [sum(len(piece) for replica in block for piece in pieces[replica]) for block in self._blocks]
+        most = max(lengths)
+        if not most:
+            return
+        content = b"".join(piece for replica in self._blocks[self._rank] for piece in pieces[replica])
+        mine = self._room("mine", most, torch.uint8)
+        mine.numpy()[: len(content)] = np.frombuffer(content, np.uint8)
+        found = self._room("left", len(self._blocks) * most, torch.uint8)
+        self._gloo.gather(found, mine)
+        received = memoryview(found.numpy().data)
+        for rank, block in enumerate(self._blocks):
+            at = rank * most
+            for piece in (piece for replica in block if rank != self._rank for piece in pieces[replica]):
+                piece[:] = received[at : at + len(piece)]
+                at += len(piece)
+
+    def total(self, masks: Sequence[Mask], summands: Callable[[int], Sequence[Summands]]) -> list[Any]:
+        """The sum over all hosts: an entry for each owned parameter that any node has a gradient of, None for others.
+
+        Parameters
+        ----------
+        masks : sequence of bytes
+            Which gradients each node of all hosts has.
+        summands : callable
+            ``summands(parameter)``: for each of this host's nodes the gradients below it, which stay as they are.
+        """
+        layouts = self._laid_out(tuple(masks))
+        begun = [self._dealt(layout, summands) for layout in layouts]
+        total: list[Any] = [None] * len(self._like)
+        for layout, pieces in zip(layouts, begun, strict=True):
+            flat = self._added_up(layout, pieces)
+            for index, place in layout.places.items():
+                like = self._like[index]
+                total[index] = array_of(flat.as_strided(like.shape, like.stride(), place), self._blanks[index])
+        return total
+
+    def _told(self, mine: Sequence[np.ndarray], found: torch.Tensor) -> Told:
+        """What all hosts told; ``mine`` is what this one did."""
+        told: Told = [], [], []
+        cuts = np.cumsum([piece.nbytes for piece in mine])[:-1]
+        for rank, message in enumerate(found.numpy().reshape(len(self._blocks), -1)):
+            head, rows, flags, texts = (
+                part.view(piece.dtype).reshape(piece.shape)
+                for part, piece in zip(np.split(message, cuts), mine, strict=True)
+            )
+            self._check_head(rank, mine[0], head)
+            count = len(self._blocks[rank])
+            told[0].extend(Part._make(row) for row in rows[:count].tolist())
+            told[1].extend(row.tobytes() for row in flags[: self._counts[rank]])
+            told[2].extend(row.tobytes() for row in texts[:count])
+        return told
+
+    def _check_head(self, rank: int, mine: np.ndarray, theirs: np.ndarray) -> None:
+        for name, ours, other in zip(HEADER, mine.tolist(), theirs.tolist(), strict=True):
+            if ours != other:
+                told = f"process {rank} differs from process {self._rank} in its {name}: {other} there, {ours} here"
+                if name == "weights":
+                    told += (
+                        f" (checksums, compared every {CHECK_STEPS} steps): memory or a library differs between them, "
+                        "and the weights of one are wrong. Compare them, and go on from an earlier snapshot"
+                    )
+                else:
+                    told += "; they do not do the same run: start all of them again"
+                self._gloo.close()
+                raise SeveredError(told, step=int(mine[1]))
+
+    def _dealt(self, layout: Layout, summands: Callable[[int], Sequence[Summands]]) -> list[Piece]:
+        """Pack this host's partial sums, a row per node; each piece is on its way as soon as it is whole."""
+        rows, begun = self._counts[self._rank], list[Piece]()
+        packed = self._room(("packed", layout.dtype), rows * layout.whole, layout.dtype).view(rows, layout.whole)
+        ends = [start + self._slices * width for start, width in layout.pieces]
+        last = next(reversed(layout.places))
+        for index, place in layout.places.items():
+            like = self._like[index]
+            for row, (entries, order) in zip(packed, summands(index), strict=True):
+                if any(entry is not None for entry in entries):
+                    view = row.as_strided(like.shape, like.stride(), row.storage_offset() + place)
+                    _add(view, [None if entry is None else tensor_of(entry) for entry in entries], order)
+            given = layout.whole if index == last else place + like.numel()
+            while len(begun) < len(ends) and ends[len(begun)] <= given:
+                start, width = layout.pieces[len(begun)]
+                begun.append(self._deal(packed[:, start : start + self._slices * width], width))
+        return begun
+
+    def _deal(self, sums: torch.Tensor, width: int) -> Piece:
+        """Begin to give every other host its slice of these sums, and to get ours of theirs."""
+        slices = sums.view(len(sums), self._slices, width)
+        rows = [list(slices[:, self._rank % self._slices])] * len(self._counts)
+        comes, goes = [], []
+        for other in self._others:
+            received = torch.empty(self._counts[other], width, dtype=sums.dtype)
+            rows[other] = list(received)
+            comes.append(self._gloo.begin_receive(received, other))
+            goes.append(self._gloo.begin_send(slices[:, other % self._slices].contiguous(), other))
+        return Piece([row for found in rows for row in found], comes, goes)
+
+    def _added_up(self, layout: Layout, pieces: Sequence[Piece]) -> torch.Tensor:
+        """The sum of one dtype: of each piece this host adds up its slice, and the others send theirs."""
+        flat, works = self._room(("flat", layout.dtype), layout.whole, layout.dtype), list[Any]()
+        for (start, width), piece in zip(layout.pieces, pieces, strict=True):
+            self._gloo.wait(piece.comes)
+            slices = flat[start : start + self._slices * width].view(self._slices, width)
+            mine = self._rank % self._slices
+            _fold(slices[mine], piece.rows, layout.runs, start + mine * width)
+            works += piece.goes
+            for other in self._others if self._slices > 1 else ():
+                works.append(self._gloo.begin_receive(slices[other], other))
+                works.append(self._gloo.begin_send(slices[mine], other))
+        self._gloo.wait(works)
+        return flat
+
+    def _lay_out(self, replicas: int, nodes: Sequence[Node], masks: tuple[Mask, ...]) -> list[Layout]:
+        there = [index for index in self._owned if any(mask[index] for mask in masks)]
+        layouts: list[Layout] = []
+        for dtype in dict.fromkeys(self._like[index].dtype for index in there):
+            places, size = dict[int, int](), 0
+            for index in there:
+                if self._like[index].dtype == dtype:
+                    places[index] = size
+                    size += self._like[index].numel()
+            runs = [
+                Run(begin, end, present, added(replicas, nodes, present))
+                for present, begin, end in stretches(masks, places, self._like)
+            ]
+            pieces = chunks(size, self._slices, dtype.itemsize)
+            whole = sum(self._slices * width for _, width in pieces)
+            layouts.append(Layout(dtype, places, runs, pieces, whole))
+        return layouts
+
+    def _room(self, name: Any, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """So many elements, with any content, in memory that is used again in every step."""
+        room = self._rooms.get(name)
+        if room is None or len(room) != size:
+            room = self._rooms[name] = torch.zeros(size, dtype=dtype)
+        return room
+
+
+def chunks(size: int, slices: int, itemsize: int) -> list[tuple[int, int]]:
+    """(begin, elements of a slice) of pieces that travel one behind the other: some arrive while others are sent."""
+    most = max(1, min(MOST, max(LEAST, size * itemsize // PIECES // slices)) // itemsize)
+    found: list[tuple[int, int]] = []
+    start = 0
+    while start < size:
+        width = min(most, -(-(size - start) // slices))
+        found.append((start, width))
+        start += slices * width
+    return found
+
+
+def tensor_of(array: Any) -> torch.Tensor:
+    """A tensor over the memory of an array."""
+    if isinstance(array, torch.Tensor):
+        return array
+    plain = np.asarray(array)
+    if plain.dtype.name == "bfloat16":  # which torch does not know by numpy's name
+        return _over(plain.view(np.uint16)).view(torch.bfloat16)
+    return _over(plain)
+
+
+def array_of(tensor: torch.Tensor, like: Any) -> Any:
+    """A tensor as what ``like`` is, over the same memory."""
+    if isinstance(like, torch.Tensor):
+        return tensor
+    if like.dtype.name == "bfloat16":
+        return tensor.view(torch.uint16).numpy().view(like.dtype)
+    return tensor.numpy()
+
+
+def _over(array: np.ndarray) -> torch.Tensor:
+    """Arrays of jax cannot be written, which torch warns of: those are copied."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def stretches(
+    masks: Sequence[Mask], places: dict[int, int], like: Sequence[torch.Tensor]
+) -> list[tuple[tuple[int, ...], int, int]]:
+    """(positions of the nodes that have it, begin, end) of stretches of parameters with equal masks."""
+    found: list[tuple[tuple[int, ...], int, int]] = []
+    for index, place in places.items():
+        there = tuple(position for position, mask in enumerate(masks) if mask[index])
+        end = place + like[index].numel()
+        if found and found[-1][0] == there:
+            found[-1] = (there, found[-1][1], end)
+        else:
+            found.append((there, place, end))
+    return found
+
+
+def _add(target: torch.Tensor, parts: list[torch.Tensor | None], order: Sequence[tuple[int, int]]) -> None:
+    """Add these up into ``target``."""
+    if not order:
+        target.copy_(next(part for part in parts if part is not None))
+        return
+    *before, (into, source) = order
+    for left, right in before:
+        parts[left] = torch.add(parts[left], parts[right])  # type: ignore[arg-type]
+    torch.add(parts[into], parts[source], out=target)  # type: ignore[arg-type]
+
+
+def _fold(target: torch.Tensor, rows: Sequence[torch.Tensor], runs: Sequence[Run], first: int) -> None:
+    """A slice of all partial sums, which begins at ``first``, added up; parameters with equal masks at once."""
+    for begin, end, present, additions in runs:
+        here = slice(max(begin - first, 0), min(end - first, len(target)))
+        if here.start < here.stop:
+            parts = [row[here] if position in present else None for position, row in enumerate(rows)]
+            _add(target[here], parts, additions)
