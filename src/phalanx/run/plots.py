@@ -1,4 +1,4 @@
-"""Pictures of a run. Needs matplotlib, which is imported here only."""
+"""Pictures of runs, of measurements and of collective algorithms. Needs matplotlib, which is imported here only."""
 
 from __future__ import annotations
 
