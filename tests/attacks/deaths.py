@@ -170,7 +170,10 @@ def interrupted_request(rng):
 
 
 def storm(rng):
-    """SIGKILL of random workers at a random rate, from slow to faster than a step, for seconds: the run goes on."""
+    """SIGKILL of random workers at a random rate, from slow to faster than a start, for seconds: the run goes on.
+
+    As its messages advise where others end workers, ``max_failures`` is more than all kills.
+    """
     pause, together, most = 10 ** rng.uniform(-2.3, -0.7), rng.choice((0, 0.1, 0.5)), rng.randint(10, 60)
     struck = [0]
 
@@ -181,7 +184,7 @@ def storm(rng):
             for pid in pids if rng.random() < together else rng.sample(pids, min(1, len(pids))):
                 struck[0] += kill(pid)
 
-    return disturbed(rng, act, lambda: struck[0])
+    return disturbed(rng, act, lambda: struck[0], max_failures=1000)
 
 
 FORKING = """
