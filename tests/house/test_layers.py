@@ -94,7 +94,7 @@ HOMES = {
     "tqdm": ("run.observers", "proof.verify", "tuning"),
     "typer": ("cli",),
     "rich": ("cli",),
-    "sklearn": ("cli.demos",),
+    "sklearn": ("cli.digits",),
     "runpy": ("cli",),
     "pickle": ("engines.processes", "frameworks.torch.process"),
     "cloudpickle": ("engines.processes",),

@@ -26,7 +26,7 @@ OWN_ROOMS: dict[str, tuple[str, str]] = {
     "engines/hosts": ("torch", "hosts talk through Gloo and the store of torch.distributed"),
     "surroundings/presence.py": ("torch", "asks torch.distributed"),
     "callbacks": ("torch", "averages are torch's, and TensorBoard and the profiler are its own"),
-    "cli": ("jax optax tinygrad torch", "demos are recipes, and say what to install for them"),
+    "cli": ("torch", "the demo is a recipe"),
 }
 # Who else does, and why: what stands here is to become fewer.
 NAMED: dict[str, tuple[str, str]] = {

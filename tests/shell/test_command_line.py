@@ -112,12 +112,11 @@ def test_a_run_that_was_stopped_early_is_told_of(here, recipe_file):
 
 @pytest.mark.parametrize("name", ["ring", "ordered", "naive"])
 def test_explain_shows_an_algorithm(here, tmp_path, name):
-    """Every round in words, how much travels, and a picture; an unknown name is refused."""
+    """Every round in words, and how much travels; an unknown name is refused."""
     done = here("explain", name, "--participants", "3", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "round 1 of" in done.stdout
     assert "times the data" in done.stdout
-    assert (tmp_path / f"out/{name}.png").read_bytes().startswith(b"\x89PNG")
     wrong = here("explain", "star", cwd=tmp_path)
     assert (wrong.returncode, len(wrong.stderr.splitlines())) == (2, 1)
     assert "ring" in wrong.stderr
@@ -145,7 +144,7 @@ def test_train_draws_one_bar_and_a_picture(recipe_file):
         (["train", "job.py", "--resume", "maybe"], ["--resume", "maybe", "yes", "no", "anyway"]),
         (["train", "job.py", "--resume", "no"], ["resume", "no run_dir"]),
         (["train", "job.py", "--plot", "loss.foo"], ["--plot", "loss.foo", ".png"]),
-        (["demo", "mnist"], ["mnist", "digits", "iris"]),
+        (["demo", "mnist"], ["mnist", "digits"]),
     ],
 )
 def test_wrong_calls_end_in_one_sentence(here, recipe_file, arguments, words):
@@ -190,14 +189,13 @@ def test_control_c_says_where_it_stopped(tmp_path):
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize(("name", "least"), [("digits", 0.97), ("iris", 0.9)])
-def test_demos_reach_their_accuracy(tmp_path, name, least):
-    """A demo ends with an accuracy worth showing, a digest, and a picture whose path is printed."""
+def test_the_demo_reaches_its_accuracy(tmp_path):
+    """It ends with an accuracy worth showing, a digest, and a picture whose path is printed."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = phalanx_command("demo", name, "--quiet", "--json", cwd=tmp_path, env=environment)
+    done = phalanx_command("demo", "digits", "--quiet", "--json", cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
-    assert facts["metrics"]["accuracy"] >= least
+    assert facts["metrics"]["accuracy"] >= 0.97
     assert len(facts["digest"]) == 64
     assert (tmp_path / facts["picture"]).stat().st_size > 10_000
 
@@ -207,8 +205,7 @@ def test_version_and_help(here):
     assert here("--version", cwd=".").stdout == f"phalanx {phalanx.__version__}\n"
     text = here("--help", cwd=".").stdout
     assert all(word in text for word in ("train", "demo", "Exit codes", "130"))
-    shown = here("demo", "--help", cwd=".").stdout
-    assert all(word in shown for word in ("digits: LeNet", "150 flowers", "--digits takes"))
+    assert "handwritten digits" in here("demo", "--help", cwd=".").stdout
 
 
 @pytest.mark.campaign

@@ -110,8 +110,6 @@ def without_matplotlib(monkeypatch):
 
 PLOTS = [
     lambda result: result.plot(),
-    lambda result: plots.plot_timeline([], 1.0, 2, "title"),
-    lambda result: plots.plot_rounds([], 3, "title"),
     lambda result: Tuned(1, 1, 1, (Choice(1, 1, 1, 0.1, 10.0, 1.0, 0),), "").plot(),
     lambda result: Rates([0.1], [1.0], 0.1).plot(),
     lambda result: phalanx.Difference({"seed": "seed is another"}).plot(),
@@ -143,12 +141,11 @@ def test_commands_without_matplotlib(here, run_dir, tmp_path, without_matplotlib
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "matplotlib" in refused.stderr
     (tmp_path / "job.py").write_text(JOB)
-    for words in (("train", "job.py", "--plot", "a.png"), ("chaos", "job.py"), ("demo", "iris"), ("explain", "ring")):
+    for words in (("train", "job.py", "--plot", "a.png"), ("demo", "digits")):
         refused = here(*words, cwd=tmp_path)
         assert (refused.returncode, refused.stdout) == (2, "")
         assert "--plot" in refused.stderr
         assert "matplotlib is missing" in refused.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["job.py"]
-    assert "round 1 of" in here("explain", "ring", "--plot", "", cwd=tmp_path).stdout
     assert here("train", "job.py", "--run-dir", "run", "--quiet", cwd=tmp_path).returncode == 0
     assert here("certify", "run", cwd=tmp_path).stdout.startswith("chain ")

@@ -13,7 +13,6 @@ import math
 import pathlib
 import sys
 import traceback
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -26,12 +25,11 @@ from phalanx.cli.common import File, Json, Plot, check_picture, load_recipe, sav
 from phalanx.definition import checks
 from phalanx.definition.evaluation import Evaluation
 from phalanx.errors import PhalanxError, Preempted, UsageError
-from phalanx.frameworks.registry import all_devices, device_names
+from phalanx.frameworks.registry import all_devices
 from phalanx.proof.chaos import Trial, campaign
 from phalanx.recipe import Recipe
-from phalanx.run.plots import MOST_PARTICIPANTS, plot_rounds, plot_timeline
 from phalanx.run.result import Result
-from phalanx.surroundings.presence import rank, usable_cores
+from phalanx.surroundings.presence import rank
 from phalanx.tuning import Tuned, tune
 
 EXIT_RUN, EXIT_USAGE, EXIT_PREEMPTED, EXIT_INTERRUPTED = 1, 2, 75, 130
@@ -107,43 +105,26 @@ def train(
 
 @app.command()
 def demo(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="digits, iris or fashion-mnist.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="digits.")] = "digits",
     workers: Workers = "auto",
-    framework: Annotated[str, typer.Option("--framework", help="torch; fashion-mnist also jax, tinygrad.")] = "torch",
-    digits: Annotated[bool, typer.Option("--digits", help="fashion-mnist on scikit-learn's digits.")] = False,
-    data: Annotated[str, typer.Option("--data", metavar="DIR", help="Where the IDX files are.")] = "data/fashion-mnist",
     devices: Devices = "auto",
     plot: Plot = "out/demo-{name}.png",
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train on real data and draw a picture.
+    """Train LeNet on the 1,797 handwritten digits that come with scikit-learn, 20 epochs, a few seconds.
 
-    digits: LeNet on the 1,797 handwritten digits that come with scikit-learn, 20 epochs, a few seconds.
-
-    iris: a small network on the 150 flowers that come with scikit-learn; a second.
-
-    fashion-mnist: the LeNet of d2l's chapter on several GPUs, with one worker or device and then with all: the digests
-    have to be equal. Its four files are to be in --data; --digits takes scikit-learn's digits instead. Takes
-    --framework torch, jax or tinygrad.
+    Draws a picture of loss and accuracy.
     """
-    from phalanx.cli.demos import CHAPTER
-    from phalanx.cli.demos import demo as chosen
-
     check_picture(plot)
-    shown = chosen(name, framework, None if digits else data)
-    if not json_:
-        typer.echo(f"phalanx: {shown.title}")
-    if name == CHAPTER:
-        named = [] if devices == "auto" else device_names(devices.split(","), shown.recipe.replicas)
-        alone = _trained(shown.recipe, shown.evaluation, "1", quiet=quiet, devices=named[:1] or "auto")
-        count = "1" if named else (str(min(usable_cores(), 8)) if workers == "auto" else workers)
-        result = _trained(shown.recipe, shown.evaluation, count, quiet=quiet, devices=named or "auto")
-        if not json_:
-            typer.echo(f"{_pace(alone, named[:1])}\n{_pace(result, named)}")
-        assert alone.digest == result.digest
-    else:
-        result = _trained(shown.recipe, shown.evaluation, workers, quiet=quiet, devices=_listed(devices))
+    checks.choice("NAME", name, ("digits",))
+    from phalanx.cli import digits
+
+    try:
+        recipe, evaluation = digits.demo()
+    except ImportError as error:
+        raise UsageError(f"this demo cannot be run ({error}); pip install 'phalanx[demo]'") from error
+    result = _trained(recipe, evaluation, workers, quiet=quiet, devices=_listed(devices))
     drawn = save(result.plot(), plot.format(name=name)) if plot else None
     _report(name, result, drawn, json_=json_)
 
@@ -154,25 +135,18 @@ def chaos(
     kills: Annotated[int, typer.Option("--kills", min=1, help="How many workers to kill.")] = 50,
     seed: Annotated[int, typer.Option("--seed", help="When and whom; give the same to see the same.")] = 0,
     workers: Annotated[int, typer.Option("--workers", min=1, help="How many workers there are.")] = 3,
-    plot: Plot = "out/chaos.png",
     json_: Json = False,
 ) -> None:
     """Kill workers at random while a recipe trains, and see whether the digest is what it would have been.
 
     Exit code 1 if a digest differs or anything is left behind.
     """
-    check_picture(plot)
     recipe, *_ = load_recipe(file)
     if workers > recipe.replicas:
         raise UsageError(f"--workers is {workers}, but the recipe has {recipe.replicas} replicas; use at most those")
     if not json_:
         typer.echo(f"phalanx: killing {kills} workers of {file}, seed {seed}")
     trials = campaign(recipe, kills, seed, workers, lambda one: None if json_ else typer.echo(_spelled(one)))
-    shown = max(trials, key=lambda one: one.kills)
-    verdict = "same digest" if shown.right else "WRONG"
-    title = f"{shown.kills} kills in {shown.steps} steps, seed {shown.seed}: {verdict}"
-    if plot:
-        save(plot_timeline(shown.incidents, shown.seconds, workers, title), plot)
     pauses = sorted(pause for one in trials for pause in one.pauses)
     facts = {
         "kills": sum(one.kills for one in trials),
@@ -181,7 +155,6 @@ def chaos(
         "problems": [one.problem for one in trials if one.problem],
         "median_pause_ms": round(pauses[len(pauses) // 2] * 1e3, 1) if pauses else None,
         "seed": seed,
-        "picture": plot or None,
     }
     told = {**facts, "problems": "; ".join(facts["problems"]) or "none"}
     show(facts, told.items(), json_=json_)
@@ -248,24 +221,12 @@ def explain(
         ),
     ],
     participants: Annotated[int, typer.Option("--participants", help="How many take part.")] = 4,
-    plot: Annotated[
-        str, typer.Option("--plot", metavar="PATH", help="Where to draw it, for up to 16; '' for no picture.")
-    ] = "out/{name}.png",
 ) -> None:
-    """Show a collective algorithm round by round, in words and as a picture."""
+    """Show a collective algorithm round by round, in words."""
     from phalanx.collectives import schedule, spell_rounds
-    from phalanx.collectives.schedules import ALGORITHMS, rounds_of
 
-    check_picture(plot)
-    transfers = schedule(name, participants)
-    for line in spell_rounds(transfers):
+    for line in spell_rounds(schedule(name, participants)):
         typer.echo(line)
-    if participants > MOST_PARTICIPANTS:
-        typer.echo(f"no picture: {MOST_PARTICIPANTS} participants fit in one")
-    elif plot:
-        kind = " all-reduce" if name in ALGORITHMS else ""
-        drawn = plot_rounds(rounds_of(transfers), participants, f"{name}{kind}, {participants} participants")
-        typer.echo(f"picture  {save(drawn, plot.format(name=name))}")
 
 
 proving.add_to(app)
@@ -311,15 +272,6 @@ def _trained(recipe: Recipe, evaluation: Evaluation | None, workers: str, *, qui
         after = f" after {result.steps} steps, digest {result.digest}" if result is not None else ""
         typer.echo(f"\nphalanx: stopped{after}", err=True)
         raise typer.Exit(EXIT_INTERRUPTED) from interrupt
-
-
-def _pace(result: Result, devices: Sequence[str] = ()) -> str:
-    """As d2l prints it, with examples per second; ``devices``: where it was trained, if not in workers."""
-    places = ", ".join(devices or [f"worker {number}" for number in range(result.workers)])
-    seconds = result.seconds / result.steps * (result.steps_per_epoch or 1)
-    rate = result.samples / result.seconds
-    value = result.metric_history[-1].value
-    return f"test acc {value:.3f}, {seconds:.2f} sec/epoch, {rate:.0f} examples/sec on [{places}]"
 
 
 def _spelled(one: Trial) -> str:

@@ -1,4 +1,4 @@
-"""Pictures of runs, of measurements and of collective algorithms. Needs matplotlib, which is imported here only."""
+"""Pictures of runs and of measurements. Needs matplotlib, which is imported here only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from phalanx.errors import UsageError
-from phalanx.seams.records import Evaluated, Incident
+from phalanx.seams.records import Evaluated
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,8 +19,6 @@ LOSS_COLOR = "#1f5a96"
 PLATE = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1}
 DEATH_COLOR = "#c1452b"
 POINTS = 600
-MOST_PARTICIPANTS = 16  # of which a picture shows rounds
-LABEL = 0.2  # of an arrow's way: where it carries the number of its chunk
 METRIC_COLORS = ("#c1452b", "#3d8b5f", "#8a5ca8")
 
 
@@ -47,35 +45,6 @@ def plot_history(
     else:  # what lies outside the caller's axes might be cut off
         ax.legend(loc="best", fontsize=8)
     return ax
-
-
-def plot_timeline(incidents: Sequence[Incident], seconds: float, workers: int, title: str) -> Figure:
-    """One line per worker: where it was there, its deaths and replacements; rollbacks across all of them."""
-    ax: Any = new_axes(10, 1.6 + 0.45 * workers)
-    styles = {"death": ("x", DEATH_COLOR, "killed"), "replaced": ("o", METRIC_COLORS[1], "replaced")}
-    for worker in range(workers):
-        since: float | None = 0.0  # when the worker that is there began
-        own = [one for one in incidents if one.worker == worker and one.kind in styles]
-        for incident in [*own, Incident(seconds, "death", worker, 0)]:
-            if incident.kind == "replaced":
-                since = incident.seconds
-            elif since is not None:
-                ax.plot([since, incident.seconds], [worker, worker], color=LOSS_COLOR, linewidth=4, alpha=0.45)
-                since = None
-    for kind, (marker, color, label) in styles.items():
-        matching = [one for one in incidents if one.kind == kind]
-        ax.plot([one.seconds for one in matching], [one.worker for one in matching], marker, color=color, label=label,
-                markersize=5, zorder=3)  # fmt: skip
-    for number, one in enumerate([one for one in incidents if one.kind == "rollback"]):
-        ax.axvline(one.seconds, color="gray", linewidth=0.8, alpha=0.6, label="" if number else "rolled back")
-    ax.set_yticks(range(workers), [f"worker {worker}" for worker in range(workers)])
-    ax.set_ylim(workers - 0.5, -0.5)
-    ax.set_xlim(0, seconds * 1.01)
-    ax.set_xlabel("seconds since the first step began")
-    ax.set_title(title, fontsize=10, loc="left")
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.32), ncols=3, frameon=False, fontsize=8)
-    return ax.figure
 
 
 def plot_runs(
@@ -196,28 +165,4 @@ def plot_rates(lrs: Sequence[float], losses: Sequence[float], suggestion: float,
     ax.set_ylabel("training loss, smoothed")
     ax.grid(alpha=0.2)
     ax.legend(loc="best", fontsize=8)
-    return ax
-
-
-def plot_rounds(rounds: Sequence[Sequence[Any]], participants: int, title: str) -> Axes:
-    """Draw a collective algorithm: participants from left to right, rounds downwards, an arrow for each transfer.
-
-    Arrows are red where what arrives is added, and blue where it replaces what is there. Where the data is cut, each
-    carries the number of its chunk.
-    """
-    cut = any(one.chunk for group in rounds for one in group)
-    ax = new_axes(3 + 0.6 * participants, 2 + 0.6 * len(rounds))
-    for row, group in enumerate(rounds):
-        for one in group:
-            color = DEATH_COLOR if one.reduces else LOSS_COLOR
-            arrow = {"arrowstyle": "-|>", "color": color}
-            ax.annotate("", xy=(one.target, row + 1), xytext=(one.source, row), arrowprops=arrow)
-            if cut:
-                place = one.source + LABEL * (one.target - one.source), row + LABEL
-                ax.text(*place, str(one.chunk), color=color, backgroundcolor="white", fontsize=7, ha="center")
-    ax.set(xlim=(-0.5, participants - 0.5), ylim=(len(rounds) + 0.2, -0.2), xticks=range(participants))
-    ax.set_yticks(range(len(rounds)), [f"{group[0].phase}, round {group[0].round + 1}" for group in rounds])
-    ax.grid(axis="x")
-    ax.set_xlabel("participant")
-    ax.set_title(f"{title}\nred: added, blue: copied{'; numbers: chunks' if cut else ''}", fontsize=10)
     return ax
