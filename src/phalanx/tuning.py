@@ -171,32 +171,19 @@ def advised(samples: int | None, rows: Sequence[Choice]) -> Tuned:
         (row for row in fastest.values() if row.samples_per_second >= AS_GOOD * best.samples_per_second),
         key=lambda row: row.replicas,
     )
-    return Tuned(chosen.replicas, chosen.workers, chosen.threads, tuple(rows), _advice(samples, chosen, rows, fastest))
+    return Tuned(chosen.replicas, chosen.workers, chosen.threads, tuple(rows), _advice(samples, chosen, rows))
 
 
-def _advice(samples: int | None, chosen: Choice, rows: Sequence[Choice], fastest: dict[int, Choice]) -> str:
-    plain = max(row.samples_per_second for row in rows if row.replicas == 1)
-    said = f"take replicas={chosen.replicas} with workers={chosen.workers}: that"
+def _advice(samples: int | None, chosen: Choice, rows: Sequence[Choice]) -> str:
+    speed = f"{chosen.samples_per_second:,.0f} samples/s here"
     if chosen.replicas == 1:
-        said = f"take replicas=1 with threads={chosen.threads}: the plain loop"
-    ratio = chosen.samples_per_second / plain
-    text = f"{said} trains {chosen.samples_per_second:,.0f} samples/s here"
-    if chosen.replicas > 1:
-        text += f", {ratio:.2f} times the plain loop on its best number of threads; shares have "
-        text += f"{_share(samples, chosen.replicas)} samples"
-    dearer = [row for row in rows if row.replicas > chosen.replicas and row.price is not None]
-    if dearer:
-        row = dearer[0]
-        lost = fastest[row.replicas].samples_per_second / chosen.samples_per_second
-        text += (
-            f"; replicas={row.replicas} would make shares of {_share(samples, row.replicas)}, for which a step takes "
-            f"{row.price or 0:.2f} times the plain loop's processor time, and train at {lost:.2f} of this speed"
-        )
-    return text + "."
-
-
-def _share(samples: int | None, replicas: int) -> str:
-    return "1" if samples is None else f"{samples / replicas:g}"
+        return f"take replicas=1 with threads={chosen.threads}: the plain loop trains {speed}."
+    ratio = chosen.samples_per_second / max(row.samples_per_second for row in rows if row.replicas == 1)
+    share = 1 if samples is None else samples / chosen.replicas
+    return (
+        f"take replicas={chosen.replicas} with workers={chosen.workers}: that trains {speed}, {ratio:.2f} times the "
+        f"plain loop on its best number of threads; shares have {share:g} samples."
+    )
 
 
 def _measure(recipe: Recipe, replicas: int, workers: int, threads: int, seconds: float) -> Choice:

@@ -61,7 +61,6 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "",
         "definition",
         "checkpoint",
-        "seams",
         "collectives",
         "frameworks",
         "recipe",

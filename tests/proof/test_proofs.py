@@ -200,13 +200,6 @@ def test_arrays_and_shapes_that_differ():
     assert unequal(one, {**one, "y": taken(np.zeros(1))}) == ("y", None, None)
 
 
-def test_a_picture_of_a_difference(tmp_path):
-    """Both losses and how far they are apart are drawn."""
-    found = phalanx.diff(ran(tmp_path / "a", mlp(steps=9)), ran(tmp_path / "b", mlp(steps=9, seed=1)))
-    found.plot().figure.savefig(tmp_path / "difference.png")
-    assert (tmp_path / "difference.png").stat().st_size > 10_000
-
-
 @pytest.mark.long
 def test_the_same_run_in_other_peoples_tests():
     """A good recipe passes with any number of workers and kills; one that depends on its process fails with a place."""

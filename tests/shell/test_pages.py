@@ -112,7 +112,6 @@ PLOTS = [
     lambda result: result.plot(),
     lambda result: Tuned(1, 1, 1, (Choice(1, 1, 1, 0.1, 10.0, 1.0, 0),), "").plot(),
     lambda result: Rates([0.1], [1.0], 0.1).plot(),
-    lambda result: phalanx.Difference({"seed": "seed is another"}).plot(),
     lambda result: svg_of(result),
 ]
 

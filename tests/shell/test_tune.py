@@ -57,17 +57,15 @@ def test_the_largest_that_costs_nothing_is_advised():
     assert (found.replicas, found.workers, found.threads) == (4, 2, 1)
     assert found.advice.startswith("take replicas=4 with workers=")
     assert "1.30 times the plain loop on its best number of threads" in found.advice
-    assert "replicas=8 would make shares of 8, for which a step takes 2.00 times" in found.advice
+    assert found.advice.endswith("shares have 16 samples.")
 
 
 def test_the_plain_loop_may_be_best():
-    """Where every cut costs more than workers gain, the plain loop with its best threads is advised, and why."""
+    """Where every cut costs more than workers gain, the plain loop with its best threads is advised."""
     rows = [row(1, 1, 100, price=1.0), row(1, 1, 150, threads=2), row(2, 1, 60, price=1.67), row(2, 2, 110)]
     found = advised(64, rows)
     assert (found.replicas, found.workers, found.threads) == (1, 1, 2)
-    assert found.advice.startswith(
-        "take replicas=1 with threads=2: the plain loop trains 150 samples/s here; replicas=2"
-    )
+    assert found.advice == "take replicas=1 with threads=2: the plain loop trains 150 samples/s here."
 
 
 @pytest.mark.long

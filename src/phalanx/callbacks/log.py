@@ -16,7 +16,6 @@ from phalanx.definition.plain import check_like
 from phalanx.errors import UsageError
 
 Row = dict[str, float | int]
-MOST_BYTES = 1 << 44  # of a file that is read
 
 
 class Csv:
@@ -64,7 +63,7 @@ class Csv:
 
     def _rows(self) -> list[dict[str, str]]:
         """Those that are there."""
-        text = files.read(self._csv, MOST_BYTES).decode(errors="replace")
+        text = files.read(self._csv).decode(errors="replace")
         return list(csv.DictReader(io.StringIO(text, newline="")))
 
     def _begin(self, columns: list[str], rows: list[dict[str, str]]) -> None:

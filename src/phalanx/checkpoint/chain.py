@@ -28,7 +28,6 @@ LINK = slice(10, 74)  # where a line has its link
 BROUGHT = "brought:"  # begins the hash of a batch that the caller brought
 MOST_HEADER, MOST_STEPS, MOST_WIDTH = 4096, 1 << 60, 1 << 26
 LINE, REPLICA = 320, 54  # bytes that a line takes at most, and each replica's loss and weight in it
-MOST_RECORDS = 1 << 30
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)  # what odd JSON raises
 
 
@@ -151,7 +150,7 @@ class ChainFile:
             data = data[os.write(self._descriptor, data) :]
 
 
-class Links:
+class Links(contextlib.AbstractContextManager["Links"]):
     """A chain that is read link by link, where each is wanted; a torn last line is none.
 
     Parameters
@@ -174,7 +173,7 @@ class Links:
     def __init__(self, path: pathlib.Path) -> None:
         self.path = path
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | files.NOFOLLOW | files.NONBLOCK)
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
             raise SnapshotError(f"{path} cannot be read: {error.strerror}") from error
         try:
@@ -190,9 +189,6 @@ class Links:
         except (OSError, *MALFORMED) as error:
             self.close()
             raise SnapshotError(f"{path} is no chain of links: {error}") from error
-
-    def __enter__(self) -> Links:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -269,7 +265,7 @@ def records_of(path: pathlib.Path) -> pathlib.Path:
 def records(path: pathlib.Path, kind: str) -> Iterator[dict[str, Any]]:
     """The records of a kind beside a chain, oldest first; lines that are torn are left out."""
     try:
-        text = files.read(records_of(path), MOST_RECORDS)
+        text = files.read(records_of(path))
     except (OSError, ValueError):
         return
     for line in text.splitlines():

@@ -34,7 +34,7 @@ from phalanx.seams.records import Captured, StepReport
 
 SHARE = 0.004  # of the time, at most, for digests of the state, with "auto"
 SECONDS = 5.0  # between two of them, at least
-NEXT, MOST_BYTES = "next.json", 1 << 16
+NEXT = "next.json"
 LOADED = "phalanx_file_"  # how modules are called that were loaded for their recipe
 SAMPLES = 32  # hexadecimal digits of the hash of what was dealt
 
@@ -187,7 +187,7 @@ def _keep(root: pathlib.Path, step: int, link: str, noted: dict[str, Any]) -> No
 
 def _kept(root: pathlib.Path, step: int, link: str) -> dict[str, Any] | None:
     with contextlib.suppress(OSError, *MALFORMED):
-        told = json.loads(files.read(root / NEXT, MOST_BYTES))
+        told = json.loads(files.read(root / NEXT))
         if (told["step"], told["link"]) == (step, link):
             return dict(told["replica"])
     return None

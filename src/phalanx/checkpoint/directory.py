@@ -125,7 +125,7 @@ class EventLog(Observer):
     def begin(self, engine: Engine, run: Any = None) -> None:
         """Note how the run begins."""
         self._run_state = engine.run_state
-        facts = {"step": self._steps, "workers": engine.workers, "pid": os.getpid()}
+        facts = {"step": self._run_state.steps, "workers": engine.workers, "pid": os.getpid()}
         if engine.run_state.resumed_from is None:
             self._directory.note("start", **facts)
         else:
@@ -156,12 +156,8 @@ class EventLog(Observer):
 
     def end(self) -> None:
         """Note that the run ended, and let go of the directory. A forked child holds it not, and does neither."""
-        self._note("end", step=self._steps)
+        self._note("end", step=self._run_state.steps)
         self._directory.close()
-
-    @property
-    def _steps(self) -> int:
-        return self._run_state.steps
 
     def _note(self, kind: str, **facts: Any) -> None:
         if self._begun is not None:

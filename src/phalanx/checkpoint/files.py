@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import gc
 import os
 import pathlib
@@ -21,14 +22,8 @@ from typing import Any, BinaryIO
 
 from phalanx.surroundings import presence
 
-try:
-    import fcntl
-except ImportError:  # Windows has another way, and there two runs in one directory are not noticed
-    fcntl = None  # type: ignore[assignment]
-
 TEMPORARY = ".tmp-"
 MODE, FOLDER_MODE = 0o600, 0o700
-NOFOLLOW, NONBLOCK = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)
 A_LINK = "it is a symbolic link"
 
 
@@ -41,7 +36,7 @@ def opened(path: pathlib.Path, flags: int) -> int:
         It cannot be opened, or is a link, a pipe, or anything else.
     """
     try:
-        descriptor = os.open(path, flags | NOFOLLOW | NONBLOCK, MODE)
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, MODE)
     except OSError as error:
         if path.is_symlink():
             raise OSError(errno.ELOOP, A_LINK, str(path)) from error
@@ -103,21 +98,19 @@ def replace(path: pathlib.Path, fill: Callable[[BinaryIO], Any]) -> None:
         raise
 
 
-def read(path: pathlib.Path, most: int) -> bytes:
-    """All of a plain file of at most ``most`` bytes.
+def read(path: pathlib.Path) -> bytes:
+    """All of a plain file.
 
     Raises
     ------
-    ValueError
-        It is larger.
     OSError
-        It cannot be read, or is a link or no plain file.
+        It cannot be read, is a link or no plain file, or does not fit into memory.
     """
     with os.fdopen(opened(path, os.O_RDONLY), "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > most:
-            raise ValueError(f"it has {size} bytes")
-        return file.read()
+        try:
+            return file.read()
+        except MemoryError as error:
+            raise OSError(errno.EFBIG, "it does not fit into memory", str(path)) from error
 
 
 def sync_folder(path: pathlib.Path) -> None:
@@ -216,9 +209,8 @@ class Held:
         """Unlock and close them; does nothing the second time."""
         if self._owner == os.getpid():  # else it was forked where Python did not see it
             for number in self._descriptors:
-                if fcntl is not None:
-                    with contextlib.suppress(OSError):
-                        fcntl.flock(number, fcntl.LOCK_UN)  # copies that others may have keep no lock
+                with contextlib.suppress(OSError):
+                    fcntl.flock(number, fcntl.LOCK_UN)  # copies that others may have keep no lock
             self.leave()
 
     __del__ = let_go
@@ -242,12 +234,11 @@ def locked(path: pathlib.Path) -> int:
     """
     descriptor = opened(path, os.O_CREAT | os.O_RDWR)
     try:
-        if fcntl is not None:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                gc.collect()  # a holder that was dropped may wait for this
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            gc.collect()  # a holder that was dropped may wait for this
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BaseException:
         os.close(descriptor)
         raise

@@ -17,7 +17,6 @@ from phalanx.seams.records import Tensor
 
 SCHEMA = 1
 WEIGHTS, TRAINING, FACTS, MANIFEST = "weights.safetensors", "training.safetensors", "state.json", "manifest.json"
-MOST_JSON = 1 << 30
 FIELDS: dict[str, Any] = {
     "step": int, "samples": int, "digest": str | None, "recipe": dict, "environment": dict, "facts": dict,
     "metrics": Each([int, str, str]), "hashes": dict,
@@ -112,18 +111,18 @@ def read(folder: pathlib.Path) -> Snapshot:
         if not files.is_folder(folder):
             raise ValueError("it is no folder" if folder.exists() else "there is no such folder")
         path = folder / MANIFEST
-        seal = _object(files.read(path, MOST_JSON), {"schema": object, FACTS: str})
+        seal = _object(files.read(path), {"schema": object, FACTS: str})
         if seal["schema"] != SCHEMA:
             raise ValueError(f"it is of version {seal['schema']!r}, and this phalanx reads version {SCHEMA}")
         path = folder / FACTS
-        text = files.read(path, MOST_JSON)
+        text = files.read(path)
         if hashlib.sha256(text).hexdigest() != seal[FACTS]:
             raise ValueError("it is damaged: its checksum differs")
         facts = _object(text, FIELDS)
         parts: dict[str, dict[str, Tensor]] = {}
         for name in (WEIGHTS, TRAINING):
             path = folder / name
-            parts[name] = tensors.read(memoryview(files.read(path, tensors.MOST_TENSORS)), facts["hashes"][name])
+            parts[name] = tensors.read(memoryview(files.read(path)), facts["hashes"][name])
         del facts["hashes"]
         return Snapshot(weights=parts[WEIGHTS], training=parts[TRAINING], **facts)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:

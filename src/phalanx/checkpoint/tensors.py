@@ -29,7 +29,6 @@ from phalanx.seams.records import CODES, Captured, Tensor
 LENGTH = struct.Struct("<Q")
 HEADER_BYTES = 100_000_000
 ALIGNMENT = 8
-MOST_TENSORS = 1 << 44  # bytes of a file
 MOST_DIMENSIONS, MOST_BYTES = 64, 1 << 63  # of a tensor, in torch and numpy
 METADATA = "__metadata__"
 SEAL = 32  # bytes of a checksum
@@ -189,15 +188,15 @@ def read_tree(path: pathlib.Path, rest: Any) -> Any:
     SnapshotError
         It is not there, or damaged.
     """
+    arrays = read_file(path)
 
     def find(name: Any, _: str) -> Any:
         array = arrays[name]
         return np.frombuffer(bytearray(array.content), np.dtype(array.dtype)).reshape(array.shape)
 
     try:
-        arrays = read(memoryview(files.read(path, MOST_TENSORS)), None)
         return decoded(rest, find, TREE)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SnapshotError(f"{path} cannot be used: {error}") from error
 
 
@@ -214,26 +213,8 @@ def _keeper(taken: dict[str, Tensor]) -> Callable[[Any, str], str | None]:
     return keep
 
 
-def write_weights(path: Any, model: Any, params: Mapping[str, Any], instead: Mapping[str, Any]) -> None:
-    """Write the weights of ``model``; ``instead``: values for parameters of these names.
-
-    Raises
-    ------
-    UsageError
-        The path has another ending.
-    SnapshotError
-        It could not be written.
-    """
-    write_file(path, weights_of(model, params, instead))
-
-
-def copied_weights(model: Any, params: Mapping[str, Any], instead: Mapping[str, Any]) -> dict[str, Any]:
-    """The same in memory: tensors by name."""
-    return {name: tensor_of(tensor, {}) for name, tensor in weights_of(model, params, instead).items()}
-
-
-def read_weights(path: pathlib.Path) -> dict[str, Any]:
-    """Tensors by name, of a file that ``write_weights`` wrote.
+def read_file(path: pathlib.Path) -> dict[str, Tensor]:
+    """Tensors by name, of a file in this format, be it of phalanx or not.
 
     Raises
     ------
@@ -241,10 +222,19 @@ def read_weights(path: pathlib.Path) -> dict[str, Any]:
         It cannot be read, or is damaged.
     """
     try:
-        found = read(memoryview(files.read(path, MOST_TENSORS)), None)
-    except (OSError, ValueError) as error:
-        raise SnapshotError(f"{str(path)!r} cannot be read: {error}") from error
-    return {name: tensor_of(tensor, {}) for name, tensor in found.items()}
+        return read(memoryview(files.read(path)), None)
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise SnapshotError(f"{path} cannot be used: {error}") from error
+
+
+def read_weights(path: pathlib.Path) -> dict[str, Any]:
+    """The same as tensors of their framework."""
+    return {name: tensor_of(tensor, {}) for name, tensor in read_file(path).items()}
+
+
+def copied_weights(model: Any, params: Mapping[str, Any], instead: Mapping[str, Any]) -> dict[str, Any]:
+    """The weights of ``model`` in memory; ``instead``: values for parameters of these names."""
+    return {name: tensor_of(tensor, {}) for name, tensor in weights_of(model, params, instead).items()}
 
 
 def write_file(path: Any, weights: Mapping[str, Tensor]) -> pathlib.Path:

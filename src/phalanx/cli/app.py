@@ -8,6 +8,7 @@ saved, run the same again; 130 stopped by Ctrl-C.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import pathlib
@@ -32,7 +33,8 @@ from phalanx.run.result import Result
 from phalanx.surroundings.presence import rank
 from phalanx.tuning import Tuned, tune
 
-EXIT_RUN, EXIT_USAGE, EXIT_PREEMPTED, EXIT_INTERRUPTED = 1, 2, 75, 130
+EXIT_RUN, EXIT_INTERRUPTED = 1, 130
+EXITS = {UsageError: 2, Preempted: 75}
 EXIT_CODES = (
     "Exit codes: 0 done, 1 the run went wrong, 2 the call is wrong, 75 saved at SIGTERM: run me again, 130 stopped by "
     "Ctrl-C."
@@ -90,10 +92,10 @@ def train(
         raise UsageError(f"--save is {weights!r}; end it in .safetensors")
     checks.choice("--resume", resume, tuple(RESUME))
     recipe, evaluation, callbacks = load_recipe(file)
-    saving = {"run_dir": run_dir or None, "snapshot_every": _count(snapshot_every), "resume": RESUME[resume]}
+    saving = {"run_dir": run_dir or None, "snapshot_every": _number(snapshot_every), "resume": RESUME[resume]}
     result = _trained(
         recipe, evaluation, workers, quiet=quiet, devices=_listed(devices), callbacks=callbacks,
-        readers=_count(readers), audit=_share(audit), **saving,
+        readers=_number(readers), audit=_number(audit), **saving,
     )  # fmt: skip
     if rank() > 0:  # one of several processes: the first reports
         return
@@ -229,35 +231,27 @@ def explain(
         typer.echo(line)
 
 
-proving.add_to(app)
+app.add_typer(proving.app)
 
 
 def main() -> None:
     """Run the command line; errors become one sentence and an exit code."""
     try:
         app()
-    except UsageError as error:
-        typer.echo(f"phalanx: {error}", err=True)
-        sys.exit(EXIT_USAGE)
-    except Preempted as error:
-        typer.echo(f"phalanx: {error}", err=True)
-        sys.exit(EXIT_PREEMPTED)
     except PhalanxError as error:
-        if error.__cause__ is not None:
+        code = next((code for kind, code in EXITS.items() if isinstance(error, kind)), EXIT_RUN)
+        if code == EXIT_RUN and error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
         typer.echo(f"phalanx: {error}", err=True)
-        sys.exit(EXIT_RUN)
+        sys.exit(code)
 
 
-def _count(text: str) -> int | str:
-    return int(text) if text.lstrip("-").isdigit() else text
-
-
-def _share(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
+def _number(text: str) -> Any:
+    """A number, or the word that stands in its place; what is neither is refused by name later."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def _listed(devices: str) -> str | list[str]:
@@ -266,7 +260,7 @@ def _listed(devices: str) -> str | list[str]:
 
 def _trained(recipe: Recipe, evaluation: Evaluation | None, workers: str, *, quiet: bool, **saving: Any) -> Result:
     try:
-        return recipe.train(workers=_count(workers), evaluation=evaluation, progress=not quiet, **saving)
+        return recipe.train(workers=_number(workers), evaluation=evaluation, progress=not quiet, **saving)
     except KeyboardInterrupt as interrupt:
         result = getattr(interrupt, "result", None)
         after = f" after {result.steps} steps, digest {result.digest}" if result is not None else ""

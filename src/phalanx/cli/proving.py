@@ -16,60 +16,45 @@ from typing import Annotated, Any
 
 import typer
 
-from phalanx.checkpoint.files import make_folder, replace
-from phalanx.checkpoint.tensors import write as write_tensors
-from phalanx.cli.common import File, Json, check_picture, load_recipe, save, show, writing
+from phalanx.cli.common import File, Json, load_recipe, show, writing
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.proof import check as checked
 from phalanx.proof.diff import diff as compare
-from phalanx.proof.difference import Difference, flat
-from phalanx.proof.replay import Replayed, replay
+from phalanx.proof.difference import Difference
+from phalanx.proof.replay import replay
 from phalanx.proof.sides import side
 from phalanx.proof.verify import UNKNOWN, Verified, certify, check_certificate, verify
 from phalanx.recipe import Recipe
-from phalanx.seams.records import CODES
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The directory of a run.")]
 From = Annotated[str, typer.Option("--recipe", metavar="FILE[:NAME]", help="Where the run's recipe is, if it moved.")]
 
 
-def add_to(app: typer.Typer) -> None:
-    """Make these commands some of ``app``."""
-    commands = {
-        "diff": diff,
-        "replay": replay_step,
-        "check": check_recipe,
-        "verify": verify_run,
-        "certify": certify_run,
-    }
-    for name, command in commands.items():
-        app.command(name)(command)
+app = typer.Typer()
 
 
+@app.command()
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="A run, snapshot, chain or safetensors file.")],
     b: Annotated[str, typer.Argument(metavar="B", help="What it is compared with.")],
     ops: Annotated[
         bool, typer.Option("--ops", help="Down to the first operation, with the line of your code.")
     ] = False,
-    plot: Annotated[str, typer.Option("--plot", metavar="PATH", help="Draw both losses and where they part.")] = "",
     json_: Json = False,
 ) -> None:
     """Say where two runs differ first: recipe, environment, data, then step, replica, phase and tensor.
 
     Exit status 0 if they are the same, 1 if they differ, 2 if that could not be told.
     """
-    check_picture(plot)
     with _untold():
         recipes = _recipe_of(a), _recipe_of(b)
         found = compare(a, b, recipes=recipes, operations=ops)
-        if plot and found is not None:
-            save(found.plot(), plot)
     typer.echo(json.dumps(_as_facts(found)) if json_ else str(found or "the same"))
     if found is not None:
         raise typer.Exit(1)
 
 
+@app.command("replay")
 def replay_step(
     run: RunArgument,
     step: Annotated[int, typer.Option("--step", help="Which step, from 0.")] = -1,
@@ -77,7 +62,6 @@ def replay_step(
     phase: Annotated[str, typer.Option("--phase", help="Which phase, by its name, if steps have some.")] = "",
     failure: Annotated[bool, typer.Option("--failure", help="The step and replica at which the run failed.")] = False,
     pdb: Annotated[bool, typer.Option("--pdb", help="Stop at the first line of forward or loss.")] = False,
-    out: Annotated[str, typer.Option("--out", metavar="DIR", help="Write batch, output, gradients, buffers.")] = "",
     recipe: From = "",
 ) -> None:
     """Compute one replica of one step of a run again, in this process."""
@@ -90,13 +74,10 @@ def replay_step(
     except bdb.BdbQuit as error:
         raise typer.Exit(1) from error
     facts = {"step": found.step, "replica": found.replica, "samples": list(found.samples), "loss": found.loss}
-    typer.echo("\n".join(f"{name:8}  {value}" for name, value in facts.items()))
-    if out:
-        with writing("--out", out) as target:
-            _write(found, target, facts)
-        typer.echo(f"values    {out}")
+    show(facts, facts.items(), json_=False)
 
 
+@app.command("check")
 def check_recipe(
     file: File,
     devices: Annotated[str, typer.Option("--devices", help="As in cuda, or cuda:0,cuda:1.")] = "",
@@ -120,7 +101,7 @@ def check_recipe(
     for row in checked.check(recipe, file, named, steps):
         rows.append(row)
         if not json_:
-            outcome = {True: row.digest or "nothing was written", False: "DIFFERENT", None: "could not be told"}
+            outcome = {True: row.digest, False: "DIFFERENT", None: "could not be told"}
             typer.echo(f"{row.what:32}  {outcome[row.same]}" + (f"\n  {row.told}" if row.told else ""))
     status, facts = checked.verdict(rows), checked.circumstances(named, recipe.replicas)
     said = ("the same", "DIFFERENT", "it could not be told")[status]
@@ -130,6 +111,7 @@ def check_recipe(
         raise typer.Exit(status)
 
 
+@app.command("verify")
 def verify_run(
     run: Annotated[str, typer.Argument(metavar="RUN|CERTIFICATE", help="A run's directory, or a certificate.")],
     file: Annotated[str, typer.Argument(metavar="[FILE[:NAME]]", help="The recipe, if it is not where it was.")] = "",
@@ -155,6 +137,7 @@ def verify_run(
     _end(found, json_=json_)
 
 
+@app.command("certify")
 def certify_run(
     run: RunArgument,
     out: Annotated[str, typer.Option("-o", "--out", metavar="FILE", help="Where to write it.")] = "certificate.json",
@@ -223,21 +206,8 @@ def _range(steps: str) -> tuple[int, int] | None:
     return int(first), int(last)
 
 
-def _write(found: Replayed, folder: pathlib.Path, facts: dict[str, Any]) -> None:
-    """Write what a replica computed, as safetensors."""
-    make_folder(folder.resolve())
-    for name in ("batch", "output", "gradients", "buffers"):
-        value = getattr(found, name)
-        named = flat(value, name) if name in ("batch", "output") else {k: flat(v, k)[k] for k, v in value.items()}
-        known = {key: tensor for key, tensor in named.items() if tensor.dtype in CODES}
-        replace(folder / f"{name}.safetensors", lambda file, known=known: write_tensors(file, known))
-    replace(folder / "facts.json", lambda file: file.write(json.dumps(facts).encode()))
-
-
 def _as_facts(found: Difference | None) -> dict[str, Any]:
     """A difference as JSON values."""
     if found is None:
         return {"same": True}
-    facts = dataclasses.asdict(found)
-    del facts["losses"]
-    return {"same": False, **facts, "text": str(found)}
+    return {"same": False, **dataclasses.asdict(found), "text": str(found)}

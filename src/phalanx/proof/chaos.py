@@ -10,12 +10,10 @@ import os
 import random
 import signal
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from phalanx.engines.processes.starter import WARM
 from phalanx.errors import PhalanxError
 from phalanx.recipe import Recipe
 from phalanx.run.result import Result
@@ -42,11 +40,8 @@ class Trial:
         Whether digest and losses are those of the undisturbed run.
     problem : str
         What else went wrong, or nothing.
-    seconds : float
-        From the first step to the last.
     steps : int
     incidents : sequence of Incident
-        In seconds since the first step began.
     """
 
     seed: int
@@ -54,7 +49,6 @@ class Trial:
     kills: int
     right: bool
     problem: str
-    seconds: float
     steps: int
     incidents: Sequence[Incident] = field(repr=False, default=())
 
@@ -73,16 +67,8 @@ class Trial:
 
 def trial(recipe: Recipe, quiet: Result, kills: int, seed: int, workers: int) -> Trial:
     """Train ``recipe`` while up to ``kills`` of its workers are killed, and compare with the undisturbed result."""
-    WARM.zygote()  # stays
-    before = _descriptors()
-    found = _under_fire(recipe, quiet, kills, seed, workers)
-    left = _descriptors() - before
-    return found if left <= 0 else replace(found, problem=f"{found.problem} {left} descriptors are left")
-
-
-def _under_fire(recipe: Recipe, quiet: Result, kills: int, seed: int, workers: int) -> Trial:
     pause = STEPS_BETWEEN * max(quiet.seconds / max(quiet.steps, 1), SLOWEST)
-    began, problem, result, over = time.perf_counter(), "", None, threading.Event()
+    problem, result, over = "", None, threading.Event()
     with recipe.start(workers=workers, engine="processes", progress=False) as run, ThreadPoolExecutor(1) as nemesis:
         killed = nemesis.submit(_kill, run, kills, seed, pause, over)
         try:
@@ -95,10 +81,7 @@ def _under_fire(recipe: Recipe, quiet: Result, kills: int, seed: int, workers: i
     if run.worker_pids:
         problem += f" workers {run.worker_pids} are left"
     right = result is not None and (result.digest, result.loss_history) == (quiet.digest, quiet.loss_history)
-    seconds = time.perf_counter() - began if result is None else result.seconds
-    first = began if result is None else began + result.startup_seconds
-    incidents = tuple(one._replace(seconds=one.seconds - first) for one in run.incidents)
-    return Trial(seed, workers, killed.result(), right, problem, seconds, quiet.steps, incidents)
+    return Trial(seed, workers, killed.result(), right, problem, quiet.steps, run.incidents)
 
 
 def _kill(run: Run, most: int, seed: int, pause: float, over: threading.Event) -> int:
@@ -145,11 +128,3 @@ def campaign(recipe: Recipe, kills: int, seed: int, workers: int, show: Callable
         if trials[-1].kills == 0 and len(trials) > kills:
             break  # the run is too short to be hit
     return trials
-
-
-def _descriptors() -> int:
-    """Open descriptors of this process; 0 where that cannot be seen."""
-    try:
-        return len(os.listdir("/proc/self/fd"))
-    except OSError:
-        return 0

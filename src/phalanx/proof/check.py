@@ -24,18 +24,15 @@ from phalanx.errors import PhalanxError, StateError, UsageError
 from phalanx.frameworks import registry
 from phalanx.frameworks.registry import device_facts, device_names
 from phalanx.proof.diff import diff
-from phalanx.proof.instant import Instant
 from phalanx.proof.verify import DIFFERENT, SAME, UNKNOWN
 from phalanx.recipe import Recipe
 
 HASH_SEED = "4711"  # of the new process: sets and dicts of text come in another order there than here
 DETERMINISTIC = "deterministic"  # what torch's error about an operation without such a kernel contains
 FIRST, AGAIN, NEW = "done in this process", "done again in this process", "done again in a new process"
-ALONE = "done without writing to weights"
 CURES = {
     AGAIN: "something draws from a generator that is not seeded, or reads a clock or memory that nobody wrote",
     NEW: "something follows from the order of a set, from hash() of a text, from a process id or a listing of files",
-    ALONE: "forward, loss or a hook wrote there, maybe through .data; write what forward updates into a buffer",
 }
 OTHERWISE = "something follows from what ran before in the same process: keep no state outside buffers"
 
@@ -93,8 +90,6 @@ def check(recipe: Recipe, file: str | None = None, devices: Sequence[str] = (), 
                 reason = str(error.__cause__ or error).strip().splitlines()[0]
                 row = Row(what, None, f"{type(error).__name__}: {reason}")
             yield row if row.same is None or run_dir == first else _compared(recipe, row, first, run_dir)
-    if recipe.replicas > 1 and not devices:  # a lone replica may write
-        yield _left_alone(recipe)
 
 
 def trained(recipe: Recipe, what: str, run_dir: pathlib.Path, **options: Any) -> Row:
@@ -158,16 +153,3 @@ def _compared(recipe: Recipe, row: Row, first: pathlib.Path, run_dir: pathlib.Pa
         return dataclasses.replace(row, same=None, told=str(error))
     told = f"{found}\n  {CURES.get(row.what, OTHERWISE)}"
     return row if found is None else dataclasses.replace(row, same=False, told=told)
-
-
-def _left_alone(recipe: Recipe) -> Row:
-    """Whether a replica leaves weights as they were before it: others start from the same."""
-    with Instant(recipe) as instant:
-        before = instant.leaves
-        for replica, share in enumerate(instant.shares()):
-            if len(share.samples):
-                instant.replica(replica)
-                written = [name for name, leaf in instant.leaves.items() if leaf != before.get(name)]
-                if written:
-                    return Row(ALONE, False, f"replica {replica} wrote {', '.join(written)}\n  {CURES[ALONE]}")
-    return Row(ALONE, True)

@@ -28,7 +28,6 @@ from phalanx.seams.records import Captured, StepReport, Tensor, Watch
 
 UNTOLD = {"gradient": "links do not tell a replica's gradient from the fold of all",
           "update": "links do not tell an update from a gradient or a fold of the same norm"}  # fmt: skip
-MOST_LOSSES = 100_000  # that are kept for a picture
 ELSEWHERE = tuple(os.path.dirname(os.path.realpath(file)) for file in (os.__file__, errors.__file__))  # no user code
 
 
@@ -84,7 +83,7 @@ def _compared(one: Side, other: Side, operations: bool) -> Difference | None:
     if parted and (parted.step or 0) <= (found.step or 0):
         note = "; ".join(filter(None, [f"link {parted.step}: {parted.note}", note]))
         replica = parted.replica if replica is None and parted.step == found.step else replica
-    return replace(found, fields=fields, replica=replica, note=note, losses=_losses(one, other))
+    return replace(found, fields=fields, replica=replica, note=note)
 
 
 def _loosely(one: Side, other: Side, fields: dict[str, str]) -> Difference | None:
@@ -129,8 +128,8 @@ def _ends(one: Side, other: Side, fields: dict[str, str], same: int) -> Differen
         )
     if counts[0] != counts[1]:
         note = f"A has {counts[0]} steps, and B has {counts[1]}; those that both have are the same"
-        return Difference(fields, min(counts), None, "end", note=note, losses=_losses(one, other))
-    return Difference(fields, losses=_losses(one, other)) if fields else None
+        return Difference(fields, min(counts), None, "end", note=note)
+    return Difference(fields) if fields else None
 
 
 def _states(one: Side, other: Side) -> tuple[int, int | None]:
@@ -199,15 +198,6 @@ def _measured(one: Side, other: Side, state: int, leaf: str) -> Unequal:
     sides = [{name: value for name, value in side.tensors(state).items() if name == leaf} for side in (one, other)]
     found = unequal(*sides) if all(sides) else None
     return found or Unequal(leaf, None, None)
-
-
-def _losses(one: Side, other: Side) -> tuple[list[float], list[float]]:
-    return tuple(  # type: ignore[return-value]
-        [float(side.links.told(step).get("loss", "nan")) for step in range(side.links.first, len(side.links))]
-        if side.links is not None and len(side.links) <= MOST_LOSSES
-        else []
-        for side in (one, other)
-    )
 
 
 class Told(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -79,7 +79,6 @@ class Difference:
     line: str = ""
     note: str = ""
     part: str = ""
-    losses: tuple[Sequence[float], Sequence[float]] = field(default=((), ()), repr=False)
 
     def __str__(self) -> str:
         told: list[str] = []
@@ -93,24 +92,6 @@ class Difference:
             told.append("A and B were not made in the same way, but nothing that can be compared differs")
         told += [f"  {text}" for text in (self.line, self.note) if text]
         return "\n".join([*told, *(f"  {text}" for text in self.fields.values())])
-
-    def plot(self) -> Any:
-        """The loss of both over the steps, and how far they are apart, with a mark where they part; returns the axes.
-
-        Raises
-        ------
-        UsageError
-            matplotlib is not installed.
-        """
-        from phalanx.run.plots import plot_runs
-
-        one, other = map(list, map(enumerate, self.losses))
-        apart = [(step, abs(left - right)) for (step, left), (_, right) in zip(one, other, strict=False)]
-        mark = [] if self.step is None else [self.step]
-        curves = [{"loss": one, "|A - B|": apart}, {"loss": other}]
-        figure = plot_runs(["A", "B"], curves, [mark, mark])
-        figure.suptitle(str(self).splitlines()[0], fontsize=9, wrap=True)
-        return figure.axes[0]
 
     def _what(self) -> str:
         known = self.line or self.name in ("output", "exception", "model")

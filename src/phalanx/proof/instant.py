@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from phalanx.checkpoint.chained import brought_as, leaves_of
@@ -162,33 +162,34 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         shares = self.shares()
         if not len(shares[replica].samples):
             raise UsageError(f"replica is {replica}, which has no samples in step {self.step}; name another")
-        with self._framework.environment, outside():
-            try:
-                computing = self._framework.gradients(todo(self.definition, self.update, [replica], shares), watch)
-                computed = compute(computing, self.definition.rounds.at(self.update), replica, shares[replica])
-                (computed.loss,) = self._framework.arithmetic.read([computed.loss])
-                return computed
-            finally:
-                self._framework.rewind()
+        with self._rewound() as framework:
+            computing = framework.gradients(todo(self.definition, self.update, [replica], shares), watch)
+            computed = compute(computing, self.definition.rounds.at(self.update), replica, shares[replica])
+            (computed.loss,) = framework.arithmetic.read([computed.loss])
+            return computed
 
     def sums(self, replica: int) -> set[int]:
         """What a replica of this step comes to, as audits compare it: by itself, or added to the one before."""
         shares, found = self.shares(), set[int]()
         ran = [number for number, share in enumerate(shares) if len(share.samples)]
-        with self._framework.environment, outside():
-            for work in ([replica], joined(replica, range(len(shares)), ran)):
-                *_, computed = self._framework.gradients(todo(self.definition, self.update, work, shares))
-                found.add(checksum(self._framework.arithmetic, computed))
-                self._framework.rewind()
+        for work in ([replica], joined(replica, range(len(shares)), ran)):
+            with self._rewound() as framework:
+                *_, computed = framework.gradients(todo(self.definition, self.update, work, shares))
+                found.add(checksum(framework.arithmetic, computed))
         return found
 
     def mean(self) -> dict[str, Any]:
         """The mean gradient of this step by names of parameters; the state stays as it is."""
         link = LocalLink(self._framework, range(self.definition.replicas))
-        with self._framework.environment:
-            proposal = propose(self._framework, link, self.definition, self.update, self.shares())
+        with self._rewound() as framework:
+            return self.named(propose(framework, link, self.definition, self.update, self.shares()).gradient)
+
+    @contextlib.contextmanager
+    def _rewound(self) -> Iterator[Framework]:
+        """The framework, to compute replicas of this step with; afterwards the state is what it was."""
+        with self._framework.environment, outside():
             try:
-                return self.named(proposal.gradient)
+                yield self._framework
             finally:
                 self._framework.rewind()
 

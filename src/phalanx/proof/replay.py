@@ -28,8 +28,6 @@ from phalanx.proof.instant import Instant, nearest, of_updates
 from phalanx.proof.sides import another, side
 from phalanx.seams.records import Watch
 
-MOST_LOG = 1 << 44  # bytes
-
 
 @dataclass(frozen=True)
 class Replayed:
@@ -241,7 +239,7 @@ def events(folder: pathlib.Path, *, newest_first: bool = False) -> Iterator[dict
         There is none.
     """
     try:
-        lines = read(folder / LOG, MOST_LOG).splitlines()
+        lines = read(folder / LOG).splitlines()
     except (OSError, ValueError) as error:
         raise UsageError(f"{str(folder)!r} has no {LOG}, or none that can be read: {error}; give a run_dir") from error
     for line in reversed(lines) if newest_first else lines:

@@ -17,7 +17,7 @@ from typing import Any
 from phalanx.checkpoint import files, tensors
 from phalanx.checkpoint.chain import CHAIN, Links, records
 from phalanx.checkpoint.chained import recall, tensors_of
-from phalanx.checkpoint.snapshot import FACTS, MOST_JSON, read
+from phalanx.checkpoint.snapshot import FACTS, read
 from phalanx.definition.data import is_array
 from phalanx.definition.described import Comparison, compare, described
 from phalanx.definition.fields import Definition
@@ -107,7 +107,7 @@ def side(target: Any, recipe: Definition | None = None) -> Side:
     if path.is_dir():
         return _folder(path, recipe)
     if path.suffix == ".safetensors":
-        return Side(str(path), loose=_loose(path))
+        return Side(str(path), loose=tensors.read_file(path))
     if path.suffix in PICKLES:
         raise UsageError(
             f"{str(path)!r} may be a pickle, which can run code when it is read, so phalanx reads none; write the "
@@ -126,7 +126,7 @@ def _folder(path: pathlib.Path, recipe: Definition | None) -> Side:
     for step, folder in saved.items():
         facts: Any = {}
         with contextlib.suppress(OSError, ValueError, RecursionError):  # its tensors are checked when they are read
-            facts = json.loads(files.read(folder / FACTS, MOST_JSON))
+            facts = json.loads(files.read(folder / FACTS))
         parts = [part for part in _object(facts, "hashes").values() if isinstance(part, dict)]
         if parts:
             found.states[step] = tensors_of(parts[0], parts[1] if len(parts) > 1 else {})
@@ -152,13 +152,6 @@ def _object(facts: Any, name: str) -> dict[str, Any]:
     """A part of what a file says, which may be anything."""
     value = facts.get(name) if isinstance(facts, dict) else None
     return value if isinstance(value, dict) else {}
-
-
-def _loose(path: pathlib.Path) -> dict[str, Tensor]:
-    try:
-        return tensors.read(memoryview(files.read(path, tensors.MOST_TENSORS)), None)
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise SnapshotError(f"{path} cannot be used: {error}") from error
 
 
 def different_fields(one: Side, other: Side) -> dict[str, str]:

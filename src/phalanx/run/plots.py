@@ -16,10 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LOSS_COLOR = "#1f5a96"
-PLATE = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1}
 DEATH_COLOR = "#c1452b"
 POINTS = 600
-METRIC_COLORS = ("#c1452b", "#3d8b5f", "#8a5ca8")
 
 
 def plot_history(
@@ -30,21 +28,19 @@ def plot_history(
     ax: Axes | None = None,
 ) -> Axes:
     """Draw the loss of every step with its mean per epoch and, on a second axis, the evaluations."""
-    own, ax = ax is None, new_axes() if ax is None else ax
-    _plot_losses(np.asarray(loss_history, dtype=np.float64), per_epoch, ax)
-    ax.set_xlabel("epoch" if per_epoch else "step")
-    ax.locator_params(axis="x", integer=True)
-    ax.set_ylabel("training loss", color=LOSS_COLOR)
-    ax.tick_params(axis="y", labelcolor=LOSS_COLOR)
-    ax.grid(alpha=0.2)
-    ax.set_title(title, fontsize=10)
+    ax, unit, losses = ax or new_axes(), per_epoch or 1, np.asarray(loss_history, dtype=np.float64)
+    ends = range(unit, len(losses) + 1, unit) if unit > 1 else ()
+    style = {"marker": "." * (len(losses) == 1), "alpha": 0.3 if ends else 1.0}
+    ax.plot(np.arange(1, len(losses) + 1) / unit, losses, color=LOSS_COLOR, label="loss, every step", **style)
+    if ends:
+        means = [losses[end - unit : end].mean() for end in ends]
+        ax.plot([end / unit for end in ends], means, ".-", color=LOSS_COLOR, label="loss, epoch mean")
+    positive = losses[np.isfinite(losses)]
+    if len(positive) and positive.min() > 0 and positive.max() / positive.min() > 50:
+        ax.set_yscale("log")
     if metric_history:
-        _plot_metrics(metric_history, ax, per_epoch or 1)
-    if own:
-        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4, frameon=False, fontsize=8)
-    else:  # what lies outside the caller's axes might be cut off
-        ax.legend(loc="best", fontsize=8)
-    return ax
+        _plot_metrics(metric_history, ax, unit)
+    return _finished(ax, "epoch" if per_epoch else "step", "training loss", title)
 
 
 def plot_runs(
@@ -90,29 +86,27 @@ def plot_choices(rows: Sequence[tuple[str, int, float]], title: str) -> Axes:
         points = [(counts.index(replicas), rate) for line, replicas, rate in rows if line == name]
         ax.plot(*zip(*points, strict=True), "o-", label=name)
     ax.set_xticks(range(len(counts)), [str(count) for count in counts])
-    ax.set_xlabel("replicas (R, part of the answer)")
-    ax.set_ylabel("samples/s")
     ax.set_ylim(bottom=0)
-    ax.grid(alpha=0.2)
+    return _finished(ax, "replicas (R, part of the answer)", "samples/s", title)
+
+
+def plot_rates(lrs: Sequence[float], losses: Sequence[float], suggestion: float, ax: Axes | None = None) -> Axes:
+    """Draw smoothed losses over learning rates, and the one that is suggested."""
+    ax = ax or new_axes()
+    ax.semilogx(lrs, losses, color=LOSS_COLOR)
+    ax.axvline(suggestion, color=DEATH_COLOR, linestyle="--", label=f"falls fastest at {suggestion:.1e}")
+    return _finished(ax, "learning rate", "training loss, smoothed", "")
+
+
+def _finished(ax: Axes, across: str, up: str, title: str) -> Axes:
+    ax.set(xlabel=across, ylabel=up)
     ax.set_title(title, fontsize=9, wrap=True)
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4, frameon=False, fontsize=8)
+    ax.grid(alpha=0.2)
+    where: dict[str, Any] = {}
+    if ax.figure.get_layout_engine():  # else what lies outside of the axes might be cut off
+        where = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14), "ncols": 4, "frameon": False}
+    ax.legend(fontsize=8, **where)
     return ax
-
-
-def _plot_losses(losses: np.ndarray[Any, np.dtype[np.float64]], per_epoch: int | None, ax: Axes) -> None:
-    unit = per_epoch or 1
-    many = per_epoch is not None and len(losses) > per_epoch
-    style = {"color": LOSS_COLOR, "marker": "o" if len(losses) == 1 else "", "alpha": 0.3 if many else 1.0}
-    ax.plot(np.arange(1, len(losses) + 1) / unit, losses, linewidth=1, label="loss, every step", **style)
-    if many:
-        ends = range(unit, len(losses) + 1, unit)
-        means = [losses[end - unit : end].mean() for end in ends]
-        ax.plot(
-            [end / unit for end in ends], means, color=LOSS_COLOR, marker="o", markersize=3, label="loss, epoch mean"
-        )
-    positive = losses[np.isfinite(losses)]
-    if len(positive) and positive.min() > 0 and positive.max() / positive.min() > 50:
-        ax.set_yscale("log")
 
 
 def _plot_metrics(metric_history: Sequence[Evaluated], ax: Axes, unit: int) -> None:
@@ -120,15 +114,10 @@ def _plot_metrics(metric_history: Sequence[Evaluated], ax: Axes, unit: int) -> N
     names = list(dict.fromkeys(evaluated.name for evaluated in metric_history))
     for number, name in enumerate(names):
         points = [(evaluated.steps / unit, evaluated.value) for evaluated in metric_history if evaluated.name == name]
-        style = {"color": METRIC_COLORS[number % len(METRIC_COLORS)], "marker": "s", "markersize": 3}
+        style = {"color": f"C{number + 1}", "marker": "s", "markersize": 3}
         twin.plot(*zip(*points, strict=True), **style)
-        ax.plot([], [], label=name, **style)
-        last = f"{points[-1][1]:.4g}"
-        twin.annotate(
-            last, points[-1], textcoords="offset points", xytext=(0, -14), ha="right", color=style["color"], bbox=PLATE
-        )
-    twin.set_ylabel(", ".join(names), color=METRIC_COLORS[0])
-    twin.tick_params(axis="y", labelcolor=METRIC_COLORS[0])
+        ax.plot([], [], label=f"{name}, {points[-1][1]:.4g}", **style)
+    twin.set_ylabel(", ".join(names))
 
 
 def _thinned(curve: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
@@ -138,8 +127,8 @@ def _thinned(curve: Sequence[tuple[float, float]]) -> Sequence[tuple[float, floa
     return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]
 
 
-def new_axes(width: float = 7, height: float = 4) -> Axes:
-    """Axes of a figure of their own, of so many inches, without the global state of pyplot.
+def new_axes() -> Axes:
+    """Axes of a figure of their own, without the global state of pyplot.
 
     Raises
     ------
@@ -151,18 +140,6 @@ def new_axes(width: float = 7, height: float = 4) -> Axes:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UsageError("plot needs matplotlib; install it: pip install 'phalanx[plot]'") from error
-    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
+    figure = Figure(figsize=(7, 4), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     return figure.subplots()
-
-
-def plot_rates(lrs: Sequence[float], losses: Sequence[float], suggestion: float, ax: Axes | None = None) -> Axes:
-    """Draw smoothed losses over learning rates, and the one that is suggested."""
-    ax = new_axes() if ax is None else ax
-    ax.semilogx(lrs, losses, color=LOSS_COLOR)
-    ax.axvline(suggestion, color=DEATH_COLOR, linestyle="--", label=f"falls fastest at {suggestion:.1e}")
-    ax.set_xlabel("learning rate")
-    ax.set_ylabel("training loss, smoothed")
-    ax.grid(alpha=0.2)
-    ax.legend(loc="best", fontsize=8)
-    return ax

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from phalanx.checkpoint.tensors import write_weights
+from phalanx.checkpoint.tensors import weights_of, write_file
 from phalanx.definition.evaluation import DEFAULT_BATCH, Predictions, check_evaluation
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
@@ -138,7 +138,7 @@ class Result:
         """
         if averaged and self.averaged is None:
             raise UsageError("averaged is True, but nothing was averaged; train with callbacks=[callbacks.EMA(0.999)]")
-        write_weights(path, self.model, self.params, (self.averaged or {}) if averaged else {})
+        write_file(path, weights_of(self.model, self.params, (self.averaged or {}) if averaged else {}))
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the loss of every step and, on a second axis, the evaluations.
