@@ -174,9 +174,8 @@ class Saver(Observer):
         SnapshotError
             It could not be, and that ends the run.
         """
-        if self._thread is not None:
-            self._wait(self._thread)
-            self._thread = None
+        self._wait()
+        self._thread = None
         error, self._error = self._error, None
         if error is not None:
             why = f"the snapshot of step {self._saved} could not be written to {self._directory.path}: {error}"
@@ -216,8 +215,7 @@ class Saver(Observer):
             if failed is not None:
                 raise failed
         finally:
-            if self._thread is not None:  # Ctrl-C while it was waited for: nobody writes into a directory let go of
-                self._wait(self._thread)
+            self._wait()  # Ctrl-C while it was waited for: nobody writes into a directory let go of
 
     @property
     def _steps(self) -> int:
@@ -229,11 +227,10 @@ class Saver(Observer):
         busy = self._every is None and self._thread is not None and self._thread.is_alive()
         return steps > self._saved and not busy and self._pacing.due(steps)
 
-    @staticmethod
-    def _wait(thread: threading.Thread) -> None:
-        while thread.is_alive():
+    def _wait(self) -> None:
+        while self._thread is not None and self._thread.is_alive():
             interrupts.check()
-            thread.join(SLICE_SECONDS)
+            self._thread.join(SLICE_SECONDS)
 
     def _failure(self) -> SnapshotError | None:
         try:

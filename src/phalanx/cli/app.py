@@ -22,7 +22,7 @@ from phalanx import __version__
 from phalanx.checkpoint.resume import ANYWAY, read_any
 from phalanx.checkpoint.tensors import write_file
 from phalanx.cli import pages, proving
-from phalanx.cli.common import File, Json, Plot, check_picture, load_recipe, save, show
+from phalanx.cli.common import File, Json, Plot, load_recipe, save, show
 from phalanx.definition import checks
 from phalanx.definition.evaluation import Evaluation
 from phalanx.errors import PhalanxError, Preempted, UsageError
@@ -87,7 +87,6 @@ def train(
     The file defines `recipe = phalanx.Recipe(...)`; `evaluation = phalanx.Evaluation(...)` and `callbacks = [...]`
     beside it are used too.
     """
-    check_picture(plot)
     if weights and pathlib.Path(weights).suffix != ".safetensors":
         raise UsageError(f"--save is {weights!r}; end it in .safetensors")
     checks.choice("--resume", resume, tuple(RESUME))
@@ -118,7 +117,6 @@ def demo(
 
     Draws a picture of loss and accuracy.
     """
-    check_picture(plot)
     checks.choice("NAME", name, ("digits",))
     from phalanx.cli import digits
 
@@ -175,7 +173,6 @@ def tune_recipe(
 
     Replicas and threads are part of the answer: with others, a recipe ends in other weights.
     """
-    check_picture(plot)
     recipe, *_ = load_recipe(file)
     found = tune(recipe, seconds, progress=False if json_ else "auto")
     if plot:

@@ -19,7 +19,20 @@ from phalanx.recipe import Recipe
 PICTURES = (".png", ".pdf", ".svg")
 File = Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="A Python file that defines `recipe`, or NAME.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-Plot = Annotated[str, typer.Option("--plot", metavar="PATH", help="Where to write the picture.")]
+
+
+def picture(path: str) -> str:
+    """Refuse a picture that matplotlib would not know how to write, or that needs it where it is missing."""
+    if path and pathlib.Path(path).suffix not in PICTURES:
+        raise UsageError(f"--plot is {path!r}; its ending must be one of {', '.join(PICTURES)}")
+    if path and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError(
+            f"--plot is {path!r}, but matplotlib is missing; pip install 'phalanx[plot]', or give --plot ''"
+        )
+    return path
+
+
+Plot = Annotated[str, typer.Option("--plot", metavar="PATH", help="Where to write the picture.", callback=picture)]
 
 
 def load_recipe(file: str) -> tuple[Recipe, Any, Any]:
@@ -62,16 +75,6 @@ def show(facts: Any, rows: Iterable[Sequence[Any]], *, json_: bool) -> None:
     for row in cells:
         aligned = [f"{cell:{width}}" for cell, width in zip(row, widths, strict=False)]
         typer.echo("  ".join(aligned).rstrip() if len(row) > 1 else "".join(row))
-
-
-def check_picture(path: str) -> None:
-    """Refuse a picture that matplotlib would not know how to write, or that needs it where it is missing."""
-    if path and pathlib.Path(path).suffix not in PICTURES:
-        raise UsageError(f"--plot is {path!r}; its ending must be one of {', '.join(PICTURES)}")
-    if path and importlib.util.find_spec("matplotlib") is None:
-        raise UsageError(
-            f"--plot is {path!r}, but matplotlib is missing; pip install 'phalanx[plot]', or give --plot ''"
-        )
 
 
 def save(drawn: Any, path: str) -> pathlib.Path:

@@ -116,7 +116,6 @@ def verify_run(
     run: Annotated[str, typer.Argument(metavar="RUN|CERTIFICATE", help="A run's directory, or a certificate.")],
     file: Annotated[str, typer.Argument(metavar="[FILE[:NAME]]", help="The recipe, if it is not where it was.")] = "",
     steps: Annotated[str, typer.Option("--steps", metavar="A:B", help="From, and up to but without.")] = "",
-    sample: Annotated[int, typer.Option("--sample", help="Of the stretches between snapshots, so many.")] = 0,
     workers: Annotated[int, typer.Option("--workers", min=1, help="Worker processes that compute.")] = 1,
     json_: Json = False,
 ) -> None:
@@ -127,13 +126,12 @@ def verify_run(
     with _untold():
         path = pathlib.Path(run)
         known = _known(run, file, f"phalanx verify {run} FILE[:NAME]")
-        if not path.is_dir() and (steps or sample):
-            raise UsageError(f"--steps and --sample choose among steps of a run, and {run} is no directory of one")
-        found = (
-            verify(known, path, steps=_range(steps), sample=sample or None, workers=workers)
-            if path.is_dir()
-            else check_certificate(path, known, workers=workers)
-        )
+        if path.is_dir():
+            found = verify(known, path, steps=_range(steps), workers=workers)
+        elif steps:
+            raise UsageError(f"--steps chooses among steps of a run, and {run} is no directory of one")
+        else:
+            found = check_certificate(path, known, workers=workers)
     _end(found, json_=json_)
 
 

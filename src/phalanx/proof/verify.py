@@ -24,7 +24,6 @@ from phalanx.definition import checks
 from phalanx.definition.fields import Definition
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.registry import changed_environment
-from phalanx.plan.keys import splitmix64
 from phalanx.proof.difference import parted
 from phalanx.proof.instant import Instant, nearest, snapshots
 from phalanx.proof.replay import failure_of
@@ -61,7 +60,6 @@ def verify(
     run_dir: Any,
     *,
     steps: tuple[int, int] | None = None,
-    sample: int | None = None,
     workers: int = 1,
     progress: bool | str = "auto",
 ) -> Verified:
@@ -74,8 +72,6 @@ def verify(
     run_dir : path-like
     steps : (int, int), optional
         From, and up to but without; all by default.
-    sample : int, optional
-        Of the stretches between snapshots, so many, which the chain's root draws.
     workers : int
         Worker processes that compute.
     progress : bool or "auto"
@@ -95,7 +91,7 @@ def verify(
     with contextlib.closing(side(path, recipe)) as run:
         if reason := _unlike(recipe, run) or _cut(run, whole=steps is None):
             return Verified(UNKNOWN, 0, reason)
-        stretches = _stretches(run, steps, sample)
+        stretches = _stretches(run, steps)
         found = _compared(recipe, run, stretches, workers, progress)
         _, reads = differing(recipe, run.run["recipe"])
         if found.status == DIFFERENT and reads:
@@ -164,18 +160,13 @@ def _unlike(recipe: Definition, run: Side) -> str:
     return f"it cannot be checked: the recipe is another: {differs}" if differs else ""
 
 
-def _stretches(run: Side, steps: tuple[int, int] | None, sample: int | None) -> Sequence[tuple[int, int]]:
+def _stretches(run: Side, steps: tuple[int, int] | None) -> Sequence[tuple[int, int]]:
     """What is to be compared, cut where there are snapshots."""
     links = run.chain
     first, last = steps or (links.first, len(links))
     if not links.first <= first < last <= len(links):
         raise UsageError(f"steps is {first}:{last}, and the chain has {links.first}:{len(links)}; give some of those")
-    cuts = sorted({first, last, *(step for step in snapshots(run.folder) if first < step < last)})
-    found = list(itertools.pairwise(cuts))
-    if sample is not None:
-        key = int(links.root[:16], 16)
-        found = sorted(found, key=lambda part: splitmix64(key ^ part[0]))[:sample]
-    return sorted(found)
+    return list(itertools.pairwise(sorted({first, last, *(at for at in snapshots(run.folder) if first < at < last)})))
 
 
 def _compared(
