@@ -1,4 +1,4 @@
-"""What becomes of a run that goes on with a changed recipe: the table of docs/guarantees.md, case by case."""
+"""What becomes of a run that goes on with a changed recipe: the table of docs/details.md, case by case."""
 
 import dataclasses
 
