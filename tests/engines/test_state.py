@@ -117,7 +117,7 @@ def test_places_do_not_overlap():
         taken_places.append((carver.take(size), size))
         return taken_places[-1][0]
 
-    layout = lay_out(CONTENTS, CONTENTS.owners(2), place(4, 2), take)
+    lay_out(CONTENTS, CONTENTS.owners(2), place(4, 2), take)
     ends = sorted((offset, offset + size) for offset, size in taken_places if size)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
 

@@ -149,9 +149,7 @@ class WorkerState(SharedState):
         if not self._updates_all:
             state.optimizer = None
             return
-        pieces = [
-            view(arena, offset, piece.spec) for offset, piece in zip(layout.state, contents.state, strict=True)
-        ]
+        pieces = [view(arena, offset, piece.spec) for offset, piece in zip(layout.state, contents.state, strict=True)]
         state.optimizer = _over(pieces, state.optimizer)
         updates.homes = weights + pieces
 
