@@ -438,7 +438,7 @@ class Parametric(nn.Module):
         ({"optimizers": [BOTH[0], None]}, r"optimizers\[1\] is a NoneType"),
         ({"optimizers": [torch.optim.LBFGS(r.parameters()) for r in REPLICAS]}, r"optimizers\[0\] is a LBFGS"),
         ({"optimizers": [BOTH[0], sgd(REPLICAS[1].parameters(), lr=0.2)]}, r"optimizers\[1\].*'lr' of group 0"),
-        ({"optimizers": [BOTH[0], sgd(REPLICAS[1][0].parameters())]}, "the parameters of group 0"),
+        ({"optimizers": [BOTH[0], sgd(REPLICAS[1][0].parameters())]}, "'params' of group 0"),
         ({"optimizers": [BOTH[0], adamw(REPLICAS[1])]}, "unlike.*its type"),
         ({"batch": (normal(5, 5), whole(3, 4))}, r"batch\[0\] has 5, batch\[1\] has 4"),
         ({"batch": (normal(4, 5), whole(3, 2))}, r"batch\[0\] has 4, batch\[1\] has 2"),

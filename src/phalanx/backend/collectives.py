@@ -8,7 +8,7 @@ bfloat16 are added in float32 and rounded once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,17 +21,6 @@ from phalanx.plan.fold import fold_values
 from phalanx.plan.shares import share_bounds
 
 DIRECT = 1 << 14  # bytes up to which every rank adds all of it, however many there are
-Op = Callable[..., torch.Tensor]
-OPS: dict[str, Op] = {
-    "SUM": torch.add,
-    "AVG": torch.add,
-    "PRODUCT": torch.mul,
-    "MIN": torch.minimum,
-    "MAX": torch.maximum,
-    "BAND": torch.bitwise_and,
-    "BOR": torch.bitwise_or,
-    "BXOR": torch.bitwise_xor,
-}
 NARROW = (torch.float16, torch.bfloat16)
 
 
@@ -58,22 +47,22 @@ class Reduction:
     """
 
     def __init__(self, name: str, dtype: torch.dtype, ranks: int) -> None:
-        if name not in OPS:
+        if name not in OPERATIONS:
             raise UsageError(f"op is {name}, which backend 'phalanx' has not; use one of {', '.join(OPERATIONS)}")
-        if dtype not in DTYPES:
-            raise UsageError(f"a tensor of {dtype} cannot be reduced; convert it first, to float32 for example")
-        plain = not (dtype.is_floating_point or dtype.is_complex)
-        wrong = (
-            (name in ("BAND", "BOR", "BXOR") and not plain)
-            or (name in ("MIN", "MAX") and dtype.is_complex)
-            or (name == "AVG" and plain)
-        )
-        if wrong:
-            raise UsageError(f"op {name} cannot be done for {dtype}; use another op, or convert the tensor first")
-        self.number = OPERATIONS.index(name)
-        self._op = OPS[name]
+        self.name = name
+        self.number = list(OPERATIONS).index(name)
+        self._op = OPERATIONS[name]
         self._narrow = dtype in NARROW
         self._divisor = ranks if name == "AVG" else 1
+        if dtype not in DTYPES or not self._possible(torch.ones(2, dtype=dtype)):
+            raise UsageError(f"op {name} cannot be done for {dtype}; use another op, or convert the tensor first")
+
+    def _possible(self, some: torch.Tensor) -> bool:
+        try:
+            self.into([some, some], some.clone())
+        except RuntimeError:
+            return False
+        return True
 
     def into(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Reduce ``parts``, one per rank, into ``out``, which may be none of them."""
@@ -95,16 +84,17 @@ def barrier(rounds: Rounds) -> Steps:
     yield from rounds.see(rounds.others)
 
 
-def all_reduce(rounds: Rounds, flat: torch.Tensor, reduction: Reduction) -> Steps:
-    """Every rank ends with the reduction of all."""
-    word = _word("all_reduce", flat, reduction)
-    if rounds.size <= 2 or flat.nbytes <= DIRECT:
-        for part in _pieces(flat, SLOT):
+def all_reduce(rounds: Rounds, flat: torch.Tensor, reduction: Reduction, root: int | None = None) -> Steps:
+    """Every rank ends with the reduction of all; where there is a root, it alone does, and the others keep theirs."""
+    word = _word("all_reduce" if root is None else "reduce", flat, reduction, root or 0)
+    if rounds.size <= 2 or flat.nbytes <= DIRECT or root is not None:
+        for _, part in _pieces(flat, SLOT):
             slots = yield from _shown(rounds, word, part)
-            yield from rounds.see(rounds.others)
-            reduction.into(slots, part)
+            if root is None or rounds.rank == root:
+                yield from rounds.see(rounds.others)
+                reduction.into(slots, part)
         return
-    for part in _pieces(flat, SLOT):
+    for _, part in _pieces(flat, SLOT):
         slots = yield from _shown(rounds, word, part)
         yield from rounds.see(rounds.others)
         bounds = share_bounds(len(part), rounds.size)
@@ -121,72 +111,48 @@ def all_reduce(rounds: Rounds, flat: torch.Tensor, reduction: Reduction) -> Step
             part[start:end].copy_(slots[rank][: end - start])
 
 
-def reduce(rounds: Rounds, flat: torch.Tensor, reduction: Reduction, root: int) -> Steps:
-    """The root ends with the reduction of all; the others keep theirs."""
-    word = _word("reduce", flat, reduction, root)
-    for part in _pieces(flat, SLOT):
-        slots = yield from _shown(rounds, word, part)
-        if rounds.rank == root:
-            yield from rounds.see(rounds.others)
-            reduction.into(slots, part)
-
-
 def broadcast(rounds: Rounds, flat: torch.Tensor, root: int) -> Steps:
     """Every rank ends with what the root has."""
     word = _word("broadcast", flat, root=root)
-    for part in _pieces(flat, SLOT):
-        if rounds.rank == root:
-            yield from _shown(rounds, word, part)
-        else:
-            slots = yield from _idle(rounds, word, part)
+    for _, part in _pieces(flat, SLOT):
+        slots = yield from _shown(rounds, word, part, shows=rounds.rank == root)
+        if rounds.rank != root:
             yield from rounds.see((root,))
             part.copy_(slots[root])
 
 
-def all_gather(rounds: Rounds, outputs: Sequence[torch.Tensor], flat: torch.Tensor, kind: str = "all_gather") -> Steps:
-    """Every rank ends with what each has."""
-    word = _word(kind, flat)
-    for start, part in _placed(flat, SLOT):
+def all_gather(
+    rounds: Rounds, outputs: Sequence[torch.Tensor], flat: torch.Tensor, kind: str = "all_gather", root: int = 0
+) -> Steps:
+    """Whoever has ``outputs`` ends with what each rank has: every rank, or of a "gather" the root."""
+    word = _word(kind, flat, root=root)
+    for start, part in _pieces(flat, SLOT):
         slots = yield from _shown(rounds, word, part)
-        for rank in range(rounds.size):
+        for rank, output in enumerate(outputs):
             if rank != rounds.rank:
                 yield from rounds.see((rank,))
-            outputs[rank][start : start + len(part)].copy_(slots[rank])
-
-
-def gather(rounds: Rounds, outputs: Sequence[torch.Tensor], flat: torch.Tensor, root: int) -> Steps:
-    """The root ends with what each rank has."""
-    word = _word("gather", flat, root=root)
-    for start, part in _placed(flat, SLOT):
-        slots = yield from _shown(rounds, word, part)
-        if rounds.rank == root:
-            yield from rounds.see(rounds.others)
-            for output, slot in zip(outputs, slots, strict=True):
-                output[start : start + len(part)].copy_(slot)
+            output[start : start + len(part)].copy_(slots[rank])
 
 
 def scatter(rounds: Rounds, flat: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> Steps:
-    """Each rank ends with its part of what the root has."""
+    """Each rank ends with its part of what the root has; the others have no ``inputs``."""
     word = _word("scatter", flat, root=root)
-    for start, part in _placed(flat, SLOT // rounds.size):
-        yield from rounds.come(word)
-        slot = rounds.slots(part.dtype, rounds.size * len(part))[root].view(rounds.size, len(part))
-        if rounds.rank == root:
-            for target, value in zip(slot, inputs, strict=True):
-                target.copy_(value[start : start + len(part)])
-        rounds.show()
+    for start, part in _pieces(flat, SLOT // rounds.size):
+        end = start + len(part)
+        dealt = yield from _dealt(rounds, word, part.dtype, len(part), [value[start:end] for value in inputs])
         if rounds.rank != root:
             yield from rounds.see((root,))
-        part.copy_(slot[rounds.rank])
+        part.copy_(dealt[root])
 
 
-def reduce_scatter(rounds: Rounds, flat: torch.Tensor, inputs: Sequence[torch.Tensor], reduction: Reduction) -> Steps:
+def reduce_scatter(rounds: Rounds, flat: torch.Tensor, reduction: Reduction, inputs: Sequence[torch.Tensor]) -> Steps:
     """Each rank ends with the reduction of its part; ``inputs``: this rank's parts, one for each."""
     word = _word("reduce_scatter", flat, reduction)
-    for start, part in _placed(flat, SLOT // rounds.size):
-        slots = yield from _dealt(rounds, word, [value[start : start + len(part)] for value in inputs])
+    for start, part in _pieces(flat, SLOT // rounds.size):
+        end = start + len(part)
+        dealt = yield from _dealt(rounds, word, part.dtype, len(part), [value[start:end] for value in inputs])
         yield from rounds.see(rounds.others)
-        reduction.into([slot.view(rounds.size, -1)[rounds.rank] for slot in slots], part)
+        reduction.into(dealt, part)
 
 
 def all_to_all(rounds: Rounds, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Steps:
@@ -197,64 +163,54 @@ def all_to_all(rounds: Rounds, outputs: Sequence[torch.Tensor], inputs: Sequence
     UsageError
         A rank sends more or less than the other expects.
     """
-    word = signature("all_to_all", inputs[0].dtype)
-    sizes = torch.tensor([len(value) for value in inputs])
-    slots = yield from _shown(rounds, word, sizes)
+    dtype = inputs[0].dtype
+    word = signature("all_to_all", dtype)
+    slots = yield from _shown(rounds, word, torch.tensor([len(value) for value in inputs]))
     yield from rounds.see(rounds.others)
     table = torch.stack(slots).tolist()
-    wanted = [len(output) for output in outputs]
-    if [row[rounds.rank] for row in table] != wanted:
+    wanted, sent = [len(output) for output in outputs], [row[rounds.rank] for row in table]
+    if sent != wanted:
         raise UsageError(
-            f"all_to_all: this rank expects parts of {wanted} elements, and the others send "
-            f"{[row[rounds.rank] for row in table]}; make the splits of all ranks agree"
+            f"all_to_all: this rank expects parts of {wanted} elements, and the others send {sent}; make the splits of "
+            "all ranks agree"
         )
-    most = max(map(max, table))
-    step = SLOT // rounds.size // inputs[0].dtype.itemsize
-    for start in range(0, most, step):
-        slots = yield from _dealt(rounds, word, [value[start : start + step] for value in inputs], step)
-        for rank in range(rounds.size):
+    step = SLOT // rounds.size // dtype.itemsize
+    for start in range(0, max(map(max, table)), step):
+        end = start + step
+        dealt = yield from _dealt(rounds, word, dtype, step, [value[start:end] for value in inputs])
+        for rank, output in enumerate(outputs):
             if rank != rounds.rank:
                 yield from rounds.see((rank,))
-            part = outputs[rank][start : start + step]
-            part.copy_(slots[rank].view(rounds.size, step)[rounds.rank][: len(part)])
+            part = output[start:end]
+            part.copy_(dealt[rank][: len(part)])
 
 
-def _shown(rounds: Rounds, word: int, part: torch.Tensor) -> Steps:
-    """Come to a round and show ``part`` in it; the slots of all."""
+def _shown(rounds: Rounds, word: int, part: torch.Tensor, *, shows: bool = True) -> Steps:
+    """Come to a round and show ``part`` in it, or come to read only; the slots of all."""
     yield from rounds.come(word)
     slots = rounds.slots(part.dtype, len(part))
-    slots[rounds.rank].copy_(part)
+    if shows:
+        slots[rounds.rank].copy_(part)
     rounds.show()
     return slots
 
 
-def _idle(rounds: Rounds, word: int, part: torch.Tensor) -> Steps:
-    """Come to a round to read only."""
+def _dealt(rounds: Rounds, word: int, dtype: torch.dtype, step: int, parts: Sequence[torch.Tensor]) -> Steps:
+    """Come to a round and show a part for each rank, ``step`` elements apart; what each rank has for this one."""
     yield from rounds.come(word)
-    rounds.show()
-    return rounds.slots(part.dtype, len(part))
-
-
-def _dealt(rounds: Rounds, word: int, parts: Sequence[torch.Tensor], step: int = 0) -> Steps:
-    """Come to a round and show a part for each rank, ``step`` elements apart."""
-    step = step or len(parts[0])
-    yield from rounds.come(word)
-    slots = rounds.slots(parts[0].dtype, rounds.size * step)
-    for target, part in zip(slots[rounds.rank].view(rounds.size, step), parts, strict=True):
+    slots = [slot.view(rounds.size, step) for slot in rounds.slots(dtype, rounds.size * step)]
+    for target, part in zip(slots[rounds.rank], parts, strict=False):
         target[: len(part)].copy_(part)
     rounds.show()
-    return slots
+    return [slot[rounds.rank] for slot in slots]
 
 
-def _pieces(flat: torch.Tensor, most: int) -> Sequence[torch.Tensor]:
-    """``flat`` in pieces of at most so many bytes."""
-    return [flat] if 0 < flat.nbytes <= most else flat.split(most // flat.itemsize) if len(flat) else []
-
-
-def _placed(flat: torch.Tensor, most: int) -> Sequence[tuple[int, torch.Tensor]]:
-    """The same, each with the index of its first element."""
-    pieces = _pieces(flat, most)
-    return [(number * len(pieces[0]), piece) for number, piece in enumerate(pieces)]
+def _pieces(flat: torch.Tensor, most: int) -> Sequence[tuple[int, torch.Tensor]]:
+    """``flat`` in pieces of at most so many bytes, each with the index of its first element."""
+    if 0 < flat.nbytes <= most:
+        return [(0, flat)]
+    step = most // flat.itemsize
+    return [(start, flat[start : start + step]) for start in range(0, len(flat), step)]
 
 
 def _word(kind: str, flat: torch.Tensor, reduction: Reduction | None = None, root: int = 0) -> int:

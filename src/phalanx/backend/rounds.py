@@ -7,8 +7,7 @@ for n+1: each rank has two slots, and one meeting per round is enough. Plain cou
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,7 +19,16 @@ from phalanx.shared.memory import order
 KEPT_VIEWS = 64
 SIZE = 26  # the bit of a signature from which on it holds a number of bytes
 MOST = (1 << 37) - 1  # bytes that fit there
-OPERATIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
 ROOTED = ("reduce", "broadcast", "gather", "scatter")
 DTYPES = (
     torch.uint8, torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
@@ -43,16 +51,8 @@ def spelled(word: int) -> str:
     kind, dtype, root, size = KINDS[word & 15], DTYPES[word >> 4 & 63], word >> 14 & 4095, word >> SIZE
     if kind in ("barrier", "all_to_all"):
         return kind
-    op = f" {OPERATIONS[word >> 10 & 15]}" if "reduce" in kind else ""
+    op = f" {list(OPERATIONS)[word >> 10 & 15]}" if "reduce" in kind else ""
     return f"{kind}{op} of {size // dtype.itemsize} x {dtype}" + (f" with root {root}" if kind in ROOTED else "")
-
-
-@dataclass(frozen=True)
-class Shown:
-    """Slots of all ranks, as tensors of one dtype and length, for even and for odd rounds."""
-
-    even: list[torch.Tensor]
-    odd: list[torch.Tensor]
 
 
 class Rounds:
@@ -70,7 +70,7 @@ class Rounds:
         self._round = 0
         self._tag = 0
         self._unseen = 0  # ranks whose slot of this round was not looked at
-        self._views: dict[tuple[torch.dtype, int], Shown] = {}
+        self._views: dict[tuple[torch.dtype, int], list[list[torch.Tensor]]] = {}  # for even and for odd rounds
 
     def come(self, signature: int) -> Steps:
         """Come to the next round. What was shown two rounds ago may then be written over.
@@ -91,8 +91,8 @@ class Rounds:
             if len(self._views) >= KEPT_VIEWS:
                 self._views.clear()
             with torch.inference_mode(False):  # else they could not be written outside that mode
-                shown = self._views[dtype, count] = Shown(self._made(dtype, count, 0), self._made(dtype, count, 1))
-        return shown.odd if self._round & 1 else shown.even
+                shown = self._views[dtype, count] = [self._views_of(dtype, count, parity) for parity in (0, 1)]
+        return shown[self._round & 1]
 
     def show(self) -> None:
         """Our slot is written, or need not be."""
@@ -120,7 +120,7 @@ class Rounds:
                     "with equal sizes"
                 )
 
-    def _made(self, dtype: torch.dtype, count: int, parity: int) -> list[torch.Tensor]:
+    def _views_of(self, dtype: torch.dtype, count: int, parity: int) -> list[torch.Tensor]:
         size = count * dtype.itemsize
         starts = [(2 * rank + parity) * SLOT for rank in range(self.size)]
         return [torch.frombuffer(self._memory.slots[start : start + size], dtype=dtype) for start in starts]

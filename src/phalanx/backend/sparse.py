@@ -7,7 +7,7 @@ import torch
 from phalanx.backend import collectives
 from phalanx.backend.collectives import NARROW, Reduction
 from phalanx.backend.progress import Steps
-from phalanx.backend.rounds import DTYPES, OPERATIONS, Rounds
+from phalanx.backend.rounds import DTYPES, Rounds
 from phalanx.errors import UsageError
 from phalanx.plan.fold import fold_values
 
@@ -23,9 +23,9 @@ def all_reduce(rounds: Rounds, tensor: torch.Tensor, reduction: Reduction) -> St
         It is no sum, or the tensor is not one of real numbers on the CPU. (Of complex ones torch.distributed hands over
         a view as real ones, through which nothing can be written.)
     """
-    if reduction.number or tensor.device.type != "cpu" or tensor.dtype == torch.bool or tensor._is_view():
+    if reduction.name != "SUM" or tensor.device.type != "cpu" or tensor.dtype == torch.bool or tensor._is_view():
         raise UsageError(
-            f"all_reduce is {OPERATIONS[reduction.number]} of a sparse tensor of {tensor.dtype} on {tensor.device}; "
+            f"all_reduce is {reduction.name} of a sparse tensor of {tensor.dtype} on {tensor.device}; "
             "backend 'phalanx' has SUM of real numbers on the CPU, no views; use to_dense() for others"
         )
     return _summed(rounds, tensor)

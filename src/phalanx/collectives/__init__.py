@@ -32,15 +32,9 @@ __all__ = [
 ]
 
 OPS = ("sum", "mean", "max", "min")
-PLAIN = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-         torch.float32, torch.float64, torch.complex64, torch.complex128)  # fmt: skip
-NARROW = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz,
-          torch.float8_e5m2fnuz)  # fmt: skip
-SUMMED_IN = {
-    **dict.fromkeys(NARROW, torch.float32),
-    **{dtype: dtype for dtype in PLAIN},
+SUMMED_IN = {  # torch has no arithmetic in the two of integers; wider sums wrap to the same bits
     torch.complex32: torch.complex64,
-    torch.uint16: torch.int32,  # torch has no arithmetic in these two; wider sums wrap to the same bits
+    torch.uint16: torch.int32,
     torch.uint32: torch.int64,
 }
 Bounds = Sequence[tuple[int, int]]
@@ -85,7 +79,7 @@ def all_reduce(tensors: Sequence[torch.Tensor], op: str = "sum", algorithm: str 
     if len(members) == 1:
         return
     transfers = schedule(algorithm, len(members))
-    sums = [_flat(tensor) for tensor in members]
+    sums = [_wide(tensor).reshape(-1) for tensor in members]
     bounds = share_bounds(sums[0].numel(), 1 + max(transfer.chunk for transfer in transfers))
     with interrupts.guarded():  # Ctrl-C waits: all tensors are written, or none
         _carry_out(transfers, [_cut(flat, bounds) for flat in sums], op)
@@ -186,12 +180,11 @@ def reduce_scatter(tensors: Sequence[torch.Tensor], op: str = "sum") -> list[tor
     members = tensors_of("tensors", tensors)
     reducible(op, members[0].dtype)
     cuttable("tensors[0]", members[0])
-    dtype = members[0].dtype
     bounds = share_bounds(len(members[0]), len(members))
-    chunks = [_cut(tensor.to(SUMMED_IN[dtype], copy=True).resolve_conj(), bounds) for tensor in members]
+    chunks = [_cut(_wide(tensor, copy=True), bounds) for tensor in members]
     _carry_out(schedule("reduce_scatter", len(members)), chunks, op)
     own = [_finished(mine[index], op, len(members)) for index, mine in enumerate(chunks)]
-    return [piece.to(dtype, copy=True) for piece in own]
+    return [piece.to(members[0].dtype, copy=True) for piece in own]
 
 
 @torch.no_grad()
@@ -240,9 +233,11 @@ def _cut(tensor: torch.Tensor, bounds: Bounds) -> list[torch.Tensor]:
     return [tensor[start:end] for start, end in bounds]
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """What is summed in place of the tensor: a view of its memory where that is possible."""
-    return tensor.detach().to(SUMMED_IN[tensor.dtype]).resolve_conj().reshape(-1)
+def _wide(tensor: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
+    """What is summed in place of the tensor: its own memory where that is possible."""
+    narrow = tensor.dtype.is_floating_point and tensor.dtype.itemsize < torch.float32.itemsize
+    dtype = torch.float32 if narrow else SUMMED_IN.get(tensor.dtype, tensor.dtype)
+    return tensor.detach().to(dtype, copy=copy).resolve_conj()
 
 
 def _finished(reduced: torch.Tensor, op: str, count: int) -> torch.Tensor:
@@ -317,17 +312,14 @@ def usable_device(name: str, value: Any) -> torch.device:
 def reducible(op: Any, dtype: torch.dtype) -> None:
     """``op`` is known, and its result is a value of ``dtype``."""
     checks.choice("op", op, OPS)
-    if dtype not in SUMMED_IN:
+    whole = not dtype.is_floating_point and not dtype.is_complex
+    unfit = {"sum": dtype == torch.bool, "mean": whole, "max": dtype.is_complex, "min": dtype.is_complex}
+    if unfit[op] or dtype == torch.uint64:
+        others = ", ".join(repr(other) for other in OPS if not unfit[other])
         raise UsageError(
-            f"tensors[0] has dtype {dtype}, in which torch cannot compute; convert with .long() or .float()"
+            f"op is {op!r}, which torch cannot compute in {dtype}; take one of {others}, or convert with .long() or "
+            ".double()"
         )
-    if op == "sum" and dtype == torch.bool:
-        raise UsageError("op is 'sum', which torch.bool cannot hold; take op='max' (any) or 'min' (all), or use .int()")
-    if op == "mean" and not dtype.is_floating_point and not dtype.is_complex:
-        other = "op='max' (any)" if dtype == torch.bool else "op='sum'"
-        raise UsageError(f"op is 'mean', which {dtype} cannot hold; take {other}, or convert with .double()")
-    if op in ("max", "min") and dtype.is_complex:
-        raise UsageError(f"op is {op!r}, but complex numbers ({dtype}) have no order; reduce x.abs(), or take op='sum'")
 
 
 def writable(name: str, tensors: Sequence[torch.Tensor]) -> None:
