@@ -1,6 +1,10 @@
-"""The collectives of a group, each as rounds in slots; big tensors go through in pieces that stay in cache.
+"""The collectives of a group: every rank shows something in its slot, round by round, and reads what others show there.
 
-Every function is a generator that yields the ranks it waits for. Tensors are flat and contiguous. Sums and other
+A rank that comes to round n has read all it wanted of round n-1, so once all have come to n, the slots of n-1 are free
+for n+1: each rank has two slots, and one meeting per round is enough. Plain counters carry it, one writer each. Big
+tensors go through in pieces that stay in cache.
+
+Every collective is a generator that yields the ranks it waits for. Tensors are flat and contiguous. Sums and other
 reductions are taken in a fixed order: pairs of neighbours, then pairs of pairs, by rank; that of the fold. float16 and
 bfloat16 are added in float32 and rounded once.
 """
@@ -8,20 +12,129 @@ bfloat16 are added in float32 and rounded once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from phalanx.backend.memory import SLOT
+from phalanx.backend.memory import SLOT, GroupMemory
 from phalanx.backend.progress import Steps
-from phalanx.backend.rounds import DTYPES, MOST, OPERATIONS, SIZE, Rounds, signature
-from phalanx.errors import UsageError
+from phalanx.errors import PeerError, UsageError
 from phalanx.plan.fold import fold_values
 from phalanx.plan.shares import share_bounds
+from phalanx.shared.memory import order
 
+KEPT_VIEWS = 64
+SIZE = 26  # the bit of a signature from which on it holds a number of bytes
+MOST = (1 << 37) - 1  # bytes that fit there
+OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+ROOTED = ("reduce", "broadcast", "gather", "scatter")
+DTYPES = (
+    torch.uint8, torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64, torch.complex64, torch.complex128,
+)  # fmt: skip
+KINDS = (
+    "barrier", "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all",
+    "sparse all_reduce",
+)  # fmt: skip
 DIRECT = 1 << 14  # bytes up to which every rank adds all of it, however many there are
 NARROW = (torch.float16, torch.bfloat16)
+DIMENSIONS = 64  # that a sparse tensor may have
+
+
+@functools.lru_cache
+def signature(kind: str, dtype: torch.dtype = torch.uint8, op: int = 0, root: int = 0) -> int:
+    """What a rank does in a round, as far as all must do the same, as one word; the size is put in from bit SIZE on."""
+    return KINDS.index(kind) | DTYPES.index(dtype) << 4 | op << 10 | root << 14
+
+
+def spelled(word: int) -> str:
+    """A signature for people."""
+    kind, dtype, root, size = KINDS[word & 15], DTYPES[word >> 4 & 63], word >> 14 & 4095, word >> SIZE
+    if kind in ("barrier", "all_to_all"):
+        return kind
+    op = f" {list(OPERATIONS)[word >> 10 & 15]}" if "reduce" in kind else ""
+    return f"{kind}{op} of {size // dtype.itemsize} x {dtype}" + (f" with root {root}" if kind in ROOTED else "")
+
+
+class Rounds:
+    """The rounds of one group, as one rank goes through them.
+
+    Parameters
+    ----------
+    memory : GroupMemory
+    """
+
+    def __init__(self, memory: GroupMemory) -> None:
+        self.rank, self.size = memory.rank, memory.size
+        self._memory = memory
+        self.others = [rank for rank in range(memory.size) if rank != memory.rank]
+        self._round = 0
+        self._tag = 0
+        self._unseen = 0  # ranks whose slot of this round was not looked at
+        self._views: dict[tuple[torch.dtype, int], list[list[torch.Tensor]]] = {}  # for even and for odd rounds
+
+    def come(self, signature: int) -> Steps:
+        """Come to the next round. What was shown two rounds ago may then be written over.
+
+        Raises
+        ------
+        PeerError
+            Somebody did something else in the latest round.
+        """
+        if self._unseen and self._round:
+            yield from self.see(self.others)
+        self._round, self._tag, self._unseen = self._round + 1, signature, len(self.others)
+
+    def slots(self, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
+        """The slots of this round, ``count`` elements of each: our own to be written before ``show``."""
+        shown = self._views.get((dtype, count))
+        if shown is None:
+            if len(self._views) >= KEPT_VIEWS:
+                self._views.clear()
+            with torch.inference_mode(False):  # else they could not be written outside that mode
+                shown = self._views[dtype, count] = [self._views_of(dtype, count, parity) for parity in (0, 1)]
+        return shown[self._round & 1]
+
+    def show(self) -> None:
+        """Our slot is written, or need not be."""
+        self._memory.arrive(self._round, self._tag)
+
+    def see(self, ranks: Sequence[int]) -> Steps:
+        """Wait until these ranks show theirs.
+
+        Raises
+        ------
+        PeerError
+            One of them does something else.
+        """
+        memory, number = self._memory, self._round
+        for rank in ranks:
+            self._unseen -= 1
+            while memory.arrived(rank) < number:
+                yield [other for other in self.others if memory.arrived(other) < number]
+            order()  # the counter was read before the tag and the slot are
+            tag = memory.tag(rank, number)
+            if tag != self._tag:
+                raise PeerError(
+                    f"rank {memory.names[rank]} does {spelled(tag)} while rank {memory.names[self.rank]} does "
+                    f"{spelled(self._tag)}; all ranks of a group must call the same collectives in the same order, "
+                    "with equal sizes"
+                )
+
+    def _views_of(self, dtype: torch.dtype, count: int, parity: int) -> list[torch.Tensor]:
+        size = count * dtype.itemsize
+        starts = [(2 * rank + parity) * SLOT for rank in range(self.size)]
+        return [torch.frombuffer(self._memory.slots[start : start + size], dtype=dtype) for start in starts]
 
 
 @functools.lru_cache
@@ -183,6 +296,61 @@ def all_to_all(rounds: Rounds, outputs: Sequence[torch.Tensor], inputs: Sequence
                 yield from rounds.see((rank,))
             part = output[start:end]
             part.copy_(dealt[rank][: len(part)])
+
+
+def all_reduce_sparse(rounds: Rounds, tensor: torch.Tensor, reduction: Reduction) -> Steps:
+    """Every rank ends with the sum of all, coalesced.
+
+    Raises
+    ------
+    UsageError
+        It is no sum, or the tensor is not one of real numbers on the CPU. (Of complex ones torch.distributed hands over
+        a view as real ones, through which nothing can be written.)
+    """
+    if reduction.name != "SUM" or tensor.device.type != "cpu" or tensor.dtype == torch.bool or tensor._is_view():
+        raise UsageError(
+            f"all_reduce is {reduction.name} of a sparse tensor of {tensor.dtype} on {tensor.device}; "
+            "backend 'phalanx' has SUM of real numbers on the CPU, no views; use to_dense() for others"
+        )
+    return _summed(rounds, tensor)
+
+
+def _summed(rounds: Rounds, tensor: torch.Tensor) -> Steps:
+    own = tensor.detach().coalesce()
+    rows, values = own.indices().t(), own.values()
+    shape = [*own.shape, own.sparse_dim()]
+    header = torch.tensor([len(values), *shape, *[-1] * (DIMENSIONS - own.dim())])
+    headers = torch.stack((yield from _gathered(rounds, header)))
+    if not torch.equal(headers[:, 1:], header[1:].expand_as(headers[:, 1:])):
+        shapes = sorted({str(tuple(row[1 : row.index(-1)])) for row in headers.tolist()})
+        raise UsageError(
+            f"ranks bring sparse tensors of shapes (and sparse dimensions) {', '.join(shapes)}; give each rank the same"
+        )
+    counts, narrow = headers[:, 0].tolist(), own.dtype in NARROW
+    parts = []
+    all_rows, all_values = (yield from _padded(rounds, rows, counts)), (yield from _padded(rounds, values, counts))
+    for each, given in zip(all_rows, all_values, strict=True):
+        wide = given.float() if narrow else given
+        parts.append(torch.sparse_coo_tensor(each.t(), wide, own.shape, is_coalesced=True, check_invariants=False))
+    total = fold_values(parts, lambda left, right: (left + right).coalesce())
+    assert total is not None  # there is a part of every rank
+    with torch.no_grad():
+        tensor.copy_(total.to(own.dtype))
+
+
+def _padded(rounds: Rounds, mine: torch.Tensor, counts: list[int]) -> Steps:
+    """The rows of all ranks, of which rank i has ``counts[i]``."""
+    shape = (max(counts), *mine.shape[1:])
+    flat = mine.new_zeros(shape)
+    flat[: len(mine)] = mine
+    padded = yield from _gathered(rounds, flat.view(-1))
+    return [each.view(shape)[:count] for each, count in zip(padded, counts, strict=True)]
+
+
+def _gathered(rounds: Rounds, flat: torch.Tensor) -> Steps:
+    found = [torch.empty_like(flat) for _ in range(rounds.size)]
+    yield from all_gather(rounds, found, flat, "sparse all_reduce")
+    return found
 
 
 def _shown(rounds: Rounds, word: int, part: torch.Tensor, *, shows: bool = True) -> Steps:

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.backend import collectives, sparse
+from phalanx.backend import collectives
 from phalanx.backend.memory import GroupMemory
 from phalanx.backend.messages import Inbox, receive, receive_any, send
 from phalanx.backend.progress import Operation, Queue, Steps, Work, leave
-from phalanx.backend.rounds import Rounds
 from phalanx.backend.tensors import Back, Flat, fitting, flattened, movable, raw, rows, split, then
 from phalanx.errors import UsageError
 
@@ -36,7 +35,7 @@ class Group(dist.ProcessGroup):
         super().__init__(memory.rank, memory.size)  # type: ignore[call-arg]
         self._memory = memory
         self._seconds = seconds
-        self._rounds = Rounds(memory)
+        self._rounds = collectives.Rounds(memory)
         self._queue = Queue()
         self._outboxes = {rank: Queue() for rank in self._rounds.others}
         self._inboxes = {rank: Inbox(memory, rank) for rank in self._rounds.others}
@@ -65,7 +64,7 @@ class Group(dist.ProcessGroup):
         """Every rank ends with the reduction of all."""
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp.op
         if {tensor.layout for tensor in tensors} == {torch.sparse_coo}:
-            steps = [self._reduced(sparse.all_reduce, tensor, op) for tensor in tensors]
+            steps = [self._reduced(collectives.all_reduce_sparse, tensor, op) for tensor in tensors]
             return self._begin("sparse all_reduce", steps, [], tensors, opts)
         return self._all("all_reduce", tensors, lambda flat: self._reduced(collectives.all_reduce, flat, op), opts)
 

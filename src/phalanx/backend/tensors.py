@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from phalanx.backend.collectives import DTYPES
 from phalanx.backend.progress import Steps
-from phalanx.backend.rounds import DTYPES
 from phalanx.errors import UsageError
 
 Flat = list[torch.Tensor]

@@ -6,7 +6,6 @@ asked otherwise.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import operator
@@ -23,7 +22,7 @@ from phalanx.errors import UsageError
 from phalanx.frameworks.torch.arithmetic import Gradient, placed
 from phalanx.frameworks.torch.model import Model, copied, put
 from phalanx.frameworks.torch.replica.gradient import sparse
-from phalanx.plan.fold import dealt, fold_values
+from phalanx.plan.fold import fold_values
 
 Replica = torch.nn.Module | Sequence[torch.Tensor]
 Named = list[tuple[str, torch.Tensor]]
@@ -161,7 +160,7 @@ def average(
     with torch.no_grad():
         terms = [_term(*pair) for pair in zip(gradients, weights, strict=True)]
         if algorithm == ORDERED:
-            total = fold_values(terms, functools.partial(_added, _owners(parameters)))
+            total = fold_values(terms, _added)
             assert total is not None
         else:
             there = [term for term in terms if term is not None]
@@ -251,19 +250,9 @@ def _term(gradient: Gradient | None, weight: float) -> Gradient | None:
     return [None if entry is None else entry * weight for entry in gradient]
 
 
-def _owners(parameters: Sequence[Sequence[torch.Tensor]]) -> list[torch.device]:
-    """Where sums over several devices are taken: each device adds up about as many bytes."""
-    devices = list(dict.fromkeys(parameter.device for replica in parameters for parameter in replica))
-    return [devices[owner] for owner in dealt([parameter.nbytes for parameter in parameters[0]], len(devices))]
-
-
-def _added(owners: Sequence[torch.device], left: Gradient, right: Gradient) -> Gradient:
-    """The sum as new tensors, since gradients may share memory: where both are, or at the owner. Absent + x = x."""
-    homes = [
-        owner if a is not None and b is not None and a.device != b.device else None
-        for owner, a, b in zip(owners, left, right, strict=True)
-    ]
-    pairs = zip(placed(left, homes), placed(right, homes), strict=True)
+def _added(left: Gradient, right: Gradient) -> Gradient:
+    """The sum as new tensors, since gradients may share memory: where the left one is. Absent + x = x."""
+    pairs = zip(left, placed(right, [None if a is None else a.device for a in left]), strict=True)
     return [b if a is None else a if b is None else a + b for a, b in pairs]
 
 

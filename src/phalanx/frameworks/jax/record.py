@@ -46,7 +46,7 @@ class JaxRecord(Record):
         if not takes(make_model, "key", required=True):
             return None
         _adapter()
-        from phalanx.frameworks.jax.tree import prng_key, words
+        from phalanx.frameworks.jax.state import prng_key, words
 
         return functools.partial(make_model, key=prng_key(words(seed)))
 

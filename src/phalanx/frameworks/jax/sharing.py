@@ -18,8 +18,7 @@ from phalanx import seams
 from phalanx.errors import UsageError
 from phalanx.frameworks import arithmetic
 from phalanx.frameworks.arithmetic import Gradient, view
-from phalanx.frameworks.jax.optimizer import Update
-from phalanx.frameworks.jax.tree import Trees, copied, is_key, named, plain
+from phalanx.frameworks.jax.state import Trees, Update, copied, is_key, named, plain
 from phalanx.plan.fold import Placement
 from phalanx.seams import Arrays
 from phalanx.seams.records import Exported

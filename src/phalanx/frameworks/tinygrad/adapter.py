@@ -23,9 +23,8 @@ from phalanx.frameworks.record import Unshared
 from phalanx.frameworks.tinygrad.devices import available as available
 from phalanx.frameworks.tinygrad.devices import devices_of, recorded, settings
 from phalanx.frameworks.tinygrad.lane import Batch, Forward, Lane, collate, numbers
-from phalanx.frameworks.tinygrad.model import opened, plain, write
-from phalanx.frameworks.tinygrad.optimizer import Update
-from phalanx.frameworks.tinygrad.optimizer import state_of as state_of
+from phalanx.frameworks.tinygrad.model import Update, opened, plain, write
+from phalanx.frameworks.tinygrad.model import state_of as state_of
 from phalanx.seams.records import Computed, Exported, Weights
 
 ELSEWHERE = "which is not for recipes of tinygrad in this version; leave it out, or write the model in torch"
