@@ -41,7 +41,7 @@ LISTS = {
     "shapes that broadcast": ([one(2), one(1)], "tensors[1] has shape (1,)"),
     "dtypes": ([one(2), one(2).double()], "tensors[1] has dtype torch.float64 and tensors[0] has torch.float32"),
     "sparse": ([one(2).to_sparse(), one(2)], "tensors[0] is a torch.sparse_coo tensor"),
-    "meta": ([one(2), one(2, device="meta")], "tensors[1] is a meta tensor"),
+    "meta": ([one(2), one(2, device="meta")], "tensors[1] is a torch.strided tensor of torch.float32 on meta"),
 }
 UNWRITABLE = {
     "expanded": ([one(3), one(1).expand(3)], "tensors[1] has shape (3,) and strides (0,)"),

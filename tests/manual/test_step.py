@@ -425,7 +425,10 @@ class Parametric(nn.Module):
         ({"replicas": []}, r"replicas is \[\]"),
         ({"replicas": [REPLICAS[0], REPLICAS[0]]}, "share the memory"),
         ({"replicas": [REPLICAS[0], double()]}, r"replicas\[1\] is unlike"),
-        ({"replicas": [list(replica.parameters()) for replica in REPLICAS]}, r"replicas\[0\] is a list.*pass them"),
+        (
+            {"replicas": [list(replica.parameters()) for replica in REPLICAS]},
+            r"replicas\[0\] is \[.*it must be a torch.nn.Module",
+        ),
         ({"replicas": [nn.ReLU(), nn.ReLU()]}, "no parameter that requires a gradient"),
         ({"optimizers": BOTH[:1]}, "optimizers has 1 for 2 replicas"),
         ({"optimizers": [*BOTH, BOTH[0]]}, "optimizers has 3 for 2 replicas"),

@@ -81,7 +81,7 @@ class Rounds:
         self._round = 0
         self._tag = 0
         self._unseen = 0  # ranks whose slot of this round was not looked at
-        self._views: dict[tuple[torch.dtype, int], list[list[torch.Tensor]]] = {}  # for even and for odd rounds
+        self._views = functools.lru_cache(KEPT_VIEWS)(self._lying)
 
     def come(self, signature: int) -> Steps:
         """Come to the next round. What was shown two rounds ago may then be written over.
@@ -97,13 +97,7 @@ class Rounds:
 
     def slots(self, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
         """The slots of this round, ``count`` elements of each: our own to be written before ``show``."""
-        shown = self._views.get((dtype, count))
-        if shown is None:
-            if len(self._views) >= KEPT_VIEWS:
-                self._views.clear()
-            with torch.inference_mode(False):  # else they could not be written outside that mode
-                shown = self._views[dtype, count] = [self._views_of(dtype, count, parity) for parity in (0, 1)]
-        return shown[self._round & 1]
+        return self._views(dtype, count, self._round & 1)
 
     def show(self) -> None:
         """Our slot is written, or need not be."""
@@ -131,10 +125,11 @@ class Rounds:
                     "with equal sizes"
                 )
 
-    def _views_of(self, dtype: torch.dtype, count: int, parity: int) -> list[torch.Tensor]:
+    def _lying(self, dtype: torch.dtype, count: int, parity: int) -> list[torch.Tensor]:
         size = count * dtype.itemsize
         starts = [(2 * rank + parity) * SLOT for rank in range(self.size)]
-        return [torch.frombuffer(self._memory.slots[start : start + size], dtype=dtype) for start in starts]
+        with torch.inference_mode(False):  # else they could not be written outside that mode
+            return [torch.frombuffer(self._memory.slots[start : start + size], dtype=dtype) for start in starts]
 
 
 @functools.lru_cache

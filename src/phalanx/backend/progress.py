@@ -253,7 +253,7 @@ def _check(operation: Operation, waited: float, seconds: float) -> None:
                 return
             why = f"rank {first.memory.names[gone[0]]} (process {first.memory.pids[gone[0]]}) has ended"
         elif waited > seconds:
-            late = _spelled([first.memory.names[rank] for rank in first.awaited])
+            late = ", ".join(f"rank {first.memory.names[rank]}" for rank in first.awaited)
             why = f"{late} did not come within the timeout of {seconds:g} s"
         else:
             return
@@ -264,7 +264,3 @@ def _gone(operation: Operation) -> Sequence[int]:
     """Ranks without which it cannot be done, and that have ended."""
     gone = operation.memory.gone(operation.awaited)
     return () if operation.anyone and len(gone) < len(operation.awaited) else gone
-
-
-def _spelled(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

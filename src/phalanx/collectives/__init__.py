@@ -8,9 +8,11 @@ What is wrong with a call is found before a tensor is written; the error names t
 from __future__ import annotations
 
 import itertools
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from phalanx.collectives.schedules import ALGORITHMS, Transfer, schedule, spell_rounds
@@ -270,14 +272,10 @@ def dense(name: str, value: Any) -> None:
     """``value`` is a tensor with memory of its own kind: not sparse, quantized or without data."""
     if not isinstance(value, torch.Tensor):
         raise UsageError(f"{name} is {checks.shown(value)} ({type(value).__name__}); it must be a torch.Tensor")
-    kinds = {"nested": value.is_nested, "quantized": value.is_quantized, "meta": value.is_meta}
-    kinds[str(value.layout)] = value.layout != torch.strided
-    for kind, applies in kinds.items():
-        if applies:
-            raise UsageError(f"{name} is a {kind} tensor; it must be a dense one with data, as .to_dense() gives it")
-    if value.untyped_storage().nbytes() < (value.storage_offset() + _extent(value)) * value.element_size():
+    if value.layout != torch.strided or value.is_nested or value.is_quantized or value.is_meta:
         raise UsageError(
-            f"{name} has shape {tuple(value.shape)}, but its memory was freed (its storage was resized); fill it first"
+            f"{name} is a {value.layout} tensor of {value.dtype} on {value.device}; it must be a dense one with data, "
+            "as .to_dense() gives it"
         )
 
 
@@ -323,42 +321,34 @@ def writable(name: str, tensors: Sequence[torch.Tensor]) -> None:
             raise UsageError(
                 f"{name}[{index}] was made in inference mode and cannot be written outside it; use .clone()"
             )
-        if not tensor.is_contiguous() and _overlap([tensor]):
+        if _overlaps(tensor):
             raise UsageError(
                 f"{name}[{index}] has shape {tuple(tensor.shape)} and strides {tensor.stride()}, so several of its "
                 "elements share memory and cannot be written; reduce a copy: .contiguous()"
             )
-    spans = sorted(_span(index, tensor) for index, tensor in enumerate(tensors) if tensor.numel())
-    for position, (device, _, end, first) in enumerate(spans):
-        for other, start, _, second in itertools.islice(spans, position + 1, None):
-            if other != device or start >= end:
-                break
-            if _overlap([tensors[first], tensors[second]]):
-                low, high = sorted((first, second))
-                raise UsageError(
-                    f"{name}[{low}] and {name}[{high}] share memory, so what one of them brings would count twice; "
-                    "give each participant a .clone()"
-                )
+    elements = list(enumerate(zip([tensor.device for tensor in tensors], map(_elements, tensors), strict=True)))
+    for (low, (device, mine)), (high, (other, theirs)) in itertools.combinations(elements, 2):
+        if device == other and np.shares_memory(mine, theirs):
+            raise UsageError(
+                f"{name}[{low}] and {name}[{high}] share memory, so what one of them brings would count twice; "
+                "give each participant a .clone()"
+            )
 
 
-def _span(index: int, tensor: torch.Tensor) -> tuple[str, int, int, int]:
-    """Where a tensor lies: its device, its first byte, the one after its last, and which tensor it is."""
-    return str(tensor.device), (start := tensor.data_ptr()), start + _extent(tensor) * tensor.element_size(), index
+def _elements(tensor: torch.Tensor) -> np.ndarray:
+    """Where its elements lie, for numpy to compare: their memory, which may be a device's, is never looked at."""
+    size = tensor.element_size()
+    strides = tuple(size * stride for stride in tensor.stride())
+    lies = {"shape": tuple(tensor.shape), "strides": strides, "data": (tensor.data_ptr(), True), "typestr": f"|V{size}"}
+    return np.asarray(types.SimpleNamespace(__array_interface__={**lies, "version": 3}))
 
 
-def _overlap(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether an element lies where another one does: each marks its place, and marks are counted."""
-    elements = [tensor.data_ptr() // tensor.element_size() for tensor in tensors]
-    starts = [element - min(elements) for element in elements]
-    ends = [start + _extent(tensor) for start, tensor in zip(starts, tensors, strict=True)]
-    marks = torch.zeros(max(ends), dtype=torch.bool, device="cpu")
-    for start, tensor in zip(starts, tensors, strict=True):
-        marks.as_strided(tensor.shape, tensor.stride(), start).fill_(True)
-    return int(marks.sum()) < sum(tensor.numel() for tensor in tensors)
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    """Elements from the first to the last in memory, gaps counted; 0 if there is none."""
-    if not tensor.numel():
-        return 0
-    return 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether a dimension steps no further than those of smaller steps reach."""
+    reach = 0
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1:
+            if stride <= reach:
+                return tensor.numel() > 0
+            reach += (length - 1) * stride
+    return False

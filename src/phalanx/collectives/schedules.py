@@ -6,6 +6,7 @@ that it receives is one that it sends. So the transfers of a round may be carrie
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -96,15 +97,10 @@ def spell_rounds(transfers: Iterable[Transfer]) -> Iterator[str]:
     yield f"{len(rounds)} rounds; nobody sends more than {most} times the data."
 
 
-def _scatter_reduce(participants: int) -> Iterator[Transfer]:
+def _around(phase: str, ahead: int, participants: int) -> Iterator[Transfer]:
+    """A ring, in which everybody begins with the chunk that is so far ahead of its own number."""
     for number, source in itertools.product(range(participants - 1), range(participants)):
-        chunk = (source - number - 1) % participants
-        yield Transfer("scatter-reduce", number, source, (source + 1) % participants, chunk)
-
-
-def _all_gather(participants: int) -> Iterator[Transfer]:
-    for number, source in itertools.product(range(participants - 1), range(participants)):
-        yield Transfer("all-gather", number, source, (source + 1) % participants, (source - number) % participants)
+        yield Transfer(phase, number, source, (source + 1) % participants, (source - number + ahead) % participants)
 
 
 def _pairs(participants: int) -> list[list[tuple[int, int]]]:
@@ -130,6 +126,8 @@ def _naive(participants: int) -> Iterator[Transfer]:
         yield Transfer("broadcast", other - 1, 0, other, 0)
 
 
+_scatter_reduce = functools.partial(_around, "scatter-reduce", -1)
+_all_gather = functools.partial(_around, "all-gather", 0)
 ALGORITHMS: dict[str, Callable[[int], Iterable[Transfer]]] = {
     "ordered": lambda n: itertools.chain(_up(n), _down(n)),
     "ring": lambda n: itertools.chain(_scatter_reduce(n), _all_gather(n)),

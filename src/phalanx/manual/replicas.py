@@ -24,7 +24,6 @@ from phalanx.frameworks.torch.model import Model, copied, put
 from phalanx.frameworks.torch.replica.gradient import sparse
 from phalanx.plan.fold import fold_values
 
-Replica = torch.nn.Module | Sequence[torch.Tensor]
 Named = list[tuple[str, torch.Tensor]]
 
 ORDERED: Final = "ordered"
@@ -67,13 +66,13 @@ def replicate(model: Model, devices: Sequence[str | torch.device]) -> list[Model
     return replicas
 
 
-def broadcast_parameters(replicas: Sequence[Replica], root: int = 0) -> None:
+def broadcast_parameters(replicas: Sequence[torch.nn.Module], root: int = 0) -> None:
     """Copy one replica's parameters and buffers into all others, in place.
 
     Parameters
     ----------
-    replicas : sequence of torch.nn.Module, or of sequences of parameters
-        Alike in names, shapes and dtypes, on any devices.
+    replicas : sequence of torch.nn.Module
+        Alike in names, shapes and dtypes, on any devices. Mere parameters: in a ``torch.nn.ParameterList``.
     root : int
         Which replica is copied, counted from 0.
 
@@ -88,7 +87,7 @@ def broadcast_parameters(replicas: Sequence[Replica], root: int = 0) -> None:
         broadcast([tensor.detach() for _, tensor in same], root=source)
 
 
-def sync_gradients(replicas: Sequence[Replica], weights: Any = None, algorithm: str = ORDERED) -> None:
+def sync_gradients(replicas: Sequence[torch.nn.Module], weights: Any = None, algorithm: str = ORDERED) -> None:
     """Give every replica the weighted mean of all gradients, ``sum(w_r * g_r) / sum(w_r)``, in ``.grad``.
 
     A gradient that a replica does not have is skipped, not added as zero, and the divisor stays the sum of all
@@ -97,8 +96,8 @@ def sync_gradients(replicas: Sequence[Replica], weights: Any = None, algorithm: 
 
     Parameters
     ----------
-    replicas : sequence of torch.nn.Module, or of sequences of parameters
-        Alike in names, shapes and dtypes, on any devices.
+    replicas : sequence of torch.nn.Module
+        Alike in names, shapes and dtypes, on any devices. Mere parameters: in a ``torch.nn.ParameterList``.
     weights : sequence of float, optional
         One per replica, such as the sizes of the shards; None: all equal. They count relative to the largest, so equal
         ones multiply nothing, and sizes give the bits of ``phalanx.Recipe`` for uneven batches.
@@ -123,7 +122,7 @@ def sync_gradients(replicas: Sequence[Replica], weights: Any = None, algorithm: 
     average(parameters, [[parameter.grad for parameter in replica] for replica in parameters], relative, algorithm)
 
 
-def tensors_of(replicas: Sequence[Replica], *, buffers: bool = False) -> list[Named]:
+def tensors_of(replicas: Sequence[torch.nn.Module], *, buffers: bool = False) -> list[Named]:
     """The parameters of every replica by name, tied ones once, and then the buffers if they are asked for.
 
     Raises
@@ -188,17 +187,12 @@ def _check_model(model: Any) -> None:
 
 
 def _tensors(number: int, replica: Any, *, buffers: bool) -> Named:
-    if isinstance(replica, torch.nn.Module):
-        return [*replica.named_parameters(), *(replica.named_buffers() if buffers else ())]
-    if isinstance(replica, (list, tuple)) and all(isinstance(item, torch.Tensor) for item in replica):
-        once: dict[int, tuple[str, torch.Tensor]] = {}
-        for position, tensor in enumerate(replica):
-            once.setdefault(id(tensor), (f"parameter {position}", tensor))
-        return list(once.values())
-    raise UsageError(
-        f"replicas[{number}] is {checks.shown(replica)} ({type(replica).__name__}); it must be a torch.nn.Module, or a "
-        "list of parameters: list(model.parameters())"
-    )
+    if not isinstance(replica, torch.nn.Module):
+        raise UsageError(
+            f"replicas[{number}] is {checks.shown(replica)} ({type(replica).__name__}); it must be a torch.nn.Module, "
+            "as manual.replicate(model, devices) makes them, or torch.nn.ParameterList(parameters)"
+        )
+    return [*replica.named_parameters(), *(replica.named_buffers() if buffers else ())]
 
 
 def _check_alike(named: list[Named]) -> None:

@@ -7,6 +7,7 @@ it to them, replica by replica, so that what user code draws from generators doe
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -214,7 +215,8 @@ def _dealt(batch: Any, count: int) -> list[Share]:
             content = source.rebuild([_rows(array, start, end) for array in source.arrays])
         else:
             content = source.items[start:end]
-        shares.append(Share(np.arange(start, end), _giving(content), isinstance(source, Columns), "batch"))
+        read = functools.partial(_kept, content)
+        shares.append(Share(np.arange(start, end), read, isinstance(source, Columns), "batch"))
     return shares
 
 
@@ -224,8 +226,8 @@ def _rows(array: Any, start: int, end: int) -> Any:
     return array[np.arange(start, end)]
 
 
-def _giving(content: Any) -> Callable[[Any], Any]:
-    return lambda _: content
+def _kept(content: Any, _: Any) -> Any:
+    return content
 
 
 def _work(definition: Definition, ambiguous: AmbiguousMean, replica: int, model: torch.nn.Module, share: Share) -> Work:
@@ -266,13 +268,10 @@ def _part(work: Work, known: float, replicas: int) -> Part:
 
 def _check_finite(work: Work, loss: float) -> None:
     """Elements are looked at only where a mean is not finite, since its norm may merely overflow."""
-    assert work.computed is not None
-    if not math.isfinite(loss):
-        what = f"the loss is {loss}"
-    elif not arithmetic.finite(work.computed.gradient or []):
-        what = "the gradient has values that are not finite"
-    else:
+    gradient = (work.computed and work.computed.gradient) or []
+    if math.isfinite(loss) and arithmetic.finite(gradient):
         return
+    what = "the gradient has values that are not finite" if math.isfinite(loss) else f"the loss is {loss}"
     raise NonFiniteError(
         f"{what} at {work}; nothing was updated. Look at these samples, lower the learning rate or set max_norm",
         replica=work.replica,
@@ -296,12 +295,6 @@ def _settle(works: Sequence[Work]) -> None:
 def _checked(replicas: Any, optimizers: Any, loss_fn: Any, algorithm: Any, max_norm: Any) -> Definition:
     """What a recipe would know of this step, once everything but the batch is found right."""
     tensors_of(replicas, buffers=True)
-    for number, replica in enumerate(replicas):
-        if not isinstance(replica, torch.nn.Module):
-            raise UsageError(
-                f"replicas[{number}] is a {type(replica).__name__}; a step calls the models, so pass them: "
-                "manual.replicate(model, devices)"
-            )
     check_trained("replicas", list(replicas[0].named_parameters()))
     _check_optimizers(optimizers, replicas)
     checks.choice("algorithm", algorithm, tuple(ALGORITHMS))

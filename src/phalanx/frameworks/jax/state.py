@@ -230,10 +230,8 @@ def build(definition: Definition) -> optax.GradientTransformation:
     UsageError
         ``optimizer`` is neither one nor a function that returns one.
     """
-    made = definition.optimizer
-    if made is None:
-        made = optax.adam(definition.lr)
-    elif not isinstance(made, optax.GradientTransformation):
+    made: Any = optax.adam(definition.lr) if definition.optimizer is None else definition.optimizer
+    if not isinstance(made, optax.GradientTransformation):
         try:
             made = made()
         except Exception as error:
@@ -241,11 +239,11 @@ def build(definition: Definition) -> optax.GradientTransformation:
                 f"optimizer raised {type(error).__name__}: {error}; for parameters in jax arrays it is an "
                 f"optax.GradientTransformation, or a function without arguments that returns one, as in {EXAMPLE}"
             ) from error
-    if not isinstance(made, optax.GradientTransformation):
-        raise UsageError(
-            f"optimizer returned a {type(made).__name__}; for parameters in jax arrays it must return an "
-            f"optax.GradientTransformation, as in {EXAMPLE}"
-        )
+        if not isinstance(made, optax.GradientTransformation):
+            raise UsageError(
+                f"optimizer returned a {type(made).__name__}; for parameters in jax arrays it must return an "
+                f"optax.GradientTransformation, as in {EXAMPLE}"
+            )
     if math.isfinite(definition.max_norm):
         return optax.chain(optax.clip_by_global_norm(definition.max_norm), made)
     return made

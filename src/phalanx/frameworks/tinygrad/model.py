@@ -167,10 +167,6 @@ def _check(name: str, tensor: Tensor) -> None:
         raise UsageError(
             f"{name} of the model is a constant without memory; make it as a tensor of values: Tensor([1.0])"
         )
-    if not isinstance(tensor.device, str):
-        raise UsageError(f"{name} of the model is on {tensor.device}; make the model on one device, and name several")
-    if 0 in tensor.shape:
-        raise UsageError(f"{name} of the model has the shape {tensor.shape}, without elements; leave it out")
 
 
 def _check_copies(model: Model) -> None:
