@@ -77,7 +77,7 @@ def differing(rank, size, kind):
 def differing_sparse(rank, size):
     """Sparse tensors of different shapes, and a sparse tensor beside a dense one, are told on every rank."""
     group = dist.new_group(list(range(size)))
-    with pytest.raises(phalanx.UsageError, match=r"shape \(3,\) \(1 sparse\).*, shape \(4, 2\) \(2 sparse\)"):
+    with pytest.raises(phalanx.UsageError, match=r"shapes .* \(3, 1\), \(4, 2, 2\)"):
         dist.all_reduce((torch.ones(4, 2) if rank == 1 else torch.ones(3)).to_sparse(), group=group)
     with pytest.raises(PeerError, match=r"does (sparse )?all_reduce .* while rank \d does|has ended"):
         one_after_another(lambda: dist.all_reduce(torch.ones(3) if rank else torch.ones(3).to_sparse()), dist.barrier)

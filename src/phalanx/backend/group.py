@@ -253,12 +253,9 @@ class Group(dist.ProcessGroup):
         whole = steps[0] if len(steps) == 1 and not back else then(steps, back)
         operation = Operation(whole, self._memory, name, anyone=sources == [])
         (self._queue if queue is None else queue).begin(operation)
-        return Work(operation, _seconds(opts, self._seconds), outputs, sources)
-
-
-def _seconds(opts: Any, default: float) -> float:
-    given = getattr(opts, "timeout", None)
-    return default if given is None or given.total_seconds() <= 0 else given.total_seconds()
+        given = getattr(opts, "timeout", None)
+        seconds = 0.0 if given is None else given.total_seconds()
+        return Work(operation, seconds if seconds > 0 else self._seconds, outputs, sources)
 
 
 def flattened(tensor: torch.Tensor, back: Back | None = None) -> torch.Tensor:

@@ -74,13 +74,6 @@ class Inbox:
             self.queues[tag] = Queue()
         return self.queues[tag]
 
-    def take(self, tag: int) -> bytearray:
-        """The next message of a tag that there is one of."""
-        message = self.kept[tag].popleft()
-        if not self.kept[tag]:
-            del self.kept[tag]
-        return message
-
     def _whole(self) -> None:
         part, self._part = self._part, bytearray()
         if self._coming is None:
@@ -93,10 +86,10 @@ class Inbox:
 def receive(inbox: Inbox, source: int, tag: int, flat: torch.Tensor) -> Steps:
     """Read the next message of ``tag`` into ``flat``, which is bytes."""
     inbox.look()
-    while tag not in inbox.kept:
+    while not inbox.kept[tag]:
         yield (source,)
         inbox.look()
-    _fill(flat, inbox.take(tag), inbox.name)
+    _fill(flat, inbox.kept[tag].popleft(), inbox.name)
 
 
 def receive_any(inboxes: dict[int, Inbox], tag: int, flat: torch.Tensor, sources: list[int]) -> Steps:
@@ -104,9 +97,9 @@ def receive_any(inboxes: dict[int, Inbox], tag: int, flat: torch.Tensor, sources
     while True:
         for source, inbox in inboxes.items():
             inbox.look()
-            if tag in inbox.kept and not inbox.queues[tag].operations:
+            if inbox.kept[tag] and not inbox.queues[tag].operations:
                 sources.append(source)
-                _fill(flat, inbox.take(tag), inbox.name)
+                _fill(flat, inbox.kept[tag].popleft(), inbox.name)
                 return
         yield tuple(inboxes)
 

@@ -7,7 +7,6 @@ it to them, replica by replica, so that what user code draws from generators doe
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -139,12 +138,7 @@ def data_parallel_step(
     try:
         for work in works:
             drop(work.lane.parameters)  # a stale gradient would be added to the next, or averaged in its place
-        torch.clear_autocast_cache()  # it may hold casts of weights from before the last update
-        with interrupts.held(), interrupts.user_code(), plain_autograd():
-            for work in works:  # none is waited for
-                if len(work.share.samples):
-                    with work.addressed(), accelerators.current(work.device):
-                        work.computed = work.lane.gradient(Todo(work.replica, 0, work.share, 1.0))
+        _compute([work for work in works if len(work.share.samples)])
         loss = _average(works, algorithm)
         if after_sync is not None:
             after_sync(replicas)
@@ -215,8 +209,8 @@ def _dealt(batch: Any, count: int) -> list[Share]:
             content = source.rebuild([_rows(array, start, end) for array in source.arrays])
         else:
             content = source.items[start:end]
-        read = functools.partial(_kept, content)
-        shares.append(Share(np.arange(start, end), read, isinstance(source, Columns), "batch"))
+        columns = isinstance(source, Columns)
+        shares.append(Share(np.arange(start, end), lambda _, content=content: content, columns, "batch"))
     return shares
 
 
@@ -226,14 +220,19 @@ def _rows(array: Any, start: int, end: int) -> Any:
     return array[np.arange(start, end)]
 
 
-def _kept(content: Any, _: Any) -> Any:
-    return content
-
-
 def _work(definition: Definition, ambiguous: AmbiguousMean, replica: int, model: torch.nn.Module, share: Share) -> Work:
     contents = Versions() if any(buffer.device.type != "cpu" for buffer in model.buffers()) else None
     feed = DeviceFeed(Given(), next(model.parameters()).device, ahead=False)
     return Work(replica, Lane(definition, model, feed, Buffers(model, contents), ambiguous, later=True), share)
+
+
+def _compute(works: Sequence[Work]) -> None:
+    """Give all devices their work, replica by replica; none is waited for."""
+    torch.clear_autocast_cache()  # it may hold casts of weights from before the last update
+    with interrupts.held(), interrupts.user_code(), plain_autograd():
+        for work in works:
+            with work.addressed(), accelerators.current(work.device):
+                work.computed = work.lane.gradient(Todo(work.replica, 0, work.share, 1.0))
 
 
 def _average(works: Sequence[Work], algorithm: str) -> float:

@@ -103,7 +103,6 @@ def facts(names: Sequence[str]) -> dict[str, str]:
     return {"devices": ", ".join(devices), "tinygrad": "; ".join(sorted({str(recorded(name)) for name in devices}))}
 
 
-OPENCL = "CL"
 KINDS = [kind for kind in ALL_DEVICES if kind != "DSP"]
 
 
@@ -116,7 +115,7 @@ def opened(name: str) -> str:
         tinygrad cannot use it here; says what it needs.
     """
     try:
-        if name.split(":")[0] == OPENCL:
+        if name.split(":")[0] == "CL":
             see_all_opencl()
         if not re.fullmatch(r"[A-Za-z]+(:\d+)?", name):
             raise ValueError("after the kind comes a number or nothing, as in CL:1")
