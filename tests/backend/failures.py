@@ -77,7 +77,7 @@ def differing(rank, size, kind):
 def differing_sparse(rank, size):
     """Sparse tensors of different shapes, and a sparse tensor beside a dense one, are told on every rank."""
     group = dist.new_group(list(range(size)))
-    with pytest.raises(phalanx.UsageError, match=r"shape \(3,\) \(1 sparse\).*, shape \(4, 2\) \(2 sparse\)"):
+    with pytest.raises(phalanx.UsageError, match=r"shapes .* \(3, 1\), \(4, 2, 2\)"):
         dist.all_reduce((torch.ones(4, 2) if rank == 1 else torch.ones(3)).to_sparse(), group=group)
     with pytest.raises(PeerError, match=r"does (sparse )?all_reduce .* while rank \d does|has ended"):
         one_after_another(lambda: dist.all_reduce(torch.ones(3) if rank else torch.ones(3).to_sparse()), dist.barrier)
@@ -114,8 +114,8 @@ def refused(rank, size):
         (lambda: dist.all_reduce(torch.ones(3, dtype=torch.complex64).to_sparse()), "SUM of real numbers"),
         (lambda: dist.all_reduce(torch.ones(3, dtype=torch.int32), op=dist.ReduceOp.AVG), "AVG cannot be done"),
         (lambda: dist.all_reduce(torch.ones(3), op=dist.ReduceOp.BAND), "BAND cannot be done"),
-        (lambda: dist.all_reduce(torch.ones(3).to(torch.float8_e5m2)), "convert it first"),
-        (lambda: dist.all_gather_into_tensor(torch.ones(size * 3 + 1), torch.ones(3)), "make it"),
+        (lambda: dist.all_reduce(torch.ones(3).to(torch.float8_e5m2)), "convert the tensor"),
+        (lambda: dist.all_gather_into_tensor(torch.ones(size * 3 + 1), torch.ones(3)), "cannot be cut"),
         (lambda: dist.reduce_scatter_tensor(torch.ones(3), torch.ones(size * 3 + 1)), "pad it"),
         (lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4), [1] * size, [9] * size), "add up"),
         (lambda: dist.all_reduce(torch.ones(3, device="meta")), "meta"),
@@ -123,7 +123,7 @@ def refused(rank, size):
         (lambda: dist.all_gather_into_tensor(torch.ones(3 * size).double(), torch.ones(3)), "of torch.float64"),
         (lambda: dist.reduce_scatter_tensor(torch.ones(3), torch.ones(3 * size).double()), "of torch.float64"),
         (lambda: dist.all_to_all([torch.ones(3)], [torch.ones(3)]), f"must be {size} of each"),
-        (lambda: dist.all_to_all_single(torch.ones(3, 2), torch.ones(3, 2)), "3 rows cannot be cut"),
+        (lambda: dist.all_to_all_single(torch.ones(3, 2), torch.ones(3, 2)), "for 3 rows"),
     ]
     for call, words in wrong:
         with pytest.raises(phalanx.UsageError, match=words):

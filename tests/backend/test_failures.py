@@ -112,7 +112,6 @@ def test_what_nobody_waited_for_yet_is_kept_for_old_torch(monkeypatch):
         done, error, queue = True, None, None
 
     monkeypatch.setattr(progress, "KEEPS", True)
-    monkeypatch.setattr(progress, "finish", lambda operation, seconds: None)
     work = progress.Work(Done(), 1.0, [])
     assert set(progress.UNAWAITED) == {work}
     work.wait()

@@ -41,7 +41,7 @@ LISTS = {
     "shapes that broadcast": ([one(2), one(1)], "tensors[1] has shape (1,)"),
     "dtypes": ([one(2), one(2).double()], "tensors[1] has dtype torch.float64 and tensors[0] has torch.float32"),
     "sparse": ([one(2).to_sparse(), one(2)], "tensors[0] is a torch.sparse_coo tensor"),
-    "meta": ([one(2), one(2, device="meta")], "tensors[1] is a meta tensor"),
+    "meta": ([one(2), one(2, device="meta")], "tensors[1] is a torch.strided tensor of torch.float32 on meta"),
 }
 UNWRITABLE = {
     "expanded": ([one(3), one(1).expand(3)], "tensors[1] has shape (3,) and strides (0,)"),
@@ -120,11 +120,19 @@ def test_a_bad_last_entry_changes_nothing(algorithm):
         (torch.float32, {"op": "median"}, "op is 'median'; it must be one of 'sum', 'mean', 'max', 'min'"),
         (torch.float32, {"algorithm": "star"}, "algorithm is 'star'; it must be one of 'ordered', 'ring', 'naive'"),
         (torch.float32, {"algorithm": "all_gather"}, "algorithm is 'all_gather'"),
-        (torch.int64, {"op": "mean"}, "op is 'mean', which torch.int64 cannot hold; take op='sum'"),
-        (torch.bool, {"op": "mean"}, "op is 'mean', which torch.bool cannot hold"),
-        (torch.bool, {"op": "sum"}, "op is 'sum', which torch.bool cannot hold; take op='max' (any)"),
-        (torch.complex64, {"op": "max"}, "op is 'max', but complex numbers (torch.complex64) have no order"),
-        (torch.uint64, {}, "tensors[0] has dtype torch.uint64, in which torch cannot compute"),
+        (
+            torch.int64,
+            {"op": "mean"},
+            "op is 'mean', which torch cannot compute in torch.int64; take one of 'sum', 'max', 'min'",
+        ),
+        (torch.bool, {"op": "mean"}, "op is 'mean', which torch cannot compute in torch.bool"),
+        (torch.bool, {"op": "sum"}, "op is 'sum', which torch cannot compute in torch.bool; take one of 'max', 'min'"),
+        (
+            torch.complex64,
+            {"op": "max"},
+            "op is 'max', which torch cannot compute in torch.complex64; take one of 'sum', 'mean'",
+        ),
+        (torch.uint64, {}, "op is 'sum', which torch cannot compute in torch.uint64"),
     ],
 )
 @pytest.mark.parametrize("count", [1, 2])

@@ -213,26 +213,22 @@ def test_words_for_a_ring_of_four():
 @pytest.mark.parametrize(
     ("name", "ending"),
     [
-        ("ring", "6 rounds; each participant sends 3/2 times the data."),
-        ("ordered", "4 rounds; a participant sends 1 to 2 times the data."),
-        ("naive", "6 rounds; a participant sends 1 to 3 times the data."),
+        ("ring", "6 rounds; nobody sends more than 3/2 times the data."),
+        ("ordered", "4 rounds; nobody sends more than 2 times the data."),
+        ("naive", "6 rounds; nobody sends more than 3 times the data."),
     ],
 )
-def test_words_end_with_counts_and_theory(name, ending):
-    """The closing words count rounds and what is sent, and say what no all-reduce can do without."""
-    closing = " ".join(list(spell_rounds(schedule(name, 4)))[-3:])
-    assert ending in closing
-    bound = "there are at least 2 rounds and somebody sends at least 2(4-1)/4 = 3/2 times the data."
-    assert bound in closing
+def test_words_end_with_counts(name, ending):
+    """The last line counts rounds, and what whoever sends most sends."""
+    assert list(spell_rounds(schedule(name, 4)))[-1] == ending
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("participants", [1, 2, 3, 7, 16])
 def test_words_lose_no_transfer(name, participants):
-    """Read back from the text, the transfers are those of the schedule, and no line is longer than 100 characters."""
+    """Read back from the text, the transfers are those of the schedule."""
     transfers = schedule(name, participants)
     lines = list(spell_rounds(transfers))
-    assert max(map(len, lines)) <= 100
     read = re.findall(r"(\d+) -> (\d+)(?: chunk (\d+))?", "\n".join(lines))
     assert [(int(source), int(target), int(chunk or 0)) for source, target, chunk in read] == [
         (one.source, one.target, one.chunk) for one in transfers

@@ -1,7 +1,7 @@
 """Data parallelism by hand on accelerators, on the fake one of ``tests.accelerator``.
 
-The CPU's bits for any number of devices; gradients go from device to device, as many bytes as a ring's; the host waits
-for each device once a step, when all have their work.
+The CPU's bits for any number of devices; gradients go from device to device. The host waits for each device once a
+step, when all have their work.
 """
 
 import contextlib
@@ -106,7 +106,7 @@ def test_a_wrong_sum_is_noticed(fault, fake, monkeypatch):
         monkeypatch.setattr(
             shared_replicas,
             "_added",
-            lambda owners, left, right: left if left[0].device != right[0].device else added(owners, left, right),
+            lambda left, right: left if left[0].device != right[0].device else added(left, right),
         )
     assert by_manual(recipe, places(4)) != wanted
 
@@ -140,11 +140,9 @@ def between(counts):
 
 
 @pytest.mark.parametrize("per_device", PER_DEVICE)
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_a_sync_has_the_bytes_of_a_ring(count, per_device, fake):
-    """Each device sends 2N(D-1)/D bytes to the others and none to the host, with blocks that fold whole."""
-    if (count, per_device) == (3, 2):
-        per_device = 4
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_sync_goes_up_the_tree_and_down(count, per_device, fake):
+    """The devices together send a gradient D-1 times to where it is added, the mean as often, and none to the host."""
     model = nn.Sequential(*[nn.Linear(31, 32) for _ in range(12)])
     replicas = manual.replicate(model, places(count, per_device))
     for replica in replicas:
@@ -153,9 +151,7 @@ def test_a_sync_has_the_bytes_of_a_ring(count, per_device, fake):
     fake.reset_counts()
     manual.sync_gradients(replicas)
     counts = fake.counts()
-    due = 2 * sum(parameter.nbytes for parameter in model.parameters()) * (count - 1) / count
-    assert sorted(between(counts)) == places(count)
-    assert all(sent == pytest.approx(due, rel=0.05) for sent in between(counts).values())
+    assert sum(between(counts).values()) == 2 * (count - 1) * sum(parameter.nbytes for parameter in model.parameters())
     assert not [pair for pair in counts if "cpu" in pair]
 
 

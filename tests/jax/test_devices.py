@@ -20,7 +20,7 @@ from phalanx.errors import PhalanxError
 from phalanx.frameworks.jax import adapter
 from phalanx.frameworks.jax.environment import DeviceArithmetic
 from phalanx.frameworks.jax.forward import Forward
-from phalanx.frameworks.jax.optimizer import Update
+from phalanx.frameworks.jax.state import Update
 from tests.jax.families import FAMILIES
 
 used = collections.Counter()

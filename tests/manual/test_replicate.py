@@ -207,8 +207,8 @@ def test_replicas_drift_without_a_broadcast():
 
 
 def test_lists_of_parameters_are_broadcast_too():
-    """A replica may be a list of its parameters."""
-    lists = [[torch.full((2,), float(number))] * 2 for number in range(3)]
+    """A replica may be a list of parameters that is a module."""
+    lists = [nn.ParameterList([torch.full((2,), float(number))]) for number in range(3)]
     manual.broadcast_parameters(lists, root=1)
     assert [each[0].tolist() for each in lists] == [[1.0, 1.0]] * 3
 

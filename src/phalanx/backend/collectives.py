@@ -1,6 +1,10 @@
-"""The collectives of a group, each as rounds in slots; big tensors go through in pieces that stay in cache.
+"""The collectives of a group: every rank shows something in its slot, round by round, and reads what others show there.
 
-Every function is a generator that yields the ranks it waits for. Tensors are flat and contiguous. Sums and other
+A rank that comes to round n has read all it wanted of round n-1, so once all have come to n, the slots of n-1 are free
+for n+1: each rank has two slots, and one meeting per round is enough. Plain counters carry it, one writer each. Big
+tensors go through in pieces that stay in cache.
+
+Every collective is a generator that yields the ranks it waits for. Tensors are flat and contiguous. Sums and other
 reductions are taken in a fixed order: pairs of neighbours, then pairs of pairs, by rank; that of the fold. float16 and
 bfloat16 are added in float32 and rounded once.
 """
@@ -13,16 +17,17 @@ from typing import Any
 
 import torch
 
-from phalanx.backend.memory import SLOT
+from phalanx.backend.memory import SLOT, GroupMemory
 from phalanx.backend.progress import Steps
-from phalanx.backend.rounds import DTYPES, MOST, OPERATIONS, SIZE, Rounds, signature
-from phalanx.errors import UsageError
+from phalanx.errors import PeerError, UsageError
 from phalanx.plan.fold import fold_values
 from phalanx.plan.shares import share_bounds
+from phalanx.shared.memory import order
 
-DIRECT = 1 << 14  # bytes up to which every rank adds all of it, however many there are
-Op = Callable[..., torch.Tensor]
-OPS: dict[str, Op] = {
+KEPT_VIEWS = 64
+SIZE = 26  # the bit of a signature from which on it holds a number of bytes
+MOST = (1 << 37) - 1  # bytes that fit there
+OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "SUM": torch.add,
     "AVG": torch.add,
     "PRODUCT": torch.mul,
@@ -32,7 +37,99 @@ OPS: dict[str, Op] = {
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
 }
+ROOTED = ("reduce", "broadcast", "gather", "scatter")
+DTYPES = (
+    torch.uint8, torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64, torch.complex64, torch.complex128,
+)  # fmt: skip
+KINDS = (
+    "barrier", "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all",
+    "sparse all_reduce",
+)  # fmt: skip
+DIRECT = 1 << 14  # bytes up to which every rank adds all of it, however many there are
 NARROW = (torch.float16, torch.bfloat16)
+DIMENSIONS = 64  # that a sparse tensor may have
+
+
+@functools.lru_cache
+def signature(kind: str, dtype: torch.dtype = torch.uint8, op: int = 0, root: int = 0) -> int:
+    """What a rank does in a round, as far as all must do the same, as one word; the size is put in from bit SIZE on."""
+    return KINDS.index(kind) | DTYPES.index(dtype) << 4 | op << 10 | root << 14
+
+
+def spelled(word: int) -> str:
+    """A signature for people."""
+    kind, dtype, root, size = KINDS[word & 15], DTYPES[word >> 4 & 63], word >> 14 & 4095, word >> SIZE
+    if kind in ("barrier", "all_to_all"):
+        return kind
+    op = f" {list(OPERATIONS)[word >> 10 & 15]}" if "reduce" in kind else ""
+    return f"{kind}{op} of {size // dtype.itemsize} x {dtype}" + (f" with root {root}" if kind in ROOTED else "")
+
+
+class Rounds:
+    """The rounds of one group, as one rank goes through them.
+
+    Parameters
+    ----------
+    memory : GroupMemory
+    """
+
+    def __init__(self, memory: GroupMemory) -> None:
+        self.rank, self.size = memory.rank, memory.size
+        self._memory = memory
+        self.others = [rank for rank in range(memory.size) if rank != memory.rank]
+        self._round = 0
+        self._tag = 0
+        self._unseen = 0  # ranks whose slot of this round was not looked at
+        self._views = functools.lru_cache(KEPT_VIEWS)(self._lying)
+
+    def come(self, signature: int) -> Steps:
+        """Come to the next round. What was shown two rounds ago may then be written over.
+
+        Raises
+        ------
+        PeerError
+            Somebody did something else in the latest round.
+        """
+        if self._unseen and self._round:
+            yield from self.see(self.others)
+        self._round, self._tag, self._unseen = self._round + 1, signature, len(self.others)
+
+    def slots(self, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
+        """The slots of this round, ``count`` elements of each: our own to be written before ``show``."""
+        return self._views(dtype, count, self._round & 1)
+
+    def show(self) -> None:
+        """Our slot is written, or need not be."""
+        self._memory.arrive(self._round, self._tag)
+
+    def see(self, ranks: Sequence[int]) -> Steps:
+        """Wait until these ranks show theirs.
+
+        Raises
+        ------
+        PeerError
+            One of them does something else.
+        """
+        memory, number = self._memory, self._round
+        for rank in ranks:
+            self._unseen -= 1
+            while memory.arrived(rank) < number:
+                yield [other for other in self.others if memory.arrived(other) < number]
+            order()  # the counter was read before the tag and the slot are
+            tag = memory.tag(rank, number)
+            if tag != self._tag:
+                raise PeerError(
+                    f"rank {memory.names[rank]} does {spelled(tag)} while rank {memory.names[self.rank]} does "
+                    f"{spelled(self._tag)}; all ranks of a group must call the same collectives in the same order, "
+                    "with equal sizes"
+                )
+
+    def _lying(self, dtype: torch.dtype, count: int, parity: int) -> list[torch.Tensor]:
+        size = count * dtype.itemsize
+        starts = [(2 * rank + parity) * SLOT for rank in range(self.size)]
+        with torch.inference_mode(False):  # else they could not be written outside that mode
+            return [torch.frombuffer(self._memory.slots[start : start + size], dtype=dtype) for start in starts]
 
 
 @functools.lru_cache
@@ -58,22 +155,22 @@ class Reduction:
     """
 
     def __init__(self, name: str, dtype: torch.dtype, ranks: int) -> None:
-        if name not in OPS:
+        if name not in OPERATIONS:
             raise UsageError(f"op is {name}, which backend 'phalanx' has not; use one of {', '.join(OPERATIONS)}")
-        if dtype not in DTYPES:
-            raise UsageError(f"a tensor of {dtype} cannot be reduced; convert it first, to float32 for example")
-        plain = not (dtype.is_floating_point or dtype.is_complex)
-        wrong = (
-            (name in ("BAND", "BOR", "BXOR") and not plain)
-            or (name in ("MIN", "MAX") and dtype.is_complex)
-            or (name == "AVG" and plain)
-        )
-        if wrong:
-            raise UsageError(f"op {name} cannot be done for {dtype}; use another op, or convert the tensor first")
-        self.number = OPERATIONS.index(name)
-        self._op = OPS[name]
+        self.name = name
+        self.number = list(OPERATIONS).index(name)
+        self._op = OPERATIONS[name]
         self._narrow = dtype in NARROW
         self._divisor = ranks if name == "AVG" else 1
+        if dtype not in DTYPES or not self._possible(torch.ones(2, dtype=dtype)):
+            raise UsageError(f"op {name} cannot be done for {dtype}; use another op, or convert the tensor first")
+
+    def _possible(self, some: torch.Tensor) -> bool:
+        try:
+            self.into([some, some], some.clone())
+        except RuntimeError:
+            return False
+        return True
 
     def into(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Reduce ``parts``, one per rank, into ``out``, which may be none of them."""
@@ -95,16 +192,17 @@ def barrier(rounds: Rounds) -> Steps:
     yield from rounds.see(rounds.others)
 
 
-def all_reduce(rounds: Rounds, flat: torch.Tensor, reduction: Reduction) -> Steps:
-    """Every rank ends with the reduction of all."""
-    word = _word("all_reduce", flat, reduction)
-    if rounds.size <= 2 or flat.nbytes <= DIRECT:
-        for part in _pieces(flat, SLOT):
+def all_reduce(rounds: Rounds, flat: torch.Tensor, reduction: Reduction, root: int | None = None) -> Steps:
+    """Every rank ends with the reduction of all; where there is a root, it alone does, and the others keep theirs."""
+    word = _word("all_reduce" if root is None else "reduce", flat, reduction, root or 0)
+    if rounds.size <= 2 or flat.nbytes <= DIRECT or root is not None:
+        for _, part in _pieces(flat, SLOT):
             slots = yield from _shown(rounds, word, part)
-            yield from rounds.see(rounds.others)
-            reduction.into(slots, part)
+            if root is None or rounds.rank == root:
+                yield from rounds.see(rounds.others)
+                reduction.into(slots, part)
         return
-    for part in _pieces(flat, SLOT):
+    for _, part in _pieces(flat, SLOT):
         slots = yield from _shown(rounds, word, part)
         yield from rounds.see(rounds.others)
         bounds = share_bounds(len(part), rounds.size)
@@ -121,72 +219,48 @@ def all_reduce(rounds: Rounds, flat: torch.Tensor, reduction: Reduction) -> Step
             part[start:end].copy_(slots[rank][: end - start])
 
 
-def reduce(rounds: Rounds, flat: torch.Tensor, reduction: Reduction, root: int) -> Steps:
-    """The root ends with the reduction of all; the others keep theirs."""
-    word = _word("reduce", flat, reduction, root)
-    for part in _pieces(flat, SLOT):
-        slots = yield from _shown(rounds, word, part)
-        if rounds.rank == root:
-            yield from rounds.see(rounds.others)
-            reduction.into(slots, part)
-
-
 def broadcast(rounds: Rounds, flat: torch.Tensor, root: int) -> Steps:
     """Every rank ends with what the root has."""
     word = _word("broadcast", flat, root=root)
-    for part in _pieces(flat, SLOT):
-        if rounds.rank == root:
-            yield from _shown(rounds, word, part)
-        else:
-            slots = yield from _idle(rounds, word, part)
+    for _, part in _pieces(flat, SLOT):
+        slots = yield from _shown(rounds, word, part, shows=rounds.rank == root)
+        if rounds.rank != root:
             yield from rounds.see((root,))
             part.copy_(slots[root])
 
 
-def all_gather(rounds: Rounds, outputs: Sequence[torch.Tensor], flat: torch.Tensor, kind: str = "all_gather") -> Steps:
-    """Every rank ends with what each has."""
-    word = _word(kind, flat)
-    for start, part in _placed(flat, SLOT):
+def all_gather(
+    rounds: Rounds, outputs: Sequence[torch.Tensor], flat: torch.Tensor, kind: str = "all_gather", root: int = 0
+) -> Steps:
+    """Whoever has ``outputs`` ends with what each rank has: every rank, or of a "gather" the root."""
+    word = _word(kind, flat, root=root)
+    for start, part in _pieces(flat, SLOT):
         slots = yield from _shown(rounds, word, part)
-        for rank in range(rounds.size):
+        for rank, output in enumerate(outputs):
             if rank != rounds.rank:
                 yield from rounds.see((rank,))
-            outputs[rank][start : start + len(part)].copy_(slots[rank])
-
-
-def gather(rounds: Rounds, outputs: Sequence[torch.Tensor], flat: torch.Tensor, root: int) -> Steps:
-    """The root ends with what each rank has."""
-    word = _word("gather", flat, root=root)
-    for start, part in _placed(flat, SLOT):
-        slots = yield from _shown(rounds, word, part)
-        if rounds.rank == root:
-            yield from rounds.see(rounds.others)
-            for output, slot in zip(outputs, slots, strict=True):
-                output[start : start + len(part)].copy_(slot)
+            output[start : start + len(part)].copy_(slots[rank])
 
 
 def scatter(rounds: Rounds, flat: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> Steps:
-    """Each rank ends with its part of what the root has."""
+    """Each rank ends with its part of what the root has; the others have no ``inputs``."""
     word = _word("scatter", flat, root=root)
-    for start, part in _placed(flat, SLOT // rounds.size):
-        yield from rounds.come(word)
-        slot = rounds.slots(part.dtype, rounds.size * len(part))[root].view(rounds.size, len(part))
-        if rounds.rank == root:
-            for target, value in zip(slot, inputs, strict=True):
-                target.copy_(value[start : start + len(part)])
-        rounds.show()
+    for start, part in _pieces(flat, SLOT // rounds.size):
+        end = start + len(part)
+        dealt = yield from _dealt(rounds, word, part.dtype, len(part), [value[start:end] for value in inputs])
         if rounds.rank != root:
             yield from rounds.see((root,))
-        part.copy_(slot[rounds.rank])
+        part.copy_(dealt[root])
 
 
-def reduce_scatter(rounds: Rounds, flat: torch.Tensor, inputs: Sequence[torch.Tensor], reduction: Reduction) -> Steps:
+def reduce_scatter(rounds: Rounds, flat: torch.Tensor, reduction: Reduction, inputs: Sequence[torch.Tensor]) -> Steps:
     """Each rank ends with the reduction of its part; ``inputs``: this rank's parts, one for each."""
     word = _word("reduce_scatter", flat, reduction)
-    for start, part in _placed(flat, SLOT // rounds.size):
-        slots = yield from _dealt(rounds, word, [value[start : start + len(part)] for value in inputs])
+    for start, part in _pieces(flat, SLOT // rounds.size):
+        end = start + len(part)
+        dealt = yield from _dealt(rounds, word, part.dtype, len(part), [value[start:end] for value in inputs])
         yield from rounds.see(rounds.others)
-        reduction.into([slot.view(rounds.size, -1)[rounds.rank] for slot in slots], part)
+        reduction.into(dealt, part)
 
 
 def all_to_all(rounds: Rounds, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Steps:
@@ -197,64 +271,109 @@ def all_to_all(rounds: Rounds, outputs: Sequence[torch.Tensor], inputs: Sequence
     UsageError
         A rank sends more or less than the other expects.
     """
-    word = signature("all_to_all", inputs[0].dtype)
-    sizes = torch.tensor([len(value) for value in inputs])
-    slots = yield from _shown(rounds, word, sizes)
+    dtype = inputs[0].dtype
+    word = signature("all_to_all", dtype)
+    slots = yield from _shown(rounds, word, torch.tensor([len(value) for value in inputs]))
     yield from rounds.see(rounds.others)
     table = torch.stack(slots).tolist()
-    wanted = [len(output) for output in outputs]
-    if [row[rounds.rank] for row in table] != wanted:
+    wanted, sent = [len(output) for output in outputs], [row[rounds.rank] for row in table]
+    if sent != wanted:
         raise UsageError(
-            f"all_to_all: this rank expects parts of {wanted} elements, and the others send "
-            f"{[row[rounds.rank] for row in table]}; make the splits of all ranks agree"
+            f"all_to_all: this rank expects parts of {wanted} elements, and the others send {sent}; make the splits of "
+            "all ranks agree"
         )
-    most = max(map(max, table))
-    step = SLOT // rounds.size // inputs[0].dtype.itemsize
-    for start in range(0, most, step):
-        slots = yield from _dealt(rounds, word, [value[start : start + step] for value in inputs], step)
-        for rank in range(rounds.size):
+    step = SLOT // rounds.size // dtype.itemsize
+    for start in range(0, max(map(max, table)), step):
+        end = start + step
+        dealt = yield from _dealt(rounds, word, dtype, step, [value[start:end] for value in inputs])
+        for rank, output in enumerate(outputs):
             if rank != rounds.rank:
                 yield from rounds.see((rank,))
-            part = outputs[rank][start : start + step]
-            part.copy_(slots[rank].view(rounds.size, step)[rounds.rank][: len(part)])
+            part = output[start:end]
+            part.copy_(dealt[rank][: len(part)])
 
 
-def _shown(rounds: Rounds, word: int, part: torch.Tensor) -> Steps:
-    """Come to a round and show ``part`` in it; the slots of all."""
+def all_reduce_sparse(rounds: Rounds, tensor: torch.Tensor, reduction: Reduction) -> Steps:
+    """Every rank ends with the sum of all, coalesced.
+
+    Raises
+    ------
+    UsageError
+        It is no sum, or the tensor is not one of real numbers on the CPU. (Of complex ones torch.distributed hands over
+        a view as real ones, through which nothing can be written.)
+    """
+    if reduction.name != "SUM" or tensor.device.type != "cpu" or tensor.dtype == torch.bool or tensor._is_view():
+        raise UsageError(
+            f"all_reduce is {reduction.name} of a sparse tensor of {tensor.dtype} on {tensor.device}; "
+            "backend 'phalanx' has SUM of real numbers on the CPU, no views; use to_dense() for others"
+        )
+    return _summed(rounds, tensor)
+
+
+def _summed(rounds: Rounds, tensor: torch.Tensor) -> Steps:
+    own = tensor.detach().coalesce()
+    rows, values = own.indices().t(), own.values()
+    shape = [*own.shape, own.sparse_dim()]
+    header = torch.tensor([len(values), *shape, *[-1] * (DIMENSIONS - own.dim())])
+    headers = torch.stack((yield from _gathered(rounds, header)))
+    if not torch.equal(headers[:, 1:], header[1:].expand_as(headers[:, 1:])):
+        shapes = sorted({str(tuple(row[1 : row.index(-1)])) for row in headers.tolist()})
+        raise UsageError(
+            f"ranks bring sparse tensors of shapes (and sparse dimensions) {', '.join(shapes)}; give each rank the same"
+        )
+    counts, narrow = headers[:, 0].tolist(), own.dtype in NARROW
+    parts = []
+    all_rows, all_values = (yield from _padded(rounds, rows, counts)), (yield from _padded(rounds, values, counts))
+    for each, given in zip(all_rows, all_values, strict=True):
+        wide = given.float() if narrow else given
+        parts.append(torch.sparse_coo_tensor(each.t(), wide, own.shape, is_coalesced=True, check_invariants=False))
+    total = fold_values(parts, lambda left, right: (left + right).coalesce())
+    assert total is not None  # there is a part of every rank
+    with torch.no_grad():
+        tensor.copy_(total.to(own.dtype))
+
+
+def _padded(rounds: Rounds, mine: torch.Tensor, counts: list[int]) -> Steps:
+    """The rows of all ranks, of which rank i has ``counts[i]``."""
+    shape = (max(counts), *mine.shape[1:])
+    flat = mine.new_zeros(shape)
+    flat[: len(mine)] = mine
+    padded = yield from _gathered(rounds, flat.view(-1))
+    return [each.view(shape)[:count] for each, count in zip(padded, counts, strict=True)]
+
+
+def _gathered(rounds: Rounds, flat: torch.Tensor) -> Steps:
+    found = [torch.empty_like(flat) for _ in range(rounds.size)]
+    yield from all_gather(rounds, found, flat, "sparse all_reduce")
+    return found
+
+
+def _shown(rounds: Rounds, word: int, part: torch.Tensor, *, shows: bool = True) -> Steps:
+    """Come to a round and show ``part`` in it, or come to read only; the slots of all."""
     yield from rounds.come(word)
     slots = rounds.slots(part.dtype, len(part))
-    slots[rounds.rank].copy_(part)
+    if shows:
+        slots[rounds.rank].copy_(part)
     rounds.show()
     return slots
 
 
-def _idle(rounds: Rounds, word: int, part: torch.Tensor) -> Steps:
-    """Come to a round to read only."""
+def _dealt(rounds: Rounds, word: int, dtype: torch.dtype, step: int, parts: Sequence[torch.Tensor]) -> Steps:
+    """Come to a round and show a part for each rank, ``step`` elements apart; what each rank has for this one."""
     yield from rounds.come(word)
-    rounds.show()
-    return rounds.slots(part.dtype, len(part))
-
-
-def _dealt(rounds: Rounds, word: int, parts: Sequence[torch.Tensor], step: int = 0) -> Steps:
-    """Come to a round and show a part for each rank, ``step`` elements apart."""
-    step = step or len(parts[0])
-    yield from rounds.come(word)
-    slots = rounds.slots(parts[0].dtype, rounds.size * step)
-    for target, part in zip(slots[rounds.rank].view(rounds.size, step), parts, strict=True):
+    slots = [slot.view(rounds.size, step) for slot in rounds.slots(dtype, rounds.size * step)]
+    for target, part in zip(slots[rounds.rank], parts, strict=False):
         target[: len(part)].copy_(part)
     rounds.show()
-    return slots
+    return [slot[rounds.rank] for slot in slots]
 
 
-def _pieces(flat: torch.Tensor, most: int) -> Sequence[torch.Tensor]:
-    """``flat`` in pieces of at most so many bytes."""
-    return [flat] if 0 < flat.nbytes <= most else flat.split(most // flat.itemsize) if len(flat) else []
-
-
-def _placed(flat: torch.Tensor, most: int) -> Sequence[tuple[int, torch.Tensor]]:
-    """The same, each with the index of its first element."""
-    pieces = _pieces(flat, most)
-    return [(number * len(pieces[0]), piece) for number, piece in enumerate(pieces)]
+def _pieces(flat: torch.Tensor, most: int) -> Sequence[tuple[int, torch.Tensor]]:
+    """``flat`` in pieces of at most so many bytes, each with the index of its first element."""
+    if 0 < flat.nbytes <= most:
+        return [(0, flat)]
+    step = most // flat.itemsize
+    return [(start, flat[start : start + step]) for start in range(0, len(flat), step)]
 
 
 def _word(kind: str, flat: torch.Tensor, reduction: Reduction | None = None, root: int = 0) -> int:

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.backend import collectives, sparse
+from phalanx.backend import collectives
 from phalanx.backend.memory import GroupMemory
 from phalanx.backend.messages import Inbox, receive, receive_any, send
 from phalanx.backend.progress import Operation, Queue, Steps, Work, leave
-from phalanx.backend.rounds import Rounds
-from phalanx.backend.tensors import Back, Flat, fitting, flattened, movable, raw, rows, split, then
 from phalanx.errors import UsageError
 
 Tensors = Sequence[torch.Tensor]
+Flat = list[torch.Tensor]
+Back = list[tuple[torch.Tensor, torch.Tensor]]  # what has to be copied back, and from where
 
 
 class Group(dist.ProcessGroup):
@@ -36,7 +36,7 @@ class Group(dist.ProcessGroup):
         super().__init__(memory.rank, memory.size)  # type: ignore[call-arg]
         self._memory = memory
         self._seconds = seconds
-        self._rounds = Rounds(memory)
+        self._rounds = collectives.Rounds(memory)
         self._queue = Queue()
         self._outboxes = {rank: Queue() for rank in self._rounds.others}
         self._inboxes = {rank: Inbox(memory, rank) for rank in self._rounds.others}
@@ -65,16 +65,14 @@ class Group(dist.ProcessGroup):
         """Every rank ends with the reduction of all."""
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp.op
         if {tensor.layout for tensor in tensors} == {torch.sparse_coo}:
-            steps = [self._reduced(sparse.all_reduce, tensor, op) for tensor in tensors]
+            steps = [self._reduced(collectives.all_reduce_sparse, tensor, op) for tensor in tensors]
             return self._begin("sparse all_reduce", steps, [], tensors, opts)
         return self._all("all_reduce", tensors, lambda flat: self._reduced(collectives.all_reduce, flat, op), opts)
 
     def reduce(self, tensors: Tensors, opts: Any) -> Work:
         """The root ends with the reduction of all."""
-        root = opts.rootRank
-        return self._all(
-            "reduce", tensors, lambda flat: self._reduced(collectives.reduce, flat, opts.reduceOp.op, root), opts
-        )
+        op, root = opts.reduceOp.op, opts.rootRank
+        return self._all("reduce", tensors, lambda flat: self._reduced(collectives.all_reduce, flat, op, root), opts)
 
     allreduce_coalesced = allreduce
 
@@ -86,14 +84,7 @@ class Group(dist.ProcessGroup):
 
     def allgather(self, output_lists: Sequence[Tensors], tensors: Tensors, opts: Any = None) -> Work:
         """Every rank ends with what each has, in a list of tensors."""
-        back: Back = []
-        steps = [
-            collectives.all_gather(
-                self._rounds, fitting("outputs", outputs, tensor, self.size(), back), movable(flattened(tensor))
-            )
-            for outputs, tensor in zip(output_lists, tensors, strict=True)
-        ]
-        return self._begin("all_gather", steps, back, output_lists, opts)
+        return self._gathered(output_lists, tensors, [], output_lists, opts)
 
     def allgather_coalesced(self, output_lists: Sequence[Tensors], tensors: Tensors, opts: Any = None) -> Work:
         """The same for several, with a list for each rank."""
@@ -106,21 +97,15 @@ class Group(dist.ProcessGroup):
     def all_gather_single_coalesced(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> Work:
         """The same for several."""
         back: Back = []
-        steps = [
-            collectives.all_gather(self._rounds, self._cut(flattened(output, back), tensor), movable(flattened(tensor)))
-            for output, tensor in zip(outputs, tensors, strict=True)
-        ]
-        return self._begin("all_gather", steps, back, outputs, opts)
+        lists = [split(flattened(output, back), self.size()) for output in outputs]
+        return self._gathered(lists, tensors, back, outputs, opts)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def gather(self, output_lists: Sequence[Tensors], tensors: Tensors, opts: Any) -> Work:
         """The root ends with what each rank has."""
-        back: Back = []
-        outputs = fitting("outputs", output_lists[0], tensors[0], self.size(), back) if output_lists else []
-        steps = [collectives.gather(self._rounds, outputs, movable(flattened(tensors[0])), opts.rootRank)]
-        return self._begin("gather", steps, back, output_lists, opts)
+        return self._gathered(output_lists or [[]], tensors, [], output_lists, opts, "gather", opts.rootRank)
 
     def scatter(self, outputs: Tensors, input_lists: Sequence[Tensors], opts: Any) -> Work:
         """Each rank ends with its part of what the root has."""
@@ -133,7 +118,12 @@ class Group(dist.ProcessGroup):
         """Each rank ends with the reduction of its part, out of lists of parts."""
         back: Back = []
         steps = [
-            self._reduce_scattered(flattened(output, back), [flattened(part) for part in parts], opts)
+            self._reduced(
+                collectives.reduce_scatter,
+                flattened(output, back),
+                opts.reduceOp.op,
+                fitting("inputs", parts, output, self.size()),
+            )
             for output, parts in zip(outputs, input_lists, strict=True)
         ]
         return self._begin("reduce_scatter", steps, back, outputs, opts)
@@ -144,12 +134,7 @@ class Group(dist.ProcessGroup):
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, tensors: Tensors, opts: Any) -> Work:
         """The same for several."""
-        back: Back = []
-        steps = [
-            self._reduce_scattered(flattened(output, back), split(flattened(tensor), self.size()), opts)
-            for output, tensor in zip(outputs, tensors, strict=True)
-        ]
-        return self._begin("reduce_scatter", steps, back, outputs, opts)
+        return self.reduce_scatter(outputs, [split(flattened(tensor), self.size()) for tensor in tensors], opts)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -185,23 +170,22 @@ class Group(dist.ProcessGroup):
         """Send a tensor to one rank; it must not be changed before the work is done."""
         steps = send(self._memory, self._peer(target), tag, raw(flattened(tensors[0])))
         name = f"send to rank {self._memory.names[target]}, tag {tag}"
-        return self._message(name, self._outboxes[target], steps, tensors, None)
+        return self._begin(name, [steps], [], tensors, queue=self._outboxes[target])
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Work:
         """Receive a tensor from one rank."""
         back: Back = []
-        flat = raw(flattened(tensors[0], back))
-        steps = then([receive(self._inboxes[self._peer(source)], source, tag, flat)], back)
-        return self._message(
-            f"recv from rank {self._memory.names[source]}, tag {tag}", Queue(), steps, tensors, [source]
-        )
+        inbox = self._inboxes[self._peer(source)]
+        steps = receive(inbox, source, tag, raw(flattened(tensors[0], back)))
+        name = f"recv from rank {self._memory.names[source]}, tag {tag}"
+        return self._begin(name, [steps], back, tensors, queue=inbox.queue(tag), sources=[source])
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         """Receive a tensor from whichever rank sent one."""
         back: Back = []
         sources: list[int] = []
-        steps = then([receive_any(self._inboxes, tag, raw(flattened(tensors[0], back)), sources)], back)
-        return self._message(f"recv from any rank, tag {tag}", Queue(), steps, tensors, sources, anyone=True)
+        steps = receive_any(self._inboxes, tag, raw(flattened(tensors[0], back)), sources)
+        return self._begin(f"recv from any rank, tag {tag}", [steps], back, tensors, queue=Queue(), sources=sources)
 
     def shutdown(self) -> None:
         """Give back what the group holds, and give up what is under way."""
@@ -215,14 +199,6 @@ class Group(dist.ProcessGroup):
             raise UsageError(f"rank is {rank}, but this is rank {self.rank()} of {self.size()}; name another of them")
         return rank
 
-    def _cut(self, flat: torch.Tensor, tensor: torch.Tensor) -> Flat:
-        if len(flat) != tensor.numel() * self.size() or flat.dtype != tensor.dtype:
-            raise UsageError(
-                f"the output has {len(flat)} elements of {flat.dtype}, and {self.size()} ranks bring "
-                f"{tensor.numel()} of {tensor.dtype} each; make it {tensor.numel() * self.size()} of that"
-            )
-        return [movable(part) for part in split(flat, self.size())]
-
     def _all_to_all(self, outputs: Flat, inputs: Flat) -> Steps:
         counts, dtypes = {len(outputs), len(inputs)}, {part.dtype for part in (*outputs, *inputs)}
         if counts != {self.size()} or len(dtypes) > 1:
@@ -232,40 +208,147 @@ class Group(dist.ProcessGroup):
             )
         return collectives.all_to_all(self._rounds, outputs, inputs)
 
-    def _reduced(self, collective: Any, flat: torch.Tensor, op: Any, *root: int) -> Steps:
-        return collective(self._rounds, flat, collectives.reduction(op, flat.dtype, self._rounds.size), *root)
+    def _gathered(
+        self,
+        output_lists: Any,
+        tensors: Tensors,
+        back: Back,
+        outputs: Any,
+        opts: Any,
+        kind: str = "all_gather",
+        root: int = 0,
+    ) -> Work:
+        """Only who has a list of outputs gets anything."""
+        steps = [
+            collectives.all_gather(
+                self._rounds,
+                fitting("outputs", parts, tensor, self.size(), back) if parts or kind != "gather" else [],
+                movable(flattened(tensor)),
+                kind,
+                root,
+            )
+            for parts, tensor in zip(output_lists, tensors, strict=True)
+        ]
+        return self._begin(kind, steps, back, outputs, opts)
 
-    def _reduce_scattered(self, flat: torch.Tensor, parts: Tensors, opts: Any) -> Steps:
-        inputs = fitting("inputs", parts, flat, self.size())
-        return collectives.reduce_scatter(
-            self._rounds, flat, inputs, collectives.reduction(opts.reduceOp.op, flat.dtype, self.size())
-        )
+    def _reduced(self, collective: Any, flat: torch.Tensor, op: Any, *more: Any) -> Steps:
+        reduction = collectives.reduction(op, flat.dtype, self._rounds.size)
+        return collective(self._rounds, flat, reduction, *more)
 
     def _all(self, name: str, tensors: Tensors, steps: Any, opts: Any) -> Work:
         back: Back = []
         return self._begin(name, [steps(flattened(tensor, back)) for tensor in tensors], back, tensors, opts)
 
-    def _begin(self, name: str, steps: Sequence[Steps], back: Back, outputs: Any, opts: Any) -> Work:
-        whole = steps[0] if len(steps) == 1 and not back else then(steps, back)
-        operation = Operation(whole, self._memory, name)
-        self._queue.begin(operation)
-        return Work(operation, _seconds(opts, self._seconds), outputs)
-
-    def _message(
+    def _begin(
         self,
         name: str,
-        queue: Queue,
-        steps: Steps,
-        tensors: Tensors,
-        sources: list[int] | None,
-        *,
-        anyone: bool = False,
+        steps: Sequence[Steps],
+        back: Back,
+        outputs: Any,
+        opts: Any = None,
+        queue: Queue | None = None,
+        sources: list[int] | None = None,
     ) -> Work:
-        operation = Operation(steps, self._memory, name, anyone=anyone)
-        queue.begin(operation)
-        return Work(operation, self._seconds, tensors, sources)
+        """``sources``: of a message, where it came from, once it is here; empty: from anybody."""
+        whole = steps[0] if len(steps) == 1 and not back else then(steps, back)
+        operation = Operation(whole, self._memory, name, anyone=sources == [])
+        (self._queue if queue is None else queue).begin(operation)
+        given = getattr(opts, "timeout", None)
+        seconds = 0.0 if given is None else given.total_seconds()
+        return Work(operation, seconds if seconds > 0 else self._seconds, outputs, sources)
 
 
-def _seconds(opts: Any, default: float) -> float:
-    given = getattr(opts, "timeout", None)
-    return default if given is None or given.total_seconds() <= 0 else given.total_seconds()
+def flattened(tensor: torch.Tensor, back: Back | None = None) -> torch.Tensor:
+    """``tensor`` in one dimension: itself, or a copy, which is noted in ``back`` if it will be written.
+
+    Tensors of inference mode are copied too: only in that mode may they be written, and a wait may come outside of it.
+
+    Raises
+    ------
+    UsageError
+        It is not on the CPU, not dense, or to be written and expanded.
+    """
+    if tensor.is_cpu and tensor.dim() == 1 and not tensor.requires_grad and tensor.layout == torch.strided:
+        own = tensor
+    elif tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        kind = tensor.device.type if tensor.device.type != "cpu" else str(tensor.layout)
+        raise UsageError(
+            f"a tensor is {kind}, and backend 'phalanx' moves dense tensors on the CPU; use 'nccl' for GPUs, and "
+            "to_dense() for sparse ones"
+        )
+    else:
+        own = tensor.detach()
+    written = back is not None and own.is_inference()
+    if own.is_contiguous() and not own.is_neg() and not written:
+        return own if own.dim() == 1 else own.view(-1)
+    with torch.inference_mode(False):
+        copy = own.clone(memory_format=torch.contiguous_format).view(-1)
+    if back is not None:
+        if any(length > 1 and not stride for length, stride in zip(own.shape, own.stride(), strict=True)):
+            raise UsageError(
+                f"a tensor has shape {tuple(own.shape)} and strides {own.stride()}, so several of its elements share "
+                "memory and cannot be written; take a copy: .contiguous()"
+            )
+        back.append((own, copy))
+    return copy
+
+
+def raw(flat: torch.Tensor) -> torch.Tensor:
+    """A flat tensor as bytes."""
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element is contiguous at any stride
+
+
+def movable(flat: torch.Tensor) -> torch.Tensor:
+    """A flat tensor of a dtype that slots have: its own, so that ranks can compare it, or bytes."""
+    return flat if flat.dtype in collectives.DTYPES else raw(flat)
+
+
+def fitting(name: str, parts: Sequence[torch.Tensor], like: torch.Tensor, ranks: int, back: Back | None = None) -> Flat:
+    """One part for each rank, each with as many elements as ``like`` and of its dtype; flat.
+
+    Raises
+    ------
+    UsageError
+        They are not.
+    """
+    if len(parts) != ranks or any(part.numel() != like.numel() or part.dtype != like.dtype for part in parts):
+        told = ", ".join(f"{part.numel()} of {part.dtype}" for part in parts)
+        raise UsageError(
+            f"{name} are {len(parts)} tensors of elements: {told}; there must be {ranks}, each with {like.numel()} of "
+            f"{like.dtype}"
+        )
+    return [movable(flattened(part, back)) for part in parts]
+
+
+def split(flat: torch.Tensor, ranks: int) -> list[torch.Tensor]:
+    """A flat tensor in equal parts.
+
+    Raises
+    ------
+    UsageError
+        It cannot be cut so.
+    """
+    if len(flat) % ranks:
+        raise UsageError(f"a tensor of {len(flat)} elements cannot be cut for {ranks} ranks; pad it")
+    return list(flat.view(ranks, -1))
+
+
+def rows(flat: torch.Tensor, tensor: torch.Tensor, splits: Sequence[int], ranks: int) -> Flat:
+    """``flat``, which is ``tensor``, in parts of so many rows; equal ones if ``splits`` is empty."""
+    splits = splits or [len(tensor) // ranks] * ranks
+    if len(splits) != ranks or sum(splits) != len(tensor):
+        raise UsageError(
+            f"splits are {list(splits)} for {len(tensor)} rows and {ranks} ranks; make them add up, or pad"
+        )
+    row = tensor[0].numel() if len(tensor) else 0
+    return [movable(part) for part in flat.split([row * count for count in splits])]
+
+
+def then(steps: Sequence[Steps], back: Back) -> Steps:
+    """One after another; then copy back what was copied."""
+    for each in steps:
+        yield from each
+    if back:
+        with torch.inference_mode():
+            for own, copy in back:
+                own.copy_(copy.view(own.shape))

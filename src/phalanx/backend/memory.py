@@ -6,6 +6,7 @@ is opened as ``/proc/PID/fd/N``, so it has no name and needs no listener.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -166,35 +167,24 @@ def join(store: Any, rank: int, size: int) -> GroupMemory:
     if not sys.platform.startswith("linux"):
         raise UsageError(f"backend 'phalanx' needs Linux, this is {sys.platform}; use backend='gloo'")
     needed = _words(size) + 2 * SLOT * size + PIPE * size * size
-    memory = Memory(needed) if rank == 0 else None
-    try:
-        return _meet(store, rank, size, needed, memory)
-    finally:
-        if memory is not None:
-            memory.close()
-
-
-def _meet(store: Any, rank: int, size: int, needed: int, memory: Memory | None) -> GroupMemory:
-    turn = store.add(f"rank {rank} comes", 1)  # a group may be made again with the same store
-    fd = -1 if memory is None else memory.fd
-    mine = {"host": socket.gethostname(), "where": _where(), "uid": os.getuid(), "pid": os.getpid(), "fd": fd}
-    store.set(f"{turn} rank {rank}", json.dumps(mine))
-    ranks = [json.loads(store.get(f"{turn} rank {peer}")) for peer in range(size)]
-    for peer, other in enumerate(ranks):
-        if (other["where"], other["uid"]) != (ranks[0]["where"], ranks[0]["uid"]):
-            raise UsageError(
-                f"rank {peer} runs on {other['host']} as user {other['uid']}, rank 0 on {ranks[0]['host']} as user "
-                f"{ranks[0]['uid']}: backend 'phalanx' is shared memory, for one host, one user, one container; "
-                "use backend='gloo' there"
-            )
-    shared = _opened(ranks[0]["pid"], ranks[0]["fd"], needed) if memory is None else memory
-    try:
-        mapped = shared.map()
-    finally:
-        if memory is None:
-            shared.close()
-    store.set(f"{turn} ready {rank}", "")
-    store.wait([f"{turn} ready {peer}" for peer in range(size)])  # the descriptor stays until all have the memory
+    with contextlib.ExitStack() as held:
+        memory = held.enter_context(contextlib.closing(Memory(needed))) if rank == 0 else None
+        turn = store.add(f"rank {rank} comes", 1)  # a group may be made again with the same store
+        fd = -1 if memory is None else memory.fd
+        mine = {"host": socket.gethostname(), "where": _where(), "uid": os.getuid(), "pid": os.getpid(), "fd": fd}
+        store.set(f"{turn} rank {rank}", json.dumps(mine))
+        ranks = [json.loads(store.get(f"{turn} rank {peer}")) for peer in range(size)]
+        for peer, other in enumerate(ranks):
+            if (other["where"], other["uid"]) != (ranks[0]["where"], ranks[0]["uid"]):
+                raise UsageError(
+                    f"rank {peer} runs on {other['host']} as user {other['uid']}, rank 0 on {ranks[0]['host']} as user "
+                    f"{ranks[0]['uid']}: backend 'phalanx' is shared memory, for one host, one user, one container; "
+                    "use backend='gloo' there"
+                )
+        with contextlib.closing(_opened(ranks[0]["pid"], ranks[0]["fd"], needed)) as shared:
+            mapped = shared.map()
+        store.set(f"{turn} ready {rank}", "")
+        store.wait([f"{turn} ready {peer}" for peer in range(size)])  # the descriptor stays until all have the memory
     return GroupMemory(mapped, rank, size, [other["pid"] for other in ranks])
 
 

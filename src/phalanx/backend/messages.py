@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from phalanx.backend.memory import GroupMemory
-from phalanx.backend.progress import Steps
+from phalanx.backend.progress import Queue, Steps
 from phalanx.errors import UsageError
 
 HEADER = struct.Struct("=qq")  # tag, bytes
@@ -55,7 +55,7 @@ class Inbox:
         self._part = bytearray()  # of a message, or of its header
         self._coming: tuple[int, int] | None = None
         self.kept: dict[int, deque[bytearray]] = defaultdict(deque)
-        self.wanted: dict[int, deque[object]] = defaultdict(deque)
+        self.queues: dict[int, Queue] = defaultdict(Queue)
 
     def look(self) -> None:
         """Take out of the pipe what is there."""
@@ -68,12 +68,11 @@ class Inbox:
             if size == need:
                 self._whole()
 
-    def take(self, tag: int) -> bytearray:
-        """The next message of a tag that there is one of."""
-        message = self.kept[tag].popleft()
-        if not self.kept[tag]:
-            del self.kept[tag]
-        return message
+    def queue(self, tag: int) -> Queue:
+        """Where those wait who ask for a tag: who asked first gets the first message."""
+        if not self.queues[tag].operations:
+            self.queues[tag] = Queue()
+        return self.queues[tag]
 
     def _whole(self) -> None:
         part, self._part = self._part, bytearray()
@@ -85,20 +84,12 @@ class Inbox:
 
 
 def receive(inbox: Inbox, source: int, tag: int, flat: torch.Tensor) -> Steps:
-    """Read the next message of ``tag`` into ``flat``, which is bytes; those who asked first get theirs first."""
-    ticket = object()
-    inbox.wanted[tag].append(ticket)
-    try:
-        while True:
-            inbox.look()
-            if inbox.wanted[tag][0] is ticket and tag in inbox.kept:
-                _fill(flat, inbox.take(tag), inbox.name)
-                return
-            yield (source,)
-    finally:
-        inbox.wanted[tag].remove(ticket)
-        if not inbox.wanted[tag]:
-            del inbox.wanted[tag]
+    """Read the next message of ``tag`` into ``flat``, which is bytes."""
+    inbox.look()
+    while not inbox.kept[tag]:
+        yield (source,)
+        inbox.look()
+    _fill(flat, inbox.kept[tag].popleft(), inbox.name)
 
 
 def receive_any(inboxes: dict[int, Inbox], tag: int, flat: torch.Tensor, sources: list[int]) -> Steps:
@@ -106,9 +97,9 @@ def receive_any(inboxes: dict[int, Inbox], tag: int, flat: torch.Tensor, sources
     while True:
         for source, inbox in inboxes.items():
             inbox.look()
-            if tag in inbox.kept and tag not in inbox.wanted:
+            if inbox.kept[tag] and not inbox.queues[tag].operations:
                 sources.append(source)
-                _fill(flat, inbox.take(tag), inbox.name)
+                _fill(flat, inbox.kept[tag].popleft(), inbox.name)
                 return
         yield tuple(inboxes)
 

@@ -139,34 +139,12 @@ def advance() -> None:
             queue.advance()
 
 
-def poll(operation: Operation) -> bool:
-    """Go on as far as possible; whether ``operation`` is done."""
-    if not operation.done:
-        advance()
-        _check(operation, 0.0, math.inf)
-    return operation.done
-
-
 def leave(memory: GroupMemory) -> None:
     """Give up what is under way in a group."""
     with LOCK:
         for queue in QUEUES[:]:
             if queue.operations[0].memory is memory:
                 queue.fail(PeerError(f"{queue.operations[0].name}: the group was destroyed before it was done"))
-
-
-def finish(operation: Operation, seconds: float) -> None:
-    """Wait until an operation is done.
-
-    Raises
-    ------
-    PeerError
-        A rank that it waits for has ended, or did not come in time.
-    """
-    if not operation.done:
-        _await(operation, seconds)
-    if operation.error is not None:
-        raise operation.error
 
 
 class Work(dist.Work):
@@ -192,10 +170,19 @@ class Work(dist.Work):
             UNAWAITED.add(self)
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Until it is done."""
+        """Until it is done.
+
+        Raises
+        ------
+        PeerError
+            A rank that it waits for has ended, or did not come in time.
+        """
         given = 0.0 if timeout is None else timeout.total_seconds()
         try:
-            finish(self._operation, given if given > 0 else self._seconds)
+            if not self._operation.done:
+                _await(self._operation, given if given > 0 else self._seconds)
+            if self._operation.error is not None:
+                raise self._operation.error
         finally:
             UNAWAITED.discard(self)
         return True
@@ -209,7 +196,10 @@ class Work(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether it is done; lets it go on as far as it can."""
-        return poll(self._operation)
+        if not self._operation.done:
+            advance()
+            _check(self._operation, 0.0, math.inf)
+        return self._operation.done
 
     def is_success(self) -> bool:
         """Whether it is done, and went well."""
@@ -263,7 +253,7 @@ def _check(operation: Operation, waited: float, seconds: float) -> None:
                 return
             why = f"rank {first.memory.names[gone[0]]} (process {first.memory.pids[gone[0]]}) has ended"
         elif waited > seconds:
-            late = _spelled([first.memory.names[rank] for rank in first.awaited])
+            late = ", ".join(f"rank {first.memory.names[rank]}" for rank in first.awaited)
             why = f"{late} did not come within the timeout of {seconds:g} s"
         else:
             return
@@ -274,7 +264,3 @@ def _gone(operation: Operation) -> Sequence[int]:
     """Ranks without which it cannot be done, and that have ended."""
     gone = operation.memory.gone(operation.awaited)
     return () if operation.anyone and len(gone) < len(operation.awaited) else gone
-
-
-def _spelled(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

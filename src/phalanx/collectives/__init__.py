@@ -8,9 +8,11 @@ What is wrong with a call is found before a tensor is written; the error names t
 from __future__ import annotations
 
 import itertools
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from phalanx.collectives.schedules import ALGORITHMS, Transfer, schedule, spell_rounds
@@ -32,15 +34,9 @@ __all__ = [
 ]
 
 OPS = ("sum", "mean", "max", "min")
-PLAIN = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-         torch.float32, torch.float64, torch.complex64, torch.complex128)  # fmt: skip
-NARROW = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz,
-          torch.float8_e5m2fnuz)  # fmt: skip
-SUMMED_IN = {
-    **dict.fromkeys(NARROW, torch.float32),
-    **{dtype: dtype for dtype in PLAIN},
+SUMMED_IN = {  # torch has no arithmetic in the two of integers; wider sums wrap to the same bits
     torch.complex32: torch.complex64,
-    torch.uint16: torch.int32,  # torch has no arithmetic in these two; wider sums wrap to the same bits
+    torch.uint16: torch.int32,
     torch.uint32: torch.int64,
 }
 Bounds = Sequence[tuple[int, int]]
@@ -85,7 +81,7 @@ def all_reduce(tensors: Sequence[torch.Tensor], op: str = "sum", algorithm: str 
     if len(members) == 1:
         return
     transfers = schedule(algorithm, len(members))
-    sums = [_flat(tensor) for tensor in members]
+    sums = [_wide(tensor).reshape(-1) for tensor in members]
     bounds = share_bounds(sums[0].numel(), 1 + max(transfer.chunk for transfer in transfers))
     with interrupts.guarded():  # Ctrl-C waits: all tensors are written, or none
         _carry_out(transfers, [_cut(flat, bounds) for flat in sums], op)
@@ -186,17 +182,16 @@ def reduce_scatter(tensors: Sequence[torch.Tensor], op: str = "sum") -> list[tor
     members = tensors_of("tensors", tensors)
     reducible(op, members[0].dtype)
     cuttable("tensors[0]", members[0])
-    dtype = members[0].dtype
     bounds = share_bounds(len(members[0]), len(members))
-    chunks = [_cut(tensor.to(SUMMED_IN[dtype], copy=True).resolve_conj(), bounds) for tensor in members]
+    chunks = [_cut(_wide(tensor, copy=True), bounds) for tensor in members]
     _carry_out(schedule("reduce_scatter", len(members)), chunks, op)
     own = [_finished(mine[index], op, len(members)) for index, mine in enumerate(chunks)]
-    return [piece.to(dtype, copy=True) for piece in own]
+    return [piece.to(members[0].dtype, copy=True) for piece in own]
 
 
 @torch.no_grad()
 def all_gather(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Put the pieces one after the other along their first dimension, once per participant: the ring's second half.
+    """Put the pieces one after the other along their first dimension, once per participant.
 
     Parameters
     ----------
@@ -215,13 +210,7 @@ def all_gather(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         The pieces differ in dtype, or in a dimension other than the first.
     """
     members = tensors_of("pieces", pieces, pieces=True)
-    ends = [sum(map(len, members[:number])) for number in range(len(members) + 1)]
-    wholes = [piece.new_empty((ends[-1], *piece.shape[1:])) for piece in members]
-    chunks = [_cut(whole, list(itertools.pairwise(ends))) for whole in wholes]
-    for index, piece in enumerate(members):
-        chunks[index][index].copy_(piece)
-    _carry_out(schedule("all_gather", len(members)), chunks)
-    return wholes
+    return [torch.cat([other.to(piece.device) for other in members]) for piece in members]
 
 
 def _carry_out(transfers: Sequence[Transfer], chunks: Sequence[Sequence[torch.Tensor]], op: str = "sum") -> None:
@@ -240,9 +229,11 @@ def _cut(tensor: torch.Tensor, bounds: Bounds) -> list[torch.Tensor]:
     return [tensor[start:end] for start, end in bounds]
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """What is summed in place of the tensor: a view of its memory where that is possible."""
-    return tensor.detach().to(SUMMED_IN[tensor.dtype]).resolve_conj().reshape(-1)
+def _wide(tensor: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
+    """What is summed in place of the tensor: its own memory where that is possible."""
+    narrow = tensor.dtype.is_floating_point and tensor.dtype.itemsize < torch.float32.itemsize
+    dtype = torch.float32 if narrow else SUMMED_IN.get(tensor.dtype, tensor.dtype)
+    return tensor.detach().to(dtype, copy=copy).resolve_conj()
 
 
 def _finished(reduced: torch.Tensor, op: str, count: int) -> torch.Tensor:
@@ -281,14 +272,10 @@ def dense(name: str, value: Any) -> None:
     """``value`` is a tensor with memory of its own kind: not sparse, quantized or without data."""
     if not isinstance(value, torch.Tensor):
         raise UsageError(f"{name} is {checks.shown(value)} ({type(value).__name__}); it must be a torch.Tensor")
-    kinds = {"nested": value.is_nested, "quantized": value.is_quantized, "meta": value.is_meta}
-    kinds[str(value.layout)] = value.layout != torch.strided
-    for kind, applies in kinds.items():
-        if applies:
-            raise UsageError(f"{name} is a {kind} tensor; it must be a dense one with data, as .to_dense() gives it")
-    if value.untyped_storage().nbytes() < (value.storage_offset() + _extent(value)) * value.element_size():
+    if value.layout != torch.strided or value.is_nested or value.is_quantized or value.is_meta:
         raise UsageError(
-            f"{name} has shape {tuple(value.shape)}, but its memory was freed (its storage was resized); fill it first"
+            f"{name} is a {value.layout} tensor of {value.dtype} on {value.device}; it must be a dense one with data, "
+            "as .to_dense() gives it"
         )
 
 
@@ -317,17 +304,14 @@ def usable_device(name: str, value: Any) -> torch.device:
 def reducible(op: Any, dtype: torch.dtype) -> None:
     """``op`` is known, and its result is a value of ``dtype``."""
     checks.choice("op", op, OPS)
-    if dtype not in SUMMED_IN:
+    whole = not dtype.is_floating_point and not dtype.is_complex
+    unfit = {"sum": dtype == torch.bool, "mean": whole, "max": dtype.is_complex, "min": dtype.is_complex}
+    if unfit[op] or dtype == torch.uint64:
+        others = ", ".join(repr(other) for other in OPS if not unfit[other])
         raise UsageError(
-            f"tensors[0] has dtype {dtype}, in which torch cannot compute; convert with .long() or .float()"
+            f"op is {op!r}, which torch cannot compute in {dtype}; take one of {others}, or convert with .long() or "
+            ".double()"
         )
-    if op == "sum" and dtype == torch.bool:
-        raise UsageError("op is 'sum', which torch.bool cannot hold; take op='max' (any) or 'min' (all), or use .int()")
-    if op == "mean" and not dtype.is_floating_point and not dtype.is_complex:
-        other = "op='max' (any)" if dtype == torch.bool else "op='sum'"
-        raise UsageError(f"op is 'mean', which {dtype} cannot hold; take {other}, or convert with .double()")
-    if op in ("max", "min") and dtype.is_complex:
-        raise UsageError(f"op is {op!r}, but complex numbers ({dtype}) have no order; reduce x.abs(), or take op='sum'")
 
 
 def writable(name: str, tensors: Sequence[torch.Tensor]) -> None:
@@ -337,42 +321,34 @@ def writable(name: str, tensors: Sequence[torch.Tensor]) -> None:
             raise UsageError(
                 f"{name}[{index}] was made in inference mode and cannot be written outside it; use .clone()"
             )
-        if not tensor.is_contiguous() and _overlap([tensor]):
+        if _overlaps(tensor):
             raise UsageError(
                 f"{name}[{index}] has shape {tuple(tensor.shape)} and strides {tensor.stride()}, so several of its "
                 "elements share memory and cannot be written; reduce a copy: .contiguous()"
             )
-    spans = sorted(_span(index, tensor) for index, tensor in enumerate(tensors) if tensor.numel())
-    for position, (device, _, end, first) in enumerate(spans):
-        for other, start, _, second in itertools.islice(spans, position + 1, None):
-            if other != device or start >= end:
-                break
-            if _overlap([tensors[first], tensors[second]]):
-                low, high = sorted((first, second))
-                raise UsageError(
-                    f"{name}[{low}] and {name}[{high}] share memory, so what one of them brings would count twice; "
-                    "give each participant a .clone()"
-                )
+    elements = list(enumerate(zip([tensor.device for tensor in tensors], map(_elements, tensors), strict=True)))
+    for (low, (device, mine)), (high, (other, theirs)) in itertools.combinations(elements, 2):
+        if device == other and np.shares_memory(mine, theirs):
+            raise UsageError(
+                f"{name}[{low}] and {name}[{high}] share memory, so what one of them brings would count twice; "
+                "give each participant a .clone()"
+            )
 
 
-def _span(index: int, tensor: torch.Tensor) -> tuple[str, int, int, int]:
-    """Where a tensor lies: its device, its first byte, the one after its last, and which tensor it is."""
-    return str(tensor.device), (start := tensor.data_ptr()), start + _extent(tensor) * tensor.element_size(), index
+def _elements(tensor: torch.Tensor) -> np.ndarray:
+    """Where its elements lie, for numpy to compare: their memory, which may be a device's, is never looked at."""
+    size = tensor.element_size()
+    strides = tuple(size * stride for stride in tensor.stride())
+    lies = {"shape": tuple(tensor.shape), "strides": strides, "data": (tensor.data_ptr(), True), "typestr": f"|V{size}"}
+    return np.asarray(types.SimpleNamespace(__array_interface__={**lies, "version": 3}))
 
 
-def _overlap(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether an element lies where another one does: each marks its place, and marks are counted."""
-    elements = [tensor.data_ptr() // tensor.element_size() for tensor in tensors]
-    starts = [element - min(elements) for element in elements]
-    ends = [start + _extent(tensor) for start, tensor in zip(starts, tensors, strict=True)]
-    marks = torch.zeros(max(ends), dtype=torch.bool, device="cpu")
-    for start, tensor in zip(starts, tensors, strict=True):
-        marks.as_strided(tensor.shape, tensor.stride(), start).fill_(True)
-    return int(marks.sum()) < sum(tensor.numel() for tensor in tensors)
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    """Elements from the first to the last in memory, gaps counted; 0 if there is none."""
-    if not tensor.numel():
-        return 0
-    return 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether a dimension steps no further than those of smaller steps reach."""
+    reach = 0
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1:
+            if stride <= reach:
+                return tensor.numel() > 0
+            reach += (length - 1) * stride
+    return False

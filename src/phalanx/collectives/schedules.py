@@ -6,8 +6,8 @@ that it receives is one that it sends. So the transfers of a round may be carrie
 
 from __future__ import annotations
 
+import functools
 import itertools
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,8 +16,6 @@ from fractions import Fraction
 from phalanx.definition import checks
 
 REDUCING = frozenset({"scatter-reduce", "reduce"})
-TEXT_WIDTH = 100
-UNBROKEN = "\N{NO-BREAK SPACE}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,52 +82,25 @@ def rounds_of(transfers: Iterable[Transfer]) -> list[list[Transfer]]:
 
 
 def spell_rounds(transfers: Iterable[Transfer]) -> Iterator[str]:
-    """The schedule for people: a line or a few per round, then how much is sent and how little could be.
-
-    Lines are at most 100 characters long.
-    """
+    """The schedule for people: a line per round, then how much is sent."""
     transfers = list(transfers)
     if not transfers:
         yield "1 participant: nothing to send"
         return
-    rounds = rounds_of(transfers)
+    rounds, chunks = rounds_of(transfers), 1 + max(one.chunk for one in transfers)
     in_phase = Counter(group[0].phase for group in rounds)
-    cut = any(one.chunk for one in transfers)
     for group in rounds:
         phase, number = group[0].phase, group[0].round
-        sends = [f"{one.source} -> {one.target}" + (f" chunk {one.chunk}" if cut else "") for one in group]
-        kept = ", ".join(send.replace(" ", UNBROKEN) for send in sends)
-        line = f"{phase}, round {number + 1} of {in_phase[phase]}: {kept}"
-        for part in textwrap.wrap(line, TEXT_WIDTH, subsequent_indent="    ", break_on_hyphens=False):
-            yield part.replace(UNBROKEN, " ")
-    for sentence in _balance(transfers, len(rounds)):
-        yield from textwrap.wrap(sentence, TEXT_WIDTH)
+        sends = [f"{one.source} -> {one.target}" + (f" chunk {one.chunk}" if chunks > 1 else "") for one in group]
+        yield f"{phase}, round {number + 1} of {in_phase[phase]}: {', '.join(sends)}"
+    most = Fraction(max(Counter(one.source for one in transfers).values()), chunks)
+    yield f"{len(rounds)} rounds; nobody sends more than {most} times the data."
 
 
-def _balance(transfers: list[Transfer], rounds: int) -> Iterator[str]:
-    participants = 1 + max(max(one.source, one.target) for one in transfers)
-    chunks = 1 + max(one.chunk for one in transfers)
-    sent = Counter(one.source for one in transfers)
-    least, most = (Fraction(pick(sent[one] for one in range(participants)), chunks) for pick in (min, max))
-    who = f"each participant sends {most}" if most == least else f"a participant sends {least} to {most}"
-    yield f"{rounds} round{'s' * (rounds > 1)}; {who} times the data."
-    if len({one.reduces for one in transfers}) == 2:
-        bound = Fraction(2 * (participants - 1), participants)
-        yield (
-            f"In any all-reduce among {participants}, there are at least {(participants - 1).bit_length()} rounds and "
-            f"somebody sends at least 2({participants}-1)/{participants} = {bound} times the data."
-        )
-
-
-def _scatter_reduce(participants: int) -> Iterator[Transfer]:
+def _around(phase: str, ahead: int, participants: int) -> Iterator[Transfer]:
+    """A ring, in which everybody begins with the chunk that is so far ahead of its own number."""
     for number, source in itertools.product(range(participants - 1), range(participants)):
-        chunk = (source - number - 1) % participants
-        yield Transfer("scatter-reduce", number, source, (source + 1) % participants, chunk)
-
-
-def _all_gather(participants: int) -> Iterator[Transfer]:
-    for number, source in itertools.product(range(participants - 1), range(participants)):
-        yield Transfer("all-gather", number, source, (source + 1) % participants, (source - number) % participants)
+        yield Transfer(phase, number, source, (source + 1) % participants, (source - number + ahead) % participants)
 
 
 def _pairs(participants: int) -> list[list[tuple[int, int]]]:
@@ -155,6 +126,8 @@ def _naive(participants: int) -> Iterator[Transfer]:
         yield Transfer("broadcast", other - 1, 0, other, 0)
 
 
+_scatter_reduce = functools.partial(_around, "scatter-reduce", -1)
+_all_gather = functools.partial(_around, "all-gather", 0)
 ALGORITHMS: dict[str, Callable[[int], Iterable[Transfer]]] = {
     "ordered": lambda n: itertools.chain(_up(n), _down(n)),
     "ring": lambda n: itertools.chain(_scatter_reduce(n), _all_gather(n)),

@@ -6,7 +6,6 @@ asked otherwise.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import operator
@@ -23,9 +22,8 @@ from phalanx.errors import UsageError
 from phalanx.frameworks.torch.arithmetic import Gradient, placed
 from phalanx.frameworks.torch.model import Model, copied, put
 from phalanx.frameworks.torch.replica.gradient import sparse
-from phalanx.plan.fold import dealt, fold_values
+from phalanx.plan.fold import fold_values
 
-Replica = torch.nn.Module | Sequence[torch.Tensor]
 Named = list[tuple[str, torch.Tensor]]
 
 ORDERED: Final = "ordered"
@@ -68,13 +66,13 @@ def replicate(model: Model, devices: Sequence[str | torch.device]) -> list[Model
     return replicas
 
 
-def broadcast_parameters(replicas: Sequence[Replica], root: int = 0) -> None:
+def broadcast_parameters(replicas: Sequence[torch.nn.Module], root: int = 0) -> None:
     """Copy one replica's parameters and buffers into all others, in place.
 
     Parameters
     ----------
-    replicas : sequence of torch.nn.Module, or of sequences of parameters
-        Alike in names, shapes and dtypes, on any devices.
+    replicas : sequence of torch.nn.Module
+        Alike in names, shapes and dtypes, on any devices. Mere parameters: in a ``torch.nn.ParameterList``.
     root : int
         Which replica is copied, counted from 0.
 
@@ -89,7 +87,7 @@ def broadcast_parameters(replicas: Sequence[Replica], root: int = 0) -> None:
         broadcast([tensor.detach() for _, tensor in same], root=source)
 
 
-def sync_gradients(replicas: Sequence[Replica], weights: Any = None, algorithm: str = ORDERED) -> None:
+def sync_gradients(replicas: Sequence[torch.nn.Module], weights: Any = None, algorithm: str = ORDERED) -> None:
     """Give every replica the weighted mean of all gradients, ``sum(w_r * g_r) / sum(w_r)``, in ``.grad``.
 
     A gradient that a replica does not have is skipped, not added as zero, and the divisor stays the sum of all
@@ -98,8 +96,8 @@ def sync_gradients(replicas: Sequence[Replica], weights: Any = None, algorithm: 
 
     Parameters
     ----------
-    replicas : sequence of torch.nn.Module, or of sequences of parameters
-        Alike in names, shapes and dtypes, on any devices.
+    replicas : sequence of torch.nn.Module
+        Alike in names, shapes and dtypes, on any devices. Mere parameters: in a ``torch.nn.ParameterList``.
     weights : sequence of float, optional
         One per replica, such as the sizes of the shards; None: all equal. They count relative to the largest, so equal
         ones multiply nothing, and sizes give the bits of ``phalanx.Recipe`` for uneven batches.
@@ -124,7 +122,7 @@ def sync_gradients(replicas: Sequence[Replica], weights: Any = None, algorithm: 
     average(parameters, [[parameter.grad for parameter in replica] for replica in parameters], relative, algorithm)
 
 
-def tensors_of(replicas: Sequence[Replica], *, buffers: bool = False) -> list[Named]:
+def tensors_of(replicas: Sequence[torch.nn.Module], *, buffers: bool = False) -> list[Named]:
     """The parameters of every replica by name, tied ones once, and then the buffers if they are asked for.
 
     Raises
@@ -161,7 +159,7 @@ def average(
     with torch.no_grad():
         terms = [_term(*pair) for pair in zip(gradients, weights, strict=True)]
         if algorithm == ORDERED:
-            total = fold_values(terms, functools.partial(_added, _owners(parameters)))
+            total = fold_values(terms, _added)
             assert total is not None
         else:
             there = [term for term in terms if term is not None]
@@ -189,17 +187,12 @@ def _check_model(model: Any) -> None:
 
 
 def _tensors(number: int, replica: Any, *, buffers: bool) -> Named:
-    if isinstance(replica, torch.nn.Module):
-        return [*replica.named_parameters(), *(replica.named_buffers() if buffers else ())]
-    if isinstance(replica, (list, tuple)) and all(isinstance(item, torch.Tensor) for item in replica):
-        once: dict[int, tuple[str, torch.Tensor]] = {}
-        for position, tensor in enumerate(replica):
-            once.setdefault(id(tensor), (f"parameter {position}", tensor))
-        return list(once.values())
-    raise UsageError(
-        f"replicas[{number}] is {checks.shown(replica)} ({type(replica).__name__}); it must be a torch.nn.Module, or a "
-        "list of parameters: list(model.parameters())"
-    )
+    if not isinstance(replica, torch.nn.Module):
+        raise UsageError(
+            f"replicas[{number}] is {checks.shown(replica)} ({type(replica).__name__}); it must be a torch.nn.Module, "
+            "as manual.replicate(model, devices) makes them, or torch.nn.ParameterList(parameters)"
+        )
+    return [*replica.named_parameters(), *(replica.named_buffers() if buffers else ())]
 
 
 def _check_alike(named: list[Named]) -> None:
@@ -251,19 +244,9 @@ def _term(gradient: Gradient | None, weight: float) -> Gradient | None:
     return [None if entry is None else entry * weight for entry in gradient]
 
 
-def _owners(parameters: Sequence[Sequence[torch.Tensor]]) -> list[torch.device]:
-    """Where sums over several devices are taken: each device adds up about as many bytes."""
-    devices = list(dict.fromkeys(parameter.device for replica in parameters for parameter in replica))
-    return [devices[owner] for owner in dealt([parameter.nbytes for parameter in parameters[0]], len(devices))]
-
-
-def _added(owners: Sequence[torch.device], left: Gradient, right: Gradient) -> Gradient:
-    """The sum as new tensors, since gradients may share memory: where both are, or at the owner. Absent + x = x."""
-    homes = [
-        owner if a is not None and b is not None and a.device != b.device else None
-        for owner, a, b in zip(owners, left, right, strict=True)
-    ]
-    pairs = zip(placed(left, homes), placed(right, homes), strict=True)
+def _added(left: Gradient, right: Gradient) -> Gradient:
+    """The sum as new tensors, since gradients may share memory: where the left one is. Absent + x = x."""
+    pairs = zip(left, placed(right, [None if a is None else a.device for a in left]), strict=True)
     return [b if a is None else a if b is None else a + b for a, b in pairs]
 
 

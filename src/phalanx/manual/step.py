@@ -7,7 +7,6 @@ it to them, replica by replica, so that what user code draws from generators doe
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from phalanx.frameworks.torch import accelerators, arithmetic
 from phalanx.frameworks.torch.arithmetic import DeviceArithmetic, placed
 from phalanx.frameworks.torch.environment import plain_autograd
 from phalanx.frameworks.torch.replica.buffers import Buffers, Versions
-from phalanx.frameworks.torch.replica.feed import can_pin
+from phalanx.frameworks.torch.replica.feed import DeviceFeed
 from phalanx.frameworks.torch.replica.forward import Unread, as_tensors, check_stateless
 from phalanx.frameworks.torch.replica.gradient import drop
 from phalanx.frameworks.torch.replica.lane import Lane
@@ -134,12 +133,12 @@ def data_parallel_step(
     for name, hook in (("before_shard", before_shard), ("after_sync", after_sync), ("after_step", after_step)):
         checks.function(name, hook, f"{name}=print")
     changed = None if before_shard is None else before_shard(batch)
-    shares = _dealt(batch if changed is None else changed, len(replicas))
-    works = [_work(definition, *one) for one in zip(range(len(replicas)), replicas, shares, strict=True)]
+    shares, ambiguous = _dealt(batch if changed is None else changed, len(replicas)), AmbiguousMean(definition, looks=1)
+    works = [_work(definition, ambiguous, *one) for one in zip(range(len(replicas)), replicas, shares, strict=True)]
     try:
         for work in works:
             drop(work.lane.parameters)  # a stale gradient would be added to the next, or averaged in its place
-        _compute(definition, [work for work in works if len(work.share.samples)])
+        _compute([work for work in works if len(work.share.samples)])
         loss = _average(works, algorithm)
         if after_sync is not None:
             after_sync(replicas)
@@ -161,15 +160,11 @@ def data_parallel_step(
 
 @dataclass(slots=True)
 class Work:
-    """One replica with its share of the batch, and what it computed: nothing of an empty share.
-
-    ``source``: the batch in host memory, which is kept until the device has surely copied it.
-    """
+    """One replica with its share of the batch, and what it computed: nothing of an empty share."""
 
     replica: int
     lane: Lane
     share: Share
-    source: Any = None
     computed: Computed | None = None
 
     @property
@@ -194,12 +189,15 @@ class Work:
             raise WorkerError(message, replica=self.replica, samples=self.share.samples) from error
 
 
-class Sent:
-    """Implements ``lane.Batches``: batches are on their devices already, and nothing is seeded."""
+class Given:
+    """Reads shares of a batch that is there, where nothing is seeded."""
 
     def batch(self, key: int | None, share: Share) -> Any:
-        """See ``Batches.batch``."""
-        return share.read(share.samples)
+        """See ``lane.Batches.batch``."""
+        return map_tree(as_tensors, as_batch(share.read(share.samples), share, default_collate))
+
+    def settle(self) -> None:
+        """Nothing that is compiled here is compiled for the sizes at hand."""
 
 
 def _dealt(batch: Any, count: int) -> list[Share]:
@@ -211,7 +209,8 @@ def _dealt(batch: Any, count: int) -> list[Share]:
             content = source.rebuild([_rows(array, start, end) for array in source.arrays])
         else:
             content = source.items[start:end]
-        shares.append(Share(np.arange(start, end), _giving(content), isinstance(source, Columns), "batch"))
+        columns = isinstance(source, Columns)
+        shares.append(Share(np.arange(start, end), lambda _, content=content: content, columns, "batch"))
     return shares
 
 
@@ -221,41 +220,19 @@ def _rows(array: Any, start: int, end: int) -> Any:
     return array[np.arange(start, end)]
 
 
-def _giving(content: Any) -> Callable[[Any], Any]:
-    return lambda _: content
-
-
-def _work(definition: Definition, replica: int, model: torch.nn.Module, share: Share) -> Work:
+def _work(definition: Definition, ambiguous: AmbiguousMean, replica: int, model: torch.nn.Module, share: Share) -> Work:
     contents = Versions() if any(buffer.device.type != "cpu" for buffer in model.buffers()) else None
-    silent = AmbiguousMean(definition, looks=0)  # else it would wait for a device
-    return Work(replica, Lane(definition, model, Sent(), Buffers(model, contents), silent, later=True), share)
+    feed = DeviceFeed(Given(), next(model.parameters()).device, ahead=False)
+    return Work(replica, Lane(definition, model, feed, Buffers(model, contents), ambiguous, later=True), share)
 
 
-def _compute(definition: Definition, works: Sequence[Work]) -> None:
+def _compute(works: Sequence[Work]) -> None:
     """Give all devices their work, replica by replica; none is waited for."""
     torch.clear_autocast_cache()  # it may hold casts of weights from before the last update
     with interrupts.held(), interrupts.user_code(), plain_autograd():
-        for work in works:  # first: a copy may wait for what its device was given before
-            with work.addressed():
-                pins = work.device.type != "cpu" and can_pin()
-                batch = as_batch(work.share.read(work.share.samples), work.share, default_collate)
-                work.source = map_tree(functools.partial(_held, pins), batch)
-                work.share.read = _giving(map_tree(functools.partial(_sent, work.device, pins), work.source))
         for work in works:
             with work.addressed(), accelerators.current(work.device):
                 work.computed = work.lane.gradient(Todo(work.replica, 0, work.share, 1.0))
-    first = works[0].computed
-    assert first is not None
-    AmbiguousMean(definition).warn(first.weight, works[0].source)
-
-
-def _held(pins: bool, leaf: Any) -> Any:
-    leaf = as_tensors(leaf)
-    return leaf.pin_memory() if pins and isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" else leaf
-
-
-def _sent(device: torch.device, pins: bool, leaf: Any) -> Any:
-    return leaf.to(device, non_blocking=pins) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _average(works: Sequence[Work], algorithm: str) -> float:
@@ -290,13 +267,10 @@ def _part(work: Work, known: float, replicas: int) -> Part:
 
 def _check_finite(work: Work, loss: float) -> None:
     """Elements are looked at only where a mean is not finite, since its norm may merely overflow."""
-    assert work.computed is not None
-    if not math.isfinite(loss):
-        what = f"the loss is {loss}"
-    elif not arithmetic.finite(work.computed.gradient or []):
-        what = "the gradient has values that are not finite"
-    else:
+    gradient = (work.computed and work.computed.gradient) or []
+    if math.isfinite(loss) and arithmetic.finite(gradient):
         return
+    what = "the gradient has values that are not finite" if math.isfinite(loss) else f"the loss is {loss}"
     raise NonFiniteError(
         f"{what} at {work}; nothing was updated. Look at these samples, lower the learning rate or set max_norm",
         replica=work.replica,
@@ -320,12 +294,6 @@ def _settle(works: Sequence[Work]) -> None:
 def _checked(replicas: Any, optimizers: Any, loss_fn: Any, algorithm: Any, max_norm: Any) -> Definition:
     """What a recipe would know of this step, once everything but the batch is found right."""
     tensors_of(replicas, buffers=True)
-    for number, replica in enumerate(replicas):
-        if not isinstance(replica, torch.nn.Module):
-            raise UsageError(
-                f"replicas[{number}] is a {type(replica).__name__}; a step calls the models, so pass them: "
-                "manual.replicate(model, devices)"
-            )
     check_trained("replicas", list(replicas[0].named_parameters()))
     _check_optimizers(optimizers, replicas)
     checks.choice("algorithm", algorithm, tuple(ALGORITHMS))
@@ -341,10 +309,12 @@ def _check_optimizers(optimizers: Any, replicas: Sequence[torch.nn.Module]) -> N
     UsageError
         Also for LBFGS, which evaluates the loss several times a step.
     """
-    if not isinstance(optimizers, (list, tuple)):
-        raise UsageError(f"optimizers is {checks.shown(optimizers)}; it must be a list with one per replica, {WAY_OUT}")
-    if len(optimizers) != len(replicas):
-        raise UsageError(f"optimizers has {len(optimizers)} for {len(replicas)} replicas; give one to each, {WAY_OUT}")
+    listed = isinstance(optimizers, (list, tuple))
+    if not listed or len(optimizers) != len(replicas):
+        given = f"has {len(optimizers)}" if listed else f"is {checks.shown(optimizers)}"
+        raise UsageError(
+            f"optimizers {given} for {len(replicas)} replicas; it must be a list with one for each, {WAY_OUT}"
+        )
     described = [_described(number, optimizer, replicas[number]) for number, optimizer in enumerate(optimizers)]
     for number, other in enumerate(described):
         unlike = [what for what in {**described[0], **other} if described[0].get(what) != other.get(what)]
@@ -371,8 +341,7 @@ def _described(number: int, optimizer: Any, replica: torch.nn.Module) -> dict[st
                 f"optimizers[{number}] has {own.count(None)} parameters in group {index} that are not those of "
                 f"replicas[{number}], so it would not update it; give each its own replica's, {WAY_OUT}"
             )
-        facts[f"the parameters of group {index}"] = own
-        for key in group.keys() - {"params", "param_names"}:
-            value = group[key]
-            facts[f"{key!r} of group {index}"] = value.item() if isinstance(value, torch.Tensor) else value
+        for key, value in {**group, "params": own}.items():
+            if key != "param_names":
+                facts[f"{key!r} of group {index}"] = value.item() if isinstance(value, torch.Tensor) else value
     return facts

@@ -21,10 +21,9 @@ from phalanx.frameworks.jax import forward
 from phalanx.frameworks.jax.environment import arithmetic_on, check_threads, compiling, devices_of, recorded
 from phalanx.frameworks.jax.environment import available as available
 from phalanx.frameworks.jax.forward import Forward
-from phalanx.frameworks.jax.optimizer import Update
 from phalanx.frameworks.jax.sharing import Sharing
-from phalanx.frameworks.jax.tree import Trees, named, parted, placed, replaced
-from phalanx.frameworks.jax.tree import state_of as state_of
+from phalanx.frameworks.jax.state import Trees, Update, named, parted, placed, replaced
+from phalanx.frameworks.jax.state import state_of as state_of
 from phalanx.plan.shares import Parts
 from phalanx.seams.records import Computed, Exported, Watch, Weights
 
@@ -78,14 +77,14 @@ class Jax(ArrayFramework):
             self._updates = Update(definition)
             self._state = Trees(params, jax.device_put(self._updates.begin(params), self._device), beside)
         self._homes = found or [self._device]
-        self._copies: dict[int, Any] = {}  # of the parameters, by the number of another device
+        self._spread()
         self.lanes = Blocks(definition.replicas, len(found), self._moved) if len(found) > 1 else None
         self.lr = self._updates.lr
         self.sharing = Sharing(self._state, self._updates, self._device)
 
     def begin(self, device: int, key: int, share: Share) -> Callable[[], Computed]:
         """Compute where a copy of the parameters is."""
-        params = self._params_on(device)
+        params = [self._state.params, *self._copies][device]
         if self.definition.micro_batches > 1:
             return self._begun_in_parts(params, key, share)
         batch = self.batch(key, share)
@@ -126,7 +125,7 @@ class Jax(ArrayFramework):
             if value is not start:
                 start[...] = value
         self._updates.step(self._state, gradient)
-        self._copies = {}
+        self._spread()
 
     def see(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Any:
         """What the metrics say, which are not compiled."""
@@ -151,19 +150,15 @@ class Jax(ArrayFramework):
     def write(self, state: State) -> None:
         """On the first device."""
         self._state.write(state)
-        self._copies = {}
+        self._spread()
 
     def _whole(self, params: Any) -> Any:
         """What ``make_model`` returns, with these parameters."""
         return (params, jax.tree.map(jnp.array, self._state.buffers)) if self._forward.stateful else params
 
-    def _params_on(self, device: int) -> Any:
-        """All parameters on a device: on others than the first, a copy per step."""
-        if not device:
-            return self._state.params
-        if device not in self._copies:
-            self._copies[device] = jax.device_put(self._state.params, self._homes[device])
-        return self._copies[device]
+    def _spread(self) -> None:
+        """Copy the parameters to the devices that update none."""
+        self._copies = [jax.device_put(self._state.params, home) for home in self._homes[1:]]
 
     def _moved(self, vector: Gradient) -> Gradient:
         return [jax.device_put(entry, self._device) for entry in vector]

@@ -7,7 +7,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,12 +15,11 @@ import jax.numpy as jnp
 import jaxlib.version
 import optax
 
-from phalanx.definition import checks, generators
+from phalanx.definition import checks
 from phalanx.errors import UsageError
 from phalanx.frameworks import arithmetic
 from phalanx.frameworks.arithmetic import Gradient
 from phalanx.frameworks.arrays import Anew
-from phalanx.surroundings.turns import Reentrant
 
 NAME = re.compile(r"([a-zA-Z_]+)(?::([0-9]+))?")
 SETTINGS = (
@@ -29,14 +28,6 @@ SETTINGS = (
     "jax_numpy_dtype_promotion",
     "jax_threefry_partitionable",
 )
-
-
-def environment(owned: Mapping[str, Any] | None = None) -> Reentrant:
-    """What is entered around steps and reading: generators may be seeded, and functions are compiled.
-
-    ``owned``: generators of user code, to be restored as the global ones are.
-    """
-    return Reentrant(generators.kept(owned), compiling())
 
 
 def compiling() -> Anew:
@@ -49,20 +40,6 @@ def recorded(device: Any) -> dict[str, str]:
     versions = {"jax": jax.__version__, "jaxlib": jaxlib.version.__version__, "optax": optax.__version__}
     settings = {name: str(getattr(jax.config, name)) for name in SETTINGS}
     return {**versions, **settings, "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""), "device": device.device_kind}
-
-
-def named_device(name: str) -> Any:
-    """The device of jax that is called so, as "cpu" or "cuda:0".
-
-    Raises
-    ------
-    ValueError, RuntimeError, IndexError
-        There is none.
-    """
-    parts = NAME.fullmatch(name)
-    if parts is None:
-        raise ValueError("names are as 'cpu' or 'cuda:0'")
-    return jax.devices(parts[1])[int(parts[2] or 0)]
 
 
 CACHE, SECONDS, BYTES = (
@@ -140,26 +117,19 @@ def devices_of(names: Sequence[str], replicas: int) -> list[Any]:
     """
     devices: list[Any] = []
     for name in names:
+        parts = NAME.fullmatch(name)
         try:
-            alone = len(names) == 1 and ":" not in name and name != "cpu"
-            devices += _all_of(name, replicas) if alone else [named_device(name)]
+            if parts is None:
+                raise ValueError("names are as 'cpu' or 'cuda:0'")
+            there = jax.devices(parts[1])
+            alone = len(names) == 1 and parts[2] is None and name != "cpu"
+            devices += there[:replicas] if alone else [there[int(parts[2] or 0)]]
         except (RuntimeError, ValueError, IndexError) as error:
             raise UsageError(
                 f"devices names {name!r}, which jax cannot use here ({error}); use ['cpu'], or leave it out"
             ) from error
     checks.alike(names, devices, [device.device_kind for device in devices], replicas)
     return devices
-
-
-def _all_of(kind: str, replicas: int) -> list[Any]:
-    named_device(kind)  # says why it cannot be used
-    devices = jax.devices(kind)
-    if len(devices) > replicas:
-        checks.warn(
-            f"devices is {kind!r}: {replicas} of {len(devices)} devices are used, as replicas is {replicas}; raise it "
-            "(which is part of the answer) to use more"
-        )
-    return devices[:replicas]
 
 
 def available() -> list[tuple[str, str, str]]:

@@ -21,7 +21,7 @@ from phalanx.definition import checks
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks.arrays import Functions, check_leaf
-from phalanx.frameworks.jax.tree import plain, prng_key, words
+from phalanx.frameworks.jax.state import plain, prng_key, words
 from phalanx.seams.records import Computed, Watch
 from phalanx.surroundings.presence import outside as no_step
 
@@ -64,12 +64,7 @@ class Forward(Functions):
 
     def output(self, params: Any, batch: Any, state: Any = ()) -> Any:
         """The output for ``batch`` in an evaluation: ``key`` is None."""
-        try:
-            return self._evaluated(params, batch, None, state)[0]
-        except Exception as error:
-            if self._keyed:
-                error.add_note("in an evaluation forward_fn's key is None: leave out there what draws random numbers")
-            raise
+        return self._evaluated(params, batch, None, state)[0]
 
     def tell(self, watch: Watch, params: Any, batch: Any, key: int, state: Any = ()) -> None:
         """Tell ``watch`` the output, and where it asks for them the equations of it, and of all up to the gradient."""
@@ -125,9 +120,6 @@ def left(state: Any, after: Any) -> list[np.ndarray]:
     return [begun if begun.tobytes() == (now := np.array(leaf)).tobytes() else now for begun, leaf in pairs]
 
 
-LIMIT = 1 << 31
-
-
 def collate(samples: Sequence[Any]) -> Any:
     """A batch out of samples of one form: their leaves stacked, Python's floats as float32."""
     return jax.tree.map(lambda *leaves: _stacked(leaves), *samples)
@@ -148,12 +140,8 @@ def checked(batch: Any, origin: str, *, double: bool) -> Any:
 
 def _is_plain(leaf: Any) -> bool:
     """What nearly all batches are made of needs no closer look."""
-    return type(leaf) is np.ndarray and (leaf.dtype in (np.float32, np.int32) or _is_small(leaf))
-
-
-def _is_small(array: np.ndarray) -> bool:
-    """Whether these are 64-bit integers that fit into 32 bits."""
-    return array.dtype == np.int64 and array.size > 0 and array.min() >= -LIMIT and array.max() < LIMIT
+    plain = type(leaf) is np.ndarray and leaf.dtype in (np.float32, np.int32, np.int64)
+    return plain and not _is_cut_off(leaf)
 
 
 def _checked(leaf: Any, origin: str, path: Any, double: bool) -> Any:

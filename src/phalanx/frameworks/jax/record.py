@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from phalanx.definition import generators
 from phalanx.definition.checks import takes
 from phalanx.definition.digest import Entry
 from phalanx.definition.fields import Definition
@@ -17,6 +18,7 @@ from phalanx.errors import UsageError
 from phalanx.frameworks.record import Collate, Made, Record, adapter
 from phalanx.seams import Framework
 from phalanx.seams.records import Tensor
+from phalanx.surroundings.turns import Reentrant
 
 VARIABLES = ("PJRT_NPROC", "NPROC")  # what XLA's CPU client asks for its number of threads, before it counts processors
 
@@ -46,7 +48,7 @@ class JaxRecord(Record):
         if not takes(make_model, "key", required=True):
             return None
         _adapter()
-        from phalanx.frameworks.jax.tree import prng_key, words
+        from phalanx.frameworks.jax.state import prng_key, words
 
         return functools.partial(make_model, key=prng_key(words(seed)))
 
@@ -68,7 +70,7 @@ class JaxRecord(Record):
         """Samples become numpy arrays."""
         from phalanx.frameworks.jax import environment, forward
 
-        return environment.environment(definition.generators), forward.collate
+        return Reentrant(generators.kept(definition.generators), environment.compiling()), forward.collate
 
     def prepare(self, folder: str) -> None:
         """Workers share what they compile."""

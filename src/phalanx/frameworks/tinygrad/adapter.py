@@ -23,9 +23,8 @@ from phalanx.frameworks.record import Unshared
 from phalanx.frameworks.tinygrad.devices import available as available
 from phalanx.frameworks.tinygrad.devices import devices_of, recorded, settings
 from phalanx.frameworks.tinygrad.lane import Batch, Forward, Lane, collate, numbers
-from phalanx.frameworks.tinygrad.model import opened, plain, write
-from phalanx.frameworks.tinygrad.optimizer import Update
-from phalanx.frameworks.tinygrad.optimizer import state_of as state_of
+from phalanx.frameworks.tinygrad.model import Update, opened, plain, write
+from phalanx.frameworks.tinygrad.model import state_of as state_of
 from phalanx.seams.records import Computed, Exported, Weights
 
 ELSEWHERE = "which is not for recipes of tinygrad in this version; leave it out, or write the model in torch"
@@ -77,7 +76,7 @@ class Tinygrad(ArrayFramework):
             self.recorded = recorded(first.device)
         double = any(plain(tensor).dtype == np.float64 for tensor in model.params.values())
         self.checked = functools.partial(Batch, double=double)
-        self.lanes = Blocks(definition.replicas, len(homes), _in_host_memory) if len(homes) > 1 else None
+        self.lanes = Blocks(definition.replicas, len(homes), list) if len(homes) > 1 else None
         self.lr = self._updates.lr
 
     def begin(self, device: int, key: int, share: Share) -> Callable[[], Computed]:
@@ -132,10 +131,6 @@ class Tinygrad(ArrayFramework):
             params = [plain(tensor) for tensor in self._lanes[0].params]
             for lane in self._lanes[1:]:
                 lane.take(params)
-
-
-def _in_host_memory(vector: Gradient) -> Gradient:
-    return vector
 
 
 def _home(leaf: Any) -> Any:

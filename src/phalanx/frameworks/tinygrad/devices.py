@@ -7,7 +7,6 @@ import ctypes
 import functools
 import re
 import shutil
-import sqlite3
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
@@ -53,7 +52,6 @@ def settings(threads: int) -> Iterator[None]:
     in this process (``PARALLEL``): those that tinygrad would start for that run the caller's script again. What was
     scheduled before under other settings is not taken over (``SCACHE``). ``threads`` share an operation on the CPU.
     """
-    _check_thread()
     if helpers.getenv("JITBEAM", 0):
         raise UsageError(
             "JITBEAM is set in the environment: tinygrad would choose programs by timing them, and bits with them; "
@@ -62,23 +60,6 @@ def settings(threads: int) -> Iterator[None]:
     Tensor.manual_seed(0)
     with Context(BEAM=0, PARALLEL=0, SCACHE=0, NUM_CPU_THREADS=threads):
         yield
-
-
-def _check_thread() -> None:
-    """Refuse other threads than that in which tinygrad compiled first: its cache on disk is that one's alone.
-
-    Raises
-    ------
-    UsageError
-        This is another.
-    """
-    try:
-        helpers.db_connection().cursor().close()
-    except sqlite3.ProgrammingError as error:
-        raise UsageError(
-            "tinygrad computes only in the thread in which it was used first, and this is another; run the recipe "
-            "there, or use tinygrad in no other thread before"
-        ) from error
 
 
 def recorded(device: str) -> dict[str, str]:
@@ -122,7 +103,6 @@ def facts(names: Sequence[str]) -> dict[str, str]:
     return {"devices": ", ".join(devices), "tinygrad": "; ".join(sorted({str(recorded(name)) for name in devices}))}
 
 
-OPENCL = "CL"
 KINDS = [kind for kind in ALL_DEVICES if kind != "DSP"]
 
 
@@ -135,7 +115,7 @@ def opened(name: str) -> str:
         tinygrad cannot use it here; says what it needs.
     """
     try:
-        if name.split(":")[0] == OPENCL:
+        if name.split(":")[0] == "CL":
             see_all_opencl()
         if not re.fullmatch(r"[A-Za-z]+(:\d+)?", name):
             raise ValueError("after the kind comes a number or nothing, as in CL:1")
@@ -160,17 +140,15 @@ MISSING = {
     'CPU are POCL_DEVICES="pthread pthread" in the environment (with pocl 4 and later, "cpu cpu")',
     "WEBGPU": "it needs Dawn (pip install dawn-python, and WEBGPU_PATH at its library), and a driver for Vulkan "
     "(Debian: mesa-vulkan-drivers), Metal or Direct3D",
-    "METAL": "it needs macOS on a Mac with a GPU",
-    "AMD": "it needs an AMD GPU of the RDNA or CDNA families, and the kernel's amdgpu driver",
-    "NV": "it needs an NVIDIA GPU, and the kernel's driver",
-    "CUDA": "it needs an NVIDIA GPU, and CUDA's driver",
-    "QCOM": "it needs an Adreno GPU",
 }
 
 
 def missing(name: str) -> str:
     """What a kind of device needs, as a sentence."""
-    return MISSING.get(name.split(":")[0], "tinygrad writes names as CPU, CL:1, WEBGPU, METAL or AMD:0")
+    kind = name.split(":")[0]
+    if kind not in KINDS:
+        return "tinygrad writes names as CPU, CL:1, WEBGPU, METAL or AMD:0"
+    return MISSING.get(kind, "it needs such a device, and a driver that tinygrad can use")
 
 
 def available() -> list[tuple[str, str, str]]:

@@ -23,18 +23,14 @@ class TinygradRecord(Record):
 
     def recognises(self, model: Any) -> bool:
         """Whether there is a tensor of tinygrad in it, an object or a tree."""
-        module = sys.modules.get("tinygrad")
-        if module is None or isinstance(model, type):
+        if "tinygrad" not in sys.modules or isinstance(model, type):
             return False
-        kind, seen, left = module.Tensor, set[int](), [model]
-        while left:
-            item = left.pop()
-            if isinstance(item, kind):
-                return True
-            if id(item) not in seen:
-                seen.add(id(item))
-                left += _inside(item)
-        return False
+        from tinygrad.nn.state import get_state_dict
+
+        try:
+            return bool(get_state_dict(model))
+        except RecursionError:  # an object that holds itself
+            return False
 
     def open(self, made: Made) -> Framework:
         """In a process that is alone."""
@@ -72,14 +68,6 @@ class TinygradRecord(Record):
     def weights(self, model: Any, params: Mapping[str, Any], instead: Mapping[str, Any]) -> dict[str, Tensor | None]:
         """Its tensors do not convert by themselves."""
         return {name: stored(instead.get(name, tensor).numpy()) for name, tensor in params.items()}
-
-
-def _inside(item: Any) -> list[Any]:
-    if isinstance(item, Mapping):
-        return list(item.values())
-    if isinstance(item, (list, tuple)):
-        return list(item)
-    return list(getattr(item, "__dict__", {}).values()) if not isinstance(item, type) else []
 
 
 def _adapter() -> Any:

@@ -72,14 +72,14 @@ class DeviceFeed:
     Parameters
     ----------
     host : Feed
-        Reads them.
+        Reads them; or what reads and settles as it does.
     device : torch.device
     ahead : bool
         Whether batches may be collated ahead of time. User code that collates may draw random numbers, and those come
         before the ones of forward.
     """
 
-    def __init__(self, host: Feed, device: torch.device, *, ahead: bool) -> None:
+    def __init__(self, host: Any, device: torch.device, *, ahead: bool) -> None:
         self._host = host
         self._device = device
         self._accelerated = device.type != "cpu"
