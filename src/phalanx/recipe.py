@@ -12,7 +12,7 @@ from phalanx.definition import checks
 from phalanx.definition.fields import Definition
 from phalanx.engines import close as close
 from phalanx.errors import UsageError
-from phalanx.plan.keys import Audit
+from phalanx.plan import Audit
 from phalanx.run.loop import Loop
 from phalanx.run.observers import shown, watching
 from phalanx.run.options import DEFAULTS, FIELDS, Options, check_evaluated, settle, unknown

@@ -18,9 +18,8 @@ from phalanx.definition.data import READING, Share
 from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.errors import NonFiniteError, PhalanxError, RunError, UsageError, WorkerError, spell_samples
-from phalanx.plan import replica_key
+from phalanx.plan import Moment, replica_key, share_weights
 from phalanx.plan.fold import fold_values
-from phalanx.plan.shares import Moment, share_weights
 from phalanx.seams import Arithmetic, Framework, Link
 from phalanx.seams.records import Computed, Measurement, Part, Todo, Vector, Weights
 from phalanx.surroundings import interrupts

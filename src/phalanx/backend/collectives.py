@@ -17,8 +17,8 @@ from phalanx.backend.memory import SLOT
 from phalanx.backend.progress import Steps
 from phalanx.backend.rounds import DTYPES, MOST, OPERATIONS, SIZE, Rounds, signature
 from phalanx.errors import UsageError
+from phalanx.plan import share_bounds
 from phalanx.plan.fold import fold_values
-from phalanx.plan.shares import share_bounds
 
 DIRECT = 1 << 14  # bytes up to which every rank adds all of it, however many there are
 Op = Callable[..., torch.Tensor]

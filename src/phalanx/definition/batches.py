@@ -19,8 +19,7 @@ from phalanx.definition.copies import own
 from phalanx.definition.data import Columns, Drawn, Samples, SeedSample, Share, Source, content, open_batch, open_data
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
-from phalanx.plan import Indices, evaluation_sample_key
-from phalanx.plan.shares import share_bounds
+from phalanx.plan import Indices, evaluation_sample_key, share_bounds
 
 EVALUATION = "evaluation data"
 WHOLE_BYTES = 1 << 18  # of a column that is compared whole

@@ -15,8 +15,7 @@ import numpy as np
 from phalanx.definition import checks
 from phalanx.definition.checks import answering, check_numpy
 from phalanx.errors import UsageError
-from phalanx.plan import Indices
-from phalanx.plan.shares import share_bounds
+from phalanx.plan import Indices, share_bounds
 
 SeedSample = Callable[[int], None]
 READING = "while phalanx was reading sample"

@@ -21,8 +21,7 @@ from phalanx.definition import checks
 from phalanx.definition.data import alike
 from phalanx.definition.reachable import differences, reachable, values
 from phalanx.errors import UsageError
-from phalanx.plan import Indices
-from phalanx.plan.keys import MASK32, splitmix64
+from phalanx.plan import MASK32, Indices, splitmix64
 from phalanx.surroundings.interrupts import guarded
 from phalanx.surroundings.turns import ALONE
 

@@ -23,7 +23,7 @@ from phalanx.definition.streams import supplied
 from phalanx.engines.links import LocalLink
 from phalanx.engines.twice import checksum
 from phalanx.errors import SnapshotError, UsageError
-from phalanx.plan.keys import joined
+from phalanx.plan import joined
 from phalanx.run.loop import merged
 from phalanx.run.observers import shown
 from phalanx.seams import Framework

@@ -24,7 +24,7 @@ from phalanx.definition import checks
 from phalanx.definition.fields import Definition
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.registry import changed_environment
-from phalanx.plan.keys import splitmix64
+from phalanx.plan import splitmix64
 from phalanx.proof.difference import parted
 from phalanx.proof.instant import Instant, nearest, snapshots
 from phalanx.proof.replay import failure_of

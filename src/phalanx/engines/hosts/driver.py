@@ -23,8 +23,8 @@ from phalanx.engines.processes.driver import Processes
 from phalanx.engines.recovery.deadline import Deadline
 from phalanx.errors import SeveredError, UsageError
 from phalanx.frameworks.registry import open_framework, recorded_environment
+from phalanx.plan import Rounds
 from phalanx.plan.fold import hosts
-from phalanx.plan.shares import Rounds
 from phalanx.seams import Framework
 from phalanx.seams.records import Captured, Evaluated, RunState, StepReport
 
