@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +74,7 @@ def told_of_array(value: Any) -> list[str]:
     whole = _bytes(value) <= WHOLE_BYTES
     sha = hashlib.sha256()
     for piece in [value] if whole else _sample(value):
-        sha.update(_content(piece))
+        sha.update(content(piece))
     return [head + " sampled" * (not whole), sha.hexdigest()[:16]]
 
 
@@ -132,16 +132,18 @@ def _evenly(length: int, most: int) -> list[int]:
 
 def _pieces(value: Any, depth: int | None) -> Iterator[bytes | memoryview]:
     """Everything in a container. ``depth``: what may be nested; None: as deep as it goes, all else as its type."""
-    if type(value) in NESTED or (depth is None and isinstance(value, NESTED)):
+    if type(value) in NESTED or (depth is None and isinstance(value, (*NESTED, Mapping))):
         if depth == 0:
             raise TypeError("nested too deeply")
-        items = list(value.items()) if isinstance(value, dict) else value
+        items: Any = list(value.items()) if isinstance(value, Mapping) else value
         yield f"{len(items)} in a {type(value).__name__}".encode()
         for item in items:
             yield from _pieces(item, None if depth is None else depth - 1)
-    elif is_array(value):
+    elif depth is None and hasattr(type(value), "__array_interface__") and not is_array(value):  # a picture, say
+        yield from _pieces(np.asarray(value), depth)
+    elif is_array(value) and not (depth is None and getattr(value.dtype, "hasobject", False)):
         yield f"{_dtype(value)}{list(value.shape)}".encode()
-        yield _content(value)
+        yield content(value)
     elif type(value) in PLAIN or (depth is None and isinstance(value, PLAIN)):
         told = repr(value)
         yield f"{len(told)}:{told}".encode(errors="surrogatepass")
@@ -151,7 +153,7 @@ def _pieces(value: Any, depth: int | None) -> Iterator[bytes | memoryview]:
         raise TypeError(type(value).__name__)
 
 
-def _content(array: Any) -> bytes | memoryview:
+def content(array: Any) -> bytes | memoryview:
     """The bytes of an array or tensor, in the order of its axes."""
     if callable(getattr(array, "detach", None)):
         try:

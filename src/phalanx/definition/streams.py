@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from phalanx.definition import checks, generators
-from phalanx.definition.copies import own
+from phalanx.definition.batches import own
 from phalanx.definition.data import Drawn, Stream, is_array
 from phalanx.definition.digest import hashed
 from phalanx.definition.fields import Definition
@@ -125,7 +125,7 @@ class Reading:
                 )
             return None
         self.number += 1
-        self.hash = hashlib.sha256(bytes.fromhex(self.hash) + _hashed(sample)).hexdigest()
+        self.hash = hashlib.sha256(bytes.fromhex(self.hash) + hashed(sample)).hexdigest()
         return sample
 
     def mark(self) -> Mark | None:
@@ -474,14 +474,6 @@ def supplied(
         if dealt > run_state.samples and not definition.drop_last:  # which leaves some out
             raise SnapshotError(f"{STATE} in the snapshot has dealt {dealt} samples, of {run_state.samples}")
     return Dealer(supply, run_state)
-
-
-def _hashed(sample: Any) -> bytes:
-    """A hash of what can be looked into."""
-    try:
-        return hashed(sample)
-    except TypeError:  # an array of objects
-        return type(sample).__qualname__.encode()
 
 
 def _protocol(carrier: Any) -> tuple[Any, str, str]:
