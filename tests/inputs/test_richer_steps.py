@@ -13,7 +13,7 @@ import torch
 
 import phalanx
 from phalanx.definition.batches import own
-from phalanx.definition.digest import hashed
+from phalanx.definition.plain import hashed
 from tests.exactness import test_phases as phases
 from tests.state.runs import assert_same
 

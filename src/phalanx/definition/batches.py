@@ -25,8 +25,8 @@ import numpy as np
 from phalanx.definition import generators
 from phalanx.definition.copies import bounds
 from phalanx.definition.data import READING, Columns, Drawn, Samples, Share, Source, open_batch, open_data
-from phalanx.definition.digest import content
 from phalanx.definition.fields import Definition
+from phalanx.definition.plain import content
 from phalanx.errors import UsageError
 from phalanx.plan import Indices, evaluation_sample_key, share_bounds
 

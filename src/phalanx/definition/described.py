@@ -19,9 +19,8 @@ from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
 from phalanx.definition.data import Columns
-from phalanx.definition.digest import PLAIN, is_array, plain, short, told_of_array, told_of_container
 from phalanx.definition.fields import Definition
-from phalanx.definition.plain import decoded
+from phalanx.definition.plain import PLAIN, decoded, is_array, plain, short, told_of_array, told_of_container
 from phalanx.definition.reachable import MOST, held_by, installed, parts_of, reachable, version
 
 FORMAT = 4

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from phalanx.definition import checks
-from phalanx.definition.digest import hashed
+from phalanx.definition.plain import hashed
 from phalanx.definition.reachable import differences, reachable, values
 from phalanx.errors import UsageError
 from phalanx.plan import MASK32, Indices, splitmix64

@@ -21,9 +21,8 @@ from typing import Any, NamedTuple, Protocol
 from phalanx.definition import checks, generators
 from phalanx.definition.batches import own
 from phalanx.definition.data import Drawn, Stream, is_array
-from phalanx.definition.digest import hashed
 from phalanx.definition.fields import Definition
-from phalanx.definition.plain import Each, check_like, encoded, taking_over
+from phalanx.definition.plain import Each, check_like, encoded, hashed, taking_over
 from phalanx.errors import PhalanxError, RunError, SnapshotError, UsageError, WorkerError
 from phalanx.plan import buffer_slot, iterable_key, stream_sample_key
 from phalanx.surroundings import interrupts
@@ -455,8 +454,8 @@ def supplied(
     shown: Shown = lambda numbers, _: numbers,
     *,
     anyway: bool = False,
-) -> Dealer | None:
-    """Where a run's samples come from, if its data is a stream; goes on where an earlier run was.
+) -> Dealer:
+    """Where a run's samples come from, as its data is a stream; goes on where an earlier run was.
 
     Parameters
     ----------
@@ -465,8 +464,6 @@ def supplied(
     surroundings, shown, anyway
         As ``Supply`` and its ``go_on`` take them.
     """
-    if definition.stream is None:
-        return None
     supply = Supply(definition, surroundings)
     state = run_state.callbacks.pop(STATE, None)
     if state is not None or (run_state.resumed_from is not None and not anyway):

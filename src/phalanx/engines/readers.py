@@ -92,14 +92,14 @@ def read_ahead(memories: Sequence[Memory], placement: Placement, count: int | No
 
 def dealer(
     definition: Definition, engine: Engine, framework: str, readers: int | None, shown: Shown, *, anyway: bool
-) -> Dealer | None:
-    """Where a run's samples come from, if its data is a stream; see ``supplied``.
+) -> Dealer:
+    """Where a run's samples come from, as its data is a stream; see ``supplied``.
 
     ``readers``: more than none, and a process reads ahead; None, where it is not said: none does, as what a stream
     reads may be the caller's own, which it goes on to change.
     """
     found = supplied(definition, engine.run_state, engine.reading, shown, anyway=anyway)
-    if found is not None and readers and CAPABLE:
+    if readers and CAPABLE:
         supply = found.source
         assert isinstance(supply, Supply)
         left = None if definition.steps is None else definition.steps - engine.run_state.steps

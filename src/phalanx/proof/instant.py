@@ -72,7 +72,7 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         (self._framework,) = self._opened
         self._dealer = BatchShares(definition, self._framework.opened)
         self._supply = None
-        if batch is None:
+        if batch is None and definition.stream is not None:
             done, reading = self._engine.run_state, self._engine.reading
             self._supply = supplied(definition, done, reading)
         self.brought = ""  # a hash of what a stream gave for the step that was done last

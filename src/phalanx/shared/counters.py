@@ -86,12 +86,8 @@ PARENT: Final = -1  # the role of the caller's process; those of workers are the
 
 STEPS, BATCH, TASK = 1, 2, 3  # kinds of grants: planned steps, a step on a batch that the caller brought, a task
 GO_ON, BEGIN_NO_STEP, LEAVE = 0, 1, 2  # pauses; LEAVE: also a step that is being computed, between two replicas
-COMPUTE, WAIT, FOLD, UPDATE = 0, 1, 2, 3  # parts of a step, timed
-PARTS: Final = ("compute", "wait", "fold", "update")
 PHASES: Final = len(Phase)
 PROGRESS: Final = 3  # the word that says how far a worker is: step and phase in one, so that none is read too late
-SUM: Final = len(PARTS)
-TIMES: Final = len(PARTS) + 1  # a worker's: seconds in each part, and a checksum
 
 
 def word_count(workers: int) -> int:
@@ -100,8 +96,8 @@ def word_count(workers: int) -> int:
 
 
 def float_count(workers: int, replicas: int) -> int:
-    """Floats that parts of replicas, reports and times take."""
-    return PART * replicas + (REPORT + TOLD * replicas) * RING + TIMES * workers
+    """Floats that parts of replicas, reports, and checksums of workers take."""
+    return PART * replicas + (REPORT + TOLD * replicas) * RING + workers
 
 
 class Word(Protocol):
@@ -135,9 +131,8 @@ class WorkerCounters:
     total = word(6, "How many replicas, or chunks of an evaluation, its place has computed in all.")
     checksum = word(7, "Of the part of the snapshot in memory that it wrote.")
 
-    def __init__(self, words: Any, floats: memoryview[float]) -> None:
+    def __init__(self, words: Any) -> None:
         self._words = words
-        self._floats = floats
 
     def reach(self, step: int, phase: Phase) -> None:
         """It comes to a phase of a step, now."""
@@ -148,16 +143,6 @@ class WorkerCounters:
         """Where it is, or was when it ended."""
         step, phase = divmod(self._words[PROGRESS], PHASES)
         return Progress(step, Phase(phase))
-
-    def spend(self, part: int, seconds: float, waited: float) -> None:
-        """It has spent so long in a part of a step, and waiting for the others to come to its end."""
-        self._floats[part] += seconds
-        self._floats[WAIT] += waited
-
-    @property
-    def spent(self) -> Sequence[float]:
-        """Seconds that its place has spent in each of ``PARTS`` so far."""
-        return self._floats[:SUM].tolist()
 
 
 class Counters:
@@ -216,11 +201,8 @@ class Counters:
         ring = rows + (REPORT + TOLD * replicas) * RING
         self.parts = Parts(floats[:rows])
         self.reports = Reports(floats[rows:ring])
-        self.sums = floats[ring + SUM :: TIMES]
-        self.workers = [
-            WorkerCounters(words[OF_WORKERS + number * LINE :][:LINE], floats[ring + number * TIMES :][:TIMES])
-            for number in range(workers)
-        ]
+        self.sums = floats[ring:]
+        self.workers = [WorkerCounters(words[OF_WORKERS + number * LINE :][:LINE]) for number in range(workers)]
 
     def written_by(self, role: int) -> Counters:
         """These counters as the process with this role is to use them: ``PARENT`` or the number of a worker."""
@@ -262,11 +244,6 @@ class Counters:
         """Those of these workers that others wait for, or that have still to finish what was granted."""
         busy = {number: self.workers[number].arrived for number in workers if not self.idle(number)}
         return {number for number, arrived in busy.items() if arrived == min(busy.values())}
-
-    def seconds(self) -> dict[str, list[float]]:
-        """Seconds that each worker has spent in each part of its steps."""
-        spent = [worker.spent for worker in self.workers]
-        return {name: [times[part] for times in spent] for part, name in enumerate(PARTS)}
 
 
 class GuardedWords:
@@ -345,12 +322,10 @@ class Barrier:
         self._own = counters.workers[worker]
         self._others = [other for other in counters.workers if other is not self._own]
         self._round = 0
-        self._since = 0.0
 
     def begin(self, grant: int) -> None:
         """A new grant: earlier arrivals no longer count."""
         self._round = max(self._own.arrived, grant << ROUNDS)  # a replacement goes on where the other ended
-        self._since = time.perf_counter()
 
     def enter(self, step: int) -> None:
         """Be at the beginning of a step."""
@@ -361,8 +336,8 @@ class Barrier:
         """Be so far in the step."""
         self._own.reach(self.step, phase)
 
-    def wait(self, part: int) -> None:
-        """Wait until all workers are here. ``part``: what of a step (COMPUTE, FOLD, UPDATE) ends with coming here.
+    def wait(self) -> None:
+        """Wait until all workers are here.
 
         Raises
         ------
@@ -370,7 +345,6 @@ class Barrier:
             A worker failed before it came here. One that came and failed later makes the next barrier raise, and not
             this one: the others may have gone on from it already, and all have to agree on how far they came.
         """
-        arrived = time.perf_counter()
         self._round = mine = self._round + 1
         order()  # who sees that this worker came sees what it wrote before
         self._own.arrived = mine
@@ -378,9 +352,6 @@ class Barrier:
             if other.arrived < mine:
                 self._wait_for(other, mine)
         order()  # what the others wrote before they came is read after this
-        now = time.perf_counter()
-        self._own.spend(part, arrived - self._since, now - arrived)
-        self._since = now
 
     def _wait_for(self, other: WorkerCounters, mine: int) -> None:
         """Spin for a moment, as the other is about to come; then sleep, so that it gets the processor."""

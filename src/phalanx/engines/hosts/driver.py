@@ -13,8 +13,8 @@ from typing import Any, cast
 from phalanx.checkpoint.tensors import CALLBACKS, kept, packed, states_in, unpacked
 from phalanx.definition.data import Columns, Drawn
 from phalanx.definition.described import shared
-from phalanx.definition.digest import hashed
 from phalanx.definition.fields import Definition
+from phalanx.definition.plain import hashed
 from phalanx.engines.changing import Changing
 from phalanx.engines.hosts.link import HostLaneLink, TravellingLanes
 from phalanx.engines.hosts.world import CLOSED, World
