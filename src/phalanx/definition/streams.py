@@ -16,7 +16,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from phalanx.definition import checks, generators
 from phalanx.definition.batches import own
@@ -90,7 +90,7 @@ class Reading:
             self._carrier, self._take, give = _protocol(self.iterable)
             if self._carrier is not None and mark.state is not None:
                 _call(self.iterable, give, copy.deepcopy(mark.state))
-            self.iterator = self._begun()
+            self.iterator = iter(self.iterable)
             if self._carrier is None:
                 self._carrier, self._take, give = _protocol(self.iterator)
                 if mark.state is not None:
@@ -149,14 +149,6 @@ class Reading:
         with contextlib.suppress(Exception):
             self.iterator.close()  # type: ignore[attr-defined]
 
-    def _begun(self) -> Iterator[Any]:
-        if not hasattr(type(self.iterable), "__iter__") and not hasattr(type(self.iterable), "__getitem__"):
-            raise UsageError(
-                f"make_iterable returned a {type(self.iterable).__name__}, which cannot be iterated over; return an "
-                "iterable that yields samples, or make it a generator function with yield"
-            )
-        return iter(self.iterable)
-
     @contextlib.contextmanager
     def _user_code(self, when: str, number: int | None = None) -> Iterator[None]:
         """What it raises becomes a WorkerError; an iterator that raised, or was broken off, is not asked again."""
@@ -174,27 +166,11 @@ class Reading:
             raise
 
 
-class Source(Protocol):
-    """Where a dealer draws from. ``epoch`` is that of the batch that comes next, or came last."""
-
-    @property
-    def epoch(self) -> int: ...  # noqa: D102
-
-    def next(self) -> Drawn:
-        """The next batch."""
-        ...
-
-    def state(self, *, undone: bool) -> dict[str, Any]:
-        """Where the stream is, in plain values; ``undone``: before the batch that was drawn last, not after it."""
-        ...
-
-    def close(self) -> None:
-        """Let go of the iterable."""
-        ...
-
-
 class Supply:
     """Draws batches from a stream, in this process.
+
+    A reader's process that draws ahead has the same methods, and ``epoch``: that of the batch that comes next, or came
+    last.
 
     Parameters
     ----------
@@ -242,7 +218,7 @@ class Supply:
         return Drawn(self.epoch, tuple(item[0] for item in items), [item[1] for item in items], told, self._over)
 
     def state(self, *, undone: bool = False) -> dict[str, Any]:
-        """See ``Source.state``."""
+        """Where the stream is, in plain values; ``undone``: before the batch that was drawn last, not after it."""
         waiting = self._drawn if undone else []
         if self._reading is None or (self._over and not waiting):
             return {"epoch": self.epoch + self._over, "before": self._total, "given": self._given, "read": 0}
@@ -399,11 +375,12 @@ class Dealer:
 
     Parameters
     ----------
-    source : Source
+    source : Supply
+        Or what has its methods.
     run_state : RunState
     """
 
-    def __init__(self, source: Source, run_state: Any) -> None:
+    def __init__(self, source: Any, run_state: Any) -> None:
         self.source = source
         self._drawn: Drawn | None = None
         self._step = -1  # of what was drawn
@@ -415,7 +392,7 @@ class Dealer:
         Raises
         ------
         WorkerError, UsageError
-            As ``Source.next``.
+            As ``Supply.next``.
         """
         if not self._pending(step):
             self._drawn = None

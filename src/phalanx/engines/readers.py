@@ -275,11 +275,11 @@ class Ahead:
 
     @property
     def epoch(self) -> int:
-        """See ``Source.epoch``."""
+        """See ``Supply.epoch``."""
         return self._supply.epoch if self._here else self._after["epoch"]
 
     def next(self) -> Drawn:
-        """See ``Source.next``."""
+        """See ``Supply.next``."""
         if self._close.alive:
             with interrupts.user_code():
                 content = self._readers.inputs.take(self._taken, 0, wait=True)
@@ -296,7 +296,7 @@ class Ahead:
         return self._supply.next()
 
     def state(self, *, undone: bool) -> dict[str, Any]:
-        """See ``Source.state``."""
+        """See ``Supply.state``."""
         if self._here:
             return self._supply.state(undone=undone)
         return self._before if undone else self._after
