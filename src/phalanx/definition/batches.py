@@ -132,16 +132,16 @@ class BatchShares:
         if not one and isinstance(source, Columns) and self._definition.collate_fn is None:
             return functools.partial(_rows_of, source), True
 
-        def read(indices: Indices) -> list[Any]:
-            return [_sample_of(source, int(index), seed) for index in indices]
-
-        def read_own(indices: Indices) -> list[Any]:
-            return [own(_sample_of(source, int(index), seed)) for index in indices]
-
         random = isinstance(source, Samples) and source.random
         changeable = one or self._definition.collate_fn is not None  # samples come to user code themselves
         given = random or (changeable and isinstance(source, Samples))
-        checked: Callable[[Indices], list[Any]] = read_own if given else read
+
+        def read(indices: Indices) -> list[Any]:
+            if given:
+                return [own(_sample_of(source, int(index), seed)) for index in indices]
+            return [_sample_of(source, int(index), seed) for index in indices]
+
+        checked: Callable[[Indices], list[Any]] = read
         if first is not None and random:
             checked = functools.partial(first.read, checked)
         return (lambda indices: checked(indices[:1])[0]) if one else checked, one

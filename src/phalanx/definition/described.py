@@ -68,13 +68,12 @@ def described(definition: Definition) -> dict[str, Any]:
     return {"format": FORMAT, "values": values, "data": data, "hints": hints, "versions": versions}
 
 
-def shared(definition: Definition) -> tuple[dict[str, Any], dict[str, str]]:
-    """What must be equal in processes that do one run, and what should be: plain globals, which may be a rank."""
+def shared(definition: Definition) -> dict[str, Any]:
+    """What must be equal in processes that do one run; plain globals need not be, as one may be a rank."""
     mine = described(definition)
-    hints: dict[str, str] = mine["hints"]
-    should = {path: text for path, text in hints.items() if GLOBAL in path and not text.startswith(READS)}
-    must = mine["values"] | {path: text for path, text in hints.items() if path not in should}
-    return {**must, **mine["data"], **{f"version of {name}": text for name, text in mine["versions"].items()}}, should
+    hints = {path: text for path, text in mine["hints"].items() if GLOBAL not in path or text.startswith(READS)}
+    versions = {f"version of {name}": text for name, text in mine["versions"].items()}
+    return {**mine["values"], **hints, **mine["data"], **versions}
 
 
 def compare(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Comparison:

@@ -73,42 +73,6 @@ def concatenated(arrays: Sequence[Any]) -> Any:
     return joint
 
 
-def measured(value: Any, samples: int) -> tuple[float, float]:
-    """(mean, weight) out of what ``metric_fn`` returned for so many samples.
-
-    Raises
-    ------
-    UsageError
-        It is neither a number nor a pair of them, or the weight is negative.
-    """
-    pair: tuple[Any, Any] = value if isinstance(value, tuple) and len(value) == 2 else (value, samples)
-    try:
-        mean, weight = float(pair[0]), float(pair[1])
-    except (TypeError, ValueError, RuntimeError):
-        mean, weight = math.nan, math.nan
-    if not 0 <= weight < math.inf:
-        shown = ", ".join(map(checks.described, pair)) if pair is value else checks.described(value)
-        raise UsageError(
-            f"metric_fn returned {shown}; it must return a mean, or (mean, weight) with a finite weight of at least 0"
-        )
-    return mean, weight
-
-
-def averaged(measured: Sequence[tuple[float, float]]) -> float:
-    """Weighted mean of (mean, weight) of every chunk, in order, folded as replicas are.
-
-    Raises
-    ------
-    UsageError
-        Every weight is 0.
-    """
-    value = fold_values([mean * weight if weight else None for mean, weight in measured], operator.add)
-    weight = fold_values([weight for _, weight in measured], operator.add)
-    if value is None or not weight:
-        raise UsageError("metric_fn returned weight 0 for every chunk; there is nothing to average over")
-    return value / weight
-
-
 class Mean:
     """A function that returns a mean over the samples that it is given, or (mean, weight)."""
 
@@ -120,12 +84,39 @@ class Mean:
         return self._function(output, target)
 
     def read(self, value: Any, samples: int) -> tuple[float, float]:
-        """(mean, weight) of a chunk."""
-        return measured(value, samples)
+        """(mean, weight) of a chunk.
+
+        Raises
+        ------
+        UsageError
+            The function returned neither a number nor a pair of them, or the weight is negative.
+        """
+        pair: tuple[Any, Any] = value if isinstance(value, tuple) and len(value) == 2 else (value, samples)
+        try:
+            mean, weight = float(pair[0]), float(pair[1])
+        except (TypeError, ValueError, RuntimeError):
+            mean, weight = math.nan, math.nan
+        if not 0 <= weight < math.inf:
+            shown = ", ".join(map(checks.described, pair)) if pair is value else checks.described(value)
+            raise UsageError(
+                f"metric_fn returned {shown}; it must return a mean, or (mean, weight) with a finite weight of at "
+                "least 0"
+            )
+        return mean, weight
 
     def fold(self, readings: Sequence[tuple[float, float]]) -> float:
-        """The weighted mean of all chunks."""
-        return averaged(readings)
+        """The weighted mean of all chunks, in order, folded as replicas are.
+
+        Raises
+        ------
+        UsageError
+            Every weight is 0.
+        """
+        value = fold_values([mean * weight if weight else None for mean, weight in readings], operator.add)
+        weight = fold_values([weight for _, weight in readings], operator.add)
+        if value is None or not weight:
+            raise UsageError("metric_fn returned weight 0 for every chunk; there is nothing to average over")
+        return value / weight
 
 
 class Folded:
@@ -399,10 +390,6 @@ class Evaluation:
         checks.integer("every_epochs", self.every_epochs, least=1)
         if self.every_steps is not None:
             checks.integer("every_steps", self.every_steps, least=1)
-
-    def spelled(self, metric: str) -> str:
-        """What a metric of this evaluation is called in histories and reports."""
-        return f"{self.name}/{metric}" if self.name else metric
 
     def is_due(self, steps: int, epoch: int, *, epoch_ended: bool) -> bool:
         """Whether it is due after so many steps, of which the last was of this epoch."""

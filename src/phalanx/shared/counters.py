@@ -6,8 +6,8 @@ a next one; so all of them agree. Whoever fails raises the trouble flag and goes
 barrier. No weights or gradients are here: only how far everybody is, and what a step came to.
 
 A word is 8 bytes, which processors read and write as a whole. No two writers share a cache line, as each would have to
-fetch it from the other for every write. So the line of a word tells who may write it, and tests can check that:
-with ``Counters.checked``, a write by anybody else fails.
+fetch it from the other for every write. So the line of a word tells who may write it. For all others it is
+read-only memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import array
 import os
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Final, Protocol, cast
+from typing import Any, Final
 
 from phalanx.errors import Trouble
 from phalanx.plan.lifecycle import Phase, Progress
@@ -83,6 +83,7 @@ class Reports:
 LINE: Final = 8  # words in a cache line
 OF_PARENT, OF_FIRST, OF_ALL, OF_WORKERS = 0, 2 * LINE, 3 * LINE, 4 * LINE  # where lines of each kind of writer begin
 PARENT: Final = -1  # the role of the caller's process; those of workers are their numbers
+WRITERS: Final = ({PARENT}, {PARENT}, {PARENT, 0}, set[int]())  # of each line before those of workers; none: anybody
 
 STEPS, BATCH, TASK = 1, 2, 3  # kinds of grants: planned steps, a step on a batch that the caller brought, a task
 GO_ON, BEGIN_NO_STEP, LEAVE = 0, 1, 2  # pauses; LEAVE: also a step that is being computed, between two replicas
@@ -100,24 +101,17 @@ def float_count(workers: int, replicas: int) -> int:
     return PART * replicas + (REPORT + TOLD * replicas) * RING + workers
 
 
-class Word(Protocol):
-    """A word of shared memory, as an attribute."""
-
-    def __get__(self, counters: Any, owner: Any = None) -> int: ...
-
-    def __set__(self, counters: Any, value: int) -> None: ...
-
-
-def word(index: int, doc: str) -> Word:
+def word(index: int, doc: str) -> Any:
     """The word at ``index`` of an object's ``_words``; a plain property, as these are read within barriers."""
+    line, place = divmod(index, LINE)
 
     def read(self: Any) -> int:
         return self._words[index]
 
     def write(self: Any, value: int) -> None:
-        self._words[index] = value
+        self._lines[line][place] = value
 
-    return cast("Word", property(read, write, doc=doc))
+    return property(read, write, doc=doc)
 
 
 class WorkerCounters:
@@ -132,7 +126,7 @@ class WorkerCounters:
     checksum = word(7, "Of the part of the snapshot in memory that it wrote.")
 
     def __init__(self, words: Any) -> None:
-        self._words = words
+        self._words, self._lines = words, [words]
 
     def reach(self, step: int, phase: Phase) -> None:
         """It comes to a phase of a step, now."""
@@ -153,11 +147,11 @@ class Counters:
     words, floats : memoryview
         int64 and float64 views, as long as ``word_count`` and ``float_count`` say.
     workers, replicas : int
+    role : int, optional
+        Of this process: ``PARENT`` or the number of a worker. What others write is read-only.
 
     Attributes
     ----------
-    checked : bool
-        Of the class; set by tests. Whether a write of a word by a process that is not its writer fails.
     workers : list of WorkerCounters
         What each of them tells.
     parts : Parts
@@ -167,8 +161,6 @@ class Counters:
     sums : memoryview of float
         For each worker a checksum of what it came to in an audited step; 32 bits, which a float holds exactly.
     """
-
-    checked: ClassVar[bool] = False
 
     grant = word(OF_PARENT, "Written by the parent: how often it has granted something.")
     kind = word(OF_PARENT + 1, "Written by the parent, before it grants: STEPS, BATCH or TASK.")
@@ -193,7 +185,15 @@ class Counters:
     )
     trouble = word(OF_ALL, "Set to 1 by anybody: leave what was granted. Set to 0 by the parent, before it grants.")
 
-    def __init__(self, words: Any, floats: memoryview[float], workers: int, replicas: int) -> None:
+    def __init__(
+        self, words: memoryview[int], floats: memoryview[float], workers: int, replicas: int, role: int | None = None
+    ) -> None:
+        writers = [*WRITERS, *({worker} for worker in range(workers))]
+        views = [words[line * LINE :][:LINE] for line in range(len(writers))]
+        self._lines = [
+            view if role is None or role in known or not known else view.toreadonly()
+            for view, known in zip(views, writers, strict=True)
+        ]
         self._words = words
         self._floats = floats
         self._replicas = replicas
@@ -202,13 +202,11 @@ class Counters:
         self.parts = Parts(floats[:rows])
         self.reports = Reports(floats[rows:ring])
         self.sums = floats[ring:]
-        self.workers = [WorkerCounters(words[OF_WORKERS + number * LINE :][:LINE]) for number in range(workers)]
+        self.workers = [WorkerCounters(line) for line in self._lines[len(WRITERS) :]]
 
     def written_by(self, role: int) -> Counters:
         """These counters as the process with this role is to use them: ``PARENT`` or the number of a worker."""
-        if not self.checked:
-            return self
-        return Counters(GuardedWords(self._words, role), self._floats, len(self.workers), self._replicas)
+        return Counters(self._words, self._floats, len(self.workers), self._replicas, role)
 
     @property
     def done(self) -> int:
@@ -244,55 +242,6 @@ class Counters:
         """Those of these workers that others wait for, or that have still to finish what was granted."""
         busy = {number: self.workers[number].arrived for number in workers if not self.idle(number)}
         return {number for number, arrived in busy.items() if arrived == min(busy.values())}
-
-
-class GuardedWords:
-    """Words that only their writer can write: what tests run on, see ``Counters.checked``.
-
-    Parameters
-    ----------
-    words : memoryview
-        All of a run's.
-    role : int
-        Who writes through this object.
-    first, count : int
-        The stretch of words that is seen.
-    """
-
-    def __init__(self, words: memoryview, role: int, first: int = 0, count: int | None = None) -> None:
-        self._all = words
-        self._role = role
-        self._first = first
-        self._count = len(words) if count is None else count
-
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            start, stop, _ = index.indices(self._count)
-            return GuardedWords(self._all, self._role, self._first + start, stop - start)
-        return self._all[self._first + index]
-
-    def __setitem__(self, index: int, value: int) -> None:
-        if not self._may_write(self._first + index, value):
-            who = "the parent" if self._role == PARENT else f"worker {self._role}"
-            raise AssertionError(f"{who} wrote {value} to word {self._first + index}, which is not its to write")
-        self._all[self._first + index] = value
-
-    def tobytes(self) -> bytes:
-        """A copy."""
-        return self._all[self._first : self._first + self._count].tobytes()
-
-    def _may_write(self, index: int, value: int) -> bool:
-        if index >= OF_WORKERS:
-            return self._role == (index - OF_WORKERS) // LINE
-        if index >= OF_ALL:
-            return value == 1 or self._role == PARENT
-        if index >= OF_FIRST:
-            return self._role == 0 or (self._role == PARENT and self._all_idle())
-        return self._role == PARENT
-
-    def _all_idle(self) -> bool:
-        finished = self._all[OF_WORKERS + 1 :: LINE].tolist()
-        return all(grant == self._all[OF_PARENT] for grant in finished)
 
 
 ROUNDS = 32  # bits for the barriers within a grant

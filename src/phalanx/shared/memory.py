@@ -89,9 +89,7 @@ class Memory:
             os.close(self.fd)
             self.fd = -1
 
-    def leave(self) -> None:
-        """See ``presence.Owned``."""
-        self.close()
+    leave = close  # see ``presence.Owned``
 
 
 class Carver:
