@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import ctypes
 import itertools
 import mmap
@@ -35,35 +36,54 @@ def _dense(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     return tuple(itertools.accumulate(shape, operator.mul, initial=itemsize))[: len(shape)]
 
 
-def reduced_array(array: np.ndarray[Any, Any], *, by_file: bool) -> Any:
-    """What a pickler wants to know of an array; NotImplemented where numpy's way, or that of its class, will do.
+class ArrayReducer:
+    """How the arrays of one pickle are pickled.
 
-    ``by_file``: memory maps travel by their file, which is mapped when they are unpickled: it has to stay as it is.
+    Parameters
+    ----------
+    by_file : bool
+        Whether memory maps travel by their file, which is mapped when they are unpickled: it has to stay as it is.
     """
-    if by_file and _mapped(array):
-        return np.memmap, _map_of(array)
-    if keeps_strides(array) or array.dtype.hasobject or type(array) not in (np.ndarray, np.memmap):
-        return NotImplemented
-    return _strided, _memory_under(array, by_file=by_file)
 
+    def __init__(self, *, by_file: bool) -> None:
+        self._by_file = by_file
+        self._bytes: dict[int, tuple[Any, np.ndarray[Any, Any]]] = {}
 
-def _memory_under(array: np.ndarray[Any, Any], *, by_file: bool) -> tuple[Any, ...]:
-    """An array that numpy would lay out anew as its memory, offset, shape, strides and dtype.
+    def reduced(self, array: np.ndarray[Any, Any]) -> Any:
+        """What a pickler wants to know; NotImplemented where numpy's way, or that of a class of its own, will do."""
+        if self._by_file and _mapped(array):
+            return np.memmap, _map_of(array)
+        if keeps_strides(array) or array.dtype.hasobject or not _as_numpy(type(array)):
+            return NotImplemented
+        return _strided, (type(array), *self._memory_under(array))
 
-    Views of one array share the memory of that, unless they need little of it; those of a memory map its file.
-    """
-    low, high = bounds(array)
-    root = array
-    while isinstance(root.base, np.ndarray):
-        root = root.base
-    start, plain = bounds(root)[0], type(root) is np.ndarray and not root.dtype.hasobject and keeps_strides(root)
-    if (by_file and _mapped(root)) or (plain and root.nbytes <= ROOT_FACTOR * (high - low)):
-        memory = root
-    else:
-        start, size = low, high - low
-        memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(low)).copy()
-    offset = array.__array_interface__["data"][0] - start
-    return memory, offset, array.shape, array.strides, array.dtype
+    def _memory_under(self, array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
+        """An array that numpy would lay out anew as its memory, offset, shape, strides and dtype.
+
+        Views of one array share the memory of that, unless they need little of it; those of a memory map its file.
+        """
+        low, high = bounds(array)
+        root = array
+        while isinstance(root.base, np.ndarray):
+            root = root.base
+        start, dense = bounds(root)[0], root.flags.forc and not root.dtype.hasobject
+        if self._by_file and _mapped(root):
+            memory = root
+        elif dense and root.nbytes <= ROOT_FACTOR * (high - low):
+            memory = self._bytes_of(root)
+        else:
+            start, size = low, high - low
+            memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(low)).copy()
+        offset = array.__array_interface__["data"][0] - start
+        return memory, offset, array.shape, array.strides, array.dtype
+
+    def _bytes_of(self, root: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """A dense array, or its bytes if it is no plain one: the same object for all its views travels once."""
+        if type(root) is np.ndarray and keeps_strides(root):
+            return root
+        if id(root) not in self._bytes:
+            self._bytes[id(root)] = root, np.asarray(root).reshape(-1, order="A").view(np.uint8)
+        return self._bytes[id(root)][1]
 
 
 def _mapped(array: Any) -> bool:
@@ -77,7 +97,16 @@ def _map_of(mapped: Any) -> tuple[Any, ...]:
     return mapped.filename, mapped.dtype, "c", mapped.offset, mapped.shape, order
 
 
+def _as_numpy(kind: type[np.ndarray[Any, Any]]) -> bool:
+    """Whether a class of arrays is pickled as numpy's own is, with nothing beside the values."""
+    names = ("__reduce__", "__reduce_ex__", "__setstate__")
+    return kind not in copyreg.dispatch_table and all(
+        getattr(kind, name) is getattr(np.ndarray, name) for name in names
+    )
+
+
 def _strided(
+    kind: type[np.ndarray[Any, Any]],
     memory: np.ndarray[Any, Any],
     offset: int,
     shape: tuple[int, ...],
@@ -85,4 +114,4 @@ def _strided(
     dtype: np.dtype[Any],
 ) -> np.ndarray[Any, Any]:
     flat: Any = memory.reshape(-1, order="A").view(np.uint8)
-    return np.ndarray(shape, dtype, flat, offset, strides)
+    return np.ndarray.__new__(kind, shape, dtype, flat, offset, strides)

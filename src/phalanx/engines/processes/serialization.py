@@ -25,7 +25,7 @@ import cloudpickle
 import numpy as np
 
 from phalanx.definition import checks
-from phalanx.definition.copies import reduced_array
+from phalanx.definition.copies import ArrayReducer
 from phalanx.errors import UsageError
 from phalanx.shared.memory import ALIGNMENT, Memory, available_bytes
 from phalanx.surroundings.sources import finders
@@ -46,7 +46,7 @@ class Packer(cloudpickle.Pickler):
     ) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffers.append)
         self._reducer = reducer
-        self._by_file = by_file
+        self._arrays = ArrayReducer(by_file=by_file)
         self._by_value: dict[str, ModuleType | None] = {}
 
     @property
@@ -65,7 +65,7 @@ class Packer(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         """Arrays and tensors by their memory, all else as cloudpickle does."""
         if isinstance(obj, np.ndarray):
-            return reduced_array(obj, by_file=self._by_file)
+            return self._arrays.reduced(obj)
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType and _found_again(obj):
             self._by_value.setdefault(obj.__name__)
             return importlib.import_module, (obj.__name__,)
