@@ -10,7 +10,7 @@ import copy
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -140,7 +140,7 @@ class Folded:
         total = copy.deepcopy(readings[0])  # not a fresh one: those warn that nothing was seen
         for reading in readings[1:]:
             _merge(total, reading)
-        return _scalars(total.compute())
+        return _number(total.compute())
 
     def _fresh(self) -> Any:
         metric = copy.deepcopy(self._metric)
@@ -149,17 +149,14 @@ class Folded:
 
 
 def _merge(total: Any, other: Any) -> None:
-    """Put a metric's state to another's; of collections, metric by metric."""
-    if hasattr(total, "merge_state"):
-        total.merge_state(other)
-    elif callable(getattr(total, "keys", None)):
-        for name in total.keys():  # noqa: SIM118  a collection is no dict: iterating gives modules
-            _merge(total[name], other[name])
-    else:
+    """Put a metric's state to another's."""
+    if not hasattr(total, "merge_state"):
         raise UsageError(
-            f"metric_fn has a {type(total).__name__}, whose states cannot be merged (it has no merge_state); "
-            "take a version of its library that has one, or compute it over all outputs: phalanx.whole(function)"
+            f"metric_fn has a {type(total).__name__}, whose states cannot be merged (it has no merge_state); take a "
+            "version of its library that has one, pass the metrics of a collection in a dict, or compute it over all "
+            "outputs: phalanx.whole(function)"
         )
+    total.merge_state(other)
 
 
 class Predictions:
@@ -194,7 +191,7 @@ class Whole(Predictions):
         """The function's value."""
         pairs, samples = zip(*readings, strict=True)
         outputs, targets = zip(*pairs, strict=True)
-        return _scalars(self._function(joined(outputs, samples, "output"), joined(targets, samples, "target")))
+        return _number(self._function(joined(outputs, samples, "output"), joined(targets, samples, "target")))
 
 
 def whole(metric_fn: Callable[[Any, Any], Any]) -> Whole:
@@ -271,10 +268,8 @@ class Metrics:
     def fold(self, chunks: Sequence[Sequence[Any]]) -> dict[str, Any]:
         """The value of each metric, by name, given what was read of all chunks in order."""
         columns = zip(*chunks, strict=True)
-        folded = {
-            name: metric.fold(column) for (name, metric), column in zip(self._metrics.items(), columns, strict=True)
-        }
-        return dict(_flat(folded))
+        pairs = zip(self._metrics.items(), columns, strict=True)
+        return {name: metric.fold(column) for (name, metric), column in pairs}
 
 
 def _metric(value: Any) -> Any:
@@ -312,28 +307,13 @@ def name_of(metric: Any) -> str:
     )
 
 
-def _flat(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
-    """Metrics that give several values by name become as many."""
-    for name, value in values.items():
-        if isinstance(value, _Several):
-            yield from ((f"{name}/{inner}", number) for inner, number in value.items())
-        else:
-            yield name, value
-
-
-class _Several(dict[str, float]):
-    """Values by name, of one metric."""
-
-
-def _scalars(value: Any) -> Any:
-    """What a metric computed, as a float; or several by name."""
-    if isinstance(value, Mapping):
-        return _Several({str(name): _scalars(item) for name, item in value.items()})
+def _number(value: Any) -> float:
+    """What a metric computed, as a float."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         raise UsageError(
-            f"metric_fn computed {checks.described(value)}; it must be one number, or a dict of numbers by name"
+            f"metric_fn computed {checks.described(value)}; it must be one number; for several, pass a dict of metrics"
         ) from None
 
 

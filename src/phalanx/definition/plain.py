@@ -24,11 +24,10 @@ DEPTH = 40
 Sink = Callable[[Any, str], Any]
 WHOLE_BYTES = 64 << 20  # of an array; 40 ms where the processor has instructions for SHA-256
 LIST_BYTES = 256 << 20  # of a list of samples; about a second
-SAMPLED_BYTES, SAMPLED_ROWS = 4 << 20, 4096
+SAMPLED_BYTES, SAMPLED_ROWS, LEAST_ROWS = 4 << 20, 4096, 4
 ITEM_BYTES = 1024  # an item of a list costs as much time as hashing so many bytes
 DEEP = 20
 NESTED = (list, tuple, dict)
-KEYS = "key<"  # how the dtypes of jax's random keys begin
 SHOWN = 60  # characters
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
@@ -196,15 +195,13 @@ def told_of_array(value: Any) -> list[str]:
         It cannot be read.
     """
     head = _dtype(value) + str(list(value.shape))
-    if head.startswith(KEYS):
-        value = sys.modules[type(value).__module__.partition(".")[0]].random.key_data(value)
     if math.prod(value.shape) == 1:
         return [f"{head} {value.tolist()!r}", ""]
-    whole = _bytes(value) <= WHOLE_BYTES
-    sha = hashlib.sha256()
-    for piece in [value] if whole else _sample(value):
-        sha.update(content(piece))
-    return [head + " sampled" * (not whole), sha.hexdigest()[:16]]
+    size, length = _bytes(value), value.shape[0] if value.shape else 1
+    if sampled := size > WHOLE_BYTES and length > LEAST_ROWS:  # evenly spaced
+        most = max(LEAST_ROWS, min(SAMPLED_ROWS, SAMPLED_BYTES * length // size))
+        value = value[np.array(_evenly(length, most))]
+    return [head + " sampled" * sampled, hashlib.sha256(content(value)).hexdigest()[:16]]
 
 
 def told_of_container(value: Any) -> list[str]:
@@ -298,17 +295,6 @@ def content(array: Any) -> bytes | memoryview:
     if values.dtype.hasobject:
         raise TypeError("an array of objects")
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
-
-
-def _sample(array: Any) -> Iterator[Any]:
-    """Rows of a large array, evenly spaced."""
-    length = int(array.shape[0])
-    row = max(1, _bytes(array) // length)
-    if row > SAMPLED_BYTES // 4:
-        for number in _evenly(length, 4):
-            yield from _sample(array[number])
-    else:
-        yield array[np.array(_evenly(length, min(SAMPLED_ROWS, SAMPLED_BYTES // row)))]
 
 
 def _dtype(array: Any) -> str:
