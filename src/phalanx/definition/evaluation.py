@@ -176,37 +176,16 @@ class Predictions:
         return joined(outputs, samples, "output")
 
 
-class Whole(Predictions):
-    """A function of all outputs and all targets at once; see ``phalanx.whole``."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.__name__ = getattr(function, "__name__", "metric")
-        self._function = function
-
-    def see(self, output: Any, target: Any, home: Home) -> Any:
-        """Outputs and targets of a chunk."""
-        return _at_home((output, target), home)
-
-    def fold(self, readings: Sequence[Any]) -> Any:
-        """The function's value."""
-        pairs, samples = zip(*readings, strict=True)
-        outputs, targets = zip(*pairs, strict=True)
-        return _number(self._function(joined(outputs, samples, "output"), joined(targets, samples, "target")))
-
-
-def whole(metric_fn: Callable[[Any, Any], Any]) -> Whole:
+class whole(Predictions):  # noqa: N801  used as a function
     """A metric over all predictions at once, such as AUC, F1 or perplexity: no mean over batches equals those.
+
+    It goes into ``Evaluation`` and ``run.evaluate``, alone or in a dict or list.
 
     Parameters
     ----------
     metric_fn : callable
         ``metric_fn(outputs, targets) -> number``, called once per evaluation, in the caller's process, with the outputs
         and targets of all samples, in order, on the CPU.
-
-    Returns
-    -------
-    Whole
-        For ``Evaluation`` and ``run.evaluate``, alone or in a dict or list.
 
     Raises
     ------
@@ -217,9 +196,24 @@ def whole(metric_fn: Callable[[Any, Any], Any]) -> Whole:
     --------
     >>> f1 = phalanx.whole(lambda output, target: sklearn.metrics.f1_score(target, output.argmax(1), average="macro"))
     """
-    if not callable(metric_fn):
-        raise UsageError(f"metric_fn is {checks.shown(metric_fn)}; it must be a function of all outputs and targets")
-    return Whole(metric_fn)
+
+    def __init__(self, metric_fn: Callable[[Any, Any], Any]) -> None:
+        if not callable(metric_fn):
+            raise UsageError(
+                f"metric_fn is {checks.shown(metric_fn)}; it must be a function of all outputs and targets"
+            )
+        self.__name__ = getattr(metric_fn, "__name__", "metric")
+        self._function = metric_fn
+
+    def see(self, output: Any, target: Any, home: Home) -> Any:
+        """Outputs and targets of a chunk."""
+        return _at_home((output, target), home)
+
+    def fold(self, readings: Sequence[Any]) -> Any:
+        """The function's value."""
+        pairs, samples = zip(*readings, strict=True)
+        outputs, targets = zip(*pairs, strict=True)
+        return _number(self._function(joined(outputs, samples, "output"), joined(targets, samples, "target")))
 
 
 class Metrics:

@@ -278,12 +278,9 @@ class FirstReadings:
         return sample
 
     def _written(self, read: Callable[[Indices], list[Any]], one: Indices) -> list[str]:
-        """The arrays of the dataset that reading a sample changes."""
-        before = self._arrays()
+        """The arrays of the dataset that reading a sample changes, by path."""
+        roots = {self._origin: self._holders()[self._origin]}
+        before = values(roots)
         read(one)
-        return differences(before, self._arrays())
-
-    def _arrays(self) -> dict[str, Any]:
-        """Checksums of those that the dataset leads to, by path."""
-        told = values({self._origin: self._holders()[self._origin]})
-        return {path: value for path, value in told.items() if isinstance(value, tuple)}
+        after = values(roots)
+        return [path for path in differences(before, after) if isinstance(after.get(path), tuple)]  # of arrays

@@ -30,6 +30,7 @@ from phalanx.surroundings import interrupts
 STATE = "data.stream"  # its name among the states of callbacks, which are called as classes are
 LIKE = {"epoch": int, "before": int, "given": int, "read": int}
 WAITING = {"ready": Each(int), "slots": Each(int), "hash": str, "mark": [int, str, object]}  # where some were read
+MARKS = 32  # that are kept: a sample waits for a few rounds of the buffer at most
 PROTOCOLS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
 Shown = Callable[[Iterable[int], str], Iterable[int]]  # shows how far reading again is: ``shown(numbers, title)``
 Item = tuple[int, Any, str]  # the number of a sample, itself, the running hash after it
@@ -191,7 +192,7 @@ class Supply:
         self._ready: deque[Item] = deque()
         self._drawn: list[Item] = []
         self._over = False  # whether the epoch ends with what was drawn
-        self._marks: deque[Mark] = deque([BEGINNING])
+        self._marks: deque[Mark] = deque([BEGINNING], MARKS)
 
     def next(self) -> Drawn:
         """The next batch.
@@ -225,7 +226,7 @@ class Supply:
         ready = [number for number, *_ in [*waiting, *self._ready]]
         slots = [number for number, *_ in self._buffer]
         first = min([*ready, *slots, max(0, self._reading.number - 1)])
-        mark = next(mark for mark in reversed(self._marks) if mark.number <= first)
+        mark = next((mark for mark in reversed(self._marks) if mark.number <= first), BEGINNING)
         return {
             "epoch": self.epoch, "before": self._before, "given": self._given, "read": self._reading.number,
             "ready": ready, "slots": slots, "hash": self._reading.hash, "mark": list(mark),
@@ -303,7 +304,7 @@ class Supply:
     def _read_from(self, mark: Mark, state: Mapping[str, Any], shown: Shown) -> None:
         """Read an epoch from a mark up to where an earlier run was, and have there wait what waited."""
         self.close()
-        self._marks, waiting, items = deque([mark]), {*state["ready"], *state["slots"]}, dict[int, Item]()
+        self._marks, waiting, items = deque([mark], MARKS), {*state["ready"], *state["slots"]}, dict[int, Item]()
         self._reading = reading = Reading(self._definition, self._stream, self.epoch, self._before, mark)
         for number in shown(range(mark.number, state["read"]), "phalanx: reading samples again"):
             sample = reading.next()
@@ -323,7 +324,7 @@ class Supply:
         self._before = self._total
         self.close()
         self.epoch, self._over = self.epoch + self._over, False
-        self._ready, self._buffer, self._marks = deque(), [], deque([BEGINNING])
+        self._ready, self._buffer, self._marks = deque(), [], deque([BEGINNING], MARKS)
         self._reading = reading = Reading(self._definition, self._stream, self.epoch, self._before)
         if last is not None and reading.iterator is last.iterable:
             raise UsageError(
@@ -333,15 +334,12 @@ class Supply:
         return reading
 
     def _mark(self, reading: Reading) -> None:
-        """Note where the iterable is, now and then, and forget what lies before a mark that is early enough."""
+        """Note where the iterable is, now and then; of long ago it is forgotten."""
         if reading.number - self._marks[-1].number < max(self._definition.global_batch, self._stream.shuffle_buffer):
             return
         mark = reading.mark()
         if mark is not None:
             self._marks.append(mark)
-            needed = min([number for number, *_ in [*self._ready, *self._buffer]], default=reading.number)
-            while len(self._marks) > 1 and self._marks[1].number <= min(needed, reading.number - 1):
-                self._marks.popleft()
 
     def _fill(self, reading: Reading, count: int) -> None:
         """Read until so many samples are ready, or the epoch has no more."""
