@@ -12,7 +12,7 @@ from phalanx.definition import checks
 from phalanx.definition.fields import Definition
 from phalanx.engines import close as close
 from phalanx.errors import UsageError
-from phalanx.plan.keys import Audit
+from phalanx.plan import Audit
 from phalanx.run.loop import Loop
 from phalanx.run.observers import shown, watching
 from phalanx.run.options import DEFAULTS, FIELDS, Options, check_evaluated, settle, unknown
@@ -253,8 +253,10 @@ class Recipe(Definition):
             keeping = past.observers(settled.snapshot_every, stop=stop, chain=settled.chain)
             observers = [*watching(settled.progress, settled.callbacks, self.total, turn, stop=stop), *keeping]
             bar = functools.partial(shown, unit="sample", progress=settled.progress)  # while a stream is read again
-            supply = dealer(self, engine, past.framework, settled.readers, bar, anyway=anyway)
-            undo.callback(supply.close if supply else bool)
+            supply = None
+            if self.stream is not None:
+                supply = dealer(self, engine, past.framework, settled.readers, bar, anyway=anyway)
+                undo.callback(supply.close)
             loop = Loop(self, engine, settled.evaluation, observers, supply, past.first_step)
             run = Run(self, engine, loop, keeping[-1] if keeping else None, turn, called, self._predicted)
             for observer in observers:

@@ -18,9 +18,8 @@ from phalanx.definition.data import READING, Share
 from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.errors import NonFiniteError, PhalanxError, RunError, UsageError, WorkerError, spell_samples
-from phalanx.plan import replica_key
+from phalanx.plan import Moment, replica_key, share_weights
 from phalanx.plan.fold import fold_values
-from phalanx.plan.shares import Moment, share_weights
 from phalanx.seams import Arithmetic, Framework, Link
 from phalanx.seams.records import Computed, Measurement, Part, Todo, Vector, Weights
 from phalanx.surroundings import interrupts
@@ -193,13 +192,6 @@ def _finite(arithmetic: Arithmetic, link: Link, loss: float, norm: float, gradie
     return math.isfinite(loss) and (math.isfinite(norm) or link.all_true(arithmetic.finite(gradient)))
 
 
-def begin(
-    framework: Framework, definition: Definition, t: int, replicas: Sequence[int], shares: Sequence[Share]
-) -> Iterator[Computed]:
-    """Gradients of these replicas in step ``t``, each computed when it is asked for."""
-    return framework.gradients(todo(definition, t, replicas, shares))
-
-
 def todo(definition: Definition, t: int, replicas: Sequence[int], shares: Sequence[Share]) -> list[Todo]:
     """What there is to compute for these replicas in step ``t``, which is the current one from here on."""
     seed, count = definition.seed, definition.replicas
@@ -267,7 +259,7 @@ def blame(
         share = shares[replica]
         if not len(share.samples):
             continue
-        computed = compute(begin(framework, definition, t, [replica], shares), moment, replica, share)
+        computed = compute(framework.gradients(todo(definition, t, [replica], shares)), moment, replica, share)
         if computed.gradient is None:
             continue
         (loss,) = framework.arithmetic.read([computed.loss])

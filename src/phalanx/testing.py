@@ -8,13 +8,12 @@ import pathlib
 import signal
 import tempfile
 from collections.abc import Sequence
-from typing import Any
 
 from phalanx.errors import StateError
 from phalanx.proof.diff import diff
 from phalanx.recipe import Recipe
 
-__all__ = ["assert_equal_runs", "assert_same_run"]
+__all__ = ["assert_same_run"]
 
 
 def assert_same_run(recipe: Recipe, workers: Sequence[int] = (1, 2, 3), kills: int = 2) -> None:
@@ -50,19 +49,6 @@ def assert_same_run(recipe: Recipe, workers: Sequence[int] = (1, 2, 3), kills: i
             if found is not None or runs[0][2] != runs[-1][2]:
                 told = found or "the digests differ, though all that was noted of the steps is the same"
                 raise AssertionError(f"A ({runs[0][0]}) and B ({name}) are not the same run:\n{told}")
-
-
-def assert_equal_runs(a: Any, b: Any) -> None:
-    """Two runs are the same, as far as both say anything: directories, snapshots, chains, results, tensors.
-
-    Raises
-    ------
-    AssertionError
-        They differ; says where, as ``phalanx.diff`` does.
-    """
-    found = diff(a, b)
-    if found is not None:
-        raise AssertionError(str(found))
 
 
 def _trained(recipe: Recipe, workers: int, kills: int, target: pathlib.Path) -> str:

@@ -1,7 +1,6 @@
 """Callbacks: hooks and their order, state that is in snapshots, and those that phalanx has."""
 
 import csv
-import json
 import os
 import pathlib
 import subprocess
@@ -225,18 +224,6 @@ def test_tensorboard_gets_scalars(tmp_path, monkeypatch):
     losses = {step: value for name, value, step in (item for item in told if len(item) == 3) if name == "loss"}
     assert [losses[step] for step in range(5)] == result.loss_history
     assert ("accuracy", result.metric_history[-1].value, 4) in told
-
-
-def test_a_profile_opens_in_perfetto(tmp_path):
-    """The chosen steps become files of trace events, with the operations of the model in them."""
-    profile = callbacks.Profile([1], tmp_path)
-    recipe(epochs=1).train(callbacks=[profile], engine="inline")
-    (path,) = profile.files
-    names = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
-    assert path.name == "step-1.json"
-    assert any("addmm" in str(name) for name in names)
-    with pytest.raises(phalanx.UsageError, match="engine='inline'"):
-        recipe(epochs=1).train(callbacks=[callbacks.Profile([1], tmp_path)], workers=2)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

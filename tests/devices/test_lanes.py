@@ -215,7 +215,7 @@ def test_wrong_devices(devices, message):
 
 def test_workers_have_one_device():
     """Several devices are lanes of one process: with worker processes they are refused."""
-    with pytest.raises(phalanx.UsageError, match="which are devices of one process, but these are worker processes"):
+    with pytest.raises(phalanx.UsageError, match="which are devices of one process, but worker processes"):
         MLP.recipe(3).train(devices=["cpu", "cpu"], workers=2)
 
 

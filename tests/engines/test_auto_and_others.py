@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import phalanx
 from phalanx.engines import selection
 from phalanx.shared import memory as ordering
-from phalanx.shared.counters import COMPUTE, FOLD, Barrier, Counters, float_count, word_count
+from phalanx.shared.counters import Barrier, Counters, float_count, word_count
 from tests.engines.moving import hurry, moves, turn_back
 from tests.families import ADAMW, FAMILIES, FEATURES, Elsewhere, mlp
 
@@ -75,9 +75,9 @@ def test_meetings_hold_with_and_without_the_kernel(monkeypatch, ordered):
         barrier = Barrier(counters, worker)
         for number in range(rounds):
             counters.parts.write(worker, [(number, 0, 0, 0, 0, 0)], (0, 0))
-            barrier.wait(COMPUTE)
+            barrier.wait()
             seen[worker].append([row[0] for row in counters.parts.read()])
-            barrier.wait(FOLD)
+            barrier.wait()
 
     threads = [threading.Thread(target=work, args=(worker,)) for worker in range(workers)]
     for thread in threads:

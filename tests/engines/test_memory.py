@@ -133,20 +133,6 @@ def test_without_a_memfd_training_gives_the_same_bits(no_memfd):
     assert [path.name for path in no_memfd.iterdir() if not path.name.startswith("torchinductor")] == []  # torch's own
 
 
-def test_without_a_memfd_the_disk_is_looked_at_first(no_memfd, monkeypatch):
-    """A file can be larger than its disk, which would end in SIGBUS: it is refused before."""
-    usage = memory.shutil.disk_usage(no_memfd)
-    monkeypatch.setattr(memory.shutil, "disk_usage", lambda _: usage._replace(free=10_000))
-    made = Memory(9_000)
-    size = made.size
-    with pytest.raises(UsageError, match=rf"{no_memfd} has 0\.0 GB free; set TMPDIR .*engine='inline'"):
-        made.grow(50_000)
-    assert made.size == size
-    made.close()
-    with pytest.raises(UsageError, match="TMPDIR"):
-        MLP.recipe(3).train(engine="processes", workers=2)
-
-
 # How much there is.
 
 

@@ -775,18 +775,3 @@ def test_closing_twice_or_before_any_run_does_no_harm():
     phalanx.close()
     phalanx.close()
     assert recipe().train().steps > 0
-
-
-NOTEBOOK = "_repr_html_"  # what notebooks ask for
-
-
-def test_a_notebook_shows_figures():
-    """A result has HTML of its own, with loss and what was evaluated; a result without steps has no loss."""
-    with recipe().start() as run:
-        run.evaluate(lambda output, target: 0.5, (X, Y))
-        empty = getattr(run.result(), NOTEBOOK)()
-        run.finish()
-        shown = getattr(run.result(), NOTEBOOK)()
-    assert "<th>loss</th><td>None</td>" in empty
-    assert "<th>loss</th><td>None</td>" not in shown
-    assert "<th>metric</th><td>0.5</td>" in shown

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.plan import keys
-from phalanx.plan.keys import ALGORITHM, Orders, epoch_orders
+from phalanx import plan as keys
+from phalanx.plan import ALGORITHM, Plan, epoch_orders
 
 VECTORS = {
     "splitmix64-argsort-1": {
@@ -39,20 +39,24 @@ def vectors(shift=0):
     return {ALGORITHM: {case: order(case[0] + shift, *case[1:]) for case in corners}}
 
 
-def epoch_order(seed, epoch, samples, *, shuffle):
-    return epoch_orders(seed, range(epoch, epoch + 1), samples, shuffle=shuffle)[0]
+def epoch_order(seed, epoch, samples):
+    return epoch_orders(seed, range(epoch, epoch + 1), samples)[0]
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_several_epochs_at_once_are_the_single_ones(shuffle):
+def planned(seed, samples, batch, *, shuffle=True):
+    """A plan over so many samples."""
+    return Plan(samples, 1, batch, 0, seed, shuffle, drop_last=False, seeder=None)
+
+
+def test_several_epochs_at_once_are_the_single_ones():
     """A block of epochs has the orders that its epochs have alone."""
-    block = epoch_orders(3, range(7, 12), 31, shuffle=shuffle)
-    alone = [epoch_order(3, epoch, 31, shuffle=shuffle) for epoch in range(7, 12)]
+    block = epoch_orders(3, range(7, 12), 31)
+    alone = [epoch_order(3, epoch, 31) for epoch in range(7, 12)]
     assert block.tolist() == [order.tolist() for order in alone]
 
 
 def order(seed, epoch, samples):
-    return epoch_order(seed, epoch, samples, shuffle=True).tolist()
+    return epoch_order(seed, epoch, samples).tolist()
 
 
 def test_vectors_are_pinned():
@@ -72,15 +76,15 @@ def covers_once(indices, samples):
 
 
 @settings(deadline=None, max_examples=200, derandomize=True)
-@given(seed=seeds, epoch=epochs, samples=st.integers(0, 300), shuffle=st.booleans())
-def test_each_sample_comes_exactly_once(seed, epoch, samples, shuffle):
+@given(seed=seeds, epoch=epochs, samples=st.integers(0, 300))
+def test_each_sample_comes_exactly_once(seed, epoch, samples):
     """An order is a permutation, int64, for any seed and epoch."""
-    assert covers_once(epoch_order(seed, epoch, samples, shuffle=shuffle), samples)
+    assert covers_once(epoch_order(seed, epoch, samples), samples)
 
 
 def test_a_large_epoch_has_each_sample_once():
     """A million samples too: no ties, nothing lost."""
-    assert covers_once(epoch_order(3, 5, 1_000_000, shuffle=True), 1_000_000)
+    assert covers_once(epoch_order(3, 5, 1_000_000), 1_000_000)
 
 
 def test_an_order_that_repeats_or_leaves_out_is_noticed():
@@ -110,25 +114,25 @@ def test_another_algorithm_is_noticed():
 
 
 @settings(deadline=None, max_examples=50, derandomize=True)
-@given(seed=seeds, epoch=epochs, samples=st.integers(0, 50))
+@given(seed=seeds, epoch=epochs, samples=st.integers(1, 50))
 def test_without_shuffle_the_order_is_the_data(seed, epoch, samples):
     """Unshuffled epochs are 0, 1, 2, .. whatever seed and epoch."""
-    assert epoch_order(seed, epoch, samples, shuffle=False).tolist() == list(range(samples))
+    assert planned(seed, samples, samples, shuffle=False).indices(epoch).tolist() == list(range(samples))
 
 
 @settings(deadline=None, max_examples=100, derandomize=True)
 @given(seed=seeds, epoch=epochs, samples=st.integers(0, 50))
 def test_asking_again_gives_the_same_bits(seed, epoch, samples):
     """An order is a pure function, and what the caller does to it does not come back."""
-    first = epoch_order(seed, epoch, samples, shuffle=True)
+    first = epoch_order(seed, epoch, samples)
     kept = first.tobytes()
     first[:] = -1
-    assert epoch_order(seed, epoch, samples, shuffle=True).tobytes() == kept
+    assert epoch_order(seed, epoch, samples).tobytes() == kept
 
 
 def distinct(points):
     """How many different orders of 30 samples the (seed, epoch) points have."""
-    return len({epoch_order(seed, epoch, 30, shuffle=True).tobytes() for seed, epoch in points})
+    return len({epoch_order(seed, epoch, 30).tobytes() for seed, epoch in points})
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():
@@ -170,50 +174,25 @@ def test_uneven_orders_are_noticed():
     assert unevenness([np.roll(range(5), turn).tolist() for turn in range(4000)]) > 220
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("window", [1, 2, 3, 8, 31])
-def test_windows_are_the_whole_order(window):
-    """Every length up to 70, asked for in batches of every kind: what is held in windows has the order of one sort."""
-    for samples, batch in itertools.product(range(1, 71), (1, 3, 16, 70)):
-        orders = Orders(5, samples, shuffle=True, window=window, chunk=7)
-        for epoch in (0, 2**40, 0):
-            pieces = [orders.piece(epoch, start, start + batch) for start in range(0, samples, batch)]
-            assert all(piece.dtype == np.int64 for piece in pieces)
-            assert np.concatenate(pieces).tolist() == order(5, epoch, samples)
-
-
 @settings(deadline=None, max_examples=100, derandomize=True)
-@given(seed=seeds, samples=st.integers(1, 400), window=st.integers(1, 400), chunk=st.integers(1, 400), data=st.data())
-def test_any_piece_in_any_order(seed, samples, window, chunk, data):
-    """Pieces may be asked for in any order, of several epochs in turn, and past the end; what they were is theirs."""
-    orders = Orders(seed, samples, shuffle=True, window=window, chunk=chunk)
-    asked = st.tuples(st.integers(0, 2), st.integers(0, samples), st.integers(0, samples + 9))
-    for epoch, start, end in data.draw(st.lists(asked, max_size=6)):
-        found = orders.piece(epoch, start, end)
-        assert found.tolist() == order(seed, epoch, samples)[start:end]
+@given(seed=seeds, samples=st.integers(1, 400), batch=st.integers(1, 400), data=st.data())
+def test_any_step_in_any_order(seed, samples, batch, data):
+    """Steps may be asked for in any order, of several epochs in turn; what they were is theirs."""
+    plan = planned(seed, samples, batch)
+    for step in data.draw(st.lists(st.integers(0, 3 * plan.steps_per_epoch), max_size=6)):
+        epoch, number = divmod(step, plan.steps_per_epoch)
+        found = plan.indices(step)
+        assert found.tolist() == order(seed, epoch, samples)[number * batch : (number + 1) * batch]
         found[:] = -1
 
 
-def test_windows_by_their_first_bits_only_would_be_noticed():
-    """Negative twin: without the sort inside of a window, or with another seed, the order is another."""
-    right = order(5, 0, 64)
-    assert Orders(6, 64, shuffle=True, window=8).piece(0, 0, 64).tolist() != right
-    numbers = [keys.splitmix64((keys.key(5, keys.ORDER_STREAM, 0) + i * keys.GOLDEN) % 2**64) >> 61 for i in range(64)]
-    assert sorted(range(64), key=numbers.__getitem__) != right
-
-
-@pytest.mark.parametrize(("samples", "shuffle", "most"), [(10**15, False, 10_000), (1 << 20, True, 3_000_000)])
-def test_a_long_epoch_takes_little_memory(samples, shuffle, most):
-    """Nothing is made of an epoch's length: not without shuffle, and with it only windows are."""
-    orders = Orders(0, samples, shuffle=shuffle, window=1 << 15, chunk=1 << 14)
+def test_without_shuffle_a_long_epoch_takes_no_memory():
+    """Nothing is made of an epoch's length where samples keep their order."""
+    plan = planned(0, 10**15, 32, shuffle=False)
     tracemalloc.start()
     try:
-        for start in (0, samples // 2, samples - 10):
-            assert len(orders.piece(3, start, start + 32)) == min(32, samples - start)
-        assert tracemalloc.get_traced_memory()[1] < most
-        if shuffle:  # the whole would be seen
-            epoch_order(0, 3, samples, shuffle=True)
-            assert tracemalloc.get_traced_memory()[1] > most
+        assert [len(plan.indices(step)) for step in (0, 10**15 // 64, 10**15 // 32)] == [32, 32, 32]
+        assert tracemalloc.get_traced_memory()[1] < 10_000
     finally:
         tracemalloc.stop()
 

@@ -214,14 +214,6 @@ def test_the_same_run_in_other_peoples_tests():
         phalanx.testing.assert_same_run(mlp(steps=3, loss_fn=odd), workers=(1, 2), kills=0)
 
 
-def test_equal_runs(tmp_path):
-    """Two runs that are the same pass; others fail with what diff says."""
-    one = ran(tmp_path / "a", mlp())
-    phalanx.testing.assert_equal_runs(one, ran(tmp_path / "b", mlp()))
-    with pytest.raises(AssertionError, match="seed is 0 in A, and 4 in B"):
-        phalanx.testing.assert_equal_runs(one, ran(tmp_path / "c", mlp(seed=4)))
-
-
 class Noisy(torch.nn.Module):
     """Draws into memory that nobody has written: dropout does, and so does this."""
 

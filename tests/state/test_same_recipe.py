@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 import phalanx
 from phalanx.checkpoint.chained import NEXT, Behaviour
-from phalanx.definition import digest
+from phalanx.definition import plain
 from phalanx.definition.described import compare, described
-from phalanx.definition.digest import told_of_array, told_of_container
+from phalanx.definition.plain import told_of_array, told_of_container
 from phalanx.definition.reachable import installed
 from tests.exactness.test_phases import recipe as with_phases
 from tests.families import FAMILIES, FEATURES
@@ -296,9 +296,9 @@ def told_of(array):
 @pytest.mark.parametrize("wide", [False, True])
 def test_large_arrays_are_sampled(monkeypatch, wide):
     """Beyond the stated size rows are sampled, evenly, the first and the last too; the text says so."""
-    monkeypatch.setattr(digest, "WHOLE_BYTES", 1 << 12)
-    monkeypatch.setattr(digest, "SAMPLED_BYTES", 1 << 10)
-    array = torch.zeros((3, 4096) if wide else (4096, 3))
+    monkeypatch.setattr(plain, "WHOLE_BYTES", 1 << 12)
+    monkeypatch.setattr(plain, "SAMPLED_BYTES", 1 << 10)
+    array = torch.zeros((9, 4096) if wide else (4096, 3))
     assert told_of(array)[0].endswith("sampled")
     told = {told_of(array)}
     for row in (0, -1):
@@ -311,8 +311,8 @@ def test_large_arrays_are_sampled(monkeypatch, wide):
 
 def test_long_lists_are_sampled(monkeypatch):
     """Beyond the stated size items of a list are sampled, the first and the last too."""
-    monkeypatch.setattr(digest, "LIST_BYTES", 1 << 12)
-    monkeypatch.setattr(digest, "SAMPLED_ROWS", 16)
+    monkeypatch.setattr(plain, "LIST_BYTES", 1 << 12)
+    monkeypatch.setattr(plain, "SAMPLED_ROWS", 16)
     samples = [(torch.zeros(4), number) for number in range(1000)]
     others = [[(torch.ones(4), 0), *samples[1:]], [*samples[:-1], 1]]
     told = [told_of_container(given) for given in (samples, *others)]

@@ -116,10 +116,7 @@ class EarlyStopping:
         self._better = Better(metric, mode, min_delta)
         self.waits_for = metric
         self._patience = checks.integer("patience", patience, least=1)
-        said = {"patience": self._patience, "min_delta": min_delta, "mode": mode}
-        usual = {"min_delta": 0.0, "mode": "auto"}
-        shown = [f"{name}={value!r}" for name, value in said.items() if usual.get(name) != value]
-        self._spelled = f"{type(self).__name__}({', '.join([repr(metric), *shown])})"
+        self._spelled = f"{type(self).__name__}({metric!r}, patience={self._patience})"
         self._stopped_by = self._spelled
         self.best_value: float | None = None
         self.stopped_at: int | None = None

@@ -25,8 +25,8 @@ from phalanx.checkpoint.saver import Pacing
 from phalanx.checkpoint.snapshot import tensors_of
 from phalanx.checkpoint.tensors import leaf
 from phalanx.definition.data import Drawn
-from phalanx.definition.digest import hashed
 from phalanx.definition.fields import Definition
+from phalanx.definition.plain import hashed
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.registry import recorded_environment
 from phalanx.seams import Engine, Observer

@@ -1,13 +1,21 @@
 """Deals batches to replicas: turns the plan, or a batch that the caller brought, into shares that can be fetched.
 
+Samples are copied as they are read (``own``). A dataset or a stream may fill one buffer for all of its samples. A
+``collate_fn`` may write to samples, and so may a model that is handed them as they are. A share that is read once more,
+in the next phase of a step or after a worker's death, is to be what it was. Arrays keep their strides, which may decide
+bits: kernels are chosen by them.
+
 Columns must stay what they are while a run is open: workers have them as they were, this process as they are.
 ``Unchanged`` notices where they do not.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import zlib
+from collections import UserDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,16 +23,18 @@ from typing import Any
 import numpy as np
 
 from phalanx.definition import generators
-from phalanx.definition.copies import own
-from phalanx.definition.data import Columns, Drawn, Samples, SeedSample, Share, Source, content, open_batch, open_data
+from phalanx.definition.copies import bounds
+from phalanx.definition.data import READING, Columns, Drawn, Samples, Share, Source, open_batch, open_data
 from phalanx.definition.fields import Definition
+from phalanx.definition.plain import content
 from phalanx.errors import UsageError
-from phalanx.plan import Indices, evaluation_sample_key
-from phalanx.plan.shares import share_bounds
+from phalanx.plan import Indices, evaluation_sample_key, share_bounds
 
 EVALUATION = "evaluation data"
 WHOLE_BYTES = 1 << 18  # of a column that is compared whole
 ROWS = 32  # of others
+UNCHANGING = frozenset({bool, int, float, complex, str, bytes, type(None)})  # kinds of values that cannot be written to
+SeedSample = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,21 +130,93 @@ class BatchShares:
         """How a share of ``source`` is read, and whether that gives a batch or a list still to be collated."""
         one = self._definition.batch_size is None
         if not one and isinstance(source, Columns) and self._definition.collate_fn is None:
-            return source.batch, True
-
-        def read(indices: Indices) -> list[Any]:
-            return [source.sample(int(index), seed) for index in indices]
-
-        def read_own(indices: Indices) -> list[Any]:
-            return [own(source.sample(int(index), seed)) for index in indices]
+            return functools.partial(_rows_of, source), True
 
         random = isinstance(source, Samples) and source.random
         changeable = one or self._definition.collate_fn is not None  # samples come to user code themselves
         given = random or (changeable and isinstance(source, Samples))
-        checked: Callable[[Indices], list[Any]] = read_own if given else read
+
+        def read(indices: Indices) -> list[Any]:
+            if given:
+                return [own(_sample_of(source, int(index), seed)) for index in indices]
+            return [_sample_of(source, int(index), seed) for index in indices]
+
+        checked: Callable[[Indices], list[Any]] = read
         if first is not None and random:
             checked = functools.partial(first.read, checked)
         return (lambda indices: checked(indices[:1])[0]) if one else checked, one
+
+
+def _rows_of(source: Columns, indices: Indices) -> Any:
+    return source.rebuild(source.rows(source.arrays, indices))
+
+
+def _sample_of(source: Source, index: int, seed: SeedSample) -> Any:
+    """One sample, as it is; ``seed(index)`` comes first where reading runs user code.
+
+    Of columns it is a row, with no added axis, copied as the rows of a batch are; nothing is drawn.
+    """
+    if isinstance(source, Columns):
+        rows = source.rows(source.arrays, np.array([index], dtype=np.int64))
+        return source.rebuild([row[0] for row in rows])
+    if source.random:
+        seed(index)
+    try:
+        return source.items[index]
+    except Exception as error:
+        error.add_note(f"{READING} {index}")
+        raise
+
+
+def own(sample: Any) -> Any:
+    """Its arrays, and containers and dataclasses of them, as copies; strides stay. Other objects are themselves."""
+    kind: Any = type(sample)
+    if kind is tuple or kind is list:
+        parts = []
+        for part in sample:
+            # Most parts are one of the first two, and this is done for each sample: a call for each would be felt.
+            if type(part) in UNCHANGING:
+                parts.append(part)
+            elif type(part) is np.ndarray and (copied := part.copy("K")).strides == part.strides:
+                parts.append(copied)
+            else:
+                parts.append(own(part))
+        return kind(parts)
+    if hasattr(kind, "new_empty_strided") and not vars(sample):
+        if sample.requires_grad:  # a copy would be another leaf, or hang on this one's graph
+            return sample
+        copied = sample.clone()
+        try:
+            same = copied.stride() == sample.stride()
+            return copied if same else sample.new_empty_strided(sample.shape, sample.stride()).copy_(sample)
+        except RuntimeError:  # a sparse one, or elements that lie in one place, as those of an expanded one
+            return copied
+    if kind is np.ndarray or kind is np.memmap:
+        return _array(sample)
+    if isinstance(sample, tuple) and callable(getattr(sample, "_make", None)):
+        return kind._make(map(own, sample))
+    if isinstance(sample, (dict, UserDict)):
+        copied: Any = copy.copy(sample)
+        for key, value in sample.items():
+            copied[key] = own(value)
+        return copied
+    if dataclasses.is_dataclass(sample) and not isinstance(sample, type):
+        copied = copy.copy(sample)
+        for field in dataclasses.fields(sample):
+            object.__setattr__(copied, field.name, own(getattr(sample, field.name)))
+        return copied
+    return sample
+
+
+def _array(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    copied = array.copy(order="K")
+    if copied.strides == array.strides or array.dtype.hasobject or not array.size:
+        return copied
+    low, high = bounds(array)
+    below = array.__array_interface__["data"][0] - low
+    copied = np.ndarray(array.shape, array.dtype, np.empty(high - low, np.uint8), below, array.strides)
+    copied[...] = array
+    return copied
 
 
 def _restoring(read: Callable[[Indices], Any], owned: generators.Owned, indices: Indices) -> Any:
@@ -215,6 +297,6 @@ def _checksum(array: Any) -> int | None:
     if _version(array) is not None:
         return None
     if array.nbytes <= WHOLE_BYTES:
-        return zlib.crc32(content(array)[-1])
+        return zlib.crc32(content(array))
     rows = np.unique(np.linspace(0, array.shape[0] - 1, ROWS).astype(np.int64))
-    return zlib.crc32(b"".join(content(array[int(row)])[-1] for row in rows))
+    return zlib.crc32(b"".join(content(array[int(row)]) for row in rows))

@@ -1,78 +1,18 @@
-"""Samples and arrays as copies: for user code that may change them, and in other processes. They lie there as before.
-
-A dataset or a stream may fill one buffer for all of its samples. A ``collate_fn`` may write to samples, and so may a
-model that is handed them as they are. A share that is read once more, in the next phase of a step or after a worker's
-death, is to be what it was. Arrays keep their strides, which may decide bits: kernels are chosen by them.
-"""
+"""Arrays on their way to other processes: they lie there as they lay here, as kernels are chosen by strides."""
 
 from __future__ import annotations
 
-import copy
 import copyreg
 import ctypes
-import dataclasses
 import itertools
 import mmap
 import operator
 import os
-from collections import UserDict
 from typing import Any
 
 import numpy as np
 
-UNCHANGING = frozenset({bool, int, float, complex, str, bytes, type(None)})  # kinds of values that cannot be written to
 ROOT_FACTOR = 4  # up to so many times the memory of a view, all of what it is a view of travels, once for all its views
-
-
-def own(sample: Any) -> Any:
-    """Its arrays, and containers and dataclasses of them, as copies; strides stay. Other objects are themselves."""
-    kind: Any = type(sample)
-    if kind is tuple or kind is list:
-        parts = []
-        for part in sample:
-            # Most parts are one of the first two, and this is done for each sample: a call for each would be felt.
-            if type(part) in UNCHANGING:
-                parts.append(part)
-            elif type(part) is np.ndarray and (copied := part.copy("K")).strides == part.strides:
-                parts.append(copied)
-            else:
-                parts.append(own(part))
-        return kind(parts)
-    if hasattr(kind, "new_empty_strided") and not vars(sample):
-        if sample.requires_grad:  # a copy would be another leaf, or hang on this one's graph
-            return sample
-        copied = sample.clone()
-        try:
-            same = copied.stride() == sample.stride()
-            return copied if same else sample.new_empty_strided(sample.shape, sample.stride()).copy_(sample)
-        except RuntimeError:  # a sparse one, or elements that lie in one place, as those of an expanded one
-            return copied
-    if kind is np.ndarray or kind is np.memmap:
-        return _array(sample)
-    if isinstance(sample, tuple) and callable(getattr(sample, "_make", None)):
-        return kind._make(map(own, sample))
-    if isinstance(sample, (dict, UserDict)):
-        copied: Any = copy.copy(sample)
-        for key, value in sample.items():
-            copied[key] = own(value)
-        return copied
-    if dataclasses.is_dataclass(sample) and not isinstance(sample, type):
-        copied = copy.copy(sample)
-        for field in dataclasses.fields(sample):
-            object.__setattr__(copied, field.name, own(getattr(sample, field.name)))
-        return copied
-    return sample
-
-
-def _array(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    copied = array.copy(order="K")
-    if copied.strides == array.strides or array.dtype.hasobject or not array.size:
-        return copied
-    low, high = bounds(array)
-    below = array.__array_interface__["data"][0] - low
-    copied = np.ndarray(array.shape, array.dtype, np.empty(high - low, np.uint8), below, array.strides)
-    copied[...] = array
-    return copied
 
 
 def bounds(array: np.ndarray[Any, Any]) -> tuple[int, int]:

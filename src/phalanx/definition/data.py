@@ -15,10 +15,8 @@ import numpy as np
 from phalanx.definition import checks
 from phalanx.definition.checks import answering, check_numpy
 from phalanx.errors import UsageError
-from phalanx.plan import Indices
-from phalanx.plan.shares import share_bounds
+from phalanx.plan import Indices, share_bounds
 
-SeedSample = Callable[[int], None]
 READING = "while phalanx was reading sample"
 FORMS = "pass a tuple or dict of arrays, a list of samples or a map-style dataset"
 BRINGING = ", or None and bring batches yourself: Recipe(make_model, None, loss_fn).start(), then run.step(batch)"
@@ -78,15 +76,6 @@ class Columns:
     def __len__(self) -> int:
         return int(self.arrays[0].shape[0])
 
-    def batch(self, indices: Indices) -> Any:
-        """The rows of a share."""
-        return self.rebuild(self.rows(self.arrays, indices))
-
-    def sample(self, index: int, seed: SeedSample) -> Any:
-        """One row, with no added axis, copied as the rows of a batch are; nothing is drawn."""
-        rows = self.rows(self.arrays, np.array([index], dtype=np.int64))
-        return self.rebuild([row[0] for row in rows])
-
 
 @dataclass(frozen=True)
 class Samples:
@@ -101,16 +90,6 @@ class Samples:
 
     def __len__(self) -> int:
         return len(self.items)
-
-    def sample(self, index: int, seed: SeedSample) -> Any:
-        """One sample, as it is; ``seed(index)`` comes first where reading runs user code."""
-        if self.random:
-            seed(index)
-        try:
-            return self.items[index]
-        except Exception as error:
-            error.add_note(f"{READING} {index}")
-            raise
 
 
 Source = Columns | Samples
@@ -194,18 +173,6 @@ class Drawn:
 
 def _read_already(samples: Any, _: Indices) -> Any:
     return samples
-
-
-def alike(one: Any, other: Any) -> bool:
-    """Whether two samples are equal, bytes for bytes, as far as they can be looked into."""
-    if is_array(one) or hasattr(one, "__array_interface__"):
-        return content(one) == content(other)
-    if isinstance(one, Mapping):
-        return list(one) == list(other) and all(alike(value, other[key]) for key, value in one.items())
-    if isinstance(one, (tuple, list)):
-        return len(one) == len(other) and all(map(alike, one, other))
-    plain = one is None or isinstance(one, (bool, int, float, complex, str, bytes))
-    return not plain or repr(one) == repr(other)
 
 
 def content(array: Any) -> tuple[str, tuple[int, ...], bytes]:

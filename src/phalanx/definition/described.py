@@ -16,12 +16,11 @@ import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 from phalanx.definition.data import Columns
-from phalanx.definition.digest import PLAIN, is_array, plain, short, told_of_array, told_of_container
 from phalanx.definition.fields import Definition
-from phalanx.definition.plain import decoded
+from phalanx.definition.plain import PLAIN, decoded, is_array, plain, short, told_of_array, told_of_container
 from phalanx.definition.reachable import MOST, held_by, installed, parts_of, reachable, version
 
 FORMAT = 4
@@ -54,14 +53,6 @@ class Comparison:
     versions: list[str] = field(default_factory=list[str])
 
 
-class Hint(NamedTuple):
-    """What lies at a path, and whether that is a plain value or the name of something installed."""
-
-    path: str
-    text: str
-    plain: bool
-
-
 def described(definition: Definition) -> dict[str, Any]:
     """A recipe as JSON values, but for its steps and epochs."""
     met = set[str]()
@@ -70,20 +61,19 @@ def described(definition: Definition) -> dict[str, Any]:
     for name, root in _roots(definition):
         if name == "data" and any(digest for _, digest in data.values()):
             continue
-        for hint in itertools.islice(_led_to(name, root, met), MOST_HINTS):
-            option = name.endswith(OPTIONS) and hint.plain and GLOBAL not in hint.path
-            (values if option else hints)[hint.path] = hint.text
+        for path, text in itertools.islice(_led_to(name, root, met), MOST_HINTS):
+            option = name.endswith(OPTIONS) and not text.startswith(READS) and GLOBAL not in path
+            (values if option else hints)[path] = text
     versions = {name: version(name) for name in sorted(met)} | {"python": platform.python_version()}
     return {"format": FORMAT, "values": values, "data": data, "hints": hints, "versions": versions}
 
 
-def shared(definition: Definition) -> tuple[dict[str, Any], dict[str, str]]:
-    """What must be equal in processes that do one run, and what should be: plain globals, which may be a rank."""
+def shared(definition: Definition) -> dict[str, Any]:
+    """What must be equal in processes that do one run; plain globals need not be, as one may be a rank."""
     mine = described(definition)
-    hints: dict[str, str] = mine["hints"]
-    should = {path: text for path, text in hints.items() if GLOBAL in path and not text.startswith(READS)}
-    must = mine["values"] | {path: text for path, text in hints.items() if path not in should}
-    return {**must, **mine["data"], **{f"version of {name}": text for name, text in mine["versions"].items()}}, should
+    hints = {path: text for path, text in mine["hints"].items() if GLOBAL not in path or text.startswith(READS)}
+    versions = {f"version of {name}": text for name, text in mine["versions"].items()}
+    return {**mine["values"], **hints, **mine["data"], **versions}
 
 
 def compare(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Comparison:
@@ -106,8 +96,9 @@ def compare(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Comparison:
                 found.differs += [_words(name, one[0], other[0])]
         versions = [side["versions"] for side in (mine, theirs)]
         found.versions = _between(*_common(*versions))
-        same_python = versions[0]["python"].rpartition(".")[0] == versions[1]["python"].rpartition(".")[0]
-        found.hints = _hinted(mine["hints"], theirs["hints"], code=same_python)
+        pythons = {side["python"].rpartition(".")[0] for side in versions}
+        if len(pythons) == 1:  # another has other bytecode
+            found.hints += _between(mine["hints"], theirs["hints"])
         found.hints += _between(*_common(*(side.get("beside", {}) for side in (mine, theirs))))
         return found
     except (KeyError, TypeError, AttributeError, IndexError) as error:
@@ -184,17 +175,17 @@ def _told(tell: Any, value: Any) -> list[str]:
         return [f"a {type(value).__name__}", ""]
 
 
-def _led_to(name: str, root: Any, met: set[str]) -> Iterator[Hint]:
+def _led_to(name: str, root: Any, met: set[str]) -> Iterator[tuple[str, str]]:
     """What functions and objects lead to, the nearest first."""
     if isinstance(root, PLAIN):
-        yield Hint(name, plain(root), True)
+        yield name, plain(root)
     for path, value in reachable({name: root}):
         if text := _looked(value, met):
-            yield Hint(path, text, isinstance(value, HAVE_NAMES) and not text.startswith(READS))
+            yield path, text
         for step, part in parts_of(value):
             odd = step.startswith(".__") or (part is None and step.startswith(GLOBAL))
             if isinstance(part, PLAIN) and not odd:
-                yield Hint(path + step, plain(part), True)
+                yield path + step, plain(part)
 
 
 def _looked(value: Any, met: set[str]) -> str:
@@ -225,9 +216,15 @@ def _code(code: CodeType) -> str:
 
 
 def _between(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-    """The values that differ, in words."""
+    """The values that differ, in words; not those that are absent because something above them differs."""
     pairs = {name: (mine.get(name, "absent"), theirs.get(name, "absent")) for name in {**mine, **theirs}}
-    return _few([_words(name, *pair) for name, pair in pairs.items() if pair[0] != pair[1]])
+    changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    told = [
+        _words(name, *pair)
+        for name, pair in changed.items()
+        if "absent" not in pair or not any(name.startswith(above) for above in changed if above != name)
+    ]
+    return told[:TOLD] + [f"and {len(told) - TOLD} more"] * (len(told) > TOLD)
 
 
 def _common(one: Mapping[str, str], other: Mapping[str, str]) -> list[dict[str, str]]:
@@ -235,26 +232,9 @@ def _common(one: Mapping[str, str], other: Mapping[str, str]) -> list[dict[str, 
     return [{name: text for name, text in side.items() if name in one and name in other} for side in (one, other)]
 
 
-def _few(told: list[str]) -> list[str]:
-    return told[:TOLD] + [f"and {len(told) - TOLD} more"] * (len(told) > TOLD)
-
-
 def _words(name: str, one: str, other: str) -> str:
     if one == other:
         return f"{name} is another {one} here than there"
+    if READS in (one[: len(READS)], other[: len(READS)]):
+        return f"{name} reads differently"
     return f"{name} is {one} here, and {other} there"
-
-
-def _hinted(mine: Mapping[str, str], theirs: Mapping[str, str], *, code: bool) -> list[str]:
-    """What reads differently."""
-    pairs = {path: (mine.get(path, "absent"), theirs.get(path, "absent")) for path in {**mine, **theirs}}
-    changed = {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}
-    told: list[str] = []
-    for path, pair in changed.items():
-        if "absent" in pair and any(path.startswith(above) for above in changed if above != path):
-            continue  # it belongs to what is another as a whole
-        if any(text.startswith(READS) for text in pair):
-            told += [f"{path} reads differently"] * code
-        else:
-            told.append(_words(path, *pair))
-    return _few(told)

@@ -10,7 +10,7 @@ import copy
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,42 +73,6 @@ def concatenated(arrays: Sequence[Any]) -> Any:
     return joint
 
 
-def measured(value: Any, samples: int) -> tuple[float, float]:
-    """(mean, weight) out of what ``metric_fn`` returned for so many samples.
-
-    Raises
-    ------
-    UsageError
-        It is neither a number nor a pair of them, or the weight is negative.
-    """
-    pair: tuple[Any, Any] = value if isinstance(value, tuple) and len(value) == 2 else (value, samples)
-    try:
-        mean, weight = float(pair[0]), float(pair[1])
-    except (TypeError, ValueError, RuntimeError):
-        mean, weight = math.nan, math.nan
-    if not 0 <= weight < math.inf:
-        shown = ", ".join(map(checks.described, pair)) if pair is value else checks.described(value)
-        raise UsageError(
-            f"metric_fn returned {shown}; it must return a mean, or (mean, weight) with a finite weight of at least 0"
-        )
-    return mean, weight
-
-
-def averaged(measured: Sequence[tuple[float, float]]) -> float:
-    """Weighted mean of (mean, weight) of every chunk, in order, folded as replicas are.
-
-    Raises
-    ------
-    UsageError
-        Every weight is 0.
-    """
-    value = fold_values([mean * weight if weight else None for mean, weight in measured], operator.add)
-    weight = fold_values([weight for _, weight in measured], operator.add)
-    if value is None or not weight:
-        raise UsageError("metric_fn returned weight 0 for every chunk; there is nothing to average over")
-    return value / weight
-
-
 class Mean:
     """A function that returns a mean over the samples that it is given, or (mean, weight)."""
 
@@ -120,12 +84,39 @@ class Mean:
         return self._function(output, target)
 
     def read(self, value: Any, samples: int) -> tuple[float, float]:
-        """(mean, weight) of a chunk."""
-        return measured(value, samples)
+        """(mean, weight) of a chunk.
+
+        Raises
+        ------
+        UsageError
+            The function returned neither a number nor a pair of them, or the weight is negative.
+        """
+        pair: tuple[Any, Any] = value if isinstance(value, tuple) and len(value) == 2 else (value, samples)
+        try:
+            mean, weight = float(pair[0]), float(pair[1])
+        except (TypeError, ValueError, RuntimeError):
+            mean, weight = math.nan, math.nan
+        if not 0 <= weight < math.inf:
+            shown = ", ".join(map(checks.described, pair)) if pair is value else checks.described(value)
+            raise UsageError(
+                f"metric_fn returned {shown}; it must return a mean, or (mean, weight) with a finite weight of at "
+                "least 0"
+            )
+        return mean, weight
 
     def fold(self, readings: Sequence[tuple[float, float]]) -> float:
-        """The weighted mean of all chunks."""
-        return averaged(readings)
+        """The weighted mean of all chunks, in order, folded as replicas are.
+
+        Raises
+        ------
+        UsageError
+            Every weight is 0.
+        """
+        value = fold_values([mean * weight if weight else None for mean, weight in readings], operator.add)
+        weight = fold_values([weight for _, weight in readings], operator.add)
+        if value is None or not weight:
+            raise UsageError("metric_fn returned weight 0 for every chunk; there is nothing to average over")
+        return value / weight
 
 
 class Folded:
@@ -149,7 +140,7 @@ class Folded:
         total = copy.deepcopy(readings[0])  # not a fresh one: those warn that nothing was seen
         for reading in readings[1:]:
             _merge(total, reading)
-        return _scalars(total.compute())
+        return _number(total.compute())
 
     def _fresh(self) -> Any:
         metric = copy.deepcopy(self._metric)
@@ -158,17 +149,14 @@ class Folded:
 
 
 def _merge(total: Any, other: Any) -> None:
-    """Put a metric's state to another's; of collections, metric by metric."""
-    if hasattr(total, "merge_state"):
-        total.merge_state(other)
-    elif callable(getattr(total, "keys", None)):
-        for name in total.keys():  # noqa: SIM118  a collection is no dict: iterating gives modules
-            _merge(total[name], other[name])
-    else:
+    """Put a metric's state to another's."""
+    if not hasattr(total, "merge_state"):
         raise UsageError(
-            f"metric_fn has a {type(total).__name__}, whose states cannot be merged (it has no merge_state); "
-            "take a version of its library that has one, or compute it over all outputs: phalanx.whole(function)"
+            f"metric_fn has a {type(total).__name__}, whose states cannot be merged (it has no merge_state); take a "
+            "version of its library that has one, pass the metrics of a collection in a dict, or compute it over all "
+            "outputs: phalanx.whole(function)"
         )
+    total.merge_state(other)
 
 
 class Predictions:
@@ -188,37 +176,16 @@ class Predictions:
         return joined(outputs, samples, "output")
 
 
-class Whole(Predictions):
-    """A function of all outputs and all targets at once; see ``phalanx.whole``."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.__name__ = getattr(function, "__name__", "metric")
-        self._function = function
-
-    def see(self, output: Any, target: Any, home: Home) -> Any:
-        """Outputs and targets of a chunk."""
-        return _at_home((output, target), home)
-
-    def fold(self, readings: Sequence[Any]) -> Any:
-        """The function's value."""
-        pairs, samples = zip(*readings, strict=True)
-        outputs, targets = zip(*pairs, strict=True)
-        return _scalars(self._function(joined(outputs, samples, "output"), joined(targets, samples, "target")))
-
-
-def whole(metric_fn: Callable[[Any, Any], Any]) -> Whole:
+class whole(Predictions):  # noqa: N801  used as a function
     """A metric over all predictions at once, such as AUC, F1 or perplexity: no mean over batches equals those.
+
+    It goes into ``Evaluation`` and ``run.evaluate``, alone or in a dict or list.
 
     Parameters
     ----------
     metric_fn : callable
         ``metric_fn(outputs, targets) -> number``, called once per evaluation, in the caller's process, with the outputs
         and targets of all samples, in order, on the CPU.
-
-    Returns
-    -------
-    Whole
-        For ``Evaluation`` and ``run.evaluate``, alone or in a dict or list.
 
     Raises
     ------
@@ -229,9 +196,24 @@ def whole(metric_fn: Callable[[Any, Any], Any]) -> Whole:
     --------
     >>> f1 = phalanx.whole(lambda output, target: sklearn.metrics.f1_score(target, output.argmax(1), average="macro"))
     """
-    if not callable(metric_fn):
-        raise UsageError(f"metric_fn is {checks.shown(metric_fn)}; it must be a function of all outputs and targets")
-    return Whole(metric_fn)
+
+    def __init__(self, metric_fn: Callable[[Any, Any], Any]) -> None:
+        if not callable(metric_fn):
+            raise UsageError(
+                f"metric_fn is {checks.shown(metric_fn)}; it must be a function of all outputs and targets"
+            )
+        self.__name__ = getattr(metric_fn, "__name__", "metric")
+        self._function = metric_fn
+
+    def see(self, output: Any, target: Any, home: Home) -> Any:
+        """Outputs and targets of a chunk."""
+        return _at_home((output, target), home)
+
+    def fold(self, readings: Sequence[Any]) -> Any:
+        """The function's value."""
+        pairs, samples = zip(*readings, strict=True)
+        outputs, targets = zip(*pairs, strict=True)
+        return _number(self._function(joined(outputs, samples, "output"), joined(targets, samples, "target")))
 
 
 class Metrics:
@@ -280,10 +262,8 @@ class Metrics:
     def fold(self, chunks: Sequence[Sequence[Any]]) -> dict[str, Any]:
         """The value of each metric, by name, given what was read of all chunks in order."""
         columns = zip(*chunks, strict=True)
-        folded = {
-            name: metric.fold(column) for (name, metric), column in zip(self._metrics.items(), columns, strict=True)
-        }
-        return dict(_flat(folded))
+        pairs = zip(self._metrics.items(), columns, strict=True)
+        return {name: metric.fold(column) for (name, metric), column in pairs}
 
 
 def _metric(value: Any) -> Any:
@@ -321,28 +301,13 @@ def name_of(metric: Any) -> str:
     )
 
 
-def _flat(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
-    """Metrics that give several values by name become as many."""
-    for name, value in values.items():
-        if isinstance(value, _Several):
-            yield from ((f"{name}/{inner}", number) for inner, number in value.items())
-        else:
-            yield name, value
-
-
-class _Several(dict[str, float]):
-    """Values by name, of one metric."""
-
-
-def _scalars(value: Any) -> Any:
-    """What a metric computed, as a float; or several by name."""
-    if isinstance(value, Mapping):
-        return _Several({str(name): _scalars(item) for name, item in value.items()})
+def _number(value: Any) -> float:
+    """What a metric computed, as a float."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         raise UsageError(
-            f"metric_fn computed {checks.described(value)}; it must be one number, or a dict of numbers by name"
+            f"metric_fn computed {checks.described(value)}; it must be one number; for several, pass a dict of metrics"
         ) from None
 
 
@@ -399,10 +364,6 @@ class Evaluation:
         checks.integer("every_epochs", self.every_epochs, least=1)
         if self.every_steps is not None:
             checks.integer("every_steps", self.every_steps, least=1)
-
-    def spelled(self, metric: str) -> str:
-        """What a metric of this evaluation is called in histories and reports."""
-        return f"{self.name}/{metric}" if self.name else metric
 
     def is_due(self, steps: int, epoch: int, *, epoch_ended: bool) -> bool:
         """Whether it is due after so many steps, of which the last was of this epoch."""

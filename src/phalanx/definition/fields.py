@@ -17,8 +17,7 @@ from phalanx.definition import checks, generators
 from phalanx.definition.checks import VERBS, answering
 from phalanx.definition.data import Columns, Samples, Stream, open_data
 from phalanx.errors import UsageError
-from phalanx.plan import Plan, steps_per_epoch
-from phalanx.plan.shares import Rounds
+from phalanx.plan import Plan, Rounds, steps_per_epoch
 
 EXAMPLE = "phalanx.Phase(loss_fn, parameters='generator', optimizer=make_optimizer)"
 DEFAULT_LR = 1e-3

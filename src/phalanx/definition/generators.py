@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from phalanx.definition import checks
-from phalanx.definition.data import alike
+from phalanx.definition.plain import hashed
 from phalanx.definition.reachable import differences, reachable, values
 from phalanx.errors import UsageError
-from phalanx.plan import Indices
-from phalanx.plan.keys import MASK32, splitmix64
+from phalanx.plan import MASK32, Indices, splitmix64
 from phalanx.surroundings.interrupts import guarded
 from phalanx.surroundings.turns import ALONE
 
@@ -264,7 +263,7 @@ class FirstReadings:
                 "it has drawn, so the answer depends on who reads it first; keep samples as they are before random "
                 "numbers are drawn for them, and draw those in each __getitem__"
             )
-        if alike(sample, again):
+        if hashed(sample) == hashed(again):
             return sample
         told += " was another when it was read again with the same seeds"
         if written := self._written(read, one):
@@ -279,12 +278,9 @@ class FirstReadings:
         return sample
 
     def _written(self, read: Callable[[Indices], list[Any]], one: Indices) -> list[str]:
-        """The arrays of the dataset that reading a sample changes."""
-        before = self._arrays()
+        """The arrays of the dataset that reading a sample changes, by path."""
+        roots = {self._origin: self._holders()[self._origin]}
+        before = values(roots)
         read(one)
-        return differences(before, self._arrays())
-
-    def _arrays(self) -> dict[str, Any]:
-        """Checksums of those that the dataset leads to, by path."""
-        told = values({self._origin: self._holders()[self._origin]})
-        return {path: value for path, value in told.items() if isinstance(value, tuple)}
+        after = values(roots)
+        return [path for path in differences(before, after) if isinstance(after.get(path), tuple)]  # of arrays

@@ -20,8 +20,7 @@ from collections.abc import Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-import numpy as np
-
+from phalanx.definition.plain import content
 from phalanx.surroundings.sources import is_installed, nested
 
 OWN = __name__.partition(".")[0]
@@ -68,8 +67,7 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str
 
 def _checksum(array: Any) -> Any:
     try:
-        plain = np.ascontiguousarray(array.detach() if hasattr(array, "detach") else array)
-        return (zlib.crc32(plain.data),)
+        return (zlib.crc32(content(array)),)
     except Exception:  # no array of numbers in host memory that numpy knows
         return id(array), getattr(array, "_version", None)
 

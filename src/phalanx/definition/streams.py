@@ -16,14 +16,13 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from phalanx.definition import checks, generators
-from phalanx.definition.copies import own
+from phalanx.definition.batches import own
 from phalanx.definition.data import Drawn, Stream, is_array
-from phalanx.definition.digest import hashed
 from phalanx.definition.fields import Definition
-from phalanx.definition.plain import Each, check_like, encoded, taking_over
+from phalanx.definition.plain import Each, check_like, encoded, hashed, taking_over
 from phalanx.errors import PhalanxError, RunError, SnapshotError, UsageError, WorkerError
 from phalanx.plan import buffer_slot, iterable_key, stream_sample_key
 from phalanx.surroundings import interrupts
@@ -31,6 +30,7 @@ from phalanx.surroundings import interrupts
 STATE = "data.stream"  # its name among the states of callbacks, which are called as classes are
 LIKE = {"epoch": int, "before": int, "given": int, "read": int}
 WAITING = {"ready": Each(int), "slots": Each(int), "hash": str, "mark": [int, str, object]}  # where some were read
+MARKS = 32  # that are kept: a sample waits for a few rounds of the buffer at most
 PROTOCOLS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
 Shown = Callable[[Iterable[int], str], Iterable[int]]  # shows how far reading again is: ``shown(numbers, title)``
 Item = tuple[int, Any, str]  # the number of a sample, itself, the running hash after it
@@ -91,7 +91,7 @@ class Reading:
             self._carrier, self._take, give = _protocol(self.iterable)
             if self._carrier is not None and mark.state is not None:
                 _call(self.iterable, give, copy.deepcopy(mark.state))
-            self.iterator = self._begun()
+            self.iterator = iter(self.iterable)
             if self._carrier is None:
                 self._carrier, self._take, give = _protocol(self.iterator)
                 if mark.state is not None:
@@ -125,7 +125,7 @@ class Reading:
                 )
             return None
         self.number += 1
-        self.hash = hashlib.sha256(bytes.fromhex(self.hash) + _hashed(sample)).hexdigest()
+        self.hash = hashlib.sha256(bytes.fromhex(self.hash) + hashed(sample)).hexdigest()
         return sample
 
     def mark(self) -> Mark | None:
@@ -150,14 +150,6 @@ class Reading:
         with contextlib.suppress(Exception):
             self.iterator.close()  # type: ignore[attr-defined]
 
-    def _begun(self) -> Iterator[Any]:
-        if not hasattr(type(self.iterable), "__iter__") and not hasattr(type(self.iterable), "__getitem__"):
-            raise UsageError(
-                f"make_iterable returned a {type(self.iterable).__name__}, which cannot be iterated over; return an "
-                "iterable that yields samples, or make it a generator function with yield"
-            )
-        return iter(self.iterable)
-
     @contextlib.contextmanager
     def _user_code(self, when: str, number: int | None = None) -> Iterator[None]:
         """What it raises becomes a WorkerError; an iterator that raised, or was broken off, is not asked again."""
@@ -175,27 +167,11 @@ class Reading:
             raise
 
 
-class Source(Protocol):
-    """Where a dealer draws from. ``epoch`` is that of the batch that comes next, or came last."""
-
-    @property
-    def epoch(self) -> int: ...  # noqa: D102
-
-    def next(self) -> Drawn:
-        """The next batch."""
-        ...
-
-    def state(self, *, undone: bool) -> dict[str, Any]:
-        """Where the stream is, in plain values; ``undone``: before the batch that was drawn last, not after it."""
-        ...
-
-    def close(self) -> None:
-        """Let go of the iterable."""
-        ...
-
-
 class Supply:
     """Draws batches from a stream, in this process.
+
+    A reader's process that draws ahead has the same methods, and ``epoch``: that of the batch that comes next, or came
+    last.
 
     Parameters
     ----------
@@ -216,7 +192,7 @@ class Supply:
         self._ready: deque[Item] = deque()
         self._drawn: list[Item] = []
         self._over = False  # whether the epoch ends with what was drawn
-        self._marks: deque[Mark] = deque([BEGINNING])
+        self._marks: deque[Mark] = deque([BEGINNING], MARKS)
 
     def next(self) -> Drawn:
         """The next batch.
@@ -243,14 +219,14 @@ class Supply:
         return Drawn(self.epoch, tuple(item[0] for item in items), [item[1] for item in items], told, self._over)
 
     def state(self, *, undone: bool = False) -> dict[str, Any]:
-        """See ``Source.state``."""
+        """Where the stream is, in plain values; ``undone``: before the batch that was drawn last, not after it."""
         waiting = self._drawn if undone else []
         if self._reading is None or (self._over and not waiting):
             return {"epoch": self.epoch + self._over, "before": self._total, "given": self._given, "read": 0}
         ready = [number for number, *_ in [*waiting, *self._ready]]
         slots = [number for number, *_ in self._buffer]
         first = min([*ready, *slots, max(0, self._reading.number - 1)])
-        mark = next(mark for mark in reversed(self._marks) if mark.number <= first)
+        mark = next((mark for mark in reversed(self._marks) if mark.number <= first), BEGINNING)
         return {
             "epoch": self.epoch, "before": self._before, "given": self._given, "read": self._reading.number,
             "ready": ready, "slots": slots, "hash": self._reading.hash, "mark": list(mark),
@@ -328,7 +304,7 @@ class Supply:
     def _read_from(self, mark: Mark, state: Mapping[str, Any], shown: Shown) -> None:
         """Read an epoch from a mark up to where an earlier run was, and have there wait what waited."""
         self.close()
-        self._marks, waiting, items = deque([mark]), {*state["ready"], *state["slots"]}, dict[int, Item]()
+        self._marks, waiting, items = deque([mark], MARKS), {*state["ready"], *state["slots"]}, dict[int, Item]()
         self._reading = reading = Reading(self._definition, self._stream, self.epoch, self._before, mark)
         for number in shown(range(mark.number, state["read"]), "phalanx: reading samples again"):
             sample = reading.next()
@@ -348,7 +324,7 @@ class Supply:
         self._before = self._total
         self.close()
         self.epoch, self._over = self.epoch + self._over, False
-        self._ready, self._buffer, self._marks = deque(), [], deque([BEGINNING])
+        self._ready, self._buffer, self._marks = deque(), [], deque([BEGINNING], MARKS)
         self._reading = reading = Reading(self._definition, self._stream, self.epoch, self._before)
         if last is not None and reading.iterator is last.iterable:
             raise UsageError(
@@ -358,15 +334,12 @@ class Supply:
         return reading
 
     def _mark(self, reading: Reading) -> None:
-        """Note where the iterable is, now and then, and forget what lies before a mark that is early enough."""
+        """Note where the iterable is, now and then; of long ago it is forgotten."""
         if reading.number - self._marks[-1].number < max(self._definition.global_batch, self._stream.shuffle_buffer):
             return
         mark = reading.mark()
         if mark is not None:
             self._marks.append(mark)
-            needed = min([number for number, *_ in [*self._ready, *self._buffer]], default=reading.number)
-            while len(self._marks) > 1 and self._marks[1].number <= min(needed, reading.number - 1):
-                self._marks.popleft()
 
     def _fill(self, reading: Reading, count: int) -> None:
         """Read until so many samples are ready, or the epoch has no more."""
@@ -400,11 +373,12 @@ class Dealer:
 
     Parameters
     ----------
-    source : Source
+    source : Supply
+        Or what has its methods.
     run_state : RunState
     """
 
-    def __init__(self, source: Source, run_state: Any) -> None:
+    def __init__(self, source: Any, run_state: Any) -> None:
         self.source = source
         self._drawn: Drawn | None = None
         self._step = -1  # of what was drawn
@@ -416,7 +390,7 @@ class Dealer:
         Raises
         ------
         WorkerError, UsageError
-            As ``Source.next``.
+            As ``Supply.next``.
         """
         if not self._pending(step):
             self._drawn = None
@@ -455,8 +429,8 @@ def supplied(
     shown: Shown = lambda numbers, _: numbers,
     *,
     anyway: bool = False,
-) -> Dealer | None:
-    """Where a run's samples come from, if its data is a stream; goes on where an earlier run was.
+) -> Dealer:
+    """Where a run's samples come from, as its data is a stream; goes on where an earlier run was.
 
     Parameters
     ----------
@@ -465,8 +439,6 @@ def supplied(
     surroundings, shown, anyway
         As ``Supply`` and its ``go_on`` take them.
     """
-    if definition.stream is None:
-        return None
     supply = Supply(definition, surroundings)
     state = run_state.callbacks.pop(STATE, None)
     if state is not None or (run_state.resumed_from is not None and not anyway):
@@ -474,14 +446,6 @@ def supplied(
         if dealt > run_state.samples and not definition.drop_last:  # which leaves some out
             raise SnapshotError(f"{STATE} in the snapshot has dealt {dealt} samples, of {run_state.samples}")
     return Dealer(supply, run_state)
-
-
-def _hashed(sample: Any) -> bytes:
-    """A hash of what can be looked into."""
-    try:
-        return hashed(sample)
-    except TypeError:  # an array of objects
-        return type(sample).__qualname__.encode()
 
 
 def _protocol(carrier: Any) -> tuple[Any, str, str]:

@@ -92,14 +92,14 @@ def read_ahead(memories: Sequence[Memory], placement: Placement, count: int | No
 
 def dealer(
     definition: Definition, engine: Engine, framework: str, readers: int | None, shown: Shown, *, anyway: bool
-) -> Dealer | None:
-    """Where a run's samples come from, if its data is a stream; see ``supplied``.
+) -> Dealer:
+    """Where a run's samples come from, as its data is a stream; see ``supplied``.
 
     ``readers``: more than none, and a process reads ahead; None, where it is not said: none does, as what a stream
     reads may be the caller's own, which it goes on to change.
     """
     found = supplied(definition, engine.run_state, engine.reading, shown, anyway=anyway)
-    if found is not None and readers and CAPABLE:
+    if readers and CAPABLE:
         supply = found.source
         assert isinstance(supply, Supply)
         left = None if definition.steps is None else definition.steps - engine.run_state.steps
@@ -275,11 +275,11 @@ class Ahead:
 
     @property
     def epoch(self) -> int:
-        """See ``Source.epoch``."""
+        """See ``Supply.epoch``."""
         return self._supply.epoch if self._here else self._after["epoch"]
 
     def next(self) -> Drawn:
-        """See ``Source.next``."""
+        """See ``Supply.next``."""
         if self._close.alive:
             with interrupts.user_code():
                 content = self._readers.inputs.take(self._taken, 0, wait=True)
@@ -296,7 +296,7 @@ class Ahead:
         return self._supply.next()
 
     def state(self, *, undone: bool) -> dict[str, Any]:
-        """See ``Source.state``."""
+        """See ``Supply.state``."""
         if self._here:
             return self._supply.state(undone=undone)
         return self._before if undone else self._after

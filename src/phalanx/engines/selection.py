@@ -27,8 +27,8 @@ from phalanx.engines.readers import dealer as dealer
 from phalanx.engines.recovery.deadline import Deadline
 from phalanx.errors import UsageError
 from phalanx.frameworks.registry import as_factory, open_framework
+from phalanx.plan import Audit
 from phalanx.plan.fold import place
-from phalanx.plan.keys import Audit
 from phalanx.plan.lifecycle import MOST
 from phalanx.seams import Engine, Framework
 from phalanx.seams.records import RunState, StepReport

@@ -25,7 +25,7 @@ from phalanx.definition.data import Share
 from phalanx.definition.fields import Definition
 from phalanx.definition.reachable import differences, values
 from phalanx.errors import CorruptionError, StateError, spell_samples
-from phalanx.plan.keys import Audit, joined
+from phalanx.plan import Audit, joined
 from phalanx.seams import Arithmetic, Framework, Link
 from phalanx.seams.records import Captured, Computed, Todo, Watch
 from phalanx.step import Proposal, compute, propose, todo

@@ -32,7 +32,7 @@ from phalanx.frameworks.torch.replica.gradient import drop
 from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.frameworks.torch.replica.means import AmbiguousMean
 from phalanx.manual.replicas import ORDERED, average, check_trained, tensors_of
-from phalanx.plan.shares import share_bounds, share_weights
+from phalanx.plan import share_bounds, share_weights
 from phalanx.seams.records import Computed, Part, Todo
 from phalanx.step import ABSENT, check_consistent, mean_loss, total_weight, weighed
 from phalanx.surroundings import interrupts

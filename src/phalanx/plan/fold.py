@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from phalanx.plan.shares import share_bounds
+from phalanx.plan import share_bounds
 
 T = TypeVar("T")
 Node = tuple[int, int]  # (level, index) in the fold's tree
@@ -207,11 +207,7 @@ def added(replicas: int, nodes: Sequence[Node], present: Iterable[int]) -> list[
 
 def hosts(replicas: int, count: int, workers: int) -> tuple[tuple[range, ...], tuple[Placement, ...]]:
     """The block of each of ``count`` hosts, and how its ``workers`` share that."""
-    blocks = tuple(range(start, end) for start, end in share_bounds(replicas, count))
-    placements = tuple(
-        Placement(
-            replicas, tuple(range(block.start + a, block.start + b) for a, b in share_bounds(len(block), workers))
-        )
-        for block in blocks
+    blocks = place(replicas, count).blocks
+    return blocks, tuple(
+        Placement(replicas, tuple(block[a:b] for a, b in share_bounds(len(block), workers))) for block in blocks
     )
-    return blocks, placements

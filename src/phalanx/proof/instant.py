@@ -23,7 +23,7 @@ from phalanx.definition.streams import supplied
 from phalanx.engines.links import LocalLink
 from phalanx.engines.twice import checksum
 from phalanx.errors import SnapshotError, UsageError
-from phalanx.plan.keys import joined
+from phalanx.plan import joined
 from phalanx.run.loop import merged
 from phalanx.run.observers import shown
 from phalanx.seams import Framework
@@ -72,7 +72,7 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         (self._framework,) = self._opened
         self._dealer = BatchShares(definition, self._framework.opened)
         self._supply = None
-        if batch is None:
+        if batch is None and definition.stream is not None:
             done, reading = self._engine.run_state, self._engine.reading
             self._supply = supplied(definition, done, reading)
         self.brought = ""  # a hash of what a stream gave for the step that was done last

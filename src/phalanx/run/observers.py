@@ -6,7 +6,6 @@ Callbacks are plain functions, or objects with hooks and a state of their own.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,12 +14,11 @@ from phalanx.definition import checks
 from phalanx.definition.plain import taking_over
 from phalanx.errors import PhalanxError, SnapshotError, UsageError
 from phalanx.seams import Engine, Observer
-from phalanx.seams.records import Evaluated, StepReport
+from phalanx.seams.records import StepReport
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.presence import shows
 from phalanx.surroundings.turns import Turns
 
-REFRESH_SECONDS = 0.1
 DELAY_SECONDS = 0.5
 HOOKS = ("begin", "step", "evaluated", "end", "state", "load")
 LEFT = ("averaged", "best")  # attributes that results have, too
@@ -185,9 +183,7 @@ class Called(Observer):
 
 
 class ProgressBar(Observer):
-    """Shows steps, loss, the last metric, samples a second, workers, and incidents if there were some.
-
-    Costs one clock read a step between refreshes.
+    """Shows steps, loss, the last metric, workers, and incidents if there were some.
 
     Parameters
     ----------
@@ -201,49 +197,33 @@ class ProgressBar(Observer):
         self._delay_seconds = delay_seconds
         self._bar: Any = None
         self._engine: Engine | None = None
-        self._metrics: Sequence[Evaluated] = ()
-        self._samples, self._since = 0, time.monotonic()
-        self._next_refresh = 0.0
-        self._pending = 0
 
     def begin(self, engine: Engine, run: Any = None) -> None:
         """Draw the bar; it starts at what an earlier run had done."""
         from tqdm import tqdm
 
-        self._engine, self._metrics = engine, engine.run_state.evaluated
+        self._engine = engine
         self._bar = tqdm(
             total=self._total, initial=engine.run_state.steps, unit="step", delay=self._delay_seconds,
-            mininterval=0, dynamic_ncols=True, desc="phalanx",
+            dynamic_ncols=True, desc="phalanx",
         )  # fmt: skip
 
     def step(self, report: StepReport) -> None:
-        """Count a finished step; redraw a few times a second, with the newest metric, and at the last step."""
+        """Count a finished step; tqdm redraws a few times a second, and at the last step."""
         if self._bar is None:
             return
-        self._pending += 1
-        self._samples += report.samples
-        now, is_last = time.monotonic(), self._bar.n + self._pending == self._total
-        if is_last or now >= self._next_refresh:
-            self._next_refresh = now + REFRESH_SECONDS
-            metric = {self._metrics[-1].name: f"{self._metrics[-1].value:.4g}"} if self._metrics else {}
-            self._bar.set_postfix({"loss": f"{report.loss:.4g}", **metric, **self._pace(now)}, refresh=False)
-            self._bar.update(self._pending)
-            self._pending = 0
+        is_last = self._bar.n + 1 == self._total
+        if self._bar.update() or is_last:
+            assert self._engine is not None
+            state = self._engine.run_state
+            facts = {"loss": f"{report.loss:.4g}", **{item.name: f"{item.value:.4g}" for item in state.evaluated[-1:]}}
+            facts |= {"workers": str(self._engine.workers)}
+            self._bar.set_postfix(facts | ({"incidents": str(len(state.incidents))} if state.incidents else {}))
         if is_last:
             self.end()
-
-    def _pace(self, now: float) -> dict[str, str]:
-        """Samples a second since the last refresh, workers, and what happened to them."""
-        assert self._engine is not None
-        seconds, self._since = now - self._since, now
-        rate, self._samples = self._samples / max(seconds, 1e-9), 0
-        incidents = len(self._engine.run_state.incidents)
-        facts = {"samples/s": f"{rate:.3g}", "workers": str(self._engine.workers)}
-        return facts | ({"incidents": str(incidents)} if incidents else {})
 
     def end(self) -> None:
         """Leave the bar as it stands; what is printed next begins on a line of its own."""
         if self._bar is not None:
-            self._bar.update(self._pending)
             self._bar.close()
             self._bar = None

@@ -111,15 +111,11 @@ def _check_engine(settled: SimpleNamespace, replicas: int) -> None:
     if engine == "inline" and several:
         raise UsageError(f"workers is {workers}, but engine='inline' is one worker; use engine='processes' or 'auto'")
     elsewhere = [name for name in settled.devices if name != "cpu"]
-    if spawns and elsewhere:
+    if spawns and (elsewhere or len(settled.devices) > 1):
+        several_here = f"is {list(settled.devices)}, which are devices of one process"
         raise UsageError(
-            f"devices names {elsewhere[0]!r}, but worker processes compute on the CPU in this version; leave devices "
-            "out, or use workers=1 and engine='inline' in one process"
-        )
-    if spawns and len(settled.devices) > 1:
-        raise UsageError(
-            f"devices is {list(settled.devices)}, which are devices of one process, but these are worker processes; "
-            "leave devices out, or use workers=1 in one process"
+            f"devices {f'names {elsewhere[0]!r}' if elsewhere else several_here}, but worker processes compute on the "
+            "CPU in this version; leave devices out, or use workers=1 and engine='inline' in one process"
         )
     if (spawns or world) and not hasattr(select, "poll"):
         raise UsageError("worker processes need Linux or macOS; use engine='inline' (same answer)")
@@ -169,14 +165,7 @@ def _devices(_: str, devices: Any) -> tuple[str, ...]:
         raise UsageError(
             f"devices is {checks.shown(devices)}; it must be 'auto' or a list of device names such as ['cuda:0']"
         )
-    names = tuple("cpu" if name == "cpu:0" else name for name in devices)
-    for name in names:
-        if name != "cpu" and names.count(name) > 1:
-            raise UsageError(
-                f"devices is {checks.shown(devices)}, which names {name!r} more than once, and a device computes one "
-                "replica at a time; name each once"
-            )
-    return names
+    return tuple("cpu" if name == "cpu:0" else name for name in devices)
 
 
 # Each option: what it is where nobody says it, and what makes of a value what the run takes.

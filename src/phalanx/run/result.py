@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -92,15 +91,6 @@ class Result:
     def loss(self) -> float | None:
         """Mean loss of the last step; None before the first."""
         return self.loss_history[-1] if self.loss_history else None
-
-    def _repr_html_(self) -> str:
-        """What notebooks show: the figures."""
-        facts: dict[str, Any] = {"loss": self.loss, "steps": self.steps, "replicas": self.replicas}
-        facts |= {"workers": self.workers, "seconds": round(self.seconds, 2)}
-        facts |= {item.name: item.value for item in self.metric_history} | {"digest": self.digest[:16]}
-        cells = ((html.escape(name), html.escape(str(value))) for name, value in facts.items())
-        rows = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in cells)
-        return f"<table>{rows}</table>"
 
     def predict(self, data: Any, batch_size: int = DEFAULT_BATCH, forward_fn: Callable[..., Any] | None = None) -> Any:
         """Outputs for all samples, in their order, on the CPU; in evaluation mode, in this process.

@@ -9,9 +9,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from phalanx.definition.data import Share
-from phalanx.plan.keys import Audit
+from phalanx.plan import Audit, Rounds
 from phalanx.plan.lifecycle import MOST
-from phalanx.plan.shares import Rounds
 
 Vector = list[Any]
 Measurement = Callable[[], list[Any]]  # waits for metrics over a chunk of samples: what each read

@@ -6,8 +6,8 @@ a next one; so all of them agree. Whoever fails raises the trouble flag and goes
 barrier. No weights or gradients are here: only how far everybody is, and what a step came to.
 
 A word is 8 bytes, which processors read and write as a whole. No two writers share a cache line, as each would have to
-fetch it from the other for every write. So the line of a word tells who may write it, and tests can check that:
-with ``Counters.checked``, a write by anybody else fails.
+fetch it from the other for every write. So the line of a word tells who may write it. For all others it is
+read-only memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import array
 import os
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Final, Protocol, cast
+from typing import Any, Final
 
 from phalanx.errors import Trouble
 from phalanx.plan.lifecycle import Phase, Progress
@@ -83,15 +83,12 @@ class Reports:
 LINE: Final = 8  # words in a cache line
 OF_PARENT, OF_FIRST, OF_ALL, OF_WORKERS = 0, 2 * LINE, 3 * LINE, 4 * LINE  # where lines of each kind of writer begin
 PARENT: Final = -1  # the role of the caller's process; those of workers are their numbers
+WRITERS: Final = ({PARENT}, {PARENT}, {PARENT, 0}, set[int]())  # of each line before those of workers; none: anybody
 
 STEPS, BATCH, TASK = 1, 2, 3  # kinds of grants: planned steps, a step on a batch that the caller brought, a task
 GO_ON, BEGIN_NO_STEP, LEAVE = 0, 1, 2  # pauses; LEAVE: also a step that is being computed, between two replicas
-COMPUTE, WAIT, FOLD, UPDATE = 0, 1, 2, 3  # parts of a step, timed
-PARTS: Final = ("compute", "wait", "fold", "update")
 PHASES: Final = len(Phase)
 PROGRESS: Final = 3  # the word that says how far a worker is: step and phase in one, so that none is read too late
-SUM: Final = len(PARTS)
-TIMES: Final = len(PARTS) + 1  # a worker's: seconds in each part, and a checksum
 
 
 def word_count(workers: int) -> int:
@@ -100,28 +97,21 @@ def word_count(workers: int) -> int:
 
 
 def float_count(workers: int, replicas: int) -> int:
-    """Floats that parts of replicas, reports and times take."""
-    return PART * replicas + (REPORT + TOLD * replicas) * RING + TIMES * workers
+    """Floats that parts of replicas, reports, and checksums of workers take."""
+    return PART * replicas + (REPORT + TOLD * replicas) * RING + workers
 
 
-class Word(Protocol):
-    """A word of shared memory, as an attribute."""
-
-    def __get__(self, counters: Any, owner: Any = None) -> int: ...
-
-    def __set__(self, counters: Any, value: int) -> None: ...
-
-
-def word(index: int, doc: str) -> Word:
+def word(index: int, doc: str) -> Any:
     """The word at ``index`` of an object's ``_words``; a plain property, as these are read within barriers."""
+    line, place = divmod(index, LINE)
 
     def read(self: Any) -> int:
         return self._words[index]
 
     def write(self: Any, value: int) -> None:
-        self._words[index] = value
+        self._lines[line][place] = value
 
-    return cast("Word", property(read, write, doc=doc))
+    return property(read, write, doc=doc)
 
 
 class WorkerCounters:
@@ -135,9 +125,8 @@ class WorkerCounters:
     total = word(6, "How many replicas, or chunks of an evaluation, its place has computed in all.")
     checksum = word(7, "Of the part of the snapshot in memory that it wrote.")
 
-    def __init__(self, words: Any, floats: memoryview[float]) -> None:
-        self._words = words
-        self._floats = floats
+    def __init__(self, words: Any) -> None:
+        self._words, self._lines = words, [words]
 
     def reach(self, step: int, phase: Phase) -> None:
         """It comes to a phase of a step, now."""
@@ -149,16 +138,6 @@ class WorkerCounters:
         step, phase = divmod(self._words[PROGRESS], PHASES)
         return Progress(step, Phase(phase))
 
-    def spend(self, part: int, seconds: float, waited: float) -> None:
-        """It has spent so long in a part of a step, and waiting for the others to come to its end."""
-        self._floats[part] += seconds
-        self._floats[WAIT] += waited
-
-    @property
-    def spent(self) -> Sequence[float]:
-        """Seconds that its place has spent in each of ``PARTS`` so far."""
-        return self._floats[:SUM].tolist()
-
 
 class Counters:
     """One process's view of the counters of a run.
@@ -168,11 +147,11 @@ class Counters:
     words, floats : memoryview
         int64 and float64 views, as long as ``word_count`` and ``float_count`` say.
     workers, replicas : int
+    role : int, optional
+        Of this process: ``PARENT`` or the number of a worker. What others write is read-only.
 
     Attributes
     ----------
-    checked : bool
-        Of the class; set by tests. Whether a write of a word by a process that is not its writer fails.
     workers : list of WorkerCounters
         What each of them tells.
     parts : Parts
@@ -182,8 +161,6 @@ class Counters:
     sums : memoryview of float
         For each worker a checksum of what it came to in an audited step; 32 bits, which a float holds exactly.
     """
-
-    checked: ClassVar[bool] = False
 
     grant = word(OF_PARENT, "Written by the parent: how often it has granted something.")
     kind = word(OF_PARENT + 1, "Written by the parent, before it grants: STEPS, BATCH or TASK.")
@@ -208,7 +185,15 @@ class Counters:
     )
     trouble = word(OF_ALL, "Set to 1 by anybody: leave what was granted. Set to 0 by the parent, before it grants.")
 
-    def __init__(self, words: Any, floats: memoryview[float], workers: int, replicas: int) -> None:
+    def __init__(
+        self, words: memoryview[int], floats: memoryview[float], workers: int, replicas: int, role: int | None = None
+    ) -> None:
+        writers = [*WRITERS, *({worker} for worker in range(workers))]
+        views = [words[line * LINE :][:LINE] for line in range(len(writers))]
+        self._lines = [
+            view if role is None or role in known or not known else view.toreadonly()
+            for view, known in zip(views, writers, strict=True)
+        ]
         self._words = words
         self._floats = floats
         self._replicas = replicas
@@ -216,17 +201,12 @@ class Counters:
         ring = rows + (REPORT + TOLD * replicas) * RING
         self.parts = Parts(floats[:rows])
         self.reports = Reports(floats[rows:ring])
-        self.sums = floats[ring + SUM :: TIMES]
-        self.workers = [
-            WorkerCounters(words[OF_WORKERS + number * LINE :][:LINE], floats[ring + number * TIMES :][:TIMES])
-            for number in range(workers)
-        ]
+        self.sums = floats[ring:]
+        self.workers = [WorkerCounters(line) for line in self._lines[len(WRITERS) :]]
 
     def written_by(self, role: int) -> Counters:
         """These counters as the process with this role is to use them: ``PARENT`` or the number of a worker."""
-        if not self.checked:
-            return self
-        return Counters(GuardedWords(self._words, role), self._floats, len(self.workers), self._replicas)
+        return Counters(self._words, self._floats, len(self.workers), self._replicas, role)
 
     @property
     def done(self) -> int:
@@ -263,60 +243,6 @@ class Counters:
         busy = {number: self.workers[number].arrived for number in workers if not self.idle(number)}
         return {number for number, arrived in busy.items() if arrived == min(busy.values())}
 
-    def seconds(self) -> dict[str, list[float]]:
-        """Seconds that each worker has spent in each part of its steps."""
-        spent = [worker.spent for worker in self.workers]
-        return {name: [times[part] for times in spent] for part, name in enumerate(PARTS)}
-
-
-class GuardedWords:
-    """Words that only their writer can write: what tests run on, see ``Counters.checked``.
-
-    Parameters
-    ----------
-    words : memoryview
-        All of a run's.
-    role : int
-        Who writes through this object.
-    first, count : int
-        The stretch of words that is seen.
-    """
-
-    def __init__(self, words: memoryview, role: int, first: int = 0, count: int | None = None) -> None:
-        self._all = words
-        self._role = role
-        self._first = first
-        self._count = len(words) if count is None else count
-
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            start, stop, _ = index.indices(self._count)
-            return GuardedWords(self._all, self._role, self._first + start, stop - start)
-        return self._all[self._first + index]
-
-    def __setitem__(self, index: int, value: int) -> None:
-        if not self._may_write(self._first + index, value):
-            who = "the parent" if self._role == PARENT else f"worker {self._role}"
-            raise AssertionError(f"{who} wrote {value} to word {self._first + index}, which is not its to write")
-        self._all[self._first + index] = value
-
-    def tobytes(self) -> bytes:
-        """A copy."""
-        return self._all[self._first : self._first + self._count].tobytes()
-
-    def _may_write(self, index: int, value: int) -> bool:
-        if index >= OF_WORKERS:
-            return self._role == (index - OF_WORKERS) // LINE
-        if index >= OF_ALL:
-            return value == 1 or self._role == PARENT
-        if index >= OF_FIRST:
-            return self._role == 0 or (self._role == PARENT and self._all_idle())
-        return self._role == PARENT
-
-    def _all_idle(self) -> bool:
-        finished = self._all[OF_WORKERS + 1 :: LINE].tolist()
-        return all(grant == self._all[OF_PARENT] for grant in finished)
-
 
 ROUNDS = 32  # bits for the barriers within a grant
 SPIN_SECONDS = 0.0002
@@ -345,12 +271,10 @@ class Barrier:
         self._own = counters.workers[worker]
         self._others = [other for other in counters.workers if other is not self._own]
         self._round = 0
-        self._since = 0.0
 
     def begin(self, grant: int) -> None:
         """A new grant: earlier arrivals no longer count."""
         self._round = max(self._own.arrived, grant << ROUNDS)  # a replacement goes on where the other ended
-        self._since = time.perf_counter()
 
     def enter(self, step: int) -> None:
         """Be at the beginning of a step."""
@@ -361,8 +285,8 @@ class Barrier:
         """Be so far in the step."""
         self._own.reach(self.step, phase)
 
-    def wait(self, part: int) -> None:
-        """Wait until all workers are here. ``part``: what of a step (COMPUTE, FOLD, UPDATE) ends with coming here.
+    def wait(self) -> None:
+        """Wait until all workers are here.
 
         Raises
         ------
@@ -370,7 +294,6 @@ class Barrier:
             A worker failed before it came here. One that came and failed later makes the next barrier raise, and not
             this one: the others may have gone on from it already, and all have to agree on how far they came.
         """
-        arrived = time.perf_counter()
         self._round = mine = self._round + 1
         order()  # who sees that this worker came sees what it wrote before
         self._own.arrived = mine
@@ -378,9 +301,6 @@ class Barrier:
             if other.arrived < mine:
                 self._wait_for(other, mine)
         order()  # what the others wrote before they came is read after this
-        now = time.perf_counter()
-        self._own.spend(part, arrived - self._since, now - arrived)
-        self._since = now
 
     def _wait_for(self, other: WorkerCounters, mine: int) -> None:
         """Spin for a moment, as the other is about to come; then sleep, so that it gets the processor."""

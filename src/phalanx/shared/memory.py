@@ -14,13 +14,12 @@ which took longer than its computing. So such memory stays with the process whil
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
 import pathlib
 import platform
-import resource
-import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -47,23 +46,21 @@ class Memory:
     """
 
     def __init__(self, size: int, fd: int | None = None) -> None:
-        self._on_disk = False
-        self.size = 0
-        if fd is None:
-            self.fd, self._on_disk = _anonymous()
-        else:
-            self.fd, self.size = fd, os.fstat(fd).st_size
+        self.fd, self.size = (_anonymous(), 0) if fd is None else (fd, os.fstat(fd).st_size)
         self.grow(size)
         presence.own(self)
 
     def grow(self, size: int) -> None:
         """Make it at least ``size`` bytes; never smaller. Maps made before see the part that they had."""
         if size > self.size:
-            if self._on_disk:
-                _check_disk(size)
             size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-            _check_limit(size)
-            os.ftruncate(self.fd, size)
+            try:
+                os.ftruncate(self.fd, size)
+            except OSError as error:
+                raise UsageError(
+                    f"{size / 1e9:.1f} GB of shared memory cannot be had ({error}); raise the limit on files (ulimit "
+                    "-f), or use engine='inline' (same answer)"
+                ) from error
             self.size = size
 
     def map(self, *, private: bool = False) -> mmap.mmap:
@@ -92,9 +89,7 @@ class Memory:
             os.close(self.fd)
             self.fd = -1
 
-    def leave(self) -> None:
-        """See ``presence.Owned``."""
-        self.close()
+    leave = close  # see ``presence.Owned``
 
 
 class Carver:
@@ -159,35 +154,13 @@ def _left_by_groups() -> Iterator[int]:
             yield int(limit) - used + int(stat.get("inactive_file", 0))
 
 
-def _anonymous() -> tuple[int, bool]:
-    """A new descriptor, and whether its pages lie on a disk."""
+def _anonymous() -> int:
+    """A new descriptor."""
     if hasattr(os, "memfd_create"):
-        try:
-            return os.memfd_create("phalanx", os.MFD_CLOEXEC), False
-        except OSError:
-            pass  # a sandbox may forbid it
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
+            return os.memfd_create("phalanx", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno()), True
-
-
-def _check_limit(size: int) -> None:
-    """Shared memory counts as a file, and one that is longer than the limit may end the process (SIGXFSZ)."""
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    if limit != resource.RLIM_INFINITY and size > limit:
-        raise UsageError(
-            f"the workers' shared memory may take {size / 1e9:.4g} GB, but files of this process may take "
-            f"{limit / 1e9:.4g} GB; raise that limit (ulimit -f), or use engine='inline' (same answer)"
-        )
-
-
-def _check_disk(size: int) -> None:
-    """A file can be made larger than its disk; touching it would then end in SIGBUS."""
-    free = shutil.disk_usage(tempfile.gettempdir()).free
-    if size > free:
-        raise UsageError(
-            f"the workers' shared memory may take {size / 1e9:.1f} GB, but {tempfile.gettempdir()} has "
-            f"{free / 1e9:.1f} GB free; set TMPDIR to a larger disk, or use engine='inline'"
-        )
+        return os.dup(file.fileno())
 
 
 ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")  # writes are seen as they are made, and reads not swapped

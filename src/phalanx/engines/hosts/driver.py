@@ -13,8 +13,8 @@ from typing import Any, cast
 from phalanx.checkpoint.tensors import CALLBACKS, kept, packed, states_in, unpacked
 from phalanx.definition.data import Columns, Drawn
 from phalanx.definition.described import shared
-from phalanx.definition.digest import hashed
 from phalanx.definition.fields import Definition
+from phalanx.definition.plain import hashed
 from phalanx.engines.changing import Changing
 from phalanx.engines.hosts.link import HostLaneLink, TravellingLanes
 from phalanx.engines.hosts.world import CLOSED, World
@@ -23,8 +23,8 @@ from phalanx.engines.processes.driver import Processes
 from phalanx.engines.recovery.deadline import Deadline
 from phalanx.errors import SeveredError, UsageError
 from phalanx.frameworks.registry import open_framework, recorded_environment
+from phalanx.plan import Rounds
 from phalanx.plan.fold import hosts
-from phalanx.plan.shares import Rounds
 from phalanx.seams import Framework
 from phalanx.seams.records import Captured, Evaluated, RunState, StepReport
 
@@ -158,8 +158,7 @@ def open_distributed(
             raise UsageError(f"there are {world.size} processes, but replicas is {definition.replicas}; start fewer")
         part = world.rank, world.size
         framework = open_framework(definition, devices or ["cpu"], allow=allow, part=part)
-        recipe, doubts = shared(definition)
-        room = world.agree({"recipe": recipe, **_facts(definition, framework, workers)}, cores, doubts)
+        room = world.agree({"recipe": shared(definition), **_facts(definition, framework, workers)}, cores)
         count = max(1, min(room if workers is None else workers // world.size, definition.replicas // world.size))
         count = 1 if framework.lanes is not None else count
         run_state = _same_start(world, framework, begin, definition.rounds)

@@ -24,7 +24,6 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
-from phalanx.definition import checks
 from phalanx.engines.hosts.exchange import Rendezvous
 from phalanx.engines.hosts.gloo import LOOPBACK, TCP, Gloo, towards
 from phalanx.errors import LeftError, PhalanxError, RunError, UsageError
@@ -66,10 +65,8 @@ class World:
         self._gloo: Gloo | None = None
         self._told = False
 
-    def agree(self, facts: Mapping[str, Any], cores: Sequence[int], doubts: Mapping[str, str] | None = None) -> int:
+    def agree(self, facts: Mapping[str, Any], cores: Sequence[int]) -> int:
         """Make sure that all mean the same recipe in the same environment; returns how many workers each has room for.
-
-        ``facts`` must be equal; of ``doubts`` that are not, a warning tells.
 
         Raises
         ------
@@ -78,7 +75,7 @@ class World:
         RunError
             A process did not come, or has left again.
         """
-        given = {**facts, "doubts": dict(doubts or {}), "host": _host(), "cores": list(cores)}
+        given = {**facts, "host": _host(), "cores": list(cores)}
         told = json.loads(json.dumps(given, default=repr))
         self._store.set(f"facts/{self.rank}", json.dumps(told))
         everybody = [json.loads(self._get(f"facts/{rank}", rank)) for rank in range(self.size)]
@@ -87,10 +84,6 @@ class World:
             for name in facts:
                 if theirs.get(name) != told[name]:
                     raise UsageError(_differing(rank, self.rank, name, theirs.get(name), told[name]))
-            for name, value in told["doubts"].items():
-                if theirs["doubts"].get(name, value) != value:
-                    why = f"{name} is {value} in process {self.rank}, and {theirs['doubts'][name]} in process {rank}"
-                    checks.warn(f"{why}; if it decides the answer, that depends on who computes what")
         together = len({item["host"] for item in everybody}) == 1
         self._interface = LOOPBACK if together else towards(self._tcp[0])
         place = c10d.PrefixStore("callers", self._store)

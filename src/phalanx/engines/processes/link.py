@@ -18,7 +18,7 @@ from phalanx.plan.fold import Fold, Placement, added, most_held
 from phalanx.plan.lifecycle import Phase
 from phalanx.seams import Arrays, Framework, Order, SharedState
 from phalanx.seams.records import Part, Vector
-from phalanx.shared.counters import COMPUTE, FOLD, LEAVE, UPDATE, Barrier
+from phalanx.shared.counters import LEAVE, Barrier
 from phalanx.shared.layout import OWNED, Layout, Plan
 from phalanx.shared.state import Shard
 
@@ -207,7 +207,7 @@ class ArenaLink:
         self._counters.parts.write(self.blocks[self._worker].start, parts, self._framework.told)
         self._mine = self._publish()
         self._barrier.at(Phase.COMPUTED)
-        self._barrier.wait(COMPUTE)
+        self._barrier.wait()
         self._barrier.at(Phase.FOLDING)
         self.parts = [Part._make(row) for row in self._counters.parts.read()]
         return self.parts
@@ -223,12 +223,12 @@ class ArenaLink:
 
     def _meet(self) -> None:
         self._barrier.at(Phase.FOLDED)
-        self._barrier.wait(FOLD)
+        self._barrier.wait()
 
     def all_true(self, opinion: bool) -> bool:
         """See ``seams.Link.all_true``."""
         self._own.opinion = opinion
-        self._barrier.wait(UPDATE)
+        self._barrier.wait()
         return all(worker.opinion for worker in self._counters.workers)
 
     def commit(self, step: int, gradient: Vector | None) -> None:
@@ -243,7 +243,7 @@ class ArenaLink:
             self._framework.update(step, gradient, buffers)
             self._shard.settle()
         self._barrier.at(Phase.UPDATED)
-        self._barrier.wait(UPDATE)
+        self._barrier.wait()
 
     def _gathered(self) -> tuple[list[Vector | None], list[int] | None]:
         """All partial sums, of all workers, and which parameters have a gradient in any (None: all)."""

@@ -29,9 +29,8 @@ from phalanx.engines.recovery.deadline import SnapshotTimer
 from phalanx.engines.twice import Twice
 from phalanx.errors import LostError, Trouble, UsageError
 from phalanx.frameworks.registry import open_framework, sparing, starting
-from phalanx.plan import evaluation_key
+from phalanx.plan import evaluation_key, share_bounds
 from phalanx.plan.lifecycle import next_snapshot
-from phalanx.plan.shares import share_bounds
 from phalanx.seams import Framework
 from phalanx.seams.records import Weights
 from phalanx.shared.counters import BATCH, LEAVE, STEPS, Barrier

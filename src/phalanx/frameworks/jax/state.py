@@ -21,7 +21,7 @@ from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks.arithmetic import Gradient
 from phalanx.frameworks.arrays import State
-from phalanx.plan.keys import MASK32
+from phalanx.plan import MASK32
 
 ALONE = "params"  # the name of a tree that is one array
 BESIDE = "state."  # before the names of what a model keeps beside its parameters, in a snapshot

@@ -18,8 +18,8 @@ import torch
 
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.arithmetic import FOREACH, bytes_of, is_dense, same_bytes
+from phalanx.plan import share_weights
 from phalanx.plan.fold import fold_mean
-from phalanx.plan.shares import share_weights
 
 SMALL_BYTES = 1 << 18
 FIRST, EVERY = 8, 256  # looks at a large buffer: so many at first, and again from so many to so many

@@ -24,7 +24,7 @@ from phalanx.frameworks.torch.replica.gradient import Collector, drop
 from phalanx.frameworks.torch.replica.means import AmbiguousMean
 from phalanx.frameworks.torch.replica.watching import looking_after, watching
 from phalanx.frameworks.torch.results import Shown
-from phalanx.plan.shares import Parts
+from phalanx.plan import Parts
 from phalanx.seams.records import Computed, Measurement, Todo, Watch, Weights
 from phalanx.surroundings import interrupts
 
