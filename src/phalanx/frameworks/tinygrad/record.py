@@ -23,10 +23,9 @@ class TinygradRecord(Record):
 
     def recognises(self, model: Any) -> bool:
         """Whether there is a tensor of tinygrad in it, an object or a tree."""
-        module = sys.modules.get("tinygrad")
-        if module is None or isinstance(model, type):
+        if isinstance(model, type):
             return False
-        kind, seen, left = module.Tensor, set[int](), [model]
+        kind, seen, left = sys.modules["tinygrad"].Tensor, set[int](), [model]
         while left:
             item = left.pop()
             if isinstance(item, kind):
