@@ -26,12 +26,11 @@ from phalanx.errors import NonFiniteError, PhalanxError, RunError, UsageError, W
 from phalanx.frameworks.torch import accelerators, arithmetic
 from phalanx.frameworks.torch.arithmetic import DeviceArithmetic, placed
 from phalanx.frameworks.torch.environment import plain_autograd
-from phalanx.frameworks.torch.replica.buffers import Buffers, Versions
+from phalanx.frameworks.torch.replica.buffers import Buffers
 from phalanx.frameworks.torch.replica.feed import can_pin
-from phalanx.frameworks.torch.replica.forward import Unread, as_tensors, check_stateless
+from phalanx.frameworks.torch.replica.forward import AmbiguousMean, Unread, as_tensors, check_stateless
 from phalanx.frameworks.torch.replica.gradient import drop
 from phalanx.frameworks.torch.replica.lane import Lane
-from phalanx.frameworks.torch.replica.means import AmbiguousMean
 from phalanx.manual.replicas import ORDERED, average, check_trained, tensors_of
 from phalanx.plan.shares import share_bounds, share_weights
 from phalanx.seams.records import Computed, Part, Todo
@@ -194,12 +193,9 @@ class Work:
             raise WorkerError(message, replica=self.replica, samples=self.share.samples) from error
 
 
-class Sent:
-    """Implements ``lane.Batches``: batches are on their devices already, and nothing is seeded."""
-
-    def batch(self, key: int | None, share: Share) -> Any:
-        """See ``Batches.batch``."""
-        return share.read(share.samples)
+def _arrived(key: int | None, share: Share) -> Any:
+    """Batches are on their devices already, and nothing is seeded."""
+    return share.read(share.samples)
 
 
 def _dealt(batch: Any, count: int) -> list[Share]:
@@ -226,9 +222,8 @@ def _giving(content: Any) -> Callable[[Any], Any]:
 
 
 def _work(definition: Definition, replica: int, model: torch.nn.Module, share: Share) -> Work:
-    contents = Versions() if any(buffer.device.type != "cpu" for buffer in model.buffers()) else None
     silent = AmbiguousMean(definition, looks=0)  # else it would wait for a device
-    return Work(replica, Lane(definition, model, Sent(), Buffers(model, contents), silent, later=True), share)
+    return Work(replica, Lane(definition, model, _arrived, Buffers(model), silent, later=True), share)
 
 
 def _compute(definition: Definition, works: Sequence[Work]) -> None:
