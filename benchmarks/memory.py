@@ -35,7 +35,7 @@ ADAPTED = """## A frozen base
 
 Twelve frozen square layers with a low-rank adapter beside each, as LoRA has; peak from before the model is made to
 after the last step. A base of 1e8 parameters takes 0.4 GB; what the same with 1e4 takes is not it. Shared memory
-that no process has mapped at the time is counted, too."""
+that no process has mapped at the time is counted, too. With workers the peak is when they start."""
 NAMES = {"plain 1 thread": "plain loop"}
 
 

@@ -1,4 +1,4 @@
-"""run.model is for looking: another module over the same memory, on which nothing can be changed, in every engine."""
+"""run.model is for looking: another module over the same memory, the same in every engine."""
 
 import threading
 
@@ -81,25 +81,11 @@ def assign(name, value):
 CHANGES = {
     "thaw": (lambda model: model.first.requires_grad_(True), r"'first\.weight' was frozen or thawed"),
     "freeze": (lambda model: model.last.requires_grad_(False), r"'last\.weight' was frozen or thawed"),
-    "eval": (lambda model: model.eval(), r"'training' .* of run\.model \(Net\) went from True to False"),
-    "train": (
-        lambda model: model.train(),
-        r"'training' .* of run\.model\.norm \(BatchNorm1d\) went from False to True",
-    ),
-    "dropout": (lambda model: setattr(model.drop, "p", 0.9), r"'p' .* of run\.model\.drop \(Dropout\) went from 0\.1"),
-    "attribute": (assign("scale", 2), r"'scale' .* of run\.model \(Net\) went from 1\.0 to 2"),
-    "removed": (forget, r"'scale' .* went from 1\.0 to None"),
-    "of its class": (lambda model: setattr(model.last, "bound", 0.1), r"'bound' .* of run\.model\.last \(Last\)"),
-    "hook": (lambda model: model.last.register_forward_hook(lambda *_: None), r"_forward_hooks of run\.model\.last"),
-    "module": (assign("last", nn.Linear(16, 2)), r"'last' in _modules of run\.model \(Net\)"),
-    "parameter": (lambda model: setattr(model.last, "bias", None), r"'bias' in _parameters of run\.model\.last"),
-    "buffer": (lambda model: setattr(model.norm, "running_mean", torch.ones(16)), r"'running_mean' in _buffers"),
     "written": (lambda model: model.norm.running_var.zero_(), r"'norm\.running_var' was written"),
-    "statistics": (lambda model: model.norm.train()(torch.ones(4, 16)), r"'norm\.\w+' was written|'training'"),
+    "statistics": (lambda model: model.norm.train()(torch.ones(4, 16)), r"'norm\.\w+' was written"),
 }
 
 
-@pytest.mark.cases(12)
 @pytest.mark.parametrize("way", ["callback", "loop"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_changed_is_refused_before_the_next_step(options, change, way):
@@ -109,6 +95,28 @@ def test_what_is_changed_is_refused_before_the_next_step(options, change, way):
         train(options, changed, way)
     assert "warm_start" in str(caught.value)
     assert "make_model" in str(caught.value)
+
+
+UNSEEN = {
+    "eval": lambda model: model.eval(),
+    "train": lambda model: model.train(),
+    "dropout": lambda model: setattr(model.drop, "p", 0.9),
+    "attribute": assign("scale", 2),
+    "removed": forget,
+    "of its class": lambda model: setattr(model.last, "bound", 0.1),
+    "hook": lambda model: model.last.register_forward_hook(lambda *_: None),
+    "module": assign("last", nn.Linear(16, 2)),
+    "parameter": lambda model: setattr(model.last, "bias", None),
+    "buffer": lambda model: setattr(model.norm, "running_mean", torch.ones(16)),
+}
+
+
+@pytest.mark.cases(6)
+@pytest.mark.parametrize("way", ["callback", "loop"])
+@pytest.mark.parametrize("change", UNSEEN)
+def test_what_else_is_changed_has_no_effect(options, change, way):
+    """The same in every engine: it is another module than the one that is trained, evaluated and in the result."""
+    assert train(options, UNSEEN[change], way).digest == recipe().train(engine="inline").digest
 
 
 def look(model):
@@ -151,11 +159,11 @@ def test_who_keeps_the_model_is_refused_later(options):
         model = run.model
         while run.steps <= LOOKED:
             run.step()
-        model.drop.p = 0.9
-        with pytest.raises(phalanx.UsageError, match=r"'p' .* went from 0\.1 to 0\.9"):
+        model.first.requires_grad_(True)
+        with pytest.raises(phalanx.UsageError, match=r"'first\.weight' was frozen or thawed"):
             run.step()
         assert run.steps == LOOKED + 1
-        model.drop.p = 0.1
+        model.first.requires_grad_(False)
         run.finish()
         assert run.result().digest == recipe().train(engine="inline").digest
 
@@ -222,5 +230,5 @@ def test_on_several_devices_it_is_the_same():
     """Two lanes in one process: changes are refused, looks are not."""
     options = {"devices": ["cpu", "cpu"]}
     assert train(options, look, "loop").digest == recipe().train(engine="inline").digest
-    with pytest.raises(phalanx.UsageError, match="'p'"):
-        train(options, CHANGES["dropout"][0], "loop")
+    with pytest.raises(phalanx.UsageError, match="frozen or thawed"):
+        train(options, CHANGES["thaw"][0], "loop")

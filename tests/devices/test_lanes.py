@@ -327,34 +327,6 @@ def test_a_loss_that_holds_the_model_is_refused():
         recipe.train(devices=["cpu"] * 2)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("trained", [True, False])
-def test_an_expanded_parameter_is_refused(trained):
-    """Elements that lie in one place cannot be copied to other devices; on one device they are fine if frozen."""
-
-    class Expanded(torch.nn.Linear):
-        def __init__(self):
-            super().__init__(4, 1)
-            self.scale = torch.nn.Parameter(torch.ones(1).expand(4), requires_grad=trained)
-
-        def forward(self, x):
-            return super().forward(x * self.scale)
-
-    class Cloned(Expanded):
-        def __init__(self):
-            super().__init__()
-            self.scale = torch.nn.Parameter(self.scale.detach().clone(), requires_grad=trained)
-
-    data = torch.ones(8, 4), torch.ones(8, 1)
-    with pytest.raises(phalanx.UsageError, match=r"parameter 'scale' of shape \(4,\) is expanded"):
-        phalanx.train(Expanded, data, torch.nn.functional.mse_loss, steps=2, devices=["cpu", "cpu"])
-    same = [{"devices": ["cpu", "cpu"]}, {"engine": "inline"}, {"engine": "processes", "workers": 2}]
-    results = [phalanx.train(Cloned, data, torch.nn.functional.mse_loss, steps=2, **options) for options in same]
-    if not trained:
-        results.append(phalanx.train(Expanded, data, torch.nn.functional.mse_loss, steps=2, engine="inline"))
-    assert len({result.digest for result in results}) == 1
-
-
 def test_another_model_for_another_device_is_refused():
     """make_model must return the same parameters each time it is called."""
     numbers = iter(range(10))

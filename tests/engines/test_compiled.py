@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import phalanx
 from phalanx.frameworks.torch import environment
-from tests.sampling import cover, sample
+from tests.sampling import sample
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -106,24 +106,11 @@ def test_settings_of_the_compiler_are_the_callers_again():
         assert settings() == before
 
 
-UNEVEN = {"uneven shares": {}, "a short batch": {"replicas": 1, "batch_size": 20}}
-
-
-@pytest.mark.parametrize(
-    ("name", "options"), cover("symbolic sizes", UNEVEN, [{"engine": "inline"}, {"engine": "processes", "workers": 1}])
-)
-def test_symbolic_sizes_are_refused_for_uneven_shares(name, options):
-    """A model compiled with dynamic=True is refused, with the way out, where shares differ in size."""
-    with pytest.raises(phalanx.UsageError, match=r"dynamic=True, and .*drop_last=True"):
-        recipe(functools.partial(made, dynamic=True), **UNEVEN[name]).train(**options)
-
-
-@pytest.mark.long
-def test_symbolic_sizes_are_fine_for_even_shares():
-    """With shares of one size, dynamic=True ends in one digest."""
-    give = functools.partial(recipe, functools.partial(made, dynamic=True), replicas=2, batch_size=20, drop_last=True)
-    wanted = give().train(engine="inline").digest
-    assert give().train(engine="processes", workers=2).digest == wanted
+@pytest.mark.parametrize("options", [{"engine": "inline"}, {"engine": "processes", "workers": 1}])
+def test_symbolic_sizes_are_refused(options):
+    """A model compiled with dynamic=True is refused, with the way out: its kernels follow from the first size."""
+    with pytest.raises(phalanx.UsageError, match=r"make_model was compiled with dynamic=True.*leave dynamic out"):
+        recipe(functools.partial(made, dynamic=True)).train(**options)
 
 
 class Counting(nn.Module):

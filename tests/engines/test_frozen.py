@@ -1,32 +1,24 @@
 """Frozen weights, which all processes of a run hold once: the bits, also when they are thawed, and the memory."""
 
-import copy
-import ctypes
 import functools
 import gc
 import itertools
 import json
 import math
-import mmap
 import os
-import pathlib
 import subprocess
 import sys
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LRScheduler
 
 import phalanx
 from phalanx.frameworks.registry import open_framework
-from phalanx.frameworks.torch import sparing
-from phalanx.frameworks.torch.sparing import Sparing
 from phalanx.plan.fold import place
 from phalanx.shared.layout import Plan
-from phalanx.shared.memory import Memory
-from phalanx.shared.state import FrozenWeights, Mirror, Shard
+from phalanx.shared.state import FrozenWeights
 from tests.engines import held_once
 from tests.engines.deaths import PLACES, Trapped, sprung
 from tests.engines.moving import hurry, moves
@@ -407,10 +399,7 @@ def leftovers():
 @pytest.mark.long
 @LINUX
 def test_a_frozen_base_is_held_once():
-    """Not in the caller's process, nor in the workers', nor in the snapshot; the rest is what small ones take.
-
-    Nor does a worker import torch's compiler in order to share it, which takes more than that base.
-    """
+    """Not in the caller's process, nor in the workers', nor in the snapshot; the rest is what small ones take."""
     done = subprocess.run([sys.executable, held_once.__file__], capture_output=True, text=True, check=True, timeout=300)
     small, large = json.loads(done.stdout)
     assert 0.9 * held_once.SIZE < large["shared"] < 1.3 * held_once.SIZE
@@ -438,232 +427,3 @@ def test_without_a_memfd_frozen_weights_lie_in_a_file(monkeypatch, tmp_path, wan
     monkeypatch.setattr("phalanx.shared.memory.tempfile.tempdir", str(tmp_path))
     assert same(recipe(scheduler=Thawing).train(workers=2, engine="processes"), wanted[Thawing])
     assert list(tmp_path.iterdir()) == []
-
-
-def frozen_memory(model):
-    """A memory with the model's weights, page by page, and where each lies."""
-    storages = [parameter.untyped_storage() for parameter in model.parameters()]
-    places, end = [], 0
-    for storage in storages:
-        places.append((storage.nbytes(), end))
-        end += -(-storage.nbytes() // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory = Memory(end)
-    shared = memory.map()
-    for (size, offset), storage in zip(places, storages, strict=True):
-        shared[offset : offset + size] = bytes(ctypes.string_at(storage.data_ptr(), size))
-    return memory, places
-
-
-def layers(seed=0, dtype=torch.float32):
-    """Four layers of a megabyte and a bit."""
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(*[torch.nn.Linear(521, 520, bias=False, dtype=dtype) for _ in range(4)])
-
-
-def shared_by(model):
-    """Whether the pages of each weight are those of the memory."""
-    spans = [
-        [int(bound, 16) for bound in line.split()[0].split("-")]
-        for line in pathlib.Path("/proc/self/maps").read_text().splitlines()
-        if "memfd:phalanx" in line
-    ]
-    return [any(begin <= parameter.data_ptr() < end for begin, end in spans) for parameter in model.parameters()]
-
-
-@LINUX
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(layers, id="made in place"),
-        pytest.param(lambda: layers().requires_grad_(False), id="frozen"),
-        pytest.param(lambda: loaded(layers(1), layers().state_dict()), id="loaded"),
-        pytest.param(lambda: layers(dtype=torch.float64).float(), id="cast"),
-        pytest.param(lambda: torch.nn.ModuleList(list(layers())), id="listed"),
-    ],
-)
-def test_a_model_made_again_shares_the_frozen_weights(make):
-    """However ``make_model`` comes to them; its values, strides and generators are those of a model made alone."""
-    alone = make()
-    after = torch.get_rng_state()
-    memory, places = frozen_memory(alone)
-    with Sparing(memory, places):
-        spared = make()
-    assert all(shared_by(spared))
-    assert not any(shared_by(alone))
-    assert torch.equal(torch.get_rng_state(), after)
-    for one, other in zip(alone.parameters(), spared.parameters(), strict=True):
-        assert torch.equal(one, other)
-        assert (one.stride(), one.requires_grad, type(one)) == (other.stride(), other.requires_grad, type(other))
-    with torch.no_grad():
-        for parameter in spared.parameters():
-            parameter.mul_(2)
-    assert all(torch.equal(2 * one, other) for one, other in zip(alone.parameters(), spared.parameters(), strict=True))
-    with Sparing(memory, places):
-        assert all(map(torch.equal, make().parameters(), alone.parameters()))  # what was written was a copy
-    memory.close()
-
-
-def loaded(model, state):
-    model.load_state_dict(state)
-    return model
-
-
-@LINUX
-def test_other_values_are_not_shared():
-    """Negative twin: a model that differs in its last element keeps its own pages, and its values."""
-    memory, places = frozen_memory(layers())
-
-    def make():
-        model = layers()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter[-1, -1] += 1
-        return model
-
-    with Sparing(memory, places):
-        other = make()
-    assert all(map(torch.equal, other.parameters(), make().parameters()))
-    with Sparing(memory, places):
-        assert not any(shared_by(layers(1)))
-    memory.close()
-
-
-@LINUX
-def test_memory_that_was_given_back_is_left_alone():
-    """Tensors come and go, as in a loop that looks for a start: whoever has their addresses later keeps his values."""
-    memory, places = frozen_memory(layers())
-    kept = []
-    with Sparing(memory, places):
-        for seed in (1, 0, 2, 0):
-            layers(seed)
-            kept.append(torch.full((521, 520), float(seed)))
-            kept.append(mmap.mmap(-1, 4 * 521 * 520))
-    assert [tensor[0, 0].item() for tensor in kept[::2]] == [1, 0, 2, 0]
-    assert all(not any(pages[:]) for pages in kept[1::2])
-    assert sparing.LEAST < 4 * 521 * 520
-    memory.close()
-
-
-def recorded(weight):
-    """A graph of what is done to a weight."""
-    return make_fx(lambda entry: (entry @ torch.ones(520, 521).t()).t().contiguous().mul_(2))(weight).code
-
-
-def compiled(weight):
-    """Whether a compiler was asked."""
-    asked = []
-
-    def backend(graph, inputs):
-        asked.append(graph)
-        return graph.forward
-
-    torch.compile(lambda entry: entry + 1, backend=backend)(weight)
-    torch.compiler.reset()
-    return len(asked)
-
-
-def branched(weight):
-    """What an operator came to that takes functions."""
-    return torch.cond(torch.tensor(True), lambda entry: entry + 1, lambda entry: entry - 1, (weight,)).sum().item()
-
-
-def left_empty(weight):
-    """What is in a tensor without values where torch puts nan there."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        return bool(torch.empty_like(weight).isnan().all()) and bool(torch.empty(weight.shape).isnan().all())
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def seen_by_others(weight):
-    """The end of a tensor whose beginning is written through numpy until it is a frozen weight."""
-    longer = torch.arange(521 * 520 + 100).mul(2.0)
-    begins = torch.from_numpy(longer.numpy()[: 521 * 520])
-    begins.copy_(weight.reshape(-1))
-    return longer[-100:].tolist()
-
-
-@pytest.mark.parametrize("done", [recorded, compiled, branched, left_empty, seen_by_others])
-def test_make_model_may_do_what_it_likes(done):
-    """What it records, compiles or sees through numpy is as if nobody looked for frozen weights meanwhile."""
-    model = torch.nn.Sequential(layers(), torch.nn.Linear(521 * 520 + 100, 1, bias=False))
-    wanted = done(layers()[0].weight.detach())
-    memory, places = frozen_memory(model)
-    with Sparing(memory, places):
-        found = done(layers()[0].weight.detach())
-    memory.close()
-    assert found == wanted
-
-
-def grown():
-    """A model that was made from tensors which grow, of the size of a frozen one at first."""
-    model = Adapted(520)
-    kept = model.base.weight.detach().clone()
-    kept.resize_(521, 520)
-    model.base.weight.untyped_storage().resize_(0)
-    model.base.weight.untyped_storage().resize_(4 * 520 * 520)
-    with torch.no_grad():
-        model.base.weight.copy_(kept[:520])
-    model.rows = model.base.weight.detach()[1:]
-    return model
-
-
-@pytest.mark.long
-@LINUX
-def test_make_model_may_grow_tensors():
-    """It is called once more where memory that can be replaced is not enough; what it raises itself is told."""
-
-    def never():
-        if os.getpid() != parent:
-            raise OSError("no such disk")
-        return Adapted(520)
-
-    parent = os.getpid()
-    x = torch.randn(12, 520, generator=torch.Generator().manual_seed(0))
-    job = functools.partial(phalanx.Recipe, data=(x, x), loss_fn=F.mse_loss, replicas=2, steps=2)
-    assert same(job(grown).train(workers=2, engine="processes"), job(grown).train(engine="inline"))
-    with pytest.raises(phalanx.UsageError, match="no such disk"):
-        job(never).train(workers=2, engine="processes")
-
-
-@pytest.mark.long
-def test_make_model_may_compile_what_it_makes():
-    """In a worker, too, where torch's compiler comes while memory is shared."""
-
-    def made():
-        model = Adapted(520)
-        compiled(model.base.weight.detach())
-        other = torch.compile(torch.nn.Linear(520, 521), backend="eager")
-        with torch.no_grad():
-            model.base.bias.add_(other(model.base.weight)[:, 0])
-        return model
-
-    x = torch.randn(12, 520, generator=torch.Generator().manual_seed(0))
-    job = phalanx.Recipe(made, (x, x), F.mse_loss, replicas=2, steps=2)
-    assert same(job.train(workers=2, engine="processes"), job.train(engine="inline"))
-
-
-@pytest.mark.long
-def test_hosts_compare_frozen_weights_too():
-    """What hosts add up now and then to compare has every weight, wherever it lies: a bit of the base changes it."""
-
-    def sums(model):
-        made = recipe(lambda: model, replicas=2)
-        sharing = open_framework(made).sharing
-        plan = Plan(sharing, place(2, 1))
-        arena, base = mmap.mmap(-1, plan.size), Memory(plan.layout.base)
-        Mirror(sharing, plan.layout, arena, base).put()
-        shard = Shard(sharing, plan.layout, arena, base, 0)
-        shard.frozen.enter(0)
-        try:
-            return [int(words.sum()) for words in shard.weights]
-        finally:
-            base.close()
-
-    torch.manual_seed(0)
-    model = stack()
-    other = copy.deepcopy(model)
-    other[0].base.weight.view(torch.int32)[0, 0] ^= 1
-    one, two = sums(model), sums(other)
-    assert sum(left != right for left, right in zip(one, two, strict=True)) == 1

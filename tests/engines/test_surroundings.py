@@ -129,12 +129,6 @@ def test_newer_settings_of_precision_are_copied(precision, setting):
 
 
 @newer
-def test_a_snapshot_without_newer_settings_says_what_it_said_before():
-    """Nothing new is recorded while nothing new is set, so that older snapshots go on without a warning."""
-    assert "precisions" not in process.recorded_environment()
-
-
-@newer
 @pytest.mark.parametrize("backend", ["cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn", "mkldnn", "mkldnn.matmul"])
 def test_precisions_are_read_where_torch_keeps_them(precision, backend):
     """What torch's attributes say is among what is copied."""

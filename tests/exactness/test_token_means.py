@@ -64,7 +64,7 @@ def test_a_mean_of_means_would_be_another_gradient():
     recipe = phalanx.Recipe(lambda: Language(True), data, None, lambda model, batch: model(**batch).loss,
                             replicas=8, batch_size=16, steps=1, optimizer=SGD)  # fmt: skip
     before = recipe.start(engine="inline").result().params
-    with pytest.warns(UserWarning, match=r"targets of -100.*Return the model's whole output instead of its loss"):
+    with pytest.warns(UserWarning, match=r"targets of -100.*returns the whole output, not its loss"):
         after = recipe.train(engine="inline").params
     parts = torch.cat([(before[name] - value).flatten() for name, value in after.items()])
     assert float((whole - parts).norm() / whole.norm()) > 0.01

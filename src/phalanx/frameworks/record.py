@@ -16,7 +16,6 @@ from phalanx.definition.generators import Global
 from phalanx.errors import UsageError
 from phalanx.seams import Framework
 from phalanx.seams.records import CODES, Tensor
-from phalanx.shared.memory import Memory
 
 Collate = Callable[[Any], Any]
 
@@ -59,6 +58,10 @@ class Record:
         Whether it may be in any recipe, beside the one whose model it is, so that all processes of a run have it.
     takes_models : bool
         Whether a recipe may have a model in place of a factory.
+    argument : str
+        A parameter of ``make_model`` that the framework has a value for; none if empty.
+    thread_variables : sequence of str
+        What says in the environment of a process how many threads it starts with; it looks once.
     """
 
     name: ClassVar[str]
@@ -66,9 +69,11 @@ class Record:
     returns: ClassVar[str]
     everywhere: ClassVar[bool] = False
     takes_models: ClassVar[bool] = False
+    argument: ClassVar[str] = ""
+    thread_variables: ClassVar[Sequence[str]] = ()
 
     def recognises(self, model: Any) -> bool:
-        """Whether this is a model, or parameters, of the framework; imports nothing to find out."""
+        """Whether this is a model, or parameters, of the framework, whose ``module`` is imported."""
         raise NotImplementedError
 
     def open(self, made: Made) -> Framework:
@@ -83,13 +88,9 @@ class Record:
         """What is trained, of a model that a recipe has in place of a factory."""
         return model
 
-    def factory(self, make_model: Callable[..., Any], seed: int) -> Callable[[], Any] | None:
-        """``make_model`` with an argument that the framework gives it; None if it takes none."""
-        return None
-
-    def starting(self, threads: int) -> AbstractContextManager[Any]:
-        """Within this its first array may be made in a process: operations have so many threads."""
-        return contextlib.nullcontext()
+    def factory(self, make_model: Callable[..., Any], seed: int) -> Callable[[], Any]:
+        """``make_model`` with its ``argument``."""
+        raise NotImplementedError
 
     def building(self, threads: int, devices: Sequence[str], *, allow: bool) -> AbstractContextManager[Any]:
         """Within this a model is made, of whatever framework."""
@@ -116,10 +117,6 @@ class Record:
     def reduced(self, thing: Any, *, alone: bool) -> Any:
         """How a parcel takes its arrays along (``alone``: without memory beside them); NotImplemented for all else."""
         return NotImplemented
-
-    def sparing(self, memory: Memory, frozen: Sequence[tuple[int, int]]) -> AbstractContextManager[Any] | None:
-        """Within this, a model is made that shares what is frozen: (bytes, offset) in ``memory``, see ``shared``."""
-        return None
 
     def recorded(self) -> dict[str, Any]:
         """What decides bits in any recipe, as text: versions, and settings of this process."""

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import importlib.metadata
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,22 +19,19 @@ from typing import Any
 import numpy as np
 
 from phalanx.definition import generators
+from phalanx.definition.checks import takes
 from phalanx.definition.fields import Definition
-from phalanx.definition.plain import changes
 from phalanx.errors import UsageError
 from phalanx.frameworks.record import Made, Record
 from phalanx.frameworks.record import stored as stored_array
 from phalanx.seams import Framework
 from phalanx.seams.records import Tensor
-from phalanx.shared.layout import Contents, apart
-from phalanx.shared.memory import Memory
 from phalanx.surroundings import interrupts
 
 BUILT_IN = ("torch", "jax", "tinygrad")
 GROUP = "phalanx.frameworks"  # of entry points, each of which loads to a record
 RECORDS: dict[str, Record] = {}
 EVERYWHERE: list[Record] = []  # those of them that all processes of any run have
-NOTHING = contextlib.nullcontext()
 
 
 def register(record: Record) -> None:
@@ -71,8 +69,9 @@ def named(framework: str) -> Record:
 
 
 def recognised(model: Any) -> Record | None:
-    """The framework that this is a model of, if one that is known."""
-    return next((record for record in RECORDS.values() if record.recognises(model)), None)
+    """The framework that this is a model of, if one that is known and imported."""
+    imported = (record for record in RECORDS.values() if sys.modules.get(record.module))
+    return next((record for record in imported if record.recognises(model)), None)
 
 
 def open_framework(
@@ -81,25 +80,18 @@ def open_framework(
     *,
     allow: bool = False,
     part: tuple[int, int] = (0, 1),
-    making: AbstractContextManager[Any] = NOTHING,
 ) -> Framework:
     """The recipe's state before its first step, on ``devices`` (none named: where the model is made).
 
     ``allow``: on accelerators, operations without a deterministic kernel, too. ``part``: which of how many processes
-    this is, where each drives devices of its own. ``making``: within which the model is made.
+    this is, where each drives devices of its own.
     """
     with contextlib.ExitStack() as building:
         for record in RECORDS.values():
             building.enter_context(record.building(definition.threads, devices, allow=allow))
         building.enter_context(starting(definition.threads))
         with interrupts.user_code():
-            try:
-                with making:
-                    model = _made(definition)
-            except UsageError:
-                if making is NOTHING:
-                    raise
-                model = _made(definition)  # once more, with memory that can also grow
+            model = _made(definition)
         record = recognised(model)
         if record is None:
             *most, last = [each.returns for each in RECORDS.values()]
@@ -118,8 +110,8 @@ def _made(definition: Definition) -> Any:
     given = recognised(make_model)
     if given is not None and given.takes_models:
         return given.own(make_model)
-    factories = (record.factory(make_model, seed) for record in RECORDS.values())
-    factory = next((found for found in factories if found is not None), make_model)
+    giving = (record for record in RECORDS.values() if takes(make_model, record.argument, required=True))
+    factory = next((record.factory(make_model, seed) for record in giving), make_model)
     try:
         while True:
             generators.seed(seed)
@@ -144,17 +136,17 @@ def _drawing() -> dict[str, int]:
 @contextlib.contextmanager
 def starting(threads: int) -> Iterator[None]:
     """Within this, frameworks may start in this process: operations have so many threads."""
-    with contextlib.ExitStack() as started:
-        for record in RECORDS.values():
-            started.enter_context(record.starting(threads))
+    names = [name for record in RECORDS.values() for name in record.thread_variables]
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, str(threads)))
+    try:
         yield
-
-
-def sparing(memory: Memory, contents: Contents) -> AbstractContextManager[Any]:
-    """Within this, a model is made that shares what is frozen with all other processes of the run."""
-    frozen = [(contents.storages[number], offset) for number, offset in apart(contents)[0].items()]
-    found = (record.sparing(memory, frozen) for record in RECORDS.values())
-    return next((context for context in found if context is not None), NOTHING)
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def in_use() -> list[str]:
@@ -189,11 +181,6 @@ def harmless_warnings(settings: Mapping[str, Any]) -> list[str]:
     return [message for name in settings for message in named(name).harmless()]
 
 
-def changed_environment(recorded: Mapping[str, Any]) -> list[str]:
-    """What decides bits and is not as it was when an environment was recorded, in words."""
-    return changes(recorded_environment(), recorded)
-
-
 def recorded_environment() -> dict[str, Any]:
     """What decides bits in any recipe, as text, for snapshots."""
     return {name: value for record in EVERYWHERE for name, value in record.recorded().items()}
@@ -202,11 +189,7 @@ def recorded_environment() -> dict[str, Any]:
 def as_factory(model: Any) -> Any:
     """A ``make_model`` that gives this model, or a copy."""
     found = recognised(model)
-    return model if found is not None and found.takes_models else functools.partial(_the, model)
-
-
-def _the(model: Any) -> Any:
-    return model
+    return model if found is not None and found.takes_models else lambda: model
 
 
 def reduced(thing: Any, *, alone: bool = False) -> Any:

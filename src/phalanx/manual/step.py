@@ -25,12 +25,11 @@ from phalanx.errors import NonFiniteError, PhalanxError, RunError, UsageError, W
 from phalanx.frameworks.torch import accelerators, arithmetic
 from phalanx.frameworks.torch.arithmetic import DeviceArithmetic, placed
 from phalanx.frameworks.torch.environment import plain_autograd
-from phalanx.frameworks.torch.replica.buffers import Buffers, Versions
+from phalanx.frameworks.torch.replica.buffers import Buffers
 from phalanx.frameworks.torch.replica.feed import DeviceFeed
-from phalanx.frameworks.torch.replica.forward import Unread, as_tensors, check_stateless
+from phalanx.frameworks.torch.replica.forward import AmbiguousMean, Unread, as_tensors, check_stateless
 from phalanx.frameworks.torch.replica.gradient import drop
 from phalanx.frameworks.torch.replica.lane import Lane
-from phalanx.frameworks.torch.replica.means import AmbiguousMean
 from phalanx.manual.replicas import ORDERED, average, check_trained, tensors_of
 from phalanx.plan import share_bounds, share_weights
 from phalanx.seams.records import Computed, Part, Todo
@@ -193,11 +192,8 @@ class Given:
     """Reads shares of a batch that is there, where nothing is seeded."""
 
     def batch(self, key: int | None, share: Share) -> Any:
-        """See ``lane.Batches.batch``."""
+        """A share of it, as the model is called with it."""
         return map_tree(as_tensors, as_batch(share.read(share.samples), share, default_collate))
-
-    def settle(self) -> None:
-        """Nothing that is compiled here is compiled for the sizes at hand."""
 
 
 def _dealt(batch: Any, count: int) -> list[Share]:
@@ -221,9 +217,8 @@ def _rows(array: Any, start: int, end: int) -> Any:
 
 
 def _work(definition: Definition, ambiguous: AmbiguousMean, replica: int, model: torch.nn.Module, share: Share) -> Work:
-    contents = Versions() if any(buffer.device.type != "cpu" for buffer in model.buffers()) else None
     feed = DeviceFeed(Given(), next(model.parameters()).device, ahead=False)
-    return Work(replica, Lane(definition, model, feed, Buffers(model, contents), ambiguous, later=True), share)
+    return Work(replica, Lane(definition, model, feed.batch, Buffers(model), ambiguous, later=True), share)
 
 
 def _compute(works: Sequence[Work]) -> None:

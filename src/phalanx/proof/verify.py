@@ -22,8 +22,9 @@ from phalanx.checkpoint.resume import losses_in, read_any
 from phalanx.checkpoint.snapshot import read
 from phalanx.definition import checks
 from phalanx.definition.fields import Definition
+from phalanx.definition.plain import changes
 from phalanx.errors import SnapshotError, UsageError
-from phalanx.frameworks.registry import changed_environment
+from phalanx.frameworks.registry import recorded_environment
 from phalanx.proof.difference import parted
 from phalanx.proof.instant import Instant, nearest, snapshots
 from phalanx.proof.replay import failure_of
@@ -152,8 +153,8 @@ def _blamed(recipe: Definition, folder: pathlib.Path) -> str:
 
 def _unlike(recipe: Definition, run: Side) -> str:
     """Why bits may differ here, whatever the run did."""
-    if changes := changed_environment(run.run.get("environment") or {}):
-        return f"it cannot be checked here: {changes[0]} in the run"
+    if changed := changes(recorded_environment(), run.run.get("environment") or {}):
+        return f"it cannot be checked here: {changed[0]} in the run"
     if not run.run.get("recipe"):
         return "it cannot be checked: the run does not say which recipe it had"
     differs, _ = differing(recipe, run.run["recipe"])
@@ -284,8 +285,8 @@ def check_certificate(
         raise UsageError(f"{str(path)!r} is no certificate: {error}; give one that phalanx certify wrote") from error
     if differs := another(recipe, told["recipe"]):
         return Verified(DIFFERENT, 0, f"the recipe differs: {differs}")
-    if changes := changed_environment(told["environment"]):
-        return Verified(UNKNOWN, 0, f"the recipe is the same, but {changes[0]}, so the bits may differ")
+    if changed := changes(recorded_environment(), told["environment"]):
+        return Verified(UNKNOWN, 0, f"the recipe is the same, but {changed[0]}, so the bits may differ")
     with (
         tempfile.TemporaryDirectory(prefix="phalanx-") as folder,
         recipe.start(workers=workers, run_dir=folder, progress=progress) as run,

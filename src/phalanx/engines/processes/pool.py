@@ -28,6 +28,7 @@ POLL_MILLISECONDS = 50
 FAREWELL_SECONDS = 1.0
 PATIENCE_SECONDS = 1.0  # that workers have to leave user code after Ctrl-C
 LONG = 1 << 62
+BASE, LARGE = 5, 1 << 26  # which memory has what is frozen; bytes of it that are not copied by several at a time
 
 
 class WorkerPool:
@@ -91,6 +92,8 @@ class WorkerPool:
             self._output.follow(handle.pipes)
             for fd in handle.watched:
                 self._poller.register(fd, select.POLLIN)
+            if self._memories[BASE].size >= LARGE:  # each makes a copy of what is frozen, and then gives it back
+                self.wait(lambda: not self._starting, 0)
         self.wait(lambda: not self._starting, 0)
 
     def grant(self, kind: int) -> None:

@@ -28,7 +28,7 @@ from phalanx.engines.reading import Taking
 from phalanx.engines.recovery.deadline import SnapshotTimer
 from phalanx.engines.twice import Twice
 from phalanx.errors import LostError, Trouble, UsageError
-from phalanx.frameworks.registry import open_framework, sparing, starting
+from phalanx.frameworks.registry import open_framework, starting
 from phalanx.plan import evaluation_key, share_bounds
 from phalanx.plan.lifecycle import next_snapshot
 from phalanx.seams import Framework
@@ -54,6 +54,7 @@ def live(channel: int, memories: Sequence[int], number: int) -> None:
             worker = Worker(caller, unpack(parcel), (arena, base, mailbox, inputs), number)
         orders = unpack(orders)
         worker.take(orders)
+        give_back()  # the model as it was made, before it moved into the arena
     except Exception as error:
         caller.tell("failed", *as_told(remarked(error)))
         return
@@ -72,7 +73,7 @@ class Worker:
         self._caller, self._mailbox, self._number = caller, mailbox, number
         self._placement, self._step, self._timer = setup["placement"], 0, SnapshotTimer()
         self._definition = Definition(**setup["fields"])
-        self._framework: Framework = open_framework(self._definition, ["cpu"], making=sparing(base, setup["contents"]))
+        self._framework: Framework = open_framework(self._definition, ["cpu"])
         self.environment = self._framework.environment
         self._share(arena, base, setup)
         ahead = Taking(Inputs(inputs, self._definition.replicas)).read if setup["ahead"] else None
@@ -83,7 +84,6 @@ class Worker:
             began=setup["began"],
         )  # fmt: skip
         self._settled = False
-        give_back()  # the model as it was made, before it moved into the arena
 
     def _share(self, memory: Memory, base: Memory, setup: dict[str, Any]) -> None:
         plan = Plan(self._framework.sharing, self._placement, setup["contents"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import sys
@@ -11,7 +10,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from phalanx.definition import generators
-from phalanx.definition.checks import takes
 from phalanx.definition.digest import Entry
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
@@ -20,19 +18,19 @@ from phalanx.seams import Framework
 from phalanx.seams.records import Tensor
 from phalanx.surroundings.turns import Reentrant
 
-VARIABLES = ("PJRT_NPROC", "NPROC")  # what XLA's CPU client asks for its number of threads, before it counts processors
-
 
 class JaxRecord(Record):
     """See ``frameworks.record.Record``."""
 
     name = module = "jax"
     returns = "a tree of jax arrays (jnp.asarray makes them)"
+    argument = "key"
+    thread_variables = "PJRT_NPROC", "NPROC"  # what XLA's CPU client asks for before it counts processors
 
     def recognises(self, model: Any) -> bool:
         """Whether there is a jax array in it, which may be a tree."""
-        jax = sys.modules.get("jax")
-        return jax is not None and any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(model))
+        jax = sys.modules["jax"]
+        return any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(model))
 
     def open(self, made: Made) -> Framework:
         """On one device, or several of this process."""
@@ -43,28 +41,12 @@ class JaxRecord(Record):
             )
         return _adapter().Jax(made.definition, made.devices, made.model)
 
-    def factory(self, make_model: Callable[..., Any], seed: int) -> Callable[[], Any] | None:
-        """A ``key``, where it asks for one."""
-        if not takes(make_model, "key", required=True):
-            return None
+    def factory(self, make_model: Callable[..., Any], seed: int) -> Callable[[], Any]:
+        """With a key for its random numbers."""
         _adapter()
         from phalanx.frameworks.jax.state import prng_key, words
 
         return functools.partial(make_model, key=prng_key(words(seed)))
-
-    @contextlib.contextmanager
-    def starting(self, threads: int) -> Iterator[None]:
-        """XLA's CPU backend has so many threads if it is started inside the block; it decides once per process."""
-        before = {name: os.environ.get(name) for name in VARIABLES}
-        os.environ.update(dict.fromkeys(VARIABLES, str(threads)))
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
 
     def reading(self, definition: Definition) -> tuple[AbstractContextManager[Any], Collate] | None:
         """Samples become numpy arrays."""

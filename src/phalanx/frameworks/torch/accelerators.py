@@ -69,18 +69,15 @@ class Deterministic(contextlib.AbstractContextManager[None]):
         if not self._accelerated:
             return
         self._flags = CUDNN.benchmark, CUDNN.deterministic, FILLING.fill_uninitialized_memory
-        self._modes = (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        )
+        self._mode = torch.get_deterministic_debug_mode()
         CUDNN.benchmark, CUDNN.deterministic = False, True
-        if not self._modes[0]:
+        if not self._mode:
             FILLING.fill_uninitialized_memory = False  # a check of torch's own: a pass over all that is made
         torch.use_deterministic_algorithms(not self._allow)
 
     def __exit__(self, *_: object) -> None:
         if self._accelerated:
-            torch.use_deterministic_algorithms(self._modes[0], warn_only=self._modes[1])
+            torch.use_deterministic_algorithms(self._mode > 0, warn_only=self._mode == 1)
             CUDNN.benchmark, CUDNN.deterministic, FILLING.fill_uninitialized_memory = self._flags
 
 
@@ -150,7 +147,7 @@ def found(names: Sequence[str], replicas: int, home: torch.device) -> list[torch
         if home.type == "cpu":
             _mention_idle()
         return [home]
-    devices = [device for name in spelled(names, replicas) if (device := named_device(name)) is not None]
+    devices = [named_device(name) for name in spelled(names, replicas)]
     kinds = sorted({device.type for device in devices})
     if len(kinds) > 1:
         raise UsageError(f"devices is {list(names)}, which are of several kinds, whose bits differ: {', '.join(kinds)}")
@@ -170,7 +167,7 @@ def found(names: Sequence[str], replicas: int, home: torch.device) -> list[torch
 def spelled(names: Sequence[str], replicas: int) -> list[str]:
     """The names of devices one by one: a kind alone is all of its devices, "local" the one that torchrun means."""
     listed = [_local() if name == "local" else name for name in names]
-    if len(listed) == 1 and torch.device(_known(listed[0])).index is None and listed[0] != "cpu":
+    if len(listed) == 1 and ":" not in listed[0] and listed[0] != "cpu":
         return _all_of(listed[0], replicas)
     return listed
 
@@ -196,16 +193,14 @@ def facts(names: Sequence[str]) -> dict[str, str]:
     return told
 
 
-def named_device(name: str | None) -> torch.device | None:
-    """The named device, in use from here on (its random generators can be saved); None for None.
+def named_device(name: str) -> torch.device:
+    """The named device, in use from here on (its random generators can be saved).
 
     Raises
     ------
     UsageError
         torch cannot use it here.
     """
-    if name is None:
-        return None
     try:
         found, asked = torch.empty(0, device=name).device, torch.device(name)
     except (RuntimeError, AssertionError, ImportError) as error:
@@ -220,15 +215,6 @@ def named_device(name: str | None) -> torch.device | None:
 
 def _unusable(name: str, reason: str) -> UsageError:
     return UsageError(f"devices names {name!r}, which torch cannot use here ({reason}); use ['cpu'], or leave it out")
-
-
-def _known(name: str) -> str:
-    try:
-        torch.device(name)
-    except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise _unusable(name, reason) from error
-    return name
 
 
 def _all_of(kind: str, replicas: int) -> list[str]:

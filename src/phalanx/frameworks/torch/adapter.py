@@ -15,13 +15,13 @@ from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.frameworks.torch import arithmetic
 from phalanx.frameworks.torch.arithmetic import Gradient
-from phalanx.frameworks.torch.environment import Environment, StaticShapes, check_sizes, compiled
+from phalanx.frameworks.torch.environment import Environment, StaticShapes, check_static, compiled
 from phalanx.frameworks.torch.model import checked
 from phalanx.frameworks.torch.optimizer import updates_of
 from phalanx.frameworks.torch.replica.buffers import Buffers, Left
 from phalanx.frameworks.torch.replica.feed import Feed, opened
+from phalanx.frameworks.torch.replica.forward import AmbiguousMean
 from phalanx.frameworks.torch.replica.lane import Lane
-from phalanx.frameworks.torch.replica.means import AmbiguousMean
 from phalanx.frameworks.torch.results import exported
 from phalanx.frameworks.torch.sharing import Sharing
 from phalanx.frameworks.torch.snapshot import adopt, captured, entries
@@ -68,7 +68,7 @@ class Torch:
     def _build(self, definition: Definition, model: torch.nn.Module) -> None:
         model.to("cpu")
         feed = Feed(definition, model, self._shapes)
-        self._lane = Lane(definition, model, feed, Buffers(model), AmbiguousMean(definition))
+        self._lane = Lane(definition, model, feed.batch, Buffers(model), AmbiguousMean(definition))
         self._updates = updates_of(definition, self._lane.named, model)
         self._find_compiled(definition, model)
         facts = self._lane.model, self._lane.buffers, self._updates, self._lane.collector, self.environment
@@ -76,7 +76,7 @@ class Torch:
 
     def _find_compiled(self, definition: Definition, model: torch.nn.Module) -> None:
         found = compiled({"make_model": model, **definition.holders})
-        check_sizes(found, definition)
+        check_static(found)
         self._shapes.known = bool(found)
 
     @property
@@ -139,4 +139,4 @@ class Torch:
         """See ``seams.Framework.adopt``."""
         self.rewind()
         adopt(self._lane.model, self._updates, state)
-        self._lane.buffers.renew()
+        self._lane.buffers.begin_here()

@@ -19,6 +19,7 @@ from phalanx.shared.layout import Spec, row_major
 
 Gradient = list[torch.Tensor | None]
 FOREACH: Any = torch  # its names are private, its optimizers are made of them
+GROUPED: Any = torch._C._group_tensors_by_device_and_dtype  # type: ignore[attr-defined]
 WHOLE = {  # numbers of the same width, for which equal means the same bytes
     torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64,
     torch.int64: torch.int64,
@@ -158,13 +159,8 @@ class DeviceArithmetic:
 
     def add(self, left: Gradient, right: Gradient) -> Gradient:
         """See ``seams.Arithmetic.add``."""
-        homes: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for a, b in zip(left, right, strict=True):
-            if a is not None and b is not None:
-                mine, theirs = homes.setdefault(a.device, ([], []))
-                mine.append(a)
-                theirs.append(b)
-        for mine, theirs in homes.values():
+        pairs = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
+        for (mine, theirs), _ in GROUPED(list(zip(*pairs, strict=True)), False).values() if pairs else ():
             FOREACH._foreach_add_(mine, theirs)
         return [b if a is None else a for a, b in zip(left, right, strict=True)]
 
@@ -175,17 +171,14 @@ class DeviceArithmetic:
 
     def read(self, scalars: Sequence[Any]) -> list[float]:
         """See ``seams.Arithmetic.read``: one copy from each device."""
-        found = [0.0 if isinstance(scalar, torch.Tensor) else scalar for scalar in scalars]
-        homes: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        for number, scalar in enumerate(scalars):
-            if isinstance(scalar, torch.Tensor):
-                homes.setdefault((scalar.device, scalar.dtype), []).append(number)
-        for (home, _), numbers in homes.items():
+        numbers = {at: scalar for at, scalar in enumerate(scalars) if not isinstance(scalar, torch.Tensor)}
+        unread = {at: scalar for at, scalar in enumerate(scalars) if at not in numbers}
+        groups = GROUPED([list(unread.values())], True) if unread else {}
+        for (home, _), ((group,), positions) in groups.items():
             with watched([home]):
-                values = torch.stack([scalars[number] for number in numbers]).tolist()
-            for number, value in zip(numbers, values, strict=True):
-                found[number] = value
-        return found
+                values = torch.stack(group).tolist()
+            numbers |= zip([list(unread)[position] for position in positions], values, strict=True)
+        return [numbers[at] for at in range(len(scalars))]
 
 
 def _add(

@@ -15,7 +15,6 @@ import torch
 from torch.utils._device import DeviceContext
 
 from phalanx.definition import generators
-from phalanx.definition.fields import Definition
 from phalanx.definition.reachable import reachable
 from phalanx.errors import UsageError
 
@@ -186,29 +185,20 @@ def compiled(roots: Mapping[str, Any]) -> dict[str, Any]:
     return {path: thing for path, thing in reachable(roots) if isinstance(thing, frames._TorchDynamoContext)}
 
 
-def check_sizes(found: Mapping[str, Any], definition: Definition) -> None:
-    """Refuse ``dynamic=True`` where shares differ in size: its kernels are made with the first size that is met.
+def check_static(found: Mapping[str, Any]) -> None:
+    """Refuse ``dynamic=True``: such kernels are made with the first size that a process meets.
 
     Raises
     ------
     UsageError
-        Names the way out.
+        Names what was compiled so.
     """
-    dynamic = next((path for path, context in found.items() if context._dynamic), None)
-    size, replicas = definition.global_batch, definition.replicas
-    samples = None if definition.source is None else len(definition.source)
-    short = samples is not None and not definition.drop_last and samples % size
-    if dynamic is not None and (size % replicas or short):
-        why = (
-            f"batch_size={size} is not a multiple of replicas={replicas}"
-            if size % replicas
-            else (f"the last of {samples} samples make a short batch")
-        )
-        raise UsageError(
-            f"{dynamic.partition('.')[0]} was compiled with dynamic=True, and {why}: kernels would depend on which "
-            "size of share a process meets first; leave dynamic out, or make all shares alike with drop_last=True and "
-            "a batch_size that replicas divides"
-        )
+    for path, context in found.items():
+        if context._dynamic:
+            raise UsageError(
+                f"{path.partition('.')[0]} was compiled with dynamic=True: kernels would depend on which size of share "
+                "a process meets first; leave dynamic out, so that there are kernels for each size"
+            )
 
 
 def explain(error: Exception) -> None:

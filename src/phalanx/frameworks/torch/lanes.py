@@ -22,14 +22,13 @@ from phalanx.errors import UsageError
 from phalanx.frameworks.record import Unshared
 from phalanx.frameworks.torch import accelerators, arithmetic
 from phalanx.frameworks.torch.adapter import Torch
-from phalanx.frameworks.torch.arithmetic import DeviceArithmetic, Gradient, bytes_of, placed
+from phalanx.frameworks.torch.arithmetic import DeviceArithmetic, Gradient, bytes_of, placed, same_bytes
 from phalanx.frameworks.torch.model import check_apart, checked, hooked, put, same
 from phalanx.frameworks.torch.optimizer import updates_of
-from phalanx.frameworks.torch.replica.buffers import Buffers, Left, Versions
+from phalanx.frameworks.torch.replica.buffers import Buffers, Left
 from phalanx.frameworks.torch.replica.feed import DeviceFeed, Feed
-from phalanx.frameworks.torch.replica.forward import Unread
+from phalanx.frameworks.torch.replica.forward import AmbiguousMean, Unread
 from phalanx.frameworks.torch.replica.lane import Lane
-from phalanx.frameworks.torch.replica.means import AmbiguousMean
 from phalanx.plan.fold import Placement, dealt, hosts
 from phalanx.seams import Arithmetic, Lanes
 from phalanx.seams.records import Captured, Computed, Exported, Measurement, Todo, Watch, Weights
@@ -91,9 +90,8 @@ class TorchLanes(Torch):
             put(own, device)
             host = Feed(definition, own, self._shapes)
             ahead = definition.collate_fn is None and definition.micro_batches == 1
-            buffers = Buffers(own, Versions())
             self._feeds.append(DeviceFeed(host, device, ahead=ahead))
-            self._lanes.append(Lane(definition, own, self._feeds[-1], buffers, ambiguous, later=True))
+            self._lanes.append(Lane(definition, own, self._feeds[-1].batch, Buffers(own), ambiguous, later=True))
         self._lane = self._lanes[0]
         self._lane_of = {replica: number for number, block in enumerate(placement.blocks) for replica in block}
         sizes = [parameter.nbytes for parameter in self._lane.parameters]
@@ -108,9 +106,9 @@ class TorchLanes(Torch):
     def _own(self, definition: Definition, owners: Sequence[int]) -> Sequence[int]:
         """Give each parameter an owner, and make one optimizer over the owners' parameters."""
         named = [self._lanes[owner].named[index] for index, owner in enumerate(owners)]
-        hooks = hooked(named)
+        hooks = [hooked(parameter) for _, parameter in named]
         self._updates = updates_of(definition, named, self._lane.model)
-        if len(self._lanes) > 1 and hooked(named) != hooks:
+        if len(self._lanes) > 1 and [hooked(parameter) for _, parameter in named] != hooks:
             raise UsageError(
                 "optimizer registers hooks on parameters, but each of several devices has parameters of its own; "
                 "register them in make_model, or name one device"
@@ -139,7 +137,8 @@ class TorchLanes(Torch):
         """See ``seams.Framework.norm``; the one place where a step waits for its devices."""
         with accelerators.watched(self.devices):
             whole = self._updates.enqueue_norm(gradient, self.devices[0])
-        for todo in self._exchange.take_following():
+        following, self._exchange.following = self._exchange.following, None
+        for todo in [] if following is None else following():
             self._feeds[self._lane_of[todo.replica]].read_ahead(todo)
         with accelerators.watched(self.devices):
             return whole.item()
@@ -194,7 +193,7 @@ class TorchLanes(Torch):
             for lane in self._lanes[1:]:
                 for mine, theirs in zip(lane.parameters, self._lane.parameters, strict=True):
                     mine.copy_(theirs)
-                lane.buffers.settle([(1, self._lane.buffers.starts)])
+        self._spread_buffers()
         self._freeze_alike()
 
     def _begin(self, todo: Todo, watch: Watch | None) -> Computed:
@@ -215,22 +214,17 @@ class TorchLanes(Torch):
             ) from error
 
     def _settle(self, buffers: Sequence[tuple[int, Left]]) -> None:
-        """Settle buffers on the first device, and copy what was written to the others."""
-        mine = self._lane.buffers.starts
-        if not mine or not buffers:
+        """Settle buffers on the first device, and copy them to the others."""
+        if not buffers:
             return
         home = self.devices[0]
-        unwritten = {id(start): number for lane in self._lanes for number, start in enumerate(lane.buffers.starts)}
-        written: set[int] = set()
-        gathered: list[tuple[int, Left]] = []
-        for samples, left in buffers:
-            written.update(number for number, value in enumerate(left) if id(value) not in unwritten)
-            values = [mine[unwritten[id(value)]] if id(value) in unwritten else value for value in left]
-            gathered.append((samples, [value.to(home, non_blocking=True) for value in values]))
+        gathered = [(samples, [value.to(home, non_blocking=True) for value in left]) for samples, left in buffers]
         self._lane.buffers.settle(gathered)
+        self._spread_buffers()
+
+    def _spread_buffers(self) -> None:
         for lane in self._lanes[1:]:
-            starts = lane.buffers.starts
-            lane.buffers.settle([(1, [mine[n] if n in written else start for n, start in enumerate(starts)])])
+            lane.buffers.settle([(1, self._lane.buffers.starts)])
 
     def _freeze_alike(self) -> None:
         for index, (_, parameter) in enumerate(self._updates.named if len(self._lanes) > 1 else ()):
@@ -295,8 +289,8 @@ class Exchange:
 
     def outward(self, left: Sequence[torch.Tensor]) -> list[bytes | None]:
         """See ``engines.hosts.link``."""
-        unwritten = {id(start) for lane in self._lanes for start in lane.buffers.starts}
-        return [None if id(value) in unwritten else bytes_of(value.cpu()).numpy().tobytes() for value in left]
+        pairs = zip((value.cpu() for value in left), self._lanes[0].buffers.starts, strict=True)
+        return [None if same_bytes(value, start.cpu()) else bytes_of(value).numpy().tobytes() for value, start in pairs]
 
     def inward(self, pieces: Sequence[bytes | bytearray | None]) -> Left:
         """See ``engines.hosts.link``."""
@@ -308,11 +302,6 @@ class Exchange:
                 value = torch.frombuffer(bytearray(piece), dtype=start.dtype).reshape(start.shape)
                 found.append(value.to(start.device))
         return found
-
-    def take_following(self) -> Sequence[Todo]:
-        """What was said to be computed next, once; nothing if that was not said."""
-        following, self.following = self.following, None
-        return [] if following is None else following()
 
     def spread(self) -> None:
         """Copy every parameter from its owner to the other devices."""

@@ -108,12 +108,6 @@ def _check(model: torch.nn.Module) -> None:
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
         raise UsageError(f"make_model returned a model spread over {sorted(map(str, devices))}; put it on one device")
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) is True:
-            raise UsageError(
-                f"module {name!r} has sparse=True, and sparse gradients cannot be folded exactly; make it with "
-                "sparse=False"
-            )
 
 
 def check_apart(definition: Definition, models: Sequence[torch.nn.Module]) -> None:
@@ -138,37 +132,28 @@ def check_apart(definition: Definition, models: Sequence[torch.nn.Module]) -> No
 
 
 def same(first: torch.nn.Module, other: torch.nn.Module) -> torch.nn.Module:
-    """Another model for another device, if it begins with the same bytes, and others can be written to it.
+    """Another model for another device, if it begins with the same bytes.
 
     Raises
     ------
     UsageError
-        It does not, or they cannot.
+        It does not.
     """
-    for name, parameter in other.named_parameters():
-        if any(length > 1 and not stride for length, stride in zip(parameter.shape, parameter.stride(), strict=True)):
-            raise UsageError(
-                f"parameter {name!r} of shape {tuple(parameter.shape)} is expanded: its elements lie in one place, so "
-                "it cannot be copied from device to device; .clone() it in make_model, or name one device"
-            )
-    pairs = [(list(one.named_parameters()), list(one.named_buffers())) for one in (first, other)]
-    for mine, theirs in zip(*pairs, strict=True):
-        same = [name for name, _ in mine] == [name for name, _ in theirs] and all(
-            (a.shape, a.dtype) == (b.shape, b.dtype) and same_bytes(a.detach(), b.detach())
-            for (_, a), (_, b) in zip(mine, theirs, strict=True)
+    mine, theirs = _tensors(first), _tensors(other)
+    pairs = zip(mine.values(), theirs.values(), strict=False)
+    if list(mine) != list(theirs) or not all(
+        (a.shape, a.dtype) == (b.shape, b.dtype) and same_bytes(a.detach(), b.detach()) for a, b in pairs
+    ):
+        raise UsageError(
+            "make_model returned another model for the second device than for the first; it must return the same "
+            "parameters and buffers each time: draw random numbers only from random, numpy.random and torch"
         )
-        if not same:
-            raise UsageError(
-                "make_model returned another model for the second device than for the first; it must return the same "
-                "parameters and buffers each time: draw random numbers only from random, numpy.random and torch"
-            )
     return other
 
 
-def hooked(named: Sequence[tuple[str, torch.nn.Parameter]]) -> dict[str, int]:
-    """How many hooks each parameter has."""
-    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    return {name: sum(len(getattr(parameter, kind, None) or ()) for kind in kinds) for name, parameter in named}
+def hooked(parameter: torch.nn.Parameter) -> int:
+    """How many hooks a parameter has."""
+    return len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
 
 
 def put(model: torch.nn.Module, device: torch.device) -> None:
@@ -180,14 +165,13 @@ def put(model: torch.nn.Module, device: torch.device) -> None:
         A parameter has hooks that would be lost.
     """
     before, shared = dict(model.named_parameters()), _shared(model)
-    counts = hooked(list(before.items()))
     model.to(device)
     for first, *others in shared:
         for path in others:
             owner, _, name = path.rpartition(".")
             setattr(model.get_submodule(owner), name, _tensors(model)[first])
     for name, parameter in model.named_parameters():
-        if counts[name] and before[name] is not parameter:
+        if before[name] is not parameter and hooked(before[name]):
             raise UsageError(
                 f"parameter {name!r} has hooks, which torch does not take along to {device.type!r}; make the model on "
                 "the device in make_model, and register them there"

@@ -53,7 +53,8 @@ class Update:
         self._norm: torch.Tensor | None = None
         self._max_norm = definition.max_norm
         self.optimizers = build_optimizers(definition, named if chosen is None else chosen, model)
-        self.foreign = any(map(_foreign, self.optimizers))
+        self.foreign = any(map(_foreign, self.optimizers))  # one is not torch's own
+        self.whole = self.foreign or not self._uniform  # it has to see all parameters at once
         self._idle = False
         self._seed = definition.seed
         self._schedules = Schedules(definition, self.optimizers, named)
@@ -64,11 +65,6 @@ class Update:
         """Learning rate of the first group."""
         rate = self.optimizers[0].param_groups[0].get("lr", math.nan)
         return math.nan if isinstance(rate, torch.Tensor) and rate.numel() != 1 else float(rate)
-
-    @property
-    def whole(self) -> bool:
-        """Whether it has to see all parameters at once: an optimizer not known to treat each alone, or mixed dtypes."""
-        return self.foreign or not self._uniform
 
     @functools.cached_property
     def norm_dtype(self) -> torch.dtype:
@@ -169,6 +165,9 @@ class Phased:
         ]
         self.optimizers = [optimizer for phase in self._phases for optimizer in phase.optimizers]
         self._done = 0
+        self.foreign = any(phase.foreign for phase in self._phases)
+        self.whole = any(phase.whole for phase in self._phases)
+        self.norm_dtype = torch.float64 if self.whole else self._phases[0].norm_dtype
 
     @property
     def _next(self) -> Update:
@@ -177,21 +176,6 @@ class Phased:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._next, name)
-
-    @property
-    def foreign(self) -> bool:
-        """Whether an optimizer is not torch's own."""
-        return any(phase.foreign for phase in self._phases)
-
-    @property
-    def whole(self) -> bool:
-        """See ``Update.whole``: of any phase."""
-        return any(phase.whole for phase in self._phases)
-
-    @property
-    def norm_dtype(self) -> torch.dtype:
-        """See ``Update.norm_dtype``."""
-        return torch.float64 if self.whole else self._phases[0].norm_dtype
 
     def options(self) -> list[Any]:
         """See ``Update.options``; how many updates there were comes first."""
@@ -292,15 +276,11 @@ def _gathered_norms(gradient: Sequence[torch.Tensor], device: torch.device) -> t
 
 def check_no_global_hooks() -> None:
     """Hooks for all modules or optimizers were registered in the caller's process; workers would not have them."""
-    if any(getattr(module, name) for name in MODULE_HOOKS):
+    of_optimizers = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+    if of_optimizers or any(getattr(module, name) for name in MODULE_HOOKS):
         raise UsageError(
-            "hooks for all modules are registered in this process (torch.nn.modules.module.register_module_...), which "
-            "workers do not have; register them on the modules that make_model makes, or use engine='inline'"
-        )
-    if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
-        raise UsageError(
-            "hooks for all optimizers are registered in this process (register_optimizer_step_pre_hook or _post_hook), "
-            "which workers do not have; register them on the optimizer that the recipe makes, or use engine='inline'"
+            f"hooks for all {'optimizers' if of_optimizers else 'modules'} are registered in this process, which "
+            "workers do not have; register them on what make_model and optimizer return, or use engine='inline'"
         )
 
 
@@ -397,10 +377,6 @@ def _check_kind(optimizer: Any) -> None:
     kind = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"optimizer returned a {kind}; it must return a torch.optim.Optimizer, as in {EXAMPLE}")
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise UsageError(
-            "optimizer is SparseAdam, which needs sparse gradients; those cannot be folded exactly: use Adam"
-        )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
         raise UsageError(

@@ -18,10 +18,8 @@ from phalanx.frameworks.torch.environment import Environment
 from phalanx.frameworks.torch.lanes import TorchLanes
 from phalanx.frameworks.torch.model import checked_new, copied
 from phalanx.frameworks.torch.replica.feed import default_collate
-from phalanx.frameworks.torch.sparing import LEAST, Sparing
 from phalanx.seams import Framework
 from phalanx.seams.records import Tensor
-from phalanx.shared.memory import Memory
 
 HOST: Any = torch.default_generator
 NEAR.append(HOST)
@@ -72,11 +70,6 @@ class TorchRecord(Record):
     def prepare(self, folder: str) -> None:
         """Torch's compiler is left out."""
         process.without_compiler()
-
-    def sparing(self, memory: Memory, frozen: Sequence[tuple[int, int]]) -> AbstractContextManager[Any] | None:
-        """Large ones."""
-        large = [place for place in frozen if place[0] >= LEAST]
-        return Sparing(memory, large) if large else None
 
     def digest(self, model: Any, optimizer: Any, step: int | None, state: Any) -> str:
         """Of modules and optimizers of torch's."""

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import copy
-import dis
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from phalanx.definition import checks
 from phalanx.definition.digest import digest_of
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.optimizer import Updates
 from phalanx.frameworks.torch.replica.buffers import Buffers
 from phalanx.frameworks.torch.snapshot import entries
 from phalanx.seams.records import Exported
-
-DICTS: Final = [name for name, value in vars(torch.nn.Module()).items() if isinstance(value, dict)]
-ATTRIBUTES: Final = "in the attributes"
 
 
 def exported(shown: Shown, updates: Updates, steps: int, *, apart: bool, digest: bool) -> Exported:
@@ -54,8 +48,6 @@ class Shown:
         names = [name for name, _ in trained.named_parameters()]
         self._tensors = self._params = {name: weight.data for name, weight in zip(names, weights, strict=True)}
         self._pairs = list(zip(self._params.values(), weights, strict=True))
-        self._fields: dict[str, dict[str, Any]] = {}  # of modules, by what is said of an entry that changed
-        self._stored: set[str] = set()
         self._before = self._now()
 
     @functools.cached_property
@@ -71,12 +63,7 @@ class Shown:
         self._pairs += zip(Buffers(model).tensors, self._buffers, strict=True)
         self.follow()
         self._tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        for path, module in model.named_modules():
-            own, of = vars(module), f"of {f'run.model.{path}'.rstrip('.')} ({type(module).__name__}) went"
-            self._fields |= {f"in {name} {of}": own[name] for name in DICTS if name in own}
-            self._fields[f"{ATTRIBUTES} {of}"] = own
-        self._stored = _stored_by_forward(model)
-        self._before = {told: dict(now) for told, now in self._now().items()}
+        self._before = self._now()
         return model
 
     def follow(self) -> Exported:
@@ -85,30 +72,20 @@ class Shown:
             mine.data = weight.data
         return Exported(lambda: self.model, self._params, "", self._check)
 
-    def _now(self) -> dict[str, dict[str, Any]]:
-        versions = {name: tensor._version for name, tensor in self._tensors.items()}
-        trained = {name: tensor.requires_grad for name, tensor in self._tensors.items()}
-        return {
-            "was written: torch's counter of that went": versions,
-            "was frozen or thawed: requires_grad went": trained,
-            **self._fields,
-        }
+    def _now(self) -> dict[str, tuple[int, bool]]:
+        """Of each tensor: torch's counter of writes, and whether it is trained."""
+        return {name: (tensor._version, tensor.requires_grad) for name, tensor in self._tensors.items()}
 
     def _check(self) -> None:
-        """Refuse what was changed, but for attributes that the model's own forward pass leaves."""
-        now = self._now()
-        for told in () if _equal(now, self._before) else now:
-            before, after = self._before[told], now[told]
-            for name in () if _equal(before, after) else {**before, **after}:
-                old, new = before.get(name), after.get(name)
-                left = told.startswith(ATTRIBUTES) and (name in self._stored or isinstance(new, torch.Tensor))
-                if not left and not _equal(old, new):
-                    raise UsageError(
-                        f"{name!r} {told} from {checks.described(old)} to {checks.described(new)}. run.model and "
-                        "run.params are for looking, in every engine, so no step can follow: put back what is no "
-                        "weight. For training, make it so in make_model, or in user code by phalanx.current_step(); or "
-                        "begin another run from a changed copy (run.result().model), with warm_start for its weights"
-                    )
+        for name, now in self._now().items():
+            if now != self._before[name]:
+                what = "was written" if now[0] != self._before[name][0] else "was frozen or thawed"
+                raise UsageError(
+                    f"{name!r} {what}. run.model and run.params are for looking, in every engine, so no step can "
+                    "follow; requires_grad may be put back. For training, make it so in make_model, or in user code "
+                    "by phalanx.current_step(); or begin another run from a changed copy (run.result().model), with "
+                    "warm_start for its weights"
+                )
 
 
 class Detached(TorchFunctionMode):
@@ -134,18 +111,3 @@ def copied(model: torch.nn.Module, memo: dict[Any, Any] | None = None) -> torch.
             "run.result() are other objects than the one that is trained; use run.params, run.predict and "
             "run.evaluate, or take result() after the run"
         ) from error
-
-
-def _stored_by_forward(model: torch.nn.Module) -> set[str]:
-    """Names of attributes that forward passes write: sizes, counters, attention maps."""
-    forwards = {inspect.unwrap(type(module).forward) for module in model.modules()}
-    codes = [forward for forward in forwards if hasattr(forward, "__code__")]
-    return {line.argval for code in codes for line in dis.get_instructions(code) if line.opname == "STORE_ATTR"}
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Whether they are the same, or equal where that is a question of yes and no."""
-    try:
-        return one is other or bool(one == other)
-    except Exception:
-        return False

@@ -76,18 +76,15 @@ class Schedules:
         warn_of_units(definition, self._schedulers)
         self._grouped = [list(optimizer.param_groups) for optimizer in optimizers]
         self._groups = [group for groups in self._grouped for group in groups]
-        self._members = [(list(group["params"]), list(group.get("param_names", ()))) for group in self._groups]
+        self._members = [list(group["params"]) for group in self._groups]
         self.restrict(
             set(_homes(optimizers, named))
         )  # a scheduler may have kept the lists in which it found parameters
 
     def restrict(self, mine: set[int]) -> None:
         """Leave the optimizers only the parameters with these ids."""
-        for group, (parameters, names) in zip(self._groups, self._members, strict=True):
+        for group, parameters in zip(self._groups, self._members, strict=True):
             group["params"] = [parameter for parameter in parameters if id(parameter) in mine]
-            if names:
-                pairs = zip(parameters, names, strict=True)
-                group["param_names"] = [name for parameter, name in pairs if id(parameter) in mine]
 
     @functools.cached_property
     def told(self) -> tuple[float, float]:

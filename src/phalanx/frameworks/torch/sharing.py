@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from phalanx.errors import UsageError
 from phalanx.frameworks.torch import arithmetic
 from phalanx.frameworks.torch.arithmetic import Gradient, spec_of, view
 from phalanx.frameworks.torch.optimizer import Updates, check_no_global_hooks
@@ -60,12 +59,6 @@ class Sharing:
     def lay_out(self, placement: Placement, take: Take, known: Contents | None = None) -> Layout:
         """See ``seams.Sharing.lay_out``."""
         check_no_global_hooks()
-        for parameter in self.parameters:
-            if parameter.device.type != "cpu":
-                raise UsageError(
-                    f"the model is on {parameter.device}, but worker processes compute on the CPU in this version; use "
-                    "engine='inline'"
-                )
         if known is None:
             with self.environment:
                 contents = self._contents(find_pieces(self.updates, self.parameters), placement.replicas)
@@ -223,11 +216,8 @@ def rebind(parameters: Sequence[torch.Tensor], storages: Sequence[int], places: 
             homes[storage.data_ptr()] = home_at(places[number], storage.nbytes())
     if not homes:
         return
-    tensors = _tensors()
-    if not {id(parameter) for parameter in parameters} <= {id(tensor) for tensor in tensors}:
-        gc.unfreeze()  # user code froze what it had made, which is not listed then
-        tensors = _tensors()
-    for tensor in tensors:
+    gc.unfreeze()  # what user code froze is not listed
+    for tensor in (item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)):
         home = homes.get(_address(tensor))
         if home is not None:
             tensor.data = placed(tensor, home)
@@ -249,10 +239,6 @@ def placed(tensor: torch.Tensor, home: torch.UntypedStorage) -> torch.Tensor:
 def storages_of(parameters: Sequence[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
     """Every storage by its address in this process, in the order of the parameters."""
     return {storage.data_ptr(): storage for storage in (parameter.untyped_storage() for parameter in parameters)}
-
-
-def _tensors() -> list[torch.Tensor]:
-    return [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -228,5 +228,4 @@ def _state_entries(name: str, value: Any) -> Iterator[Entry]:
 
 
 def _tensor_entry(kind: str, name: str, tensor: torch.Tensor) -> Entry:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return Entry(kind, name, dtype, tuple(tensor.shape), bytes_of(tensor.cpu()).numpy())
+    return Entry(kind, name, _name(tensor.dtype), tuple(tensor.shape), bytes_of(tensor.cpu()).numpy())

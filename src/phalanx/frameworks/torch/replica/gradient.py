@@ -23,15 +23,9 @@ class Collector:
     named : sequence of (str, torch.nn.Parameter)
     written : bool
         Whether gradients will be written, and so may share no memory.
-
-    Attributes
-    ----------
-    early : list of str or None
-        Where it is a list, parameters are added that have a gradient before a backward pass.
     """
 
     def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]], *, written: bool) -> None:
-        self.early: list[str] | None = None
         self._named = named
         self._written = written
         self._homes: Gradient | None = None
@@ -52,15 +46,9 @@ class Collector:
         InPartsError
             The gradient of a parameter came in parts, so that ``onto`` holds a sum in another order.
         """
-        self._look()
-        self._collecting = True
         self._onto = onto
-        try:
-            versions = [] if onto is None else self._put(onto)
-            _backward(loss, chosen)
-        finally:
-            self._collecting = False
-            self._onto = None
+        versions = [] if onto is None else self._put(onto)
+        self._run(loss, chosen)
         taken = take(self._named)
         if onto is not None:
             _check_once(onto, versions, taken)
@@ -71,13 +59,7 @@ class Collector:
 
         torch adds to each parameter's gradient in place, and would add twice where two of them share memory.
         """
-        if first:
-            self._look()
-        self._collecting = True
-        try:
-            _backward(loss, chosen)
-        finally:
-            self._collecting = False
+        self._run(loss, chosen)
         if first:
             for (_, parameter), grad in zip(self._named, separate([p.grad for _, p in self._named]), strict=True):
                 parameter.grad = grad
@@ -90,12 +72,32 @@ class Collector:
                 grad.div_(divisor)
         return self._placed(taken, None)
 
+    def _run(self, loss: torch.Tensor, chosen: Sequence[torch.Tensor] | None) -> None:
+        """Run a backward pass into ``.grad`` of the ``chosen``, or of all; ``loss`` is known to be a real scalar.
+
+        So what ``torch.autograd.backward`` checks first need not be checked again: 10 us less in a small step. Classes
+        of their own may override it, and are asked.
+        """
+        self._collecting = True
+        try:
+            if chosen is not None or type(loss) is not torch.Tensor:
+                torch.autograd.backward((loss,), inputs=chosen)
+            else:
+                ones = (torch.ones_like(loss, memory_format=torch.preserve_format),)
+                _engine_run_backward((loss,), ones, False, False, (), allow_unreachable=True, accumulate_grad=True)
+        finally:
+            self._collecting = False
+            self._onto = None
+
     def _placed(self, taken: Gradient, onto: Gradient | None) -> Gradient:
         """Gradients that were computed, where they are wanted; those in ``onto`` are there already."""
         if self._homes is not None:
             lefts = onto or [None] * len(taken)
             placed = zip(taken, self._homes, lefts, strict=True)
-            taken = [grad if grad is left else _placed_in_arena(grad, home) for grad, home, left in placed]
+            taken = [
+                grad if grad is None or home is None or grad is left or grad is home else home.copy_(grad)
+                for grad, home, left in placed
+            ]
         if self._written and (onto is None or any(map(operator.is_not, taken, onto))):
             taken = separate(taken)
         return taken
@@ -107,11 +109,6 @@ class Collector:
             len(parameter._post_accumulate_grad_hooks or ()) == (index in self._heard)
             for index, (_, parameter) in enumerate(self._named)
         )
-
-    def _look(self) -> None:
-        """What the next backward pass would find in ``.grad`` is not its own."""
-        if self.early is not None:
-            self.early += [name for name, parameter in self._named if parameter.grad is not None]
 
     def watch(self, indices: Sequence[int]) -> None:
         """Move big gradients of these parameters to their homes as soon as they are there."""
@@ -143,28 +140,11 @@ class Collector:
         return [0 if left is None else left._version for left in onto]
 
 
-def _backward(loss: torch.Tensor, chosen: Sequence[torch.Tensor] | None) -> None:
-    """Run a backward pass into ``.grad`` of the ``chosen``, or of all; ``loss`` is known to be a real scalar.
-
-    So what ``torch.autograd.backward`` checks first need not be checked again: 10 us less in a small step. Classes of
-    their own may override it, and are asked.
-    """
-    if chosen is not None or type(loss) is not torch.Tensor:
-        torch.autograd.backward((loss,), inputs=chosen)
-        return
-    ones = (torch.ones_like(loss, memory_format=torch.preserve_format),)
-    _engine_run_backward((loss,), ones, False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
 def _check_once(onto: Gradient, versions: Sequence[int], taken: Gradient) -> None:
     """Refuse sums that autograd wrote more than once, or that are elsewhere now."""
     for left, version, grad in zip(onto, versions, taken, strict=True):
         if left is not None and (grad is not left or left._version > version + 1):
             raise InPartsError
-
-
-def _placed_in_arena(grad: torch.Tensor | None, home: torch.Tensor | None) -> torch.Tensor | None:
-    return grad if grad is None or home is None or grad is home else home.copy_(grad)
 
 
 def take(named: Sequence[tuple[str, torch.nn.Parameter]]) -> Gradient:

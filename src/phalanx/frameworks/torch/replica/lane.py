@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -14,27 +14,20 @@ from phalanx.definition.data import Share
 from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.errors import InPartsError, UsageError
-from phalanx.frameworks.torch.arithmetic import Gradient
+from phalanx.frameworks.torch.arithmetic import Gradient, word_sum
 from phalanx.frameworks.torch.environment import explain
 from phalanx.frameworks.torch.model import check_mode
 from phalanx.frameworks.torch.optimizer import covered
 from phalanx.frameworks.torch.replica.buffers import Buffers
-from phalanx.frameworks.torch.replica.forward import Forward
+from phalanx.frameworks.torch.replica.forward import AmbiguousMean, Forward
 from phalanx.frameworks.torch.replica.gradient import Collector, drop
-from phalanx.frameworks.torch.replica.means import AmbiguousMean
-from phalanx.frameworks.torch.replica.watching import looking_after, watching
+from phalanx.frameworks.torch.replica.watching import watching
 from phalanx.frameworks.torch.results import Shown
 from phalanx.plan import Parts
 from phalanx.seams.records import Computed, Measurement, Todo, Watch, Weights
 from phalanx.surroundings import interrupts
 
-
-class Batches(Protocol):
-    """Reads batches to where the model is."""
-
-    def batch(self, key: int | None, share: Share) -> Any:
-        """A share's samples, with all generators seeded for what follows; None: they go on from where they are."""
-        ...
+EARLY = "had a gradient before the backward pass (.backward() was called inside forward: use torch.autograd.grad there)"
 
 
 class Lane:
@@ -45,7 +38,9 @@ class Lane:
     definition : Definition
     model : torch.nn.Module
         On its device already.
-    feed : Batches
+    batch : callable
+        ``batch(key, share)``: a share's samples, where the model is. All generators are seeded for what follows;
+        without a key they go on from where they are.
     buffers : Buffers
         The model's.
     ambiguous : AmbiguousMean
@@ -58,7 +53,6 @@ class Lane:
     model : torch.nn.Module
     named : list of (str, torch.nn.Parameter)
     parameters : list of torch.nn.Parameter
-    feed : Batches
     buffers : Buffers
     collector : Collector
     """
@@ -67,7 +61,7 @@ class Lane:
         self,
         definition: Definition,
         model: torch.nn.Module,
-        feed: Batches,
+        batch: Callable[[int | None, Share], Any],
         buffers: Buffers,
         ambiguous: AmbiguousMean,
         *,
@@ -77,7 +71,7 @@ class Lane:
         self.model = model
         self.named = list(model.named_parameters())
         self.parameters = [parameter for _, parameter in self.named]
-        self.feed = feed
+        self._read_batch = batch
         self.buffers = buffers
         self._shared = definition.replicas > 1
         self.collector = Collector(self.named, written=later or self._shared or math.isfinite(definition.max_norm))
@@ -126,6 +120,7 @@ class Lane:
         if self._parts == 1:
             batch = self._batch(todo.key, todo.share, watch)
             loss, weight = self._loss(batch, todo, todo.share, watch)
+            self._tell_early(watch)
             if onto is not None and not (self._joins and _weight(todo, weight) == 1 and self.collector.joins):
                 onto = None
             taken = None if weight == 0 else self.collector.backward(loss, onto, self._trained(todo.phase))
@@ -151,6 +146,7 @@ class Lane:
             batch = self._batch(None if number else todo.key, piece, watch)
             loss, returned = self._loss(batch, todo, piece, watch)
             before = parts.weight
+            self._tell_early(None if before else watch)
             weight = parts.add(number, self._read(loss), returned)
             if weight:
                 chosen = self._trained(todo.phase)
@@ -159,7 +155,7 @@ class Lane:
         return parts.loss, parts.returned, self.collector.total(parts.weight) if parts.weight else None
 
     def _batch(self, key: int | None, share: Share, watch: Watch | None) -> Any:
-        batch = self.feed.batch(key, share)
+        batch = self._read_batch(key, share)
         if watch is not None:
             watch.told("batch", "", batch)
         return batch
@@ -190,12 +186,24 @@ class Lane:
         return read if self._parts == 1 else read.double()
 
     def watched(self, todo: Todo, watch: Watch) -> Computed:
-        """Compute one replica by itself, and tell what comes on the way."""
-        if watch.parameters:
-            with looking_after(self.model, self.collector, watch):
-                return self.gradient(todo)
-        with watching(self.model, watch):
-            return self.gradient(todo, watch=watch)
+        """Compute one replica by itself, and tell what comes on the way, or what it did to parameters."""
+        if not watch.parameters:
+            with watching(self.model, watch):
+                return self.gradient(todo, watch=watch)
+        watch.told("model", "model", self.model)
+        before = [(parameter.data_ptr(), word_sum(parameter)) for parameter in self.parameters]
+        computed = self.gradient(todo, watch=watch)
+        for (name, parameter), (address, total) in zip(self.named, before, strict=True):
+            if parameter.data_ptr() != address:
+                watch.told("written", name, "was given other memory (.data = ...)")
+            elif word_sum(parameter) != total:
+                watch.told("written", name, "was written")
+        return computed
+
+    def _tell_early(self, watch: Watch | None) -> None:
+        if watch is not None and watch.parameters:
+            for name in (name for name, parameter in self.named if parameter.grad is not None):
+                watch.told("early", name, EARLY)
 
     @functools.cached_property
     def shown(self) -> Shown:
@@ -214,7 +222,7 @@ class Lane:
             self.buffers.begin()
             try:
                 with interrupts.held(), interrupts.user_code():
-                    values = self._forwards[0].evaluated(metrics, self.feed.batch(key, share), share.origin)
+                    values = self._forwards[0].evaluated(metrics, self._read_batch(key, share), share.origin)
             finally:
                 self.buffers.restore()
         self._check_unwritten(versions, "in an evaluation")

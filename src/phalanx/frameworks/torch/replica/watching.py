@@ -11,11 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from phalanx.frameworks.torch.arithmetic import word_sum
-from phalanx.frameworks.torch.replica.gradient import Collector
 from phalanx.seams.records import Watch
-
-EARLY = "had a gradient before the backward pass (.backward() was called inside forward: use torch.autograd.grad there)"
 
 
 @contextlib.contextmanager
@@ -33,26 +29,6 @@ def watching(model: torch.nn.Module, watch: Watch) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-@contextlib.contextmanager
-def looking_after(model: torch.nn.Module, collector: Collector, watch: Watch) -> Iterator[None]:
-    """Inside, a replica is computed; then ``watch`` is told what user code did to parameters."""
-    watch.told("model", "model", model)
-    named = list(model.named_parameters())
-    before = [(parameter.data_ptr(), word_sum(parameter)) for _, parameter in named]
-    collector.early = early = []
-    try:
-        yield
-    finally:
-        collector.early = None
-    for name in early:
-        watch.told("early", name, EARLY)
-    for (name, parameter), (place, total) in zip(named, before, strict=True):
-        if parameter.data_ptr() != place:
-            watch.told("written", name, "was given other memory (.data = ...)")
-        elif word_sum(parameter) != total:
-            watch.told("written", name, "was written")
 
 
 def _module_done(watch: Watch, path: str, module: torch.nn.Module, _: Any, output: Any) -> None:
