@@ -16,7 +16,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from phalanx.definition import checks, generators
 from phalanx.definition.copies import own
@@ -175,25 +175,6 @@ class Reading:
             raise
 
 
-class Source(Protocol):
-    """Where a dealer draws from. ``epoch`` is that of the batch that comes next, or came last."""
-
-    @property
-    def epoch(self) -> int: ...  # noqa: D102
-
-    def next(self) -> Drawn:
-        """The next batch."""
-        ...
-
-    def state(self, *, undone: bool) -> dict[str, Any]:
-        """Where the stream is, in plain values; ``undone``: before the batch that was drawn last, not after it."""
-        ...
-
-    def close(self) -> None:
-        """Let go of the iterable."""
-        ...
-
-
 class Supply:
     """Draws batches from a stream, in this process.
 
@@ -243,7 +224,7 @@ class Supply:
         return Drawn(self.epoch, tuple(item[0] for item in items), [item[1] for item in items], told, self._over)
 
     def state(self, *, undone: bool = False) -> dict[str, Any]:
-        """See ``Source.state``."""
+        """Where the stream is, in plain values; ``undone``: before the batch that was drawn last, not after it."""
         waiting = self._drawn if undone else []
         if self._reading is None or (self._over and not waiting):
             return {"epoch": self.epoch + self._over, "before": self._total, "given": self._given, "read": 0}
@@ -400,11 +381,11 @@ class Dealer:
 
     Parameters
     ----------
-    source : Source
+    source : Supply
     run_state : RunState
     """
 
-    def __init__(self, source: Source, run_state: Any) -> None:
+    def __init__(self, source: Supply, run_state: Any) -> None:
         self.source = source
         self._drawn: Drawn | None = None
         self._step = -1  # of what was drawn
@@ -416,7 +397,7 @@ class Dealer:
         Raises
         ------
         WorkerError, UsageError
-            As ``Source.next``.
+            As ``Supply.next``.
         """
         if not self._pending(step):
             self._drawn = None

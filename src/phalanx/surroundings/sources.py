@@ -12,7 +12,7 @@ import functools
 import linecache
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import SOURCE_SUFFIXES, ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import decode_source, spec_from_file_location
 from types import CodeType, FunctionType, ModuleType
@@ -105,18 +105,6 @@ class Kept(SourceFileLoader):
         lines = decode_source(self._text).splitlines(keepends=True)
         linecache.cache[self.path] = len(self._text), None, lines, self.path
         return self.source_to_code(self._text, self.path)
-
-
-def installed(names: Iterable[str]) -> dict[str, str]:
-    """The modules of installed packages among those that are loaded under these names, with their files."""
-    wanted = set(names)
-    found: dict[str, str] = {}
-    for name in [name for name in list(sys.modules) if name in wanted]:  # in the order of their imports
-        spec = getattr(sys.modules.get(name), "__spec__", None)
-        origin = spec.origin if isinstance(spec, ModuleSpec) and spec.name == name and spec.has_location else None
-        if origin is not None and is_installed(origin):
-            found[name] = origin
-    return found
 
 
 def package_of(name: str) -> str:

@@ -1,7 +1,8 @@
 """Parcels: what a caller hands to its own workers, in shared memory: functions by cloudpickle, arrays as they lie.
 
-A parcel is read only by children that inherited its descriptor; nothing is ever unpickled from disk or network. Arrays
-travel beside the pickle (protocol 5, out of band), so that all workers map one copy.
+With a recipe go settings of the process and the source of modules as the caller imported it, so that user code finds
+itself at home in a worker. A parcel is read only by children that inherited its descriptor; nothing is ever unpickled
+from disk or network. Arrays travel beside the pickle (protocol 5, out of band), so that all workers map one copy.
 """
 
 from __future__ import annotations
@@ -9,14 +10,17 @@ from __future__ import annotations
 import abc
 import contextlib
 import copyreg
+import dataclasses
 import functools
 import importlib
 import io
+import os
 import pickle
 import struct
 import sys
+import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import EXTENSION_SUFFIXES
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -26,9 +30,12 @@ import numpy as np
 
 from phalanx.definition import checks
 from phalanx.definition.copies import ArrayReducer
+from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
+from phalanx.frameworks.registry import adopt_numeric_environment, harmless_warnings, numeric_environment
+from phalanx.frameworks.registry import reduced as reduced_by_frameworks
 from phalanx.shared.memory import ALIGNMENT, Memory, available_bytes
-from phalanx.surroundings.sources import finders
+from phalanx.surroundings import sources
 
 Reducer = Callable[[Any], Any]
 _DEFINED: weakref.WeakSet[type] = weakref.WeakSet()  # in a worker, classes that came by value
@@ -180,6 +187,53 @@ def _pickled(thing: Any, reducer: Reducer, buffers: list[pickle.PickleBuffer], *
     return file.getvalue()
 
 
+def pack_recipe(
+    definition: Definition, framework: str, environment: Memory, parcel: Memory, facts: Mapping[str, Any]
+) -> None:
+    """Write what surrounds this process, and a recipe with other facts, for processes that start from here."""
+    pack({**described(framework), "threads": definition.threads}, environment, reduced_by_frameworks)
+    fields = {item.name: getattr(definition, item.name) for item in dataclasses.fields(Definition)}
+    pack({**facts, "fields": fields}, parcel, reduced_by_frameworks)
+
+
+def described(framework: str) -> dict[str, Any]:
+    """What surrounds this process: environment, folder, import path, arguments, warning filters, numeric settings."""
+    try:
+        folder = os.getcwd()
+    except OSError:  # it may be gone
+        folder = None
+    return {
+        "environment": dict(os.environ),
+        "folder": folder,
+        "path": list(sys.path),
+        "sources": sources.proven(),
+        "arguments": list(sys.argv),
+        "depth": sys.getrecursionlimit(),
+        "filters": [item for item in warnings.filters if item[2].__module__ == "builtins"],  # others may take long
+        "framework": framework,
+        "numeric": numeric_environment(framework),
+    }
+
+
+def adopt_environment(place: dict[str, Any]) -> None:
+    """Make this process like the described one."""
+    os.environ.clear()
+    os.environ.update(place["environment"])
+    if place["folder"] is not None:
+        with contextlib.suppress(OSError):
+            os.chdir(place["folder"])
+    sys.path[:] = place["path"]
+    sys.meta_path.insert(0, sources.Finder(place["sources"]))
+    sys.argv[:] = place["arguments"]
+    sys.setrecursionlimit(place["depth"])
+    adopt_numeric_environment(place["numeric"])
+    filters: Any = warnings.filters  # last: what is imported above may put its own first
+    filters[:] = place["filters"]
+    warnings._filters_mutated()  # type: ignore[attr-defined]
+    for message in harmless_warnings(place["numeric"]):
+        warnings.filterwarnings("ignore", message=message)
+
+
 def remarked(error: Exception) -> Exception:
     """In a worker, an error that may come from how classes travel, with a remark on that."""
     made = sorted(kind.__name__ for kind in _DEFINED if type(kind) not in (type, abc.ABCMeta))
@@ -235,7 +289,7 @@ def _importable(module: ModuleType) -> bool:
         return True
     parent = sys.modules.get(name.rpartition(".")[0])
     path = getattr(parent, "__path__", None)
-    return any(finder.find_spec(name, path) is not None for finder in finders())
+    return any(finder.find_spec(name, path) is not None for finder in sources.finders())
 
 
 def _found_again(module: ModuleType) -> bool:
