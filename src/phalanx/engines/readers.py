@@ -9,7 +9,7 @@ from __future__ import annotations
 import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from phalanx.definition import checks
@@ -20,7 +20,6 @@ from phalanx.engines.processes.serialization import pack_recipe
 from phalanx.engines.processes.starter import WARM
 from phalanx.engines.reading import taken
 from phalanx.errors import RunError
-from phalanx.plan.fold import Placement
 from phalanx.seams import Framework
 from phalanx.shared.inputs import GONE, Inputs
 from phalanx.shared.memory import Memory
@@ -42,12 +41,6 @@ def ahead_here(definition: Definition, framework: Framework, count: int) -> Read
         for each in memories:
             each.close()
         raise
-
-
-def read_ahead(memories: Sequence[Memory], placement: Placement, count: int) -> Callable[[], None]:
-    """Have readers work for the workers over these memories; what ends them."""
-    environment, parcel, *_, memory = memories
-    return Readers((environment, parcel, memory), Inputs(memory, placement.replicas), count).close
 
 
 class Readers:

@@ -33,14 +33,7 @@ class Source(NamedTuple):
     folders: list[str] | None
 
 
-class Imported(NamedTuple):
-    """A module as it was noted: a reload gives it another ``spec``; only one of the user's has a ``source``."""
-
-    spec: ModuleSpec | None
-    source: Source | None
-
-
-_NOTED: dict[str, Imported] = {}
+_NOTED: dict[str, tuple[ModuleSpec | None, Source | None]] = {}  # a reload gives a module another spec
 
 
 def note() -> dict[str, Source]:
@@ -49,11 +42,11 @@ def note() -> dict[str, Source]:
     for name, module in list(sys.modules.items()):
         spec = getattr(module, "__spec__", None)
         known = _NOTED.get(name)
-        if known is None or known.spec is not spec:
+        if known is None or known[0] is not spec:
             ours = isinstance(spec, ModuleSpec) and spec.name == name
-            known = _NOTED[name] = Imported(spec, _source(spec) if ours else None)
-        if known.source is not None:
-            found[name] = known.source
+            known = _NOTED[name] = spec, _source(spec) if ours else None
+        if known[1] is not None:  # of the user's own
+            found[name] = known[1]
     return found
 
 

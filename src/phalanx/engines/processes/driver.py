@@ -15,7 +15,7 @@ from phalanx.definition.fields import Definition
 from phalanx.engines.processes.messages import WHERE, WorkerMessage, first_error, reason
 from phalanx.engines.processes.pool import LONG, WorkerPool
 from phalanx.engines.processes.serialization import pack_recipe
-from phalanx.engines.readers import read_ahead
+from phalanx.engines.readers import Readers
 from phalanx.engines.recovery.failures import Deadline, FailureLog
 from phalanx.engines.recovery.supervisor import Supervisor
 from phalanx.errors import LostError, PhalanxError, RunError
@@ -23,6 +23,7 @@ from phalanx.plan.fold import Placement
 from phalanx.seams import Framework
 from phalanx.seams.records import Captured, Exported, RunState, StepReport, Weights
 from phalanx.shared.counters import BATCH, BEGIN_NO_STEP, PARENT, RING, STEPS, TASK
+from phalanx.shared.inputs import Inputs
 from phalanx.shared.layout import Plan
 from phalanx.shared.memory import Memory, check_room
 from phalanx.shared.state import Mirror
@@ -71,7 +72,7 @@ class Processes:
             undo.pop_all()
 
     def _begin(self, plan: Plan, placement: Placement, memories: Sequence[Memory], readers: int) -> None:
-        environment_memory, parcel, arena, mailbox, orders, base, _ = memories
+        environment_memory, parcel, arena, mailbox, orders, base, inputs = memories
         arena.grow(plan.size)
         base.grow(plan.layout.base)
         mapped = arena.map()
@@ -91,7 +92,9 @@ class Processes:
         except BaseException:
             self._pool.end()
             raise
-        self._close_readers = weakref.finalize(self, read_ahead(memories, placement, readers) if readers else bool)
+        ring = environment_memory, parcel, inputs
+        ended = Readers(ring, Inputs(inputs, placement.replicas), readers).close if readers else bool
+        self._close_readers = weakref.finalize(self, ended)
 
     @property
     def worker_pids(self) -> tuple[int, ...]:

@@ -54,19 +54,14 @@ class Packer(cloudpickle.Pickler):
         super().__init__(file, protocol=5, buffer_callback=buffers.append)
         self._reducer = reducer
         self._arrays = ArrayReducer(by_file=by_file)
-        self._by_value: dict[str, ModuleType | None] = {}
-
-    @property
-    def named(self) -> list[str]:
-        """Modules that whoever unpickles imports."""
-        return [name for name, module in self._by_value.items() if module is None]
+        self.by_value: dict[str, ModuleType | None] = {}  # None: whoever unpickles imports it
 
     def dump(self, obj: Any) -> None:
         """Pickle ``obj``."""
         try:
             super().dump(obj)
         finally:
-            for module in filter(None, self._by_value.values()):
+            for module in filter(None, self.by_value.values()):
                 cloudpickle.unregister_pickle_by_value(module)
 
     def reducer_override(self, obj: Any) -> Any:
@@ -74,7 +69,7 @@ class Packer(cloudpickle.Pickler):
         if isinstance(obj, np.ndarray):
             return self._arrays.reduced(obj)
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType and _found_again(obj):
-            self._by_value.setdefault(obj.__name__)
+            self.by_value.setdefault(obj.__name__)
             return importlib.import_module, (obj.__name__,)
         if isinstance(obj, functools._lru_cache_wrapper):
             return _cached, (obj.__wrapped__, obj.cache_parameters())
@@ -97,10 +92,10 @@ class Packer(cloudpickle.Pickler):
 
     def _consider(self, name: str) -> None:
         """Send a module's code by value if a worker could not import it."""
-        if name not in self._by_value:
+        if name not in self.by_value:
             module = sys.modules.get(name)
             hidden = module is not None and name != "__main__" and not _importable(module)
-            self._by_value[name] = module if hidden else None
+            self.by_value[name] = module if hidden else None
             if hidden:
                 cloudpickle.register_pickle_by_value(module)
 
@@ -141,7 +136,7 @@ def needed(thing: Any, reducer: Reducer) -> list[str]:
     packer = Packer(io.BytesIO(), reducer, [])
     with contextlib.suppress(Exception):
         packer.dump(thing)
-    return packer.named
+    return [name for name, module in packer.by_value.items() if module is None]
 
 
 def _fit(memory: Memory, size: int) -> None:

@@ -204,17 +204,12 @@ class FailureLog:
         more = f", ... and {count - SHOWN_CAUSES} more" if count > SHOWN_CAUSES else ""
         causes = ", ".join(streak.causes[:SHOWN_CAUSES]) + more
         patience = "" if streak.own >= OWN else "; if others end workers, raise max_failures"
-        if place.doing == "start":
-            return RunError(
-                f"worker {worker} ended {count} times in a row before it was ready ({causes}); look at what it printed "
-                f"last, at the system's log and at memory, or use engine='inline'{patience}",
-                step=step,
-            )
         if place.doing != "compute":
+            where = "before it was ready" if place.doing == "start" else f"at step {step} {DOING[place.doing]}"
             return RunError(
-                f"worker {worker} ended {count} times in a row at step {place.step} {DOING[place.doing]} ({causes}); "
-                f"look at the system's log and at memory, or use engine='inline' under a debugger{patience}",
-                step=place.step,
+                f"worker {worker} ended {count} times in a row {where} ({causes}); look at what it printed last, at "
+                f"the system's log and at memory, or use engine='inline' under a debugger{patience}",
+                step=step,
             )
         replica = self._placement.blocks[worker][place.done]
         samples = self._samples(place.step, replica)
