@@ -1,4 +1,4 @@
-"""Lines of files as a stream: shuffled in a buffer, read ahead, and resumed in the middle of an epoch."""
+"""Lines of files as a stream: shuffled in a buffer, and resumed in the middle of an epoch."""
 
 import json
 import pathlib

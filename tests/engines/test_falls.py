@@ -132,7 +132,7 @@ def test_a_snapshot_in_memory_is_checked(tmp_path, wanted, monkeypatch, flipped)
 
     def flip(supervisor, task, facts):
         if task == "take" and flipped:
-            mirror = supervisor._record._mirror  # planted
+            mirror = supervisor._mirror  # planted
             mirror._arena[mirror._layout.snapshot[0][0]] ^= 4  # planted
         return told(supervisor, task, facts)
 
@@ -230,7 +230,7 @@ def test_batches_are_not_kept_without_bound(monkeypatch, most, eager):
         for _ in range(7):
             run.step((FEATURES[0][:9], FEATURES[1][:9]))
         assert (run._engine.counters.eager > 0) == eager
-        assert not eager or len(run._engine.supervisor._record.batches) <= 3  # one more than it takes to be told of
+        assert not eager or len(run._engine.supervisor._batches) <= 3  # one more than it takes to be told of
 
 
 def fatal_accuracy(folder, output, target):

@@ -391,4 +391,4 @@ def test_auto_takes_cores_that_are_left():
     """Where no number is given there is a reader for each worker, as far as cores are left beside the workers."""
     counts = [beside(None, workers, 8) for workers in (2, 4, 6, 8, 9)]
     assert counts == [2, 4, 2, 0, 0]
-    assert beside(3, 8, 8) == 3
+    assert (beside(3, 8, 8), beside(None, 100, 256)) == (3, 64)

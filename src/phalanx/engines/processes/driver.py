@@ -23,7 +23,7 @@ from phalanx.plan.fold import Placement
 from phalanx.seams import Framework
 from phalanx.seams.records import Captured, Exported, RunState, StepReport, Weights
 from phalanx.shared.counters import BATCH, BEGIN_NO_STEP, PARENT, RING, STEPS, TASK
-from phalanx.shared.inputs import Inputs
+from phalanx.shared.inputs import MOST, Inputs
 from phalanx.shared.layout import Plan
 from phalanx.shared.memory import Memory, check_room
 from phalanx.shared.state import Mirror
@@ -34,7 +34,7 @@ MEMORIES = 7  # what workers inherit: environment_memory, parcel, arena, mailbox
 
 def beside(readers: int | None, workers: int, cores: int) -> int:
     """How many readers there are; where nobody says it, one for each worker, as far as cores are left for them."""
-    return max(0, min(workers, cores - workers)) if readers is None else readers
+    return max(0, min(workers, cores - workers, MOST)) if readers is None else readers
 
 
 class Processes:
