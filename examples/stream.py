@@ -1,4 +1,4 @@
-"""Lines of files as a stream: shuffled in a buffer, read ahead, and resumed in the middle of an epoch."""
+"""Lines of files as a stream: shuffled in a buffer, and resumed in the middle of an epoch."""
 
 import json
 import pathlib
@@ -43,10 +43,10 @@ if __name__ == "__main__":
             pathlib.Path(folder, f"part-{number}.jsonl").write_text("\n".join(rows[number::6]))
 
         undisturbed = recipe(folder).train(workers=1)
-        with recipe(folder).start(workers=2, readers=1, run_dir=f"{folder}/run") as run:
+        with recipe(folder).start(workers=2, run_dir=f"{folder}/run") as run:
             for report in run:
                 if report.step == 40:  # in the second epoch
                     break
-        resumed = recipe(folder).train(workers=2, readers=1, run_dir=f"{folder}/run")
+        resumed = recipe(folder).train(workers=2, run_dir=f"{folder}/run")
         print(f"loss {undisturbed.loss_history[0]:.3f} -> {undisturbed.loss:.3f} after {undisturbed.steps} steps")
         print(f"went on from step {resumed.resumed_from}; the same bits: {resumed.digest == undisturbed.digest}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from phalanx.checkpoint.resume import ANYWAY, ResumeState
 from phalanx.definition import checks
 from phalanx.definition.fields import Definition
+from phalanx.definition.streams import supplied
 from phalanx.engines import close as close
 from phalanx.errors import UsageError
 from phalanx.plan import Audit
@@ -232,7 +233,7 @@ class Recipe(Definition):
         called = time.perf_counter()
         settled = settle(options, self.replicas)
         check_evaluated(self, settled)
-        from phalanx.engines.selection import dealer, distributes, open_engine  # it loads what starts processes
+        from phalanx.engines.selection import distributes, open_engine  # it loads what starts processes
 
         if distributes(settled.engine) and rank() > 0:  # the first process reports and saves, and sends its state
             everywhere = tuple(item for item in settled.callbacks if getattr(item, "everywhere", False))
@@ -253,10 +254,8 @@ class Recipe(Definition):
             keeping = past.observers(settled.snapshot_every, stop=stop, chain=settled.chain)
             observers = [*watching(settled.progress, settled.callbacks, self.total, turn, stop=stop), *keeping]
             bar = functools.partial(shown, unit="sample", progress=settled.progress)  # while a stream is read again
-            supply = None
-            if self.stream is not None:
-                supply = dealer(self, engine, past.framework, settled.readers, bar, anyway=anyway)
-                undo.callback(supply.close)
+            supply = self.stream and supplied(self, engine.run_state, engine.reading, bar, anyway=anyway)
+            undo.callback(supply.close if supply else bool)
             loop = Loop(self, engine, settled.evaluation, observers, supply, past.first_step)
             run = Run(self, engine, loop, keeping[-1] if keeping else None, turn, called, self._predicted)
             for observer in observers:

@@ -11,6 +11,7 @@ import threading
 import time
 
 import phalanx
+from phalanx.engines.processes.pool import WorkerHandle
 from phalanx.engines.processes.starter import WARM
 from phalanx.surroundings import interrupts
 from tests.families import ADAMW, FAMILIES
@@ -159,7 +160,7 @@ def interrupted_request(rng):
         try:
             with interrupts.guarded():
                 timer.start()
-                WARM.handle(0, [])  # no worker either: it ends as it finds no memories
+                WorkerHandle(0, [])  # no worker either: it ends as it finds no memories
                 timer.join()
             return "SIGINT was not delivered"
         except KeyboardInterrupt:

@@ -1,15 +1,15 @@
 """Packages that recipes need are imported once, by the process that starts workers, if it may fork after that."""
 
-import ast
 import os
 import pathlib
 import subprocess
 import sys
 import textwrap
 
+import psutil  # noqa: F401  a package that is installed
 import pytest
 
-from phalanx.surroundings import sources
+from phalanx.engines.processes.starter import packaged
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what an import leaves behind is told by Linux only")
 NOTED = "import os\nwith open(os.environ['NOTES'], 'a') as notes:\n    print({name!r}, os.getpid(), file=notes)\n"
@@ -88,26 +88,6 @@ def test_a_package_is_imported_once_for_all_workers_and_runs(packages):
     assert shown == ["made of heavy things", "['heavy', 'heavy.layers']"]
 
 
-@pytest.mark.long
-def test_what_is_imported_while_training_is_learned(packages):
-    """A module that a function imports comes with the first run's workers, and with none of the second's."""
-    packages.add("heavy", lazy="scale = 2.0\n")
-    shown = packages.run(
-        """
-        train()
-        print(sorted(notes()))
-        train()
-        print(sorted(notes()))
-        train()
-        print(sorted(notes()))
-        """,
-        loss="lambda output, target: mse_loss(output, target) * __import__('heavy.lazy').lazy.scale",
-    )
-    first, second, third = map(ast.literal_eval, shown)
-    assert first[:2] == ["heavy", "heavy"]
-    assert (len(second), third) == (6, second), "two workers, and the process that starts them"
-
-
 HARMFUL = {
     "starts a thread": "import threading, time\nthreading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()",
     "opens /dev/zero": "device = open('/dev/zero')",
@@ -121,50 +101,48 @@ HARMFUL = {
 @pytest.mark.long
 @pytest.mark.parametrize("why", HARMFUL)
 def test_what_cannot_be_forked_after_is_left_to_the_workers(packages, why):
-    """A package that starts a thread, say, is imported by each worker, as ever, others once; and it is said why."""
+    """A package that starts a thread, say, is imported by each worker, others once."""
     packages.add("light", "def scaled(output, target):\n    return ((output - target) ** 2).mean()\n")
     packages.add("harm", HARMFUL[why] + "\ndef scaled(output, target):\n    return ((output - target) ** 2).mean()\n")
     shown = packages.run(
         """
-        from phalanx.engines.processes.starter import WARM
         train()
         train()
-        print(sorted(notes()))
-        print(WARM.left_out)
+        print([name for name in notes() if name == "harm"], "light" in notes())
         """,
         imports="import light, harm\ndef loss(output, target):\n"
         "    return light.scaled(output, target) + harm.scaled(output, target)",
         loss="loss",
     )
-    assert ast.literal_eval(shown[0]) == ["harm"] * 5 + ["light"] * 2
-    assert ast.literal_eval(shown[1]) == {"harm"}
+    assert shown == ["['harm', 'harm', 'harm', 'harm', 'harm'] True"]
 
 
 @pytest.mark.long
 def test_a_program_that_ends_does_not_wait_for_an_import(packages):
-    """What is imported once there are no workers may take as long as it likes: the program ends, and so does that."""
+    """What workers need may take as long as it likes to import: the program ends, and so does that."""
     packages.add("heavy", lazy="""
         import pathlib, sys, time
         if sys.argv == ["-c"]:  # as in the process that starts workers
             pathlib.Path(os.environ["NOTES"] + ".draft").write_text(str(os.getpid()))
             os.rename(os.environ["NOTES"] + ".draft", os.environ["NOTES"] + ".waits")
             time.sleep(1e6)
+        scale = 1.0
         """)  # fmt: skip
     packages.run(
         """
         import time
-        train()
+        from phalanx.engines.processes.starter import WARM
+        WARM.prepare(recipe)
         while not os.path.exists(os.environ["NOTES"] + ".waits"):
             time.sleep(0.01)
         """,
-        loss="lambda output, target: mse_loss(output, target) * bool(__import__('heavy.lazy'))",
+        imports="import heavy.lazy",
+        loss="lambda output, target: mse_loss(output, target) * heavy.lazy.scale",
     )
     pid = int((packages.folder / "notes.waits").read_text())
     assert not pathlib.Path(f"/proc/{pid}").exists()
 
 
-def test_modules_of_installed_packages_go_with_their_files():
-    """The standard library and packages, in the order of their imports, but not the user's own modules."""
-    found = sources.installed(["torch", "json", __name__, "sys", "no_such_module"])
-    assert list(found) == ["json", "torch"] or list(found) == ["torch", "json"]
-    assert found["torch"] == sys.modules["torch"].__file__
+def test_modules_of_packages_are_prepared():
+    """Those of installed packages are; not what every process has anyhow, nor the user's own."""
+    assert packaged(["torch", "psutil", "numpy", "json", __name__, "sys", "no_such_module"]) == ["psutil"]

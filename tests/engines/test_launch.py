@@ -403,7 +403,11 @@ def look():
         "cudnn": (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
         "threads": torch.get_num_threads(),
         "anomaly": torch.is_anomaly_enabled(),
-        "filters": [(action, str(message), kind.__name__, line) for action, message, kind, _, line in warnings.filters],
+        "filters": [
+            (action, str(message), kind.__name__, line)
+            for action, message, kind, _, line in warnings.filters
+            if kind.__module__ == "builtins"
+        ],
         "main": __import__("__main__").__dict__.get("__name__"),
     }
 

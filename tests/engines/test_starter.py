@@ -11,6 +11,7 @@ import pytest
 
 import phalanx
 from phalanx.engines.processes import starter
+from phalanx.engines.processes.pool import WorkerHandle
 from phalanx.engines.processes.starter import WARM
 from phalanx.surroundings import interrupts
 from tests.engines.deaths import hunted
@@ -84,8 +85,8 @@ class Mortal(starter.Zygote):
 
     left = 0
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, *needed):
+        super().__init__(*needed)
         if Mortal.left:
             Mortal.left -= 1
             os.kill(self._process.pid, signal.SIGKILL)
@@ -186,9 +187,9 @@ def test_one_that_stays_stopped_is_replaced(monkeypatch):
     process = zygote()
     fresh = starter.Zygote
 
-    def patient():
+    def patient(*needed):
         starter.SILENT_SECONDS = 600.0
-        return fresh()
+        return fresh(*needed)
 
     monkeypatch.setattr(starter, "SILENT_SECONDS", 0.0)
     monkeypatch.setattr(starter, "Zygote", patient)
@@ -238,7 +239,7 @@ def test_a_worker_whose_start_was_interrupted_is_ended(monkeypatch):
 
     monkeypatch.setattr(starter.Zygote, "_receive", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        WARM.handle(0, [])
+        WorkerHandle(0, [])
     monkeypatch.undo()
     await_end([process.pid, *started])
     assert len(started) == 1

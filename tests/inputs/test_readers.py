@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import types
 
 import numpy as np
 import psutil
@@ -19,7 +20,8 @@ from phalanx.definition.batches import Collated
 from phalanx.definition.data import Share
 from phalanx.engines import readers as tending
 from phalanx.engines import selection
-from phalanx.engines.readers import Readers, ahead_here, worth
+from phalanx.engines.processes.driver import beside
+from phalanx.engines.readers import ahead_here
 from phalanx.engines.reading import Collate
 from phalanx.shared import inputs as module
 from phalanx.shared.inputs import AHEAD, Inputs, Ring
@@ -167,7 +169,7 @@ def test_what_is_taken_lies_as_arrays_do(memory):
 
 def test_readers_read(monkeypatch):
     """What readers have read is taken, and not read again by those who compute."""
-    opened, made = [], over(Slow(), epochs=20)
+    opened, read, made = [], [], over(Slow(), epochs=20)
 
     def kept(*arguments):
         opened.append(ahead_here(*arguments))
@@ -175,20 +177,22 @@ def test_readers_read(monkeypatch):
 
     def wait(report):
         """Wait until the next share but one is there."""
-        inputs, end = opened[0]._inputs, time.monotonic() + 60  # planted
+        inputs, end = opened[0].inputs, time.monotonic() + 60
         tags = [inputs.entry(report.step + 2, replica) + module.TAG for replica in range(made.replicas)]
         while report.step < 40 and not any(inputs.words[tag] for tag in tags) and time.monotonic() < end:
             time.sleep(0.001)
 
     monkeypatch.setattr(selection, "ahead_here", kept)
+    take = Inputs.take
+    monkeypatch.setattr(Inputs, "take", lambda *address: read.append(take(*address)) or read[-1])
     made.train(engine="inline", readers=2, callbacks=[wait])
-    assert 0 < opened[0]._inputs.spent[2] < made.plan.steps * made.replicas - 30  # planted
+    assert sum(content is not None for content in read) > 30
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_reader_that_ends_or_hangs(how, expected, tmp_path, monkeypatch):
     """Whoever waits for what a reader had begun reads it, in the same bits; another takes the reader's place."""
-    monkeypatch.setattr(tending, "STOPPED_SECONDS", 0.5)
+    monkeypatch.setattr(module, "HANGING_SECONDS", 2.0)
     result = over(Killing(tmp_path, how)).train(engine="inline", readers=2)
     assert_same(result, expected)
 
@@ -355,17 +359,20 @@ def test_a_share_that_is_too_long_never_finds_room(memory):
     assert ring.hopeless(0, 0, module.RINGS_BYTES + 1)
 
 
-def test_readers_that_have_read_everything():
+def test_readers_that_have_read_everything(monkeypatch):
     """They end by themselves and are not replaced; one that cannot begin is, until it is given up."""
-    readers = tending._own(over(InOrder(), epochs=1), "torch", {}, 2)  # planted
+    given = over(InOrder(), epochs=1), types.SimpleNamespace(name="torch"), 2
+    readers = ahead_here(*given)
     try:
         end = time.monotonic() + 60
-        while (readers._done != {0, 1} or readers.pids) and time.monotonic() < end:  # planted
+        while (readers._done != {0, 1} or readers._alive) and time.monotonic() < end:  # planted
             time.sleep(0.01)
-        assert (readers._done, readers.pids, readers._failed) == ({0, 1}, (), 0)  # planted
+        assert (readers._done, readers._alive, readers._failed) == ({0, 1}, {}, 0)  # planted
     finally:
         readers.close()
-    readers = tending._own(over(InOrder(), epochs=1), "torch", {"placement": None}, 2)  # planted
+    pack = tending.pack_recipe
+    monkeypatch.setattr(tending, "pack_recipe", lambda *facts: pack(*facts[:-1], {"placement": None}))
+    readers = ahead_here(*given)
     readers._thread.join(60)  # planted
     assert isinstance(readers.error, AttributeError)
     with pytest.warns(UserWarning, match="nothing was read ahead in the end"):
@@ -380,29 +387,8 @@ def test_the_next_reader_begins_anew(memory):
     assert memory.take(AHEAD, 3) is None
 
 
-@pytest.mark.parametrize(
-    ("wall", "processor", "readers"), [(0.1, 0.0, 0), (0.5, 0.1, 2), (0.9, 0.0, 16), (0.9, 0.9, 4), (0.5, 0.5, 2)]
-)
-def test_how_many_pay(wall, processor, readers):
-    """As many as keep up with those who compute: 16 at most if reading waits, as many as cores are left if it works."""
-    assert worth(2.0, 2 * wall, 2 * processor, workers=2, cores=6) == readers
-    assert not processor > wall / 2 or worth(2.0, 2 * wall, 2 * processor, workers=2, cores=2) == 0
-
-
-def test_auto_starts_readers(monkeypatch):
-    """Where reading waits, "auto" wants readers after a second."""
-    monkeypatch.setattr(Readers, "_fill", lambda self: None)  # there is no recipe in the parcel
-    memories = [Memory(0) for _ in range(3)]
-    seen = Inputs(memories[2], 4)
-    pool = Readers(memories, seen, None, workers=2)
-    try:
-        for _ in range(16):
-            seen.note_spent(0, 10**9, 0)
-        end = time.monotonic() + 60
-        while not seen.readers and time.monotonic() < end:
-            time.sleep(0.01)
-        assert seen.readers > 0
-    finally:
-        pool.close()
-        for each in memories:
-            each.close()
+def test_auto_takes_cores_that_are_left():
+    """Where no number is given there is a reader for each worker, as far as cores are left beside the workers."""
+    counts = [beside(None, workers, 8) for workers in (2, 4, 6, 8, 9)]
+    assert counts == [2, 4, 2, 0, 0]
+    assert (beside(3, 8, 8), beside(None, 100, 256)) == (3, 64)

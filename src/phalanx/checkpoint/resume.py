@@ -66,7 +66,6 @@ class ResumeState:
         self._hints: list[str] = []
         self._behaviour: Behaviour | None = None
         self._directory: RunDirectory | None = None
-        self.framework = ""  # that of the run, once that has begun
         self._earlier: Snapshot | None = None
         self._weights: Snapshot | None = None
         try:
@@ -88,7 +87,6 @@ class ResumeState:
         UsageError
             The directory is another recipe's.
         """
-        self.framework = framework.name
         if self._directory is not None:
             with framework.environment:
                 state = framework.capture(copy=False)

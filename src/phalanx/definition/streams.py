@@ -374,11 +374,10 @@ class Dealer:
     Parameters
     ----------
     source : Supply
-        Or what has its methods.
     run_state : RunState
     """
 
-    def __init__(self, source: Any, run_state: Any) -> None:
+    def __init__(self, source: Supply, run_state: Any) -> None:
         self.source = source
         self._drawn: Drawn | None = None
         self._step = -1  # of what was drawn

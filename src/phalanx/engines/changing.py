@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from phalanx.definition.evaluation import Metrics
 from phalanx.seams import Engine
-from phalanx.seams.records import Captured, Exported, RunState, StepReport, Weights
+from phalanx.seams.records import RunState
 
 E = TypeVar("E", bound=Engine)
 
 
 class Changing(Generic[E]):
-    """Implements ``seams.Engine`` by one engine after another.
+    """Implements ``seams.Engine`` by one engine after another; what is not here, the present one has.
 
     Parameters
     ----------
@@ -53,43 +52,5 @@ class Changing(Generic[E]):
             raise
         self._opened, self.workers = opened, self.engine.workers
 
-    @property
-    def worker_pids(self) -> tuple[int, ...]:
-        """See ``seams.Engine.worker_pids``."""
-        return self.engine.worker_pids
-
-    def advance(self, batch: Any, horizon: int) -> StepReport:
-        """See ``seams.Engine.advance``."""
-        return self.engine.advance(batch, horizon)
-
-    def pause(self) -> bool:
-        """See ``seams.Engine.pause``."""
-        return self.engine.pause()
-
-    def evaluate(self, metrics: Metrics, data: Any, batch_size: int, weights: Weights | None = None) -> list[Any]:
-        """See ``seams.Engine.evaluate``."""
-        return self.engine.evaluate(metrics, data, batch_size, weights)
-
-    def schedule(self, value: float, epoch: int) -> None:
-        """See ``seams.Engine.schedule``."""
-        self.engine.schedule(value, epoch)
-
-    def export(self, *, copy: bool, digest: bool = True) -> Exported:
-        """See ``seams.Engine.export``."""
-        return self.engine.export(copy=copy, digest=digest)
-
-    def peek(self) -> dict[str, Any] | None:
-        """See ``seams.Engine.peek``."""
-        return self.engine.peek()
-
-    def capture(self) -> Captured:
-        """See ``seams.Engine.capture``."""
-        return self.engine.capture()
-
-    def check_able(self) -> None:
-        """See ``seams.Engine.check_able``."""
-        self.engine.check_able()
-
-    def close(self) -> None:
-        """See ``seams.Engine.close``."""
-        self.engine.close()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)

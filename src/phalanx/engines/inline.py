@@ -38,7 +38,7 @@ class Inline:
     run_state : RunState, optional
         What was done before, in another engine.
     link : Link, optional
-    ahead : Taking, optional
+    ahead : Readers, optional
         Where shares come from that others read; closed with the engine.
 
     Attributes
@@ -65,7 +65,7 @@ class Inline:
         self._link: Link = link or (
             LocalLink(framework, range(definition.replicas)) if lanes is None else LaneLink(framework, lanes)
         )
-        self._ahead = ahead
+        self._close_readers = weakref.finalize(self, ahead.close if ahead else bool)
         self._dealer = BatchShares(definition, framework.opened, None if ahead is None else ahead.read)
         self._torn = False
         self.ended = ""
@@ -149,8 +149,7 @@ class Inline:
     def close(self) -> None:
         """Give back the memory that steps had freed and would have used again."""
         self.closed = True
-        if self._ahead is not None:
-            self._ahead.close()
+        self._close_readers()
         self._memory()  # once
 
     def _following(self, step: int, horizon: int) -> list[Todo]:

@@ -47,9 +47,12 @@ class LocalLink:
 
     def mean(self, weight: float) -> Vector:
         """See ``seams.Link.mean``."""
-        total = self._fold.total()
+        total = self._total()
         assert total is not None
         return total if weight == 1 else self._framework.arithmetic.divide(total, weight)
+
+    def _total(self) -> Vector | None:
+        return self._fold.total()
 
     def norm(self, gradient: Vector) -> float:
         """See ``seams.Link.norm``."""
@@ -65,7 +68,7 @@ class LocalLink:
             self._framework.update(step, gradient, self._buffers)
 
 
-class LaneLink:
+class LaneLink(LocalLink):
     """Implements ``seams.Link`` for several devices of one process.
 
     Each device folds its block of replicas as they come. What remains of a parameter's gradients is moved to the device
@@ -119,11 +122,9 @@ class LaneLink:
         by_replica = dict(zip(self.hosted, parts, strict=True))
         return [by_replica[replica] for replica in sorted(by_replica)]
 
-    def mean(self, weight: float) -> Vector:
-        """See ``seams.Link.mean``."""
+    def _total(self) -> Vector | None:
         (total,) = self.sums()
-        assert total is not None
-        return total if weight == 1 else self._framework.arithmetic.divide(total, weight)
+        return total
 
     def sums(self) -> list[Vector | None]:
         """What all devices add up to: one vector, or one for each node of the tree that a part of the replicas has."""
@@ -133,14 +134,6 @@ class LaneLink:
             there[into] = self._framework.arithmetic.add(there[into], there[source])
         firsts = [next((position for position in group if position in there), None) for group in self._groups]
         return [None if first is None else there[first] for first in firsts]
-
-    def norm(self, gradient: Vector) -> float:
-        """See ``seams.Link.norm``."""
-        return self._framework.norm(gradient)
-
-    def all_true(self, opinion: bool) -> bool:
-        """See ``seams.Link.all_true``."""
-        return opinion
 
     def commit(self, step: int, gradient: Vector | None) -> None:
         """See ``seams.Link.commit``."""

@@ -1,7 +1,7 @@
 """What a process that reads ahead does, and how what it has read is taken where replicas are computed.
 
-A reader reads the shares that are its own, step after step, or a stream, batch after batch, as far ahead as there is
-room. What raises, and what draws random numbers that a replica goes on with, it leaves to who computes.
+A reader reads the shares that are its own, step after step, as far ahead as there is room. What raises, and what draws
+random numbers that a replica goes on with, it leaves to who computes.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import signal
-import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,11 +17,8 @@ from phalanx.definition import generators
 from phalanx.definition.batches import BatchShares, Collated
 from phalanx.definition.data import Share
 from phalanx.definition.fields import Definition
-from phalanx.definition.streams import Supply
-from phalanx.engines.processes.environment import adopt_environment
 from phalanx.engines.processes.messages import DriverChannel, as_told
-from phalanx.engines.processes.serialization import pieces_of, unpack, unpack_bytes
-from phalanx.errors import RunError
+from phalanx.engines.processes.serialization import adopt_environment, pieces_of, unpack, unpack_bytes
 from phalanx.frameworks.registry import reading, reduced_sample, starting
 from phalanx.plan import Indices, replica_key
 from phalanx.shared.inputs import Inputs, Ring
@@ -31,14 +26,12 @@ from phalanx.shared.memory import Memory
 from phalanx.surroundings.presence import CURRENT
 
 NAP_MILLISECONDS = 1
-MOST_WARNINGS = 100  # of one batch
-STREAM_STEPS = 4  # entries for batches of a stream: two are read ahead
 
 
 def live(channel: int, memories: Sequence[int], number: int) -> None:
     """Be reader ``number`` of a run until all is read, or the caller closes the channel."""
-    caller, told = DriverChannel(channel), deque[Any](maxlen=MOST_WARNINGS)
-    warnings.showwarning = lambda message, *where: told.append((str(message), *where[:3]))
+    caller = DriverChannel(channel)
+    warnings.showwarning = lambda *_: None
     signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is the caller's
     environment_memory, parcel, memory = (Memory(0, fd) for fd in memories)
     try:
@@ -49,16 +42,9 @@ def live(channel: int, memories: Sequence[int], number: int) -> None:
             definition = Definition(**setup["fields"])
         surroundings, collate = reading(place["framework"], definition)
         with surroundings:
-            if definition.stream is None:
-                blocks = [range(definition.replicas)] if "placement" not in setup else setup["placement"].blocks
-                ring = Ring(Inputs(memory, definition.replicas), number, sorted(itertools.chain(*blocks)))
-                _read_shares(caller, definition, ring, Collate(collate, definition.generators))
-            else:
-                ring = Ring(Inputs(memory, 1, STREAM_STEPS), number, [0])
-                with contextlib.closing(Supply(definition, contextlib.nullcontext())) as supply:
-                    supply.go_on(setup["stream"], lambda numbers, _: numbers)
-                    told.clear()  # the caller's process has read this, too
-                    _read_stream(caller, ring, supply, setup["left"], told)
+            blocks = [range(definition.replicas)] if "placement" not in setup else setup["placement"].blocks
+            ring = Ring(Inputs(memory, definition.replicas), number, sorted(itertools.chain(*blocks)))
+            _read_shares(caller, definition, ring, Collate(collate, definition.generators))
         caller.tell("done")
     except Exception as error:
         caller.tell("failed", *as_told(error))
@@ -119,28 +105,6 @@ def _read_shares(caller: DriverChannel, definition: Definition, ring: Ring, coll
         step = max(step + 1, ring.begun())
 
 
-def _read_stream(
-    caller: DriverChannel, ring: Ring, supply: Supply, left: tuple[int | None, int | None], told: deque[Any]
-) -> None:
-    """Read batches until the run has enough; each goes with the state after it, and with what reading it warned of.
-
-    ``left``: how many batches, and after how many epochs there are enough.
-    """
-    batches, epochs = left
-    over = supply.epoch
-    for number in itertools.count():
-        if over == epochs or number == batches:
-            break
-        while not ring.may_claim(number):
-            caller.sleep(NAP_MILLISECONDS)
-        drawn = supply.next()
-        over = drawn.epoch + drawn.last
-        warned = list(told)
-        told.clear()
-        if not _put(caller, ring, number, 0, (drawn, supply.state(), warned)):
-            raise RunError("a batch takes more memory than there is for reading ahead")
-
-
 def _put(caller: DriverChannel, ring: Ring, step: int, replica: int, thing: Any) -> bool:
     """Put a share there as soon as there is room; False where there will be none."""
     pieces = pieces_of(thing, reduced_sample)
@@ -156,30 +120,7 @@ def _put(caller: DriverChannel, ring: Ring, step: int, replica: int, thing: Any)
         caller.sleep(NAP_MILLISECONDS)
 
 
-class Taking:
-    """Stands between a share and what reads it, where replicas are computed.
-
-    Parameters
-    ----------
-    inputs : Inputs
-
-    Attributes
-    ----------
-    close : callable
-        Ends the readers, if they are this process's.
-    """
-
-    def __init__(self, inputs: Inputs) -> None:
-        self._inputs = inputs
-        self.close: Callable[[], Any] = bool
-
-    def read(self, step: int, replica: int, read: Callable[[Indices], Any], samples: Indices) -> Any:
-        """What ``read(samples)`` gives, for a share of a step."""
-        content = self._inputs.take(step, replica)
-        if content is not None:
-            return unpack_bytes(content)
-        wall, processor = time.perf_counter_ns(), time.thread_time_ns()
-        try:
-            return read(samples)
-        finally:
-            self._inputs.note_spent(replica, time.perf_counter_ns() - wall, time.thread_time_ns() - processor)
+def taken(inputs: Inputs, step: int, replica: int, read: Callable[[Indices], Any], samples: Indices) -> Any:
+    """What ``read(samples)`` gives for a share of a step: stands between it and who computes it."""
+    content = inputs.take(step, replica)
+    return read(samples) if content is None else unpack_bytes(content)

@@ -14,17 +14,16 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from phalanx.definition import checks
 from phalanx.definition.fields import Definition
 from phalanx.engines.changing import Changing
 from phalanx.engines.inline import Inline
-from phalanx.engines.processes.driver import Processes
+from phalanx.engines.processes.driver import Processes, beside
 from phalanx.engines.processes.starter import CAPABLE, WARM
 from phalanx.engines.readers import ahead_here
-from phalanx.engines.readers import dealer as dealer
-from phalanx.engines.recovery.deadline import Deadline
+from phalanx.engines.recovery.failures import Deadline
 from phalanx.errors import UsageError
 from phalanx.frameworks.registry import as_factory, open_framework
 from phalanx.plan import Audit
@@ -56,7 +55,7 @@ def open_engine(
 
     ``allow``: on accelerators, operations without a deterministic kernel, too; what is computed twice may differ. None:
     neither, and nothing is computed twice.
-    ``readers``: how many; None: as many as pay.
+    ``readers``: how many; None: one for each worker, as far as there are cores beside them.
     ``begin(framework)`` may give the framework the state of an earlier run, and tells what that had done.
     """
     if distributes(engine):
@@ -64,28 +63,26 @@ def open_engine(
             raise UsageError("audit compares workers of one process or host in this version; leave it out over several")
         from phalanx.engines.hosts.driver import open_distributed  # loads what speaks to networks
 
-        return open_distributed(
-            definition, workers, devices, processors(), deadline_seconds, begin, allow=bool(allow), readers=readers
-        )
+        facts = definition, workers, devices, processors(), deadline_seconds, begin
+        return cast("Engine", open_distributed(*facts, allow=bool(allow), readers=readers))
 
     def begun() -> RunState:
         run_state = begin(framework)
         run_state.audit, run_state.allow, run_state.max_failures = audit, allow, max_failures
         return run_state
 
-    deadline = Deadline(deadline_seconds)
     count = workers or min(definition.replicas, usable_cores())
     here = count == 1 or len(devices) > 1 or set(devices) - {"cpu"} or not CAPABLE
     if engine == "processes" or not (engine == "inline" or here or workers is None):
         WARM.prepare(definition)  # first: it imports while the model is made here
         framework = open_framework(definition, devices)
-        placement = place(definition.replicas, count)
-        return Processes(definition, framework, placement, begun(), deadline, readers=readers)
+        facts = definition, framework, place(definition.replicas, count), begun(), Deadline(deadline_seconds)
+        return Processes(*facts, readers=beside(readers, count, usable_cores()))
     framework = open_framework(definition, devices, allow=bool(allow))
     if engine == "inline" or here or framework.lanes is not None:
-        facts = definition, framework, begun()
-        return Inline(*facts, ahead=ahead_here(definition, framework, readers) if CAPABLE else None)
-    return Auto(definition, framework, begun(), count, deadline, readers)
+        ahead = ahead_here(definition, framework, readers) if readers and CAPABLE else None
+        return Inline(definition, framework, begun(), ahead=ahead)
+    return cast("Engine", Auto(definition, framework, begun(), count, Deadline(deadline_seconds), readers))
 
 
 @contextlib.contextmanager
@@ -197,12 +194,12 @@ class Auto(Changing[Engine]):
 
     def _in_this_process(self) -> Inline:
         facts = self._definition, self._framework
-        return Inline(*facts, self.run_state, ahead=ahead_here(*facts, self._readers))
+        return Inline(*facts, self.run_state, ahead=ahead_here(*facts, self._readers) if self._readers else None)
 
     def _in_workers(self) -> Processes:
         placement = place(self._definition.replicas, self._most)
         facts = self._definition, self._framework, placement, self.run_state, self._deadline
-        return Processes(*facts, readers=self._readers)
+        return Processes(*facts, readers=beside(self._readers, self._most, usable_cores()))
 
     def _gain(self) -> float:
         """Seconds that workers might save: what is left, if all of them computed at once and nothing else took time."""

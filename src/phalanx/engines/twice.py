@@ -4,9 +4,10 @@ In steps 0, 1, 10, 100 and so on, and in the first step of a process, every work
 user code keeps elsewhere from call to call shows there. Later steps find what acts late: a teacher that equals its
 student at first, a queue that is used once it is full.
 
-In an audited step one replica is computed again by the worker after the one that hosts it, or by the same one if that
-is alone. A processor that computes wrongly shows there. Only checksums are exchanged. So it is in the first step of
-workers, where the other worker has computed other samples before: what code keeps from its first call shows there.
+In an audited step one replica is computed again by the worker after the one that hosts it; a worker that is alone
+computes its first one twice. A processor that computes wrongly shows there. Only checksums are exchanged. So it is in
+the first step of workers, where the other worker has computed other samples before: what code keeps from its first call
+shows there.
 """
 
 from __future__ import annotations
@@ -64,11 +65,6 @@ class Audited(NamedTuple):
     host: int
     auditor: int
     first: bool
-
-    @property
-    def alone(self) -> bool:
-        """Whether the host audits itself, as there is no other worker."""
-        return self.host == self.auditor
 
 
 class Twice:
@@ -141,7 +137,8 @@ class Twice:
         """
         self._update, self._audited = t, None
         audited = self._audit is not None and self._audit.due(t)
-        if audited or t == self._began:
+        self._alone = audited and len(self._blocks) == 1
+        if (audited and not self._alone) or t == self._began:
             ran = [replica for replica, share in enumerate(shares) if len(share.samples)]
             last = self._blocks[-1][0]
             replica = last if last in ran else ran[0]
@@ -150,42 +147,37 @@ class Twice:
             host = next(worker for worker, block in enumerate(self._blocks) if replica in block)
             work = todo(self._definition, t, joined(replica, self._blocks[host], ran), shares)
             self._audited = Audited(work, host, (host + 1) % len(self._blocks), not audited)
-        compare = None if self._audited is None or self._audited.alone else self._compare
+        compare = None if self._audited is None else self._compare
         return propose(cast("Framework", self), link, self._definition, t, shares, compare)
 
     def gradients(self, todo: Sequence[Todo]) -> Iterator[Computed]:
         """See ``seams.Framework.gradients``: what is computed once more comes first."""
         audited, told = self._audited, defaultdict[str, list[Any]](list)
-        twice = [] if self._allow and todo and todo[0].replica else todo[: self._update in self._checked]
-        auditing = audited is not None and audited.auditor == self._worker
-        if audited is not None and auditing and audited.alone:
-            twice = audited.work
-        known: dict[int, Facts] = {}
-        if twice:
+        before: Facts | None = None
+        if todo and (self._alone or (self._update in self._checked and not (self._allow and todo[0].replica))):
             watch = Watch(lambda kind, name, value: told[kind].append((name, value)), parameters=True)
-            first = self._computed(twice, watch if len(twice) == 1 else None)
+            first = self._computed(todo[:1], watch)
             if told["early"] or (told["written"] and self._definition.replicas > 1):
                 changed = [f"{name!r} {how}" for name, how in told["early"] + told["written"]]
-                self._report(twice[-1], "left more behind than buffers", changed)
-            if told["written"] and twice[-1].replica == todo[0].replica:  # a lone replica may, and has done so now
-                return itertools.chain([first], self._each(todo[1:], {}))
-            known[twice[-1].replica] = noted(self._framework.arithmetic, first)
-        if audited is not None and auditing and not audited.alone:  # now that samples of this worker came first
+                self._report(todo[0], "left more behind than buffers", changed)
+            if told["written"]:  # a lone replica may, and has done so now
+                return itertools.chain([first], self._each(todo[1:], None))
+            before = noted(self._framework.arithmetic, first)
+        if audited is not None and audited.auditor == self._worker:  # now that samples of this worker came first
             self._sums[self._worker] = checksum(self._framework.arithmetic, self._computed(audited.work))
-        return self._each(todo, known)
+        return self._each(todo, before)
 
-    def _each(self, todo: Sequence[Todo], known: dict[int, Facts]) -> Iterator[Computed]:
-        """The replicas, compared with what is ``known`` of one; what is audited is noted for the auditor."""
+    def _each(self, todo: Sequence[Todo], before: Facts | None) -> Iterator[Computed]:
+        """The replicas; the first is compared with ``before``, what is audited is noted for the auditor."""
         audited = self._audited
-        here = audited is not None and audited.host == self._worker and not audited.alone
-        hosted = audited.work[-1].replica if audited is not None and here else None
+        hosted = audited.work[-1].replica if audited is not None and audited.host == self._worker else None
         for one, computed in zip(todo, self._framework.gradients(todo), strict=True):
             if one.replica == hosted:
                 self._sums[self._worker] = checksum(self._framework.arithmetic, computed)
-            before = known.get(one.replica)
-            if before is not None and before != (after := noted(self._framework.arithmetic, computed)):
-                what = ", ".join(name for name, value in before.items() if value != after[name])
-                self._differ(one, what, (before, after))
+            before, known = None, before
+            if known is not None and known != (after := noted(self._framework.arithmetic, computed)):
+                what = ", ".join(name for name, value in known.items() if value != after[name])
+                self._differ(one, what, (known, after))
             yield computed
 
     def _computed(self, work: Sequence[Todo], watch: Watch | None = None) -> Computed:
@@ -226,14 +218,14 @@ class Twice:
             self._report(one, f"{what}, than in worker {host}", [FIRST, UNSEEN])
         elif sums[0] != sums[1]:
             what = f"came to something else in worker {auditor}, which computed it again, than in worker {host}"
-            raise self._corruption(one, what, sums)
+            raise self._corruption(one, what, sums, (host, auditor))
 
     def _differ(self, one: Todo, what: str, both: tuple[Facts, Facts]) -> None:
         """A replica came out differently in this process: say what of user code changed, or that nothing did."""
         changed = self._changed(one)
-        if self._audited is not None and self._update not in self._checked and changed == [UNSEEN]:
-            again = f"came to {what} when worker {self._worker} computed it again, which is alone"
-            raise self._corruption(one, again, (total(both[1]), total(both[0])))
+        if self._alone and self._update not in self._checked and changed == [UNSEEN]:
+            again = f"came to {what} when worker 0 computed it again, which is alone"
+            raise self._corruption(one, again, (total(both[1]), total(both[0])), (0, 0))
         self._report(one, f"came to {what} when it was computed again from the same state", changed)
 
     def _changed(self, one: Todo) -> list[str]:
@@ -260,11 +252,9 @@ class Twice:
         self._allow = None
         self._checked.clear()
 
-    def _corruption(self, one: Todo, what: str, sums: tuple[int, int]) -> CorruptionError:
-        assert self._audited is not None, "who asks has looked"
-        _, host, auditor, _ = self._audited
+    def _corruption(self, one: Todo, what: str, sums: tuple[int, int], workers: tuple[int, int]) -> CorruptionError:
         return CorruptionError(
-            f"{self._named(one)}, {what}; {WRONG}", workers=(host, auditor), sums=sums, step=CURRENT.step,
+            f"{self._named(one)}, {what}; {WRONG}", workers=workers, sums=sums, step=CURRENT.step,
             replica=one.replica, samples=one.share.samples,
         )  # fmt: skip
 

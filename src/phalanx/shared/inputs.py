@@ -1,17 +1,18 @@
-"""What was read ahead, in memory that readers share with those who take it: shares of steps, or a stream's batches.
+"""What was read ahead, in memory that readers share with those who take it: shares of steps.
 
 A share of a step is read by one reader, the same wherever the run is: (step R + replica) modulo the number of readers.
 Nobody depends on it: whoever computes a replica says so, waits for a share that is being read, and reads it by itself
-if nobody has begun, or if the reader is gone. A stream is one replica with one reader, whose batches are waited for
-while that lives. Each word has one writer. A reader's bytes go round in a ring, which is what holds it back.
+if nobody has begun, or if the reader is gone. One that hangs for a minute is ended. Each word has one writer. A
+reader's bytes go round in a ring, which is what holds it back.
 
-Layout, in words of 64 bits: how many readers there are, the step that each replica is at, what reading took there, pids
-of readers, and for each of the next steps and each replica where its samples lie. After these, the rings.
+Layout, in words of 64 bits: how many readers there are, the step that each replica is at, pids of readers, and for each
+of the next steps and each replica where its samples lie. After these, the rings.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -19,11 +20,11 @@ from collections.abc import Sequence
 from phalanx.shared.memory import ALIGNMENT, Memory, aligned, fence, order
 
 MOST = 64  # readers
-AHEAD = 32  # steps
+AHEAD = 32  # steps for which there are entries: readers are so far ahead, less two
 RINGS_BYTES = 256 << 20  # of all readers together
 FIRST_NAP, LONGEST_NAP, LOOK_SECONDS = 0.00002, 0.0003, 0.05
+HANGING_SECONDS = 60.0  # that a share may be waited for
 COUNT, AT = 0, 1  # words: how many readers there are; where the replicas' own begin
-WALL, PROCESSOR, SHARES, SPENT = 0, 1, 2, 3  # nanoseconds and shares that were read where they are computed
 TAG, OFFSET, BYTES, ENTRY = 0, 1, 2, 3
 GONE = -1  # instead of the pid of a reader that has ended; 0 of one that has not begun
 
@@ -46,17 +47,14 @@ class Inputs:
     memory : Memory
         Zeros, at first.
     replicas : int
-        R; 1 for a stream.
-    steps : int
-        For how many there are entries: readers are so far ahead, less two.
+        R.
     """
 
-    def __init__(self, memory: Memory, replicas: int, steps: int = AHEAD) -> None:
-        self._replicas, self.steps = replicas, steps
-        self._spent = AT + replicas
-        self._pids = self._spent + SPENT * replicas
+    def __init__(self, memory: Memory, replicas: int) -> None:
+        self._replicas = replicas
+        self._pids = AT + replicas
         self._entries = self._pids + MOST
-        words = self._entries + ENTRY * steps * replicas
+        words = self._entries + ENTRY * AHEAD * replicas
         self.begin = -(-8 * words // ALIGNMENT) * ALIGNMENT
         memory.grow(self.begin + RINGS_BYTES)
         self.bytes = memoryview(memory.map())
@@ -79,7 +77,7 @@ class Inputs:
 
     def entry(self, step: int, replica: int) -> int:
         """The first word of what is known of a share."""
-        return self._entries + ENTRY * (step % self.steps * self._replicas + replica)
+        return self._entries + ENTRY * (step % AHEAD * self._replicas + replica)
 
     def at(self, replica: int) -> int:
         """The step after the one of which a replica was taken last."""
@@ -89,36 +87,24 @@ class Inputs:
         """Who starts readers says which process is one, or that it is gone."""
         self.words[self._pids + reader] = pid
 
-    @property
-    def spent(self) -> tuple[int, int, int]:
-        """Wall time and processor time, in nanoseconds, of as many shares that were read by those who compute them."""
-        found = self.words[self._spent : self._pids]
-        return sum(found[WALL::SPENT]), sum(found[PROCESSOR::SPENT]), sum(found[SHARES::SPENT])
-
-    def note_spent(self, replica: int, wall: int, processor: int) -> None:
-        """A share was read by who computes it."""
-        word = self._spent + SPENT * replica
-        self.words[word + WALL] += wall
-        self.words[word + PROCESSOR] += processor
-        self.words[word + SHARES] += 1
-
-    def take(self, step: int, replica: int, *, wait: bool = False) -> memoryview | None:
+    def take(self, step: int, replica: int) -> memoryview | None:
         """A copy of a share's bytes, for who computes it; None if that has to read it by itself.
 
-        It can be taken again until the next step is. ``wait``: also for a share that nobody has begun.
+        It can be taken again until the next step is.
         """
         words, entry = self.words, self.entry(step, replica)
         words[AT + replica] = step + 1  # what lies before this step may be overwritten
         if not self.readers:
             return None
         fence()  # either the reader sees that, and leaves the share alone, or its claim is seen here
-        nap, looked = FIRST_NAP, time.monotonic()
-        while (tag := words[entry + TAG]) != ready(step) and (wait or tag == claimed(step)):
+        nap = FIRST_NAP
+        began = looked = time.monotonic()
+        while words[entry + TAG] == claimed(step):
             time.sleep(nap)
             nap = min(LONGEST_NAP, 2 * nap)
             if time.monotonic() - looked > LOOK_SECONDS:
                 looked = time.monotonic()
-                if self._gone(self.owner(step, replica)):
+                if self._gone(self.owner(step, replica), hanging=looked - began > HANGING_SECONDS):
                     break
         order()
         if words[entry + TAG] != ready(step):
@@ -128,12 +114,12 @@ class Inputs:
         order()
         return found if words[entry + TAG] == ready(step) else None  # not overwritten meanwhile
 
-    def _gone(self, reader: int) -> bool:
+    def _gone(self, reader: int, *, hanging: bool) -> bool:
         pid = GONE if reader < 0 else self.words[self._pids + reader]
         if pid <= 0:
             return pid == GONE
         try:
-            os.kill(pid, 0)
+            os.kill(pid, signal.SIGKILL if hanging else 0)
         except OSError:
             return True
         return False
@@ -155,7 +141,7 @@ class Ring:
         self._size = RINGS_BYTES // inputs.readers // ALIGNMENT * ALIGNMENT
         self._begin = inputs.begin + number * self._size
         self._held: deque[tuple[int, int, int, int]] = deque()  # step, replica, first byte, the one after the last
-        for step in range(inputs.steps):  # of the reader whose place this one takes
+        for step in range(AHEAD):  # of the reader whose place this one takes
             for replica in hosted:
                 tag = inputs.words[inputs.entry(step, replica) + TAG]
                 if tag and inputs.owner((tag - 1) // 2, replica) == number:
@@ -172,7 +158,7 @@ class Ring:
 
     def may_claim(self, step: int) -> bool:
         """Whether there is an entry for this step."""
-        return step - self.begun() < self._inputs.steps - 2
+        return step - self.begun() < AHEAD - 2
 
     def claim(self, step: int, replica: int) -> bool:
         """Say that this share is being read; False if somebody who computes it has come first."""

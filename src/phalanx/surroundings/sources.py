@@ -12,7 +12,7 @@ import functools
 import linecache
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import SOURCE_SUFFIXES, ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import decode_source, spec_from_file_location
 from types import CodeType, FunctionType, ModuleType
@@ -33,14 +33,7 @@ class Source(NamedTuple):
     folders: list[str] | None
 
 
-class Imported(NamedTuple):
-    """A module as it was noted: a reload gives it another ``spec``; only one of the user's has a ``source``."""
-
-    spec: ModuleSpec | None
-    source: Source | None
-
-
-_NOTED: dict[str, Imported] = {}
+_NOTED: dict[str, tuple[ModuleSpec | None, Source | None]] = {}  # a reload gives a module another spec
 
 
 def note() -> dict[str, Source]:
@@ -49,11 +42,11 @@ def note() -> dict[str, Source]:
     for name, module in list(sys.modules.items()):
         spec = getattr(module, "__spec__", None)
         known = _NOTED.get(name)
-        if known is None or known.spec is not spec:
+        if known is None or known[0] is not spec:
             ours = isinstance(spec, ModuleSpec) and spec.name == name
-            known = _NOTED[name] = Imported(spec, _source(spec) if ours else None)
-        if known.source is not None:
-            found[name] = known.source
+            known = _NOTED[name] = spec, _source(spec) if ours else None
+        if known[1] is not None:  # of the user's own
+            found[name] = known[1]
     return found
 
 
@@ -105,18 +98,6 @@ class Kept(SourceFileLoader):
         lines = decode_source(self._text).splitlines(keepends=True)
         linecache.cache[self.path] = len(self._text), None, lines, self.path
         return self.source_to_code(self._text, self.path)
-
-
-def installed(names: Iterable[str]) -> dict[str, str]:
-    """The modules of installed packages among those that are loaded under these names, with their files."""
-    wanted = set(names)
-    found: dict[str, str] = {}
-    for name in [name for name in list(sys.modules) if name in wanted]:  # in the order of their imports
-        spec = getattr(sys.modules.get(name), "__spec__", None)
-        origin = spec.origin if isinstance(spec, ModuleSpec) and spec.name == name and spec.has_location else None
-        if origin is not None and is_installed(origin):
-            found[name] = origin
-    return found
 
 
 def package_of(name: str) -> str:

@@ -11,7 +11,7 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from phalanx.surroundings import interrupts, presence
 
@@ -100,20 +100,11 @@ class Turns(contextlib.AbstractContextManager["Turns"]):
 ALONE = Turns()  # who is inside may change generators and modes of the process, and restores them before leaving
 
 
-class HasTurn(Protocol):
-    """Something that does one thing at a time."""
-
-    turn: Turns
-
-
-S = TypeVar("S", bound=HasTurn)
-
-
-def verb(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+def verb(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
     """Make a method wait until no other thread is in one; Ctrl-C comes where nothing is held."""
 
     @functools.wraps(method)
-    def call(owner: S, *arguments: P.args, **options: P.kwargs) -> T:
+    def call(owner: Any, *arguments: P.args, **options: P.kwargs) -> T:
         turn = owner.turn
         if turn.mine:  # called by another verb
             return method(owner, *arguments, **options)

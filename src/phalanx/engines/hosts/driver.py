@@ -19,8 +19,8 @@ from phalanx.engines.changing import Changing
 from phalanx.engines.hosts.link import HostLaneLink, TravellingLanes
 from phalanx.engines.hosts.world import CLOSED, World
 from phalanx.engines.inline import Inline
-from phalanx.engines.processes.driver import Processes
-from phalanx.engines.recovery.deadline import Deadline
+from phalanx.engines.processes.driver import Processes, beside
+from phalanx.engines.recovery.failures import Deadline
 from phalanx.errors import SeveredError, UsageError
 from phalanx.frameworks.registry import open_framework, recorded_environment
 from phalanx.plan import Rounds
@@ -43,7 +43,7 @@ class Distributed(Changing["Processes | Inline"]):
     world : World
     workers : int
         On each host.
-    readers : int or None
+    readers : int
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Distributed(Changing["Processes | Inline"]):
         run_state: RunState,
         world: World,
         workers: int,
-        readers: int | None = 0,
+        readers: int = 0,
     ) -> None:
         self._definition = definition
         self._framework = framework
@@ -163,7 +163,7 @@ def open_distributed(
         count = 1 if framework.lanes is not None else count
         run_state = _same_start(world, framework, begin, definition.rounds)
         run_state.allow = allow
-        return Distributed(definition, framework, run_state, world, count, readers)
+        return Distributed(definition, framework, run_state, world, count, beside(readers, count, room))
     except SeveredError as error:
         failure = world.lost(error, 0)
         world.close()

@@ -29,6 +29,7 @@ ROW = len(Part._fields)
 PATTERNS = 64  # of which gradients are there
 LEAST, MOST = 128 << 10, 1 << 20  # bytes of a slice of what travels together
 PIECES = 8  # of a sum of medium size: the first travel while others are packed, at a cost per piece
+Piece = tuple[list[torch.Tensor], list[Any], list[Any]]  # this host's slice of all sums, what comes, what goes
 Mask = bytes  # one byte per parameter: whether it has a gradient
 Told = tuple[list[Part], list[Mask], list[bytes]]  # by replica, by node, by replica
 Summands = tuple[Sequence[Any], Sequence[tuple[int, int]]]  # None where there is none; what is added, as (into, from)
@@ -91,22 +92,6 @@ class Run(NamedTuple):
     end: int
     nodes: tuple[int, ...]
     additions: Sequence[tuple[int, int]]
-
-
-class Piece(NamedTuple):
-    """A piece that is on its way.
-
-    Attributes
-    ----------
-    rows : list of torch.Tensor
-        This host's slice of it, of all nodes' partial sums.
-    comes, goes : list
-        What to wait for before it can be read, and before it can be written.
-    """
-
-    rows: list[torch.Tensor]
-    comes: list[Any]
-    goes: list[Any]
 
 
 class Across:
@@ -280,17 +265,17 @@ class Across:
             rows[other] = list(received)
             comes.append(self._gloo.begin_receive(received, other))
             goes.append(self._gloo.begin_send(slices[:, other % self._slices].contiguous(), other))
-        return Piece([row for found in rows for row in found], comes, goes)
+        return [row for found in rows for row in found], comes, goes
 
     def _added_up(self, layout: Layout, pieces: Sequence[Piece]) -> torch.Tensor:
         """The sum of one dtype: of each piece this host adds up its slice, and the others send theirs."""
         flat, works = self._room(("flat", layout.dtype), layout.whole, layout.dtype), list[Any]()
-        for (start, width), piece in zip(layout.pieces, pieces, strict=True):
-            self._gloo.wait(piece.comes)
+        for (start, width), (rows, comes, goes) in zip(layout.pieces, pieces, strict=True):
+            self._gloo.wait(comes)
             slices = flat[start : start + self._slices * width].view(self._slices, width)
             mine = self._rank % self._slices
-            _fold(slices[mine], piece.rows, layout.runs, start + mine * width)
-            works += piece.goes
+            _fold(slices[mine], rows, layout.runs, start + mine * width)
+            works += goes
             for other in self._others if self._slices > 1 else ():
                 works.append(self._gloo.begin_receive(slices[other], other))
                 works.append(self._gloo.begin_send(slices[mine], other))

@@ -9,26 +9,32 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from phalanx.definition.data import Samples
 from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
-from phalanx.engines.processes.environment import pack_recipe
 from phalanx.engines.processes.messages import WHERE, WorkerMessage, first_error, reason
 from phalanx.engines.processes.pool import LONG, WorkerPool
-from phalanx.engines.readers import read_ahead, reads
-from phalanx.engines.recovery.deadline import Deadline
-from phalanx.engines.recovery.failures import FailureLog
-from phalanx.engines.recovery.supervisor import StateRecord, Supervisor
+from phalanx.engines.processes.serialization import pack_recipe
+from phalanx.engines.readers import Readers
+from phalanx.engines.recovery.failures import Deadline, FailureLog
+from phalanx.engines.recovery.supervisor import Supervisor
 from phalanx.errors import LostError, PhalanxError, RunError
 from phalanx.plan.fold import Placement
 from phalanx.seams import Framework
 from phalanx.seams.records import Captured, Exported, RunState, StepReport, Weights
 from phalanx.shared.counters import BATCH, BEGIN_NO_STEP, PARENT, RING, STEPS, TASK
+from phalanx.shared.inputs import MOST, Inputs
 from phalanx.shared.layout import Plan
 from phalanx.shared.memory import Memory, check_room
 from phalanx.shared.state import Mirror
 from phalanx.surroundings import interrupts
 
 MEMORIES = 7  # what workers inherit: environment_memory, parcel, arena, mailbox, orders, base, inputs
+
+
+def beside(readers: int | None, workers: int, cores: int) -> int:
+    """How many readers there are; where nobody says it, one for each worker, as far as cores are left for them."""
+    return max(0, min(workers, cores - workers, MOST)) if readers is None else readers
 
 
 class Processes:
@@ -48,24 +54,25 @@ class Processes:
         run_state: RunState | None = None,
         deadline: Deadline | None = None,
         rendezvous: Any = None,
-        readers: int | None = 0,
+        readers: int = 0,
     ) -> None:
         self.run_state = RunState() if run_state is None else run_state
         self.workers, self.reading = placement.workers, framework.environment
         self._definition, self._framework, self._deadline = definition, framework, deadline or Deadline()
         self._rendezvous = rendezvous
         self.ended, self.closed, self.lost = "", False, False
+        readers = readers if isinstance(definition.source, Samples) and definition.source.random else 0
         plan = Plan(framework.sharing, placement)
         check_room(plan.layout.touched, placement.workers)
         memories = [Memory(0) for _ in range(MEMORIES)]
         with contextlib.ExitStack() as undo:
             for memory in memories:
                 undo.callback(memory.close)
-            self._begin(plan, placement, memories, readers if reads(definition) else 0)
+            self._begin(plan, placement, memories, readers)
             undo.pop_all()
 
-    def _begin(self, plan: Plan, placement: Placement, memories: Sequence[Memory], readers: int | None) -> None:
-        environment_memory, parcel, arena, mailbox, orders, base, _ = memories
+    def _begin(self, plan: Plan, placement: Placement, memories: Sequence[Memory], readers: int) -> None:
+        environment_memory, parcel, arena, mailbox, orders, base, inputs = memories
         arena.grow(plan.size)
         base.grow(plan.layout.base)
         mapped = arena.map()
@@ -75,16 +82,19 @@ class Processes:
         facts |= {"placement": placement, "signature": plan.layout.signature(), "contents": plan.layout.contents}
         facts |= {"allow": self.run_state.allow, "began": None if self._rendezvous else self._steps}
         pack_recipe(self._definition, self._framework.name, environment_memory, parcel, facts)
-        record = StateRecord(self._mirror, self.run_state, self.counters.reports)
         self._failures = FailureLog(self._definition, self._framework, placement, self.counters, self.run_state)
         self._pool = WorkerPool(memories, self.counters, self._deadline, self._failures)
-        self.supervisor = Supervisor(placement, self._pool, record, mailbox, orders, self._failures)
+        self.supervisor = Supervisor(
+            placement, self._pool, self._mirror, self.run_state, mailbox, orders, self._failures
+        )
         try:
             self.supervisor.begin()
         except BaseException:
             self._pool.end()
             raise
-        self._close_readers = weakref.finalize(self, read_ahead(memories, placement, readers))
+        ring = environment_memory, parcel, inputs
+        ended = Readers(ring, Inputs(inputs, placement.replicas), readers).close if readers else bool
+        self._close_readers = weakref.finalize(self, ended)
 
     @property
     def worker_pids(self) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ import os
 import pickle
 import select
 import signal
-import sys
 import threading
 import traceback
 from collections.abc import Sequence
@@ -18,7 +17,6 @@ import cloudpickle
 
 from phalanx.errors import PhalanxError, RunError, UsageError, WorkerError
 from phalanx.plan.lifecycle import Cause
-from phalanx.surroundings.sources import installed
 
 BROKEN_OFF = "stayed in user code after Ctrl-C and was ended"  # a death that the caller caused
 NO_TERMINAL = (
@@ -157,7 +155,6 @@ class DriverChannel:
 
     def __init__(self, fd: int) -> None:
         self._connection = Connection(fd)
-        self._known = frozenset(sys.modules)
         self._sending = threading.RLock()  # user code may have threads that warn or import
         self._poller = select.poll()
         self._poller.register(fd, select.POLLIN)
@@ -167,11 +164,6 @@ class DriverChannel:
         message = cloudpickle.dumps((kind, *facts))
         with self._sending:
             self._connection.send_bytes(message)
-
-    def tell_imports(self) -> None:
-        """Tell which modules of packages were imported since this process began, for those that begin after it."""
-        if new := installed(sys.modules.keys() - self._known):
-            self.tell("modules", new)
 
     def wake(self) -> None:
         """Send an empty message."""

@@ -5,20 +5,26 @@ Whatever waits here carries the workers' output, notices their deaths and ends t
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import pickle
 import select
+import signal
+import socket
+import sys
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
-from phalanx.engines.processes.handle import Output, WorkerHandle
+from phalanx.definition import checks
 from phalanx.engines.processes.messages import BROKEN_OFF, End, WorkerMessage, ended
 from phalanx.engines.processes.starter import WARM
-from phalanx.engines.recovery.deadline import Deadline, Watch
-from phalanx.engines.recovery.failures import FailureLog
-from phalanx.errors import LostError
+from phalanx.engines.recovery.failures import Deadline, FailureLog, Watch
+from phalanx.errors import LostError, StartError
 from phalanx.plan.lifecycle import Cause, Phase
 from phalanx.shared.counters import GO_ON, LEAVE, TASK, Counters
 from phalanx.shared.memory import Memory, fence, order
@@ -29,6 +35,185 @@ FAREWELL_SECONDS = 1.0
 PATIENCE_SECONDS = 1.0  # that workers have to leave user code after Ctrl-C
 LONG = 1 << 62
 BASE, LARGE = 5, 1 << 26  # which memory has what is frozen; bytes of it that are not copied by several at a time
+CHUNK_BYTES = 1 << 16
+BEGINNING = "<string>"  # of a worker: the place of warnings that are of no line of the caller's
+
+
+class WorkerHandle:
+    """The caller's side of one worker.
+
+    Attributes
+    ----------
+    pid : int
+    pidfd : int or None
+        Readable once the worker has ended.
+    channel : Connection
+    pipes : list of int
+        Its standard output and standard error.
+    born : float
+        When it was started, on the clock of ``time.monotonic``.
+    ready : bool
+        Whether it has said that it can begin.
+    """
+
+    def __init__(self, number: int, memories: Sequence[int]) -> None:
+        self.number = number
+        self.ended = self.ready = False
+        self.born = time.monotonic()
+        mine, theirs = socket.socketpair()
+        output, errors = os.pipe(), os.pipe()
+        self.channel = Connection(mine.detach())
+        self.pipes = [output[0], errors[0]]
+        self.pidfd: int | None = None
+        presence.own(self)
+        try:
+            fds = [theirs.fileno(), output[1], errors[1], *memories]
+            self._zygote, self.pid, self.pidfd = WARM.spawn(number, fds)
+        except BaseException:
+            self._close()
+            raise
+        finally:
+            theirs.close()
+            os.close(output[1])
+            os.close(errors[1])
+
+    @property
+    def watched(self) -> list[int]:
+        """What is readable when there is something to do for it."""
+        return [fd for fd in (self.channel.fileno(), *self.pipes, self.pidfd) if fd is not None]
+
+    def heard(self) -> tuple[list[Any], bool]:
+        """The messages that have come, and whether there may be more."""
+        messages: list[bytes] = []
+        try:
+            while not messages or self.channel.poll():
+                messages.append(self.channel.recv_bytes())
+        except (EOFError, OSError):
+            return [pickle.loads(message) for message in filter(None, messages)], False  # noqa: S301  from a child
+        return [pickle.loads(message) for message in filter(None, messages)], True  # noqa: S301  of this process
+
+    def wake(self) -> None:
+        """Tell it that something has been granted."""
+        with contextlib.suppress(OSError):  # it has ended, which shows elsewhere
+            os.write(self.channel.fileno(), b".")
+
+    def dismiss(self) -> None:
+        """Let it end by itself: it sees the end of its channel."""
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.channel.fileno())) as end:
+            end.shutdown(socket.SHUT_WR)
+
+    def kill(self) -> None:
+        """End it at once, without asking anybody; the zygote clears away what is left of it."""
+        if not self.ended:
+            self.ended = True
+            self._shoot()
+            self._close()
+
+    def end(self) -> int | None:
+        """Make sure that it has ended, and give back what it took; returns its wait status if that is known."""
+        if self.ended:
+            return None
+        self.ended = True
+        try:
+            return self._zygote.end(self.pid)
+        except StartError:  # the kernel ends workers with their zygote; what one started is in a process group
+            self._shoot()
+            with contextlib.suppress(OSError):
+                os.killpg(self.pid, signal.SIGKILL)
+            return None
+        finally:
+            self._close()
+
+    def leave(self) -> None:
+        """See ``presence.Owned``."""
+        self.ended = True
+        self._close()
+
+    def _shoot(self) -> None:
+        with contextlib.suppress(OSError):
+            if self.pidfd is not None:
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def _close(self) -> None:
+        self.channel.close()
+        for fd in self.pipes:
+            os.close(fd)
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+        self.pipes, self.pidfd = [], None
+
+
+class Output:
+    """Standard output and standard error of all workers, read from pipes and written line by line."""
+
+    def __init__(self) -> None:
+        self._pending: dict[int, bytes] = {}
+        self._errors: set[int] = set()
+        self._warned: set[tuple[Any, ...]] = set()
+
+    def follow(self, pipes: Sequence[int]) -> None:
+        """Carry what comes through these pipes: standard output, standard error."""
+        for fd in pipes:
+            os.set_blocking(fd, False)
+            self._pending[fd] = b""
+        self._errors.add(pipes[1])
+
+    @property
+    def open(self) -> bool:
+        """Whether more may come."""
+        return bool(self._pending)
+
+    def carry(self, fds: Iterable[int]) -> list[int]:
+        """Write the whole lines that have come through ``fds``; returns those of them that have ended."""
+        return [fd for fd in fds if fd in self._pending and not self._carry(fd)]
+
+    def carry_waiting(self, milliseconds: int) -> None:
+        """Carry what comes within this time, if anything does."""
+        poller = select.poll()
+        for fd in self._pending:
+            poller.register(fd, select.POLLIN)
+        self.carry([fd for fd, _ in poller.poll(milliseconds)])
+
+    def forget(self, pipes: Sequence[int]) -> None:
+        """Carry what is left in these pipes, and leave them."""
+        self.carry(pipes)
+        for fd in pipes:
+            self._pending.pop(fd, None)
+            self._errors.discard(fd)
+
+    def warn(self, message: str, category: type[Warning], filename: str, line: int) -> None:
+        """Show a warning of a worker, once for all of them, as this process shows its own.
+
+        One that is of no line of the caller's code is shown with the line at which the caller waits for workers.
+        """
+        seen = (message, category, filename, line)
+        if seen in self._warned:
+            return
+        self._warned.add(seen)
+        if filename == BEGINNING:
+            warnings.warn(message, category, stacklevel=checks.callers_level())
+        else:
+            warnings.warn_explicit(message, category, filename, line)
+
+    def _carry(self, fd: int) -> bool:
+        """Whether more may come."""
+        while True:
+            try:
+                chunk = os.read(fd, CHUNK_BYTES)
+            except BlockingIOError:
+                return True
+            if not chunk:
+                self._write(fd, self._pending.pop(fd))
+                return False
+            lines, newline, rest = (self._pending[fd] + chunk).rpartition(b"\n")
+            self._write(fd, lines + newline)
+            self._pending[fd] = rest
+
+    def _write(self, fd: int, text: bytes) -> None:
+        stream = sys.stderr if fd in self._errors else sys.stdout
+        if text and stream is not None:
+            stream.write(text.decode("utf-8", "backslashreplace"))
+            stream.flush()
 
 
 class WorkerPool:
@@ -85,7 +270,7 @@ class WorkerPool:
     def start(self, numbers: Iterable[int]) -> None:
         """Start workers, in place of those that ended; returns when all are ready, or told why not, or ended."""
         for number in numbers:
-            handle = WARM.handle(number, [memory.fd for memory in self._memories])
+            handle = WorkerHandle(number, [memory.fd for memory in self._memories])
             self._failures.fill(number)
             self._handles[number] = handle
             self._starting.add(number)
@@ -211,8 +396,6 @@ class WorkerPool:
             self._starting.discard(handle.number)
         elif kind == "warning":
             self._output.warn(*facts)
-        elif kind == "modules":
-            WARM.need(*facts)
         else:
             self.told.append(WorkerMessage(handle.number, kind, *(facts[1:] if kind == "result" else facts)))
             if kind == "failed":

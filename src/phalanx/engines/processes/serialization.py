@@ -1,7 +1,8 @@
 """Parcels: what a caller hands to its own workers, in shared memory: functions by cloudpickle, arrays as they lie.
 
-A parcel is read only by children that inherited its descriptor; nothing is ever unpickled from disk or network. Arrays
-travel beside the pickle (protocol 5, out of band), so that all workers map one copy.
+With a recipe go settings of the process and the source of modules as the caller imported it, so that user code finds
+itself at home in a worker. A parcel is read only by children that inherited its descriptor; nothing is ever unpickled
+from disk or network. Arrays travel beside the pickle (protocol 5, out of band), so that all workers map one copy.
 """
 
 from __future__ import annotations
@@ -9,14 +10,17 @@ from __future__ import annotations
 import abc
 import contextlib
 import copyreg
+import dataclasses
 import functools
 import importlib
 import io
+import os
 import pickle
 import struct
 import sys
+import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import EXTENSION_SUFFIXES
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -26,9 +30,12 @@ import numpy as np
 
 from phalanx.definition import checks
 from phalanx.definition.copies import ArrayReducer
+from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
+from phalanx.frameworks.registry import adopt_numeric_environment, harmless_warnings, numeric_environment
+from phalanx.frameworks.registry import reduced as reduced_by_frameworks
 from phalanx.shared.memory import ALIGNMENT, Memory, available_bytes
-from phalanx.surroundings.sources import finders
+from phalanx.surroundings import sources
 
 Reducer = Callable[[Any], Any]
 _DEFINED: weakref.WeakSet[type] = weakref.WeakSet()  # in a worker, classes that came by value
@@ -47,19 +54,14 @@ class Packer(cloudpickle.Pickler):
         super().__init__(file, protocol=5, buffer_callback=buffers.append)
         self._reducer = reducer
         self._arrays = ArrayReducer(by_file=by_file)
-        self._by_value: dict[str, ModuleType | None] = {}
-
-    @property
-    def named(self) -> list[str]:
-        """Modules that whoever unpickles imports."""
-        return [name for name, module in self._by_value.items() if module is None]
+        self.by_value: dict[str, ModuleType | None] = {}  # None: whoever unpickles imports it
 
     def dump(self, obj: Any) -> None:
         """Pickle ``obj``."""
         try:
             super().dump(obj)
         finally:
-            for module in filter(None, self._by_value.values()):
+            for module in filter(None, self.by_value.values()):
                 cloudpickle.unregister_pickle_by_value(module)
 
     def reducer_override(self, obj: Any) -> Any:
@@ -67,7 +69,7 @@ class Packer(cloudpickle.Pickler):
         if isinstance(obj, np.ndarray):
             return self._arrays.reduced(obj)
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType and _found_again(obj):
-            self._by_value.setdefault(obj.__name__)
+            self.by_value.setdefault(obj.__name__)
             return importlib.import_module, (obj.__name__,)
         if isinstance(obj, functools._lru_cache_wrapper):
             return _cached, (obj.__wrapped__, obj.cache_parameters())
@@ -90,10 +92,10 @@ class Packer(cloudpickle.Pickler):
 
     def _consider(self, name: str) -> None:
         """Send a module's code by value if a worker could not import it."""
-        if name not in self._by_value:
+        if name not in self.by_value:
             module = sys.modules.get(name)
             hidden = module is not None and name != "__main__" and not _importable(module)
-            self._by_value[name] = module if hidden else None
+            self.by_value[name] = module if hidden else None
             if hidden:
                 cloudpickle.register_pickle_by_value(module)
 
@@ -134,7 +136,7 @@ def needed(thing: Any, reducer: Reducer) -> list[str]:
     packer = Packer(io.BytesIO(), reducer, [])
     with contextlib.suppress(Exception):
         packer.dump(thing)
-    return packer.named
+    return [name for name, module in packer.by_value.items() if module is None]
 
 
 def _fit(memory: Memory, size: int) -> None:
@@ -178,6 +180,53 @@ def _pickled(thing: Any, reducer: Reducer, buffers: list[pickle.PickleBuffer], *
             "engine='inline' (same answer)"
         ) from error
     return file.getvalue()
+
+
+def pack_recipe(
+    definition: Definition, framework: str, environment: Memory, parcel: Memory, facts: Mapping[str, Any]
+) -> None:
+    """Write what surrounds this process, and a recipe with other facts, for processes that start from here."""
+    pack({**described(framework), "threads": definition.threads}, environment, reduced_by_frameworks)
+    fields = {item.name: getattr(definition, item.name) for item in dataclasses.fields(Definition)}
+    pack({**facts, "fields": fields}, parcel, reduced_by_frameworks)
+
+
+def described(framework: str) -> dict[str, Any]:
+    """What surrounds this process: environment, folder, import path, arguments, warning filters, numeric settings."""
+    try:
+        folder = os.getcwd()
+    except OSError:  # it may be gone
+        folder = None
+    return {
+        "environment": dict(os.environ),
+        "folder": folder,
+        "path": list(sys.path),
+        "sources": sources.proven(),
+        "arguments": list(sys.argv),
+        "depth": sys.getrecursionlimit(),
+        "filters": [item for item in warnings.filters if item[2].__module__ == "builtins"],  # others may take long
+        "framework": framework,
+        "numeric": numeric_environment(framework),
+    }
+
+
+def adopt_environment(place: dict[str, Any]) -> None:
+    """Make this process like the described one."""
+    os.environ.clear()
+    os.environ.update(place["environment"])
+    if place["folder"] is not None:
+        with contextlib.suppress(OSError):
+            os.chdir(place["folder"])
+    sys.path[:] = place["path"]
+    sys.meta_path.insert(0, sources.Finder(place["sources"]))
+    sys.argv[:] = place["arguments"]
+    sys.setrecursionlimit(place["depth"])
+    adopt_numeric_environment(place["numeric"])
+    filters: Any = warnings.filters  # last: what is imported above may put its own first
+    filters[:] = place["filters"]
+    warnings._filters_mutated()  # type: ignore[attr-defined]
+    for message in harmless_warnings(place["numeric"]):
+        warnings.filterwarnings("ignore", message=message)
 
 
 def remarked(error: Exception) -> Exception:
@@ -235,7 +284,7 @@ def _importable(module: ModuleType) -> bool:
         return True
     parent = sys.modules.get(name.rpartition(".")[0])
     path = getattr(parent, "__path__", None)
-    return any(finder.find_spec(name, path) is not None for finder in finders())
+    return any(finder.find_spec(name, path) is not None for finder in sources.finders())
 
 
 def _found_again(module: ModuleType) -> bool:

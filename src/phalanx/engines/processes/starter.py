@@ -18,22 +18,20 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from phalanx.definition.fields import Definition
-from phalanx.engines.processes.handle import WorkerHandle
 from phalanx.engines.processes.messages import ended
 from phalanx.engines.processes.serialization import needed
 from phalanx.errors import StartError, UsageError
-from phalanx.frameworks.registry import in_use, reduced
-from phalanx.shared.memory import Memory
+from phalanx.frameworks.registry import RECORDS, in_use, reduced
 from phalanx.surroundings import interrupts, presence, sources
 
 CAPABLE = hasattr(select, "poll")  # of having other processes work for a run
 ATTEMPTS = 5  # zygotes to start a worker with
-MESSAGE_BYTES = 4096
-CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # programs that the caller starts do not inherit what was received
+MESSAGE_BYTES = 64  # of each, filled up
+WHOLE = getattr(socket, "MSG_CMSG_CLOEXEC", 0) | socket.MSG_WAITALL  # programs of the caller's inherit nothing of it
 FAREWELL_SECONDS, KILLED_SECONDS = 3.0, 5.0
 SLICE_SECONDS = 0.05  # between two looks at Ctrl-C
 SILENT_SECONDS = 600.0  # in which it answers, as slow as the machine may be
@@ -53,17 +51,15 @@ main({arguments})
 class Zygote:
     """The caller's side of a zygote: it answers requests in their order.
 
-    Its start takes as long as importing the framework, but does not wait for that; the first worker does.
+    Its start takes as long as importing what it is to import, but does not wait for that; the first worker does.
 
-    Attributes
+    Parameters
     ----------
-    wanted : dict
-        What it was told to import.
-    harmful : list of str
-        Packages that it imported, so that it could not be forked any more, and ended.
+    frameworks, modules : sequence of str
+        What workers need; of modules, as far as a process can be forked that has imported them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, frameworks: Sequence[str], modules: Sequence[str]) -> None:
         if not sys.executable:
             raise UsageError(
                 "worker processes need the Python interpreter, and sys.executable is empty here; set it, or use "
@@ -74,7 +70,7 @@ class Zygote:
         self._lock = threading.Lock()
         self._folder = tempfile.mkdtemp(prefix="phalanx-")  # for what workers compile; gone afterwards
         self._process = subprocess.Popen(
-            command(theirs.fileno(), os.getpid(), self._folder),
+            [*command(theirs.fileno(), os.getpid(), self._folder, frameworks), *modules],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=_standard(1),
@@ -85,15 +81,17 @@ class Zygote:
         theirs.close()
         self._due = 1  # answers that are to come; the first is that it can begin
         self._workers: set[int] = set()  # the pids of those that were started, and not ended through it
-        self.wanted: dict[str, Any] = {}
-        self.harmful: list[str] = []
-        self._read, self._handles = b"", list[int]()  # answers, and descriptors that came with them
+        self._packages = {*frameworks, *map(sources.package_of, modules)}
         presence.own(self)
 
     @property
     def usable(self) -> bool:
         """Whether it runs, and belongs to this process (not to the parent of a fork)."""
         return self._process.poll() is None
+
+    def outgrown(self, frameworks: Sequence[str], modules: Sequence[str]) -> bool:
+        """Whether another would serve better: no worker is left, and it does not know a package of these."""
+        return not self._workers and not self._packages.issuperset([*frameworks, *map(sources.package_of, modules)])
 
     @property
     def awake(self) -> bool:
@@ -107,20 +105,6 @@ class Zygote:
             finally:
                 self._lock.release()
         return not self._due
-
-    def want(self, wanted: dict[str, Any]) -> None:
-        """Have it import what is wanted before it starts the next worker; does not wait for that."""
-        self.wanted = wanted
-        content = json.dumps({"environment": dict(os.environ), "path": _path(), **wanted}).encode()
-        memory = Memory(len(content))
-        try:
-            memory.write(content)
-            with self._lock:
-                self._send({"import": len(content)}, [memory.fd])
-        except OSError as error:
-            raise self._lost(error) from error
-        finally:
-            memory.close()
 
     def spawn(self, number: int, fds: Sequence[int]) -> tuple[int, int | None]:
         """Start a worker with these descriptors; returns its pid and, where there are any, a pidfd."""
@@ -137,7 +121,7 @@ class Zygote:
     def close(self) -> None:
         """End it, and with it every worker that is left; takes some seconds at most, whatever it does."""
         seconds = FAREWELL_SECONDS if self.awake or self._workers else 0  # else it is importing
-        self._let_go()
+        self._socket.close()
         try:
             self._process.send_signal(signal.SIGCONT)  # a stopped one would not see the end of its socket
             self._process.wait(seconds)  # it ends its workers, and what they started
@@ -149,14 +133,8 @@ class Zygote:
 
     def leave(self) -> None:
         """See ``presence.Owned``."""
-        self._let_go()
-        self._process.returncode = 0  # not a child of this process, so nobody may wait for it
-
-    def _let_go(self) -> None:
         self._socket.close()
-        for handle in self._handles:  # of an answer that did not come as a whole
-            os.close(handle)
-        self._handles.clear()
+        self._process.returncode = 0  # not a child of this process, so nobody may wait for it
 
     def _kill(self) -> None:
         self._process.kill()  # nothing, if it has ended
@@ -182,31 +160,23 @@ class Zygote:
             self._lock.release()
 
     def _send(self, request: dict[str, int], fds: Sequence[int]) -> None:
-        line = json.dumps({**request, "fds": len(fds)}) + "\n"
-        socket.send_fds(self._socket, [line.encode()], list(fds), socket.MSG_DONTWAIT)
+        message = json.dumps(request).encode().ljust(MESSAGE_BYTES)
+        socket.send_fds(self._socket, [message], list(fds), socket.MSG_DONTWAIT)
         self._due += 1
 
     def _receive(self) -> tuple[dict[str, Any], list[int]]:
-        """The next answer. Each is a line; a descriptor comes with the bytes of its answer or of one before it."""
+        """The next answer, and descriptors that come with it."""
         deadline = time.monotonic() + SILENT_SECONDS
-        while b"\n" not in self._read:
-            while not _readable(self._socket, SLICE_SECONDS):
-                interrupts.check()
-                self._process.send_signal(signal.SIGCONT)  # nothing happens, unless it was stopped
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"did not answer for {SILENT_SECONDS:.0f} s and was killed")
-            message, handles, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES, 1, CLOEXEC)
-            self._handles += handles
-            if not message:
-                raise ConnectionResetError("it closed its socket")
-            self._read += message
-        line, _, self._read = self._read.partition(b"\n")
-        answer = json.loads(line)
-        count = answer.get("handles", 0)
-        handles, self._handles = self._handles[:count], self._handles[count:]
-        self.harmful = answer.get("harmful", self.harmful)
+        while not _readable(self._socket, SLICE_SECONDS):
+            interrupts.check()
+            self._process.send_signal(signal.SIGCONT)  # nothing happens, unless it was stopped
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"did not answer for {SILENT_SECONDS:.0f} s and was killed")
+        message, handles, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES, 1, WHOLE)
+        if not message:
+            raise ConnectionResetError("it closed its socket")
         self._due -= 1
-        return answer, handles
+        return json.loads(message), handles
 
     def _lost(self, error: Exception) -> StartError:
         """The error to raise when it is of no use any more; it has ended then."""
@@ -222,13 +192,7 @@ class Zygote:
 
 
 class Warm:
-    """What is kept for the next run: a zygote, and what zygotes import for workers.
-
-    Attributes
-    ----------
-    left_out : set of str
-        The packages that each worker imports by itself, as a zygote could not be forked after that.
-    """
+    """What is kept for the next run: a zygote, and the modules that it imports for workers."""
 
     def __init__(self) -> None:
         self.leave()
@@ -238,49 +202,36 @@ class Warm:
         """See ``presence.Owned``."""
         self._lock = threading.RLock()
         self._zygote: Zygote | None = None
-        self._modules: dict[str, str] = {}  # what workers import, and from where
-        self.left_out: set[str] = set()
+        self._modules: list[str] = []
 
     def zygote(self) -> Zygote:
         """The zygote, started if there is none."""
         with self._lock:
-            zygote = self._zygote
-            if zygote is None or not zygote.usable:
+            if self._zygote is None or not self._zygote.usable:
                 self.close()
-                zygote = self._zygote = Zygote()
+                self._zygote = Zygote(in_use(), self._modules)
                 atexit.unregister(self.close)
                 atexit.register(self.close)
-            self._tell(zygote)
-            return zygote
-
-    def _tell(self, zygote: Zygote) -> None:
-        kept = {name: file for name, file in self._modules.items() if sources.package_of(name) not in self.left_out}
-        wanted = {"frameworks": in_use(), "modules": kept}
-        if wanted != zygote.wanted and any(wanted.values()):
-            with contextlib.suppress(StartError):  # it has ended, which shows elsewhere
-                zygote.want(wanted)
+            return self._zygote
 
     def prepare(self, definition: Definition) -> None:
-        """Start the zygote if there is none, and have it import what the recipe's code comes from, beside the caller.
+        """Start a zygote that imports what the recipe's code comes from, beside the caller, unless there is one.
 
         Raises
         ------
         OSError, UsageError
             No process can be started here.
         """
-        self.zygote()
         code = [value for value in vars(definition).values() if callable(value)]
-        self.need(sources.installed([*needed(code, reduced), type(definition.data).__module__]))
-
-    def need(self, modules: Mapping[str, str]) -> None:
-        """Have zygotes import these modules, which lie in these files, before their next workers."""
+        modules = packaged([*needed(code, reduced), type(definition.data).__module__])
         with self._lock:
-            self._modules |= modules
-            if self._zygote is not None and self._zygote.usable:
-                self._tell(self._zygote)
+            self._modules = list(dict.fromkeys([*self._modules, *modules]))
+            if self._zygote is not None and self._zygote.outgrown(in_use(), modules):
+                self.close()
+            self.zygote()
 
-    def handle(self, number: int, memories: Sequence[int]) -> WorkerHandle:
-        """A new worker; its zygote is started again if it has ended, at whatever moment.
+    def spawn(self, number: int, fds: Sequence[int]) -> tuple[Zygote, int, int | None]:
+        """Start a worker; which zygote did, pid and pidfd. That is started again if it has ended, at whatever moment.
 
         Raises
         ------
@@ -289,7 +240,8 @@ class Warm:
         """
         for attempt in range(ATTEMPTS):
             try:
-                return WorkerHandle(self.zygote(), number, memories)
+                zygote = self.zygote()
+                return zygote, *zygote.spawn(number, fds)
             except StartError as error:
                 if attempt == ATTEMPTS - 1:
                     raise StartError(f"{ATTEMPTS} times in a row, the last time: {error}") from error
@@ -306,7 +258,6 @@ class Warm:
             zygote, self._zygote = self._zygote, None
             if zygote is not None:
                 zygote.close()
-                self.left_out.update(zygote.harmful)
 
 
 WARM = Warm()
@@ -317,6 +268,14 @@ def command(*arguments: object) -> list[str]:
     code = START.format(path=_path(), arguments=", ".join(map(repr, arguments)))
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [sys.executable, *flags, "-P", "-c", code]
+
+
+def packaged(names: Iterable[str]) -> list[str]:
+    """Those of these modules that belong to installed packages which not every process has, in order of import."""
+    known = {"numpy", *sys.stdlib_module_names, *(record.module for record in RECORDS.values())}
+    wanted = {name for name in names if sources.package_of(name) not in known}
+    files = [(name, getattr(module, "__file__", None)) for name, module in list(sys.modules.items()) if name in wanted]
+    return [name for name, file in files if file and sources.is_installed(file)]
 
 
 def variables() -> dict[str, str]:

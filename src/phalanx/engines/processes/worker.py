@@ -5,13 +5,14 @@ Between grants it sleeps. What goes wrong is told to the caller's process. One t
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import signal
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -20,12 +21,10 @@ from phalanx.definition.data import Share
 from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.engines.hosts.link import HostLink
-from phalanx.engines.processes.environment import adopt_environment
 from phalanx.engines.processes.link import ArenaLink
 from phalanx.engines.processes.messages import DriverChannel, as_told
-from phalanx.engines.processes.serialization import remarked, unpack
-from phalanx.engines.reading import Taking
-from phalanx.engines.recovery.deadline import SnapshotTimer
+from phalanx.engines.processes.serialization import adopt_environment, remarked, unpack
+from phalanx.engines.reading import taken
 from phalanx.engines.twice import Twice
 from phalanx.errors import LostError, Trouble, UsageError
 from phalanx.frameworks.registry import open_framework, starting
@@ -41,6 +40,7 @@ from phalanx.shared.state import Shard
 from phalanx.step import Proposal, commit, measure, propose
 
 IDLE_YIELDS = 500
+SHARE = 0.005  # of the time, for snapshots
 
 
 def live(channel: int, memories: Sequence[int], number: int) -> None:
@@ -76,7 +76,7 @@ class Worker:
         self._framework: Framework = open_framework(self._definition, ["cpu"])
         self.environment = self._framework.environment
         self._share(arena, base, setup)
-        ahead = Taking(Inputs(inputs, self._definition.replicas)).read if setup["ahead"] else None
+        ahead = functools.partial(taken, Inputs(inputs, self._definition.replicas)) if setup["ahead"] else None
         self._dealer = BatchShares(self._definition, self._framework.opened, ahead)
         self._twice = Twice(
             self._definition, self._framework, allow=setup["allow"], audit=setup["audit"],
@@ -199,7 +199,6 @@ class Worker:
         if not self._settled:
             self._settled = True
             give_back()  # optimizer state as the first update made it
-            self._caller.tell_imports()
 
     def _announce(self, t: int, done: Proposal, lr: float, samples: int, started: float) -> None:
         """What the first worker writes before a step is finished: nobody else could, should it end after that."""
@@ -280,6 +279,30 @@ class Worker:
             self._caller.tell("warning", str(message), category, filename, line)
         except (TypeError, AttributeError, pickle.PicklingError):
             self._caller.tell("warning", str(message), UserWarning, filename, line)
+
+
+class SnapshotTimer:
+    """Times snapshots in memory.
+
+    Attributes
+    ----------
+    pace : float
+        Seconds of the latest step.
+    """
+
+    def __init__(self) -> None:
+        self.pace = 0.0
+        self._seconds = 0.0
+
+    def keep(self, save: Callable[[], None]) -> None:
+        """Save, and note what it took."""
+        began = time.perf_counter()
+        save()
+        self._seconds = time.perf_counter() - began
+
+    def interval(self) -> float:
+        """Steps from one snapshot to the next."""
+        return self._seconds / (SHARE * self.pace) if self.pace else 1
 
 
 def _left_to_the_caller(number: int, frame: FrameType | None) -> None:

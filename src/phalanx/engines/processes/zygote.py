@@ -1,9 +1,9 @@
 """The zygote: a fresh interpreter that has imported the framework and forks workers in milliseconds.
 
-It never runs user code, touches no GPU and holds no run's memory. What else its workers will import it imports when it
-is told which modules those are, before it forks the first of them, or once it has none. It serves one parent over an
-inherited socket, request by request, and ends with it: at the end of the socket, or when the parent's pidfd says
-so. Its workers end with it (``PR_SET_PDEATHSIG``, bound to its only thread). What user code started in a worker is
+It never runs user code, touches no GPU and holds no run's memory. What else its workers will import it imports first.
+A package that does harm to it is left to workers: it begins anew without that. It serves one parent over an inherited
+socket, request by request, and ends with it: at the end of the socket, or when the parent's pidfd says so. Its workers
+end with it (``PR_SET_PDEATHSIG``, bound to its only thread). What user code started in a worker is
 in the worker's process group, and ends with the worker, unless it has left that for a session of its own.
 """
 
@@ -14,6 +14,7 @@ import ctypes
 import gc
 import importlib
 import io
+import itertools
 import json
 import os
 import pathlib
@@ -24,7 +25,7 @@ import socket
 import stat
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from phalanx.engines import reading
@@ -34,26 +35,37 @@ from phalanx.shared.memory import keep_freed
 from phalanx.surroundings import sources
 
 PR_SET_PDEATHSIG, PR_SET_TIMERSLACK = 1, 29
-MESSAGE_BYTES = 4096
-RECEIVING = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+MESSAGE_BYTES = 64  # of each, filled up
+RECEIVING = getattr(socket, "MSG_CMSG_CLOEXEC", 0) | socket.MSG_WAITALL
 TASKS, DESCRIPTORS = pathlib.Path("/proc/self/task"), pathlib.Path("/proc/self/fd")
 MOST_RECEIVED = 10  # channel, output, errors, environment_memory, parcel, arena, mailbox, orders, base, inputs
 
 
-def main(fd: int, parent: int, folder: str) -> None:
-    """Serve ``parent`` over ``fd`` until it ends; never returns. ``folder``: for what workers compile."""
+def main(fd: int, parent: int, folder: str, frameworks: Sequence[str]) -> None:
+    """Serve ``parent`` over ``fd`` until it ends; never returns. ``folder``: for what workers compile.
+
+    The arguments of the command are modules to be imported, too.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.set_inheritable(fd, False)
+    modules, sys.argv[1:] = sys.argv[1:], []
     watched = [fd, *_pidfd(parent)]
     if os.getppid() == parent:
         prepare_process(folder)
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):  # the caller saw it
+            with contextlib.suppress(Exception):  # workers will say what is wrong
+                prepare_process(folder, frameworks)
+            kept = import_all(modules)
+        if kept != modules:
+            os.execv(sys.executable, [*sys.orig_argv[: -len(modules)], *kept])
+        os.set_inheritable(fd, False)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         gc.collect()
         gc.freeze()  # what is shared with workers stays shared, and their own objects are found quickly
         if sys.platform == "linux":
             # The signal is bound to a thread that may end, so from here on we watch; if we are stopped it wakes us.
             _on_death_of_parent(signal.SIGCONT)
         with socket.socket(fileno=fd) as server:
-            Nursery(server, watched, parent, folder).serve()
+            Nursery(server, watched).serve()
     shutil.rmtree(folder, ignore_errors=True)  # the parent may have had no time to
     os._exit(0)
 
@@ -66,18 +78,13 @@ class Nursery:
     server : socket.socket
     watched : list of int
         Its descriptor, and what tells that the parent has ended.
-    parent : int
-    folder : str
     """
 
-    def __init__(self, server: socket.socket, watched: list[int], parent: int, folder: str) -> None:
+    def __init__(self, server: socket.socket, watched: list[int]) -> None:
         self._server = server
         self._watched = watched
-        self._parent, self._folder = parent, folder
-        self._wanted: dict[str, Any] | None = None  # what is to be imported
         self._alive: dict[int, int] = {}  # pid of each worker: its pidfd, or -1
         self._statuses: dict[int, int] = {}  # of workers that ended and were not asked for yet
-        self._read, self._fds = b"", list[int]()  # of requests that have not come as a whole
         self._poller = select.poll()
         for fd in watched:
             self._poller.register(fd, select.POLLIN)
@@ -102,52 +109,17 @@ class Nursery:
                     os.set_inheritable(received, False)
                 if not message:
                     break
-                self._fds += fds
-                *lines, self._read = (self._read + message).split(b"\n")
-                for line in lines:  # several, if the parent did not wait for some of their answers
-                    self._answer(json.loads(line))
-            if not self._statuses and not self._import():  # else the parent is about to ask for the end of some
-                break
+                self._answer(json.loads(message), fds)
 
-    def _import(self) -> bool:
-        """Import what is wanted, unless there are workers; False if this process may fork no more after it."""
-        if self._wanted is None or self._alive:
-            return True
-        wanted, self._wanted = self._wanted, None
-        _on_death_of_parent(signal.SIGKILL)  # nobody watches now, and nothing would be left
-        if os.getppid() != self._parent:
-            return False
-        os.environ.clear()
-        os.environ.update(wanted["environment"])
-        sys.path[:] = wanted["path"]
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):  # the caller saw it
-            harmful = import_all(wanted["frameworks"], wanted["modules"], self._folder)
-        gc.collect()
-        gc.freeze()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        _on_death_of_parent(signal.SIGCONT)
-        if harmful:
-            self._say(harmful=harmful)
-        return not harmful
-
-    def _answer(self, request: dict[str, int]) -> None:
+    def _answer(self, request: dict[str, int], fds: Sequence[int]) -> None:
         if "end" in request:
             self._end(request["end"])
             self._say(status=self._statuses.pop(request["end"], None))
             return
-        zygote, fds = os.getpid(), self._fds[: request["fds"]]
-        self._fds = self._fds[request["fds"] :]
-        if "import" in request:
-            self._wanted = json.loads(os.pread(fds[0], request["import"], 0))
-            os.close(fds[0])
-        if not self._import():
-            raise ConnectionResetError  # ends it
-        if "import" in request:
-            self._say()
-            return
+        zygote = os.getpid()
         pid = os.fork()
         if pid == 0:
-            inherited = [*self._watched, *self._fds, *(fd for fd in self._alive.values() if fd >= 0)]
+            inherited = [*self._watched, *(fd for fd in self._alive.values() if fd >= 0)]
             _become_worker(zygote, request["worker"], fds, inherited)
         for fd in fds:
             os.close(fd)
@@ -162,8 +134,7 @@ class Nursery:
 
     def _say(self, handles: Sequence[int] = (), **facts: Any) -> None:
         """Answer the request; the first answer is that there may be some."""
-        line = json.dumps({"handles": len(handles), **facts}) + "\n"
-        socket.send_fds(self._server, [line.encode()], handles)
+        socket.send_fds(self._server, [json.dumps(facts).encode().ljust(MESSAGE_BYTES)], handles)
 
     def _clear_away(self) -> None:
         """Take in workers that have ended by themselves."""
@@ -183,36 +154,26 @@ class Nursery:
                 os.close(handle)
 
 
-def import_all(frameworks: Sequence[str], modules: Mapping[str, str], folder: str) -> list[str]:
-    """Import what workers need; a package that did harm, so that this process may fork no more, and what came with it.
+def import_all(modules: list[str]) -> list[str]:
+    """Import what workers need; the modules that are left when the first package that does harm is left out.
 
     An import that only made objects does none. One does that started a thread, as the thread would be missing in a
     child, together with what it holds locked at that moment; or that opened a device, a socket or the like, which
-    parent and child would then both use; or that failed, or found another file than in the caller's process. Where
-    /proc does not tell of harm, nothing is imported.
+    parent and child would then both use; or that failed. Where /proc does not tell of harm, nothing is imported.
     """
     if not TASKS.exists():
-        return []
-    with contextlib.suppress(Exception):  # workers will say what is wrong
-        prepare_process(folder, frameworks)
+        return modules
     before = _unshared()
-    packages: dict[str, list[str]] = {}
-    for name in [name for name in modules if name not in sys.modules]:  # in the order of their imports
-        packages.setdefault(sources.package_of(name), []).append(name)
-    for package, names in packages.items():
-        known = set(map(sources.package_of, sys.modules))
-        if not all(_imported(name, modules[name]) for name in names) or _unshared() - before:
-            came = set(map(sources.package_of, sys.modules)) - known - set(sys.stdlib_module_names)
-            return sorted({package} | came)
-    return []
-
-
-def _imported(name: str, origin: str) -> bool:
-    """Import a module; False if that failed with some of it run, or found another file. One that is missing is left."""
-    try:
-        return getattr(importlib.import_module(name).__spec__, "origin", None) == origin
-    except BaseException as error:
-        return isinstance(error, ModuleNotFoundError) and error.name == name
+    for package, names in itertools.groupby(modules, sources.package_of):
+        try:
+            for name in names:
+                importlib.import_module(name)
+            harmful = bool(_unshared() - before)
+        except BaseException:
+            harmful = True
+        if harmful:
+            return [name for name in modules if sources.package_of(name) != package]
+    return modules
 
 
 def _unshared() -> set[str]:

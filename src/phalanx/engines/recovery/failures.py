@@ -1,8 +1,12 @@
-"""Who fell, where and why: recorded until they are replaced, counted, and an error if it does not stop."""
+"""Who fell, where and why: recorded until they are replaced, counted, and an error if it does not stop; who hangs."""
 
 from __future__ import annotations
 
+import math
+import statistics
+import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +21,10 @@ from phalanx.seams.records import Incident, RunState
 from phalanx.shared.counters import TASK, Counters
 
 SHOWN_CAUSES = 3
+RECENT = 21  # steps whose median tells how long one takes
+PATIENCE, SLOWER, FIRST_PATIENCE = 60.0, 20, 600.0  # seconds; times a usual step; seconds while none is known
+STARTING = 120.0  # seconds for imports and make_model, at least
+AWAKE_SECONDS = 5.0  # between two looks: more means that this process was stopped, and perhaps the workers with it
 PARTS = {Phase.SAVING: "save", Phase.FOLDING: "fold", Phase.UPDATING: "update"}
 DOING = {
     "save": "in its snapshot, or the schedule before it",
@@ -25,6 +33,54 @@ DOING = {
     "task": "in a task between steps",
     "wait": "while it waited for others",
 }
+
+
+class Deadline:
+    """Seconds of silence that are too many.
+
+    Parameters
+    ----------
+    seconds : float or None
+        None: 20 usual steps, at least a minute; none at all under a debugger.
+    """
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self._seconds = seconds
+        self._recent: deque[float] = deque(maxlen=RECENT)
+
+    def note(self, seconds: float) -> None:
+        """A step took so long."""
+        self._recent.append(seconds)
+
+    @property
+    def seconds(self) -> float:
+        """How long a worker may be silent now."""
+        if self._seconds is not None:
+            return self._seconds
+        if sys.gettrace() is not None:
+            return math.inf
+        return max(PATIENCE, SLOWER * statistics.median(self._recent)) if self._recent else FIRST_PATIENCE
+
+
+class Watch:
+    """Notices that nothing has changed for too long, as far as this process was awake to see it."""
+
+    def __init__(self, deadline: Deadline) -> None:
+        self._deadline = deadline
+        self._last = b""
+        self._since = self._seen = time.monotonic()
+
+    def expired(self, progress: bytes, *, starting: bool) -> bool:
+        """Whether ``progress`` has been the same for too long; starts anew then. Starting may take longer."""
+        now = time.monotonic()
+        asleep, self._seen = now - self._seen > AWAKE_SECONDS, now
+        if progress != self._last or asleep:
+            self._last, self._since = progress, now
+            return False
+        expired = now - self._since > max(self._deadline.seconds, STARTING if starting else 0)
+        if expired:
+            self._since = now
+        return expired
 
 
 class FailureLog:
@@ -148,17 +204,12 @@ class FailureLog:
         more = f", ... and {count - SHOWN_CAUSES} more" if count > SHOWN_CAUSES else ""
         causes = ", ".join(streak.causes[:SHOWN_CAUSES]) + more
         patience = "" if streak.own >= OWN else "; if others end workers, raise max_failures"
-        if place.doing == "start":
-            return RunError(
-                f"worker {worker} ended {count} times in a row before it was ready ({causes}); look at what it printed "
-                f"last, at the system's log and at memory, or use engine='inline'{patience}",
-                step=step,
-            )
         if place.doing != "compute":
+            where = "before it was ready" if place.doing == "start" else f"at step {step} {DOING[place.doing]}"
             return RunError(
-                f"worker {worker} ended {count} times in a row at step {place.step} {DOING[place.doing]} ({causes}); "
-                f"look at the system's log and at memory, or use engine='inline' under a debugger{patience}",
-                step=place.step,
+                f"worker {worker} ended {count} times in a row {where} ({causes}); look at what it printed last, at "
+                f"the system's log and at memory, or use engine='inline' under a debugger{patience}",
+                step=step,
             )
         replica = self._placement.blocks[worker][place.done]
         samples = self._samples(place.step, replica)

@@ -1,9 +1,9 @@
 """Keeps W workers at work: starts them, grants what they are to do, and puts others in the place of those that end.
 
 What to do is decided in ``plan.lifecycle``; here it is done. What workers did lies in the arena, and in the snapshot
-there. A replacement has to be told at which step it is, and what else belongs to the state (``StateRecord``): options
-of optimizers and schedules follow from those of an earlier step and the losses since. Batches that the caller brought
-cannot be read again, so they are kept as long as a step may have to be done again.
+there. A replacement has to be told at which step it is, and what else belongs to the state: options of optimizers and
+schedules follow from those of an earlier step and the losses since. Batches that the caller brought cannot be read
+again, so they are kept as long as a step may have to be done again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from phalanx.frameworks.registry import reduced, reduced_sample
 from phalanx.plan.fold import Placement
 from phalanx.plan.lifecycle import Action, Decision, Repair, Seen, Situation, decide
 from phalanx.seams.records import RunState
-from phalanx.shared.counters import BATCH, STEPS, TASK, Reports
+from phalanx.shared.counters import BATCH, STEPS, TASK
 from phalanx.shared.memory import Memory
 from phalanx.shared.state import Mirror
 from phalanx.surroundings import interrupts
@@ -32,80 +32,6 @@ EAGER_STEPS = 10  # after a state was taken back, each of as many steps is follo
 NEVER = -1
 
 
-class StateRecord:
-    """What a worker has to know to be at the beginning of a step.
-
-    Parameters
-    ----------
-    mirror : Mirror
-        The caller's own state, and the way into the arena.
-    run_state : RunState
-        The steps that the caller has seen.
-    reports : Reports
-        Of the steps that it has not seen yet.
-
-    Attributes
-    ----------
-    home : int or None
-        The step at which the caller's own state is; None once there is a snapshot by the caller's wish, which takes its
-        place.
-    batches : dict
-        Those that the caller brought since the last snapshot, by their step, as they are written for workers.
-    """
-
-    def __init__(self, mirror: Mirror, run_state: RunState, reports: Reports) -> None:
-        self._mirror = mirror
-        self._run_state = run_state
-        self._reports = reports
-        self.home: int | None = self.seen
-        self.batches: dict[int, bytes] = {}
-        self._base: tuple[int, Any] = (self.seen, None)  # a step, and the options before it
-        self._foreign: Any = None  # state of an optimizer that is not the framework's own, as the caller has it
-
-    @property
-    def seen(self) -> int:
-        """How many steps the caller has seen."""
-        return len(self._run_state.loss_history)
-
-    @property
-    def base(self) -> int:
-        """The step from which on losses have to be told."""
-        return self._base[0]
-
-    def put(self) -> int:
-        """Put the caller's own state into the arena; returns its step."""
-        assert self.home is not None  # it is given up only when there is a snapshot
-        state = self._mirror.put()
-        self._base = (self.home, state["options"])
-        self._foreign = state["foreign"]
-        return self.home
-
-    def keep(self, step: int, options: Any) -> None:
-        """A snapshot before ``step`` has taken the place of the caller's own state, which may change from here on."""
-        self.home, self._base = None, (step, options)
-
-    def note_batch(self, step: int, batch: bytes, *, kept: int) -> int:
-        """The caller brought a batch; those that the snapshot covers may go. Returns the bytes of all that are kept."""
-        self.batches = {earlier: kept_batch for earlier, kept_batch in self.batches.items() if earlier >= kept}
-        self.batches[step] = batch
-        return sum(map(len, self.batches.values()))
-
-    def loss(self, step: int) -> float:
-        """Of a finished step."""
-        return self._run_state.loss_history[step] if step < self.seen else self._reports.read(step)[0]
-
-    def described(self, step: int) -> dict[str, Any]:
-        """What to tell a worker that is to be at the beginning of ``step``."""
-        begun, options = self._base
-        return {
-            "step": step,
-            "foreign": self._foreign,
-            "options": options,
-            "losses": [self.loss(earlier) for earlier in range(begun, step)],
-            "restore": False,
-        }
-
-
 class Supervisor:
     """W workers over one arena, seen as one that does not fail.
 
@@ -113,7 +39,10 @@ class Supervisor:
     ----------
     placement : Placement
     pool : WorkerPool
-    record : StateRecord
+    mirror : Mirror
+        The caller's own state, and the way into the arena.
+    run_state : RunState
+        The steps that the caller has seen.
     mailbox, orders : Memory
         For what all workers are to do, and for what a new one has to know.
     failures : FailureLog
@@ -123,7 +52,8 @@ class Supervisor:
         self,
         placement: Placement,
         pool: WorkerPool,
-        record: StateRecord,
+        mirror: Mirror,
+        run_state: RunState,
         mailbox: Memory,
         orders: Memory,
         failures: FailureLog,
@@ -131,18 +61,23 @@ class Supervisor:
         self._placement = placement
         self._pool = pool
         self._counters = pool.counters
-        self._record = record
+        self._mirror = mirror
+        self._run_state = run_state
         self._mailbox = mailbox
         self._orders = orders
         self._failures = failures
         self._readers = threading.Condition()
-        self._first = record.seen  # the first step of the latest grant
+        self._first = self._seen  # the first step of the latest grant
+        self._home: int | None = self._seen  # the step at which the caller's own state is; None once it may change
+        self._base: tuple[int, Any] = (self._seen, None)  # a step, and the options before it
+        self._foreign: Any = None  # state of an optimizer that is not the framework's own, as the caller has it
+        self._batches: dict[int, bytes] = {}  # that the caller brought since the last snapshot, by their step
         self._repair: Repair | None = None
 
     def begin(self) -> None:
         """Put the caller's state into the arena and start all workers."""
         self._counters.snapshot_step = self._counters.snapshot_due = NEVER
-        self._counters.confirmed = step = self._record.put()
+        self._counters.confirmed = step = self._put()
         self._replace(range(self._placement.workers), step)
 
     def grant(self, kind: int, thing: Any = None) -> None:
@@ -152,11 +87,13 @@ class Supervisor:
         if kind != STEPS:
             size = pack(thing, self._mailbox, reduced_sample if kind == BATCH else reduced)
             if kind == BATCH and self._failures.portable:
-                taken = self._record.note_batch(done, self._mailbox.read(size), kept=self._counters.snapshot_step)
-                if taken > MOST_BATCHES:
+                kept = self._counters.snapshot_step  # batches that the snapshot covers may go
+                self._batches = {step: batch for step, batch in self._batches.items() if step >= kept}
+                self._batches[done] = self._mailbox.read(size)
+                if sum(map(len, self._batches.values())) > MOST_BATCHES:
                     self._counters.eager = done + 1  # a snapshot, and they may go
         else:
-            self._record.batches.pop(done, None)  # of a step that failed, and is now done as planned
+            self._batches.pop(done, None)  # of a step that failed, and is now done as planned
         self._first = done
         self._pool.grant(kind)
 
@@ -198,7 +135,7 @@ class Supervisor:
         ``options``: those of optimizers and schedules now, so that earlier losses need not be told any more.
         """
         self._counters.snapshot_step = self._counters.snapshot_due = self._counters.done
-        self._record.keep(self._counters.done, options)
+        self._home, self._base = None, (self._counters.done, options)
 
     def forget(self) -> None:
         """The workers are about to save: until they have, there is no snapshot, and none is needed."""
@@ -294,7 +231,7 @@ class Supervisor:
         self._repair = Repair(Action.RESUME, step)
         self._counters.confirmed = max(self._counters.confirmed, step)
         self._replace(fallen, step)
-        loss = self._record.loss(step - 1) if step > self._record.base else 0.0
+        loss = self._loss(step - 1) if step > self._base[0] else 0.0
         if self._told("resume", {"step": step, "loss": loss}):
             self._repair = None
 
@@ -305,10 +242,10 @@ class Supervisor:
         """
         self._repair = Repair(Action.GO_BACK, kept)
         if kept < 0:
-            kept = self._record.put()
-        restore = kept != self._record.home
+            kept = self._put()
+        restore = kept != self._home
         self._replace(fallen, kept)
-        if self._told("take", {"orders": {**self._record.described(kept), "restore": restore}}):
+        if self._told("take", {"orders": {**self._described(kept), "restore": restore}}):
             self._repair = None
 
     def _do_again(self, step: int) -> None:
@@ -318,7 +255,7 @@ class Supervisor:
                 f"step {again[0].step} was done again after a worker had ended, and raised what it had not raised "
                 f"before: {again[0].content!r}"
             )
-        batch = self._record.batches.get(step)
+        batch = self._batches.get(step)
         if batch is not None:
             self._mailbox.write(batch)
         self._counters.horizon = step + 1
@@ -342,9 +279,33 @@ class Supervisor:
 
     def _replace(self, workers: Sequence[int], step: int, *, joining: bool = False) -> None:
         """Start workers at ``step``; returns when they are ready, or have ended again."""
-        orders = {**self._record.described(step), "grant": self._counters.grant, "joining": joining}
+        orders = {**self._described(step), "grant": self._counters.grant, "joining": joining}
         pack(orders, self._orders, reduced)
         self._pool.start(workers)
         self._failures.started(step)
         if any(told.kind == "failed" for told in self._pool.told):
             raise unfit(first_error(self._pool.told))
+
+    @property
+    def _seen(self) -> int:
+        """How many steps the caller has seen."""
+        return len(self._run_state.loss_history)
+
+    def _put(self) -> int:
+        """Put the caller's own state into the arena; returns its step."""
+        assert self._home is not None  # it is given up only when there is a snapshot
+        state = self._mirror.put()
+        self._base = (self._home, state["options"])
+        self._foreign = state["foreign"]
+        return self._home
+
+    def _loss(self, step: int) -> float:
+        """Of a finished step."""
+        seen = step < self._seen
+        return self._run_state.loss_history[step] if seen else self._counters.reports.read(step)[0]
+
+    def _described(self, step: int) -> dict[str, Any]:
+        """What to tell a worker that is to be at the beginning of ``step``."""
+        begun, options = self._base
+        losses = [self._loss(earlier) for earlier in range(begun, step)]
+        return {"step": step, "foreign": self._foreign, "options": options, "losses": losses, "restore": False}
