@@ -77,7 +77,8 @@ class Trapped:
     def watch_copies(self):
         from phalanx.shared.state import Shard
 
-        update = importlib.import_module(f"phalanx.frameworks.{self.framework}.optimizer").Update
+        holder = {"torch": "optimizer", "jax": "state"}[self.framework]
+        update = importlib.import_module(f"phalanx.frameworks.{self.framework}.{holder}").Update
         applied = {"torch": "apply", "jax": "step"}[self.framework]
         owner, name = (Shard, "_kept") if self.place == "half saved" else (update, applied)
         original, trap = getattr(owner, name), self

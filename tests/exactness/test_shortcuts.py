@@ -73,7 +73,8 @@ COLUMNS = {
 
 def rows_of(column):
     """How a share's rows of one column come to user code."""
-    return feed.opened(Columns((column,), tuple)).batch(np.array([7, 0, 0, 9]))[0]
+    opened = feed.opened(Columns((column,), tuple))
+    return opened.rows(opened.arrays, np.array([7, 0, 0, 9]))[0]
 
 
 @pytest.mark.parametrize("name", COLUMNS)

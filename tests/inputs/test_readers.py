@@ -176,9 +176,9 @@ def test_readers_read(monkeypatch):
         return opened[-1]
 
     def wait(report):
-        """Wait until the next share but one is there."""
+        """Wait until the next share is there."""
         inputs, end = opened[0].inputs, time.monotonic() + 60
-        tags = [inputs.entry(report.step + 2, replica) + module.TAG for replica in range(made.replicas)]
+        tags = [inputs.entry(report.step + 1, replica) + module.TAG for replica in range(made.replicas)]
         while report.step < 40 and not any(inputs.words[tag] for tag in tags) and time.monotonic() < end:
             time.sleep(0.001)
 

@@ -103,7 +103,7 @@ def test_a_run_that_was_stopped_early_is_told_of(here, recipe_file):
     recipe_file.write_text(RECIPE.replace("import torch, phalanx", "import torch, phalanx, phalanx.callbacks") + stop)
     command = ("train", "job.py", "--quiet", "--run-dir", "run")
     first, again = here(*command, cwd=recipe_file.parent), here(*command, cwd=recipe_file.parent)
-    said = "phalanx: stopped early at step 4 of 6 by EarlyStopping('error', patience=1, min_delta=100)"
+    said = "phalanx: stopped early at step 4 of 6 by EarlyStopping('error', patience=1)"
     assert first.stdout.splitlines()[0] == said
     assert again.stdout.splitlines()[0] == f"{said}; that was before, and nothing was done now"
     assert "all steps" not in again.stdout

@@ -158,7 +158,13 @@ def path(name: str, value: Any, *, hint: str = "give a directory") -> pathlib.Pa
         text = None
     if not isinstance(text, str) or not text or "\0" in text:
         raise UsageError(f"{name} is {shown(value)}, which is no path; {hint}")
-    return pathlib.Path(text).absolute()
+    try:
+        return pathlib.Path(text).absolute()
+    except OSError as error:
+        raise UsageError(
+            f"{name} is {shown(value)}, which begins at the working directory, and that cannot be found "
+            f"({error.strerror}); give an absolute path"
+        ) from error
 
 
 def weight(name: str, value: Any) -> float:

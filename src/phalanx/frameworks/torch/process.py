@@ -17,6 +17,7 @@ Setting = tuple[Callable[[], Any], Callable[[Any], object]]  # what reads it, an
 # The attribute ``mkldnn.fp32_precision`` sets more than it reads, so they are addressed as torch's own code does.
 PRECISIONS = [(backend, operation) for operation in ("all", "matmul", "conv", "rnn") for backend in ("cuda", "mkldnn")]
 PRECISIONS.insert(0, ("generic", "all"))
+LEGACY = {("cuda", "matmul"), ("mkldnn", "matmul"), ("cuda", "conv"), ("cuda", "rnn")}  # older flags say these, too
 SMALL_BYTES = 4096  # of memory beside a tensor that are carried along
 
 
@@ -80,9 +81,16 @@ def numeric_environment() -> dict[str, Any]:
 
 def recorded_environment() -> dict[str, Any]:
     """What a snapshot says of the numeric environment, as text; with it, torch and the processor's abilities."""
-    found = {name: repr(value) for name, value in numeric_environment().items()}
-    del found["default_device"], found["anomaly"]
-    return {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), **found}
+    settings = numeric_environment()
+    mixed = None in (settings["matmul_precision"], settings["cuda.matmul.allow_tf32"])
+    # Reading or setting an older flag may turn "none" into a name for the same, so what such flags say counts once.
+    settings["precisions"] = {
+        f"{backend} {operation}": value
+        for (backend, operation), value in zip(PRECISIONS, settings["precisions"], strict=False)
+        if value != "none" and (mixed or (backend, operation) not in LEGACY)
+    }
+    recorded = {name: repr(value) for name, value in settings.items() if name not in ("default_device", "anomaly")}
+    return {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), **recorded}
 
 
 def adopt(settings: dict[str, Any]) -> None:
