@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from phalanx.callbacks import Log
-from tests.callbacks.jobs import HELD_OUT, TARGETS, evaluation, recipe
+from tests.callbacks.jobs import HELD_OUT, TARGETS, accuracy, evaluation, recipe
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 KILLED = """
@@ -74,12 +74,15 @@ def test_tensorboard_shows_each_step_once(resumed):
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_metrics_of_torchmetrics_are_what_they_are_on_all_outputs(workers):
-    """F1, AUROC and kappa, folded over chunks, equal one update with everything, for any workers."""
+    """F1, AUROC, kappa and a collection, folded over chunks, equal one update with everything, for any workers."""
     torchmetrics = pytest.importorskip("torchmetrics")
     metrics = {
         "f1": torchmetrics.F1Score(task="multiclass", num_classes=2, average="macro"),
         "auroc": torchmetrics.AUROC(task="multiclass", num_classes=2),
         "kappa": torchmetrics.CohenKappa(task="multiclass", num_classes=2),
+        "two": torchmetrics.MetricCollection(
+            {kind: torchmetrics.Accuracy(task="multiclass", num_classes=2, average=kind) for kind in ("micro", "macro")}
+        ),
     }
     with recipe(epochs=2).start(workers=workers) as run:
         run.finish()
@@ -88,3 +91,5 @@ def test_metrics_of_torchmetrics_are_what_they_are_on_all_outputs(workers):
         fresh = metrics[name].clone()
         fresh.update(outputs, TARGETS)
         assert found[name] == float(fresh.compute()), name
+    assert found["two/micro"] == pytest.approx(float(accuracy(outputs, TARGETS)))
+    assert found["two/macro"] != found["two/micro"]

@@ -140,7 +140,7 @@ class Folded:
         total = copy.deepcopy(readings[0])  # not a fresh one: those warn that nothing was seen
         for reading in readings[1:]:
             _merge(total, reading)
-        return _number(total.compute())
+        return _numbers(total.compute())
 
     def _fresh(self) -> Any:
         metric = copy.deepcopy(self._metric)
@@ -149,14 +149,17 @@ class Folded:
 
 
 def _merge(total: Any, other: Any) -> None:
-    """Put a metric's state to another's."""
-    if not hasattr(total, "merge_state"):
+    """Put a metric's state to another's; of collections, metric by metric."""
+    if hasattr(total, "merge_state"):
+        total.merge_state(other)
+    elif callable(getattr(total, "keys", None)):
+        for name in total.keys():  # noqa: SIM118  a collection is no dict: iterating gives modules
+            _merge(total[name], other[name])
+    else:
         raise UsageError(
             f"metric_fn has a {type(total).__name__}, whose states cannot be merged (it has no merge_state); take a "
-            "version of its library that has one, pass the metrics of a collection in a dict, or compute it over all "
-            "outputs: phalanx.whole(function)"
+            "version of its library that has one, or compute it over all outputs: phalanx.whole(function)"
         )
-    total.merge_state(other)
 
 
 class Predictions:
@@ -213,7 +216,7 @@ class whole(Predictions):  # noqa: N801  used as a function
         """The function's value."""
         pairs, samples = zip(*readings, strict=True)
         outputs, targets = zip(*pairs, strict=True)
-        return _number(self._function(joined(outputs, samples, "output"), joined(targets, samples, "target")))
+        return _numbers(self._function(joined(outputs, samples, "output"), joined(targets, samples, "target")))
 
 
 class Metrics:
@@ -260,10 +263,16 @@ class Metrics:
         return [metric.read(value, samples) for metric, value in zip(self._metrics.values(), values, strict=True)]
 
     def fold(self, chunks: Sequence[Sequence[Any]]) -> dict[str, Any]:
-        """The value of each metric, by name, given what was read of all chunks in order."""
-        columns = zip(*chunks, strict=True)
-        pairs = zip(self._metrics.items(), columns, strict=True)
-        return {name: metric.fold(column) for (name, metric), column in pairs}
+        """The value of each metric, by name, given what was read of all chunks in order.
+
+        A metric that has several values is as many metrics.
+        """
+        values: dict[str, Any] = {}
+        for (name, metric), column in zip(self._metrics.items(), zip(*chunks, strict=True), strict=True):
+            value = metric.fold(column)
+            several = isinstance(value, dict) and type(metric) is not Predictions  # whose outputs may be a dict
+            values |= {f"{name}/{key}": each for key, each in value.items()} if several else {name: value}
+        return values
 
 
 def _metric(value: Any) -> Any:
@@ -301,13 +310,15 @@ def name_of(metric: Any) -> str:
     )
 
 
-def _number(value: Any) -> float:
-    """What a metric computed, as a float."""
+def _numbers(value: Any) -> float | dict[str, Any]:
+    """What a metric computed, as a float; or several by name."""
+    if isinstance(value, Mapping):
+        return {str(name): _numbers(each) for name, each in value.items()}
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         raise UsageError(
-            f"metric_fn computed {checks.described(value)}; it must be one number; for several, pass a dict of metrics"
+            f"metric_fn computed {checks.described(value)}; it must be one number, or a dict of numbers by name"
         ) from None
 
 
