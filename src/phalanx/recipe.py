@@ -24,6 +24,11 @@ from phalanx.surroundings.interrupts import on_sigterm
 from phalanx.surroundings.presence import rank
 from phalanx.surroundings.turns import Turns
 
+AHEAD = (
+    "readers is {}, but a stream is read in the caller's process, so it has no effect; make_iterable may return a "
+    "torch DataLoader(dataset, batch_size=None, num_workers=1), which reads ahead"
+)
+
 
 class Recipe(Definition):
     """Everything that defines the answer. Two runs of one recipe end in the same bits.
@@ -115,8 +120,8 @@ class Recipe(Definition):
             W, at most ``replicas``. "auto": the run starts in this process, and hands over to one worker per core once
             they are up, if that is faster.
         readers : int or "auto"
-            Processes that read ahead (``docs/inputs.md``). "auto": for a dataset as many as pay in the first seconds
-            with workers. 0: none; nor are there any for arrays and lists. A stream has one where a number is given.
+            Processes that read a dataset ahead (``docs/inputs.md``). "auto": one for each worker, as far as cores are
+            left. 0: none; nor are there any for arrays and lists. The caller reads a stream: a number is warned of.
         engine : "auto", "inline", "processes" or "distributed"
             Where workers live: "inline" is this process, "distributed" all processes of a torch.distributed world
             (``docs/hosts.md``). "auto": distributed in such a world, else processes if ``workers`` is more than 1.
@@ -254,6 +259,8 @@ class Recipe(Definition):
             keeping = past.observers(settled.snapshot_every, stop=stop, chain=settled.chain)
             observers = [*watching(settled.progress, settled.callbacks, self.total, turn, stop=stop), *keeping]
             bar = functools.partial(shown, unit="sample", progress=settled.progress)  # while a stream is read again
+            if self.stream and settled.readers:
+                checks.warn(AHEAD.format(settled.readers))
             supply = self.stream and supplied(self, engine.run_state, engine.reading, bar, anyway=anyway)
             undo.callback(supply.close if supply else bool)
             loop = Loop(self, engine, settled.evaluation, observers, supply, past.first_step)

@@ -317,6 +317,24 @@ def test_fields_of_records_are_columns():
     assert recipe(Net, data=(records["x"], records["y"])).train().digest == recipe(Net).train().digest
 
 
+class Labelled(np.ndarray):
+    """An array whose single rows are asked for by labels, as a column of pandas is."""
+
+    def __getitem__(self, key):
+        if isinstance(key, int):
+            raise KeyError(key)
+        return super().__getitem__(key)
+
+
+def test_a_column_with_labels():
+    """Rows of a large column are looked at by position, when it is seen whether the data was changed."""
+    x = np.random.default_rng(0).random((9000, 8), dtype=np.float32)
+    y = np.arange(9000) % 2
+    made = functools.partial(phalanx.Recipe, lambda: torch.nn.Linear(8, 2), loss_fn=F.cross_entropy, steps=3)
+    assert made((x.view(Labelled), y)).train().digest == made((x, y)).train().digest
+    assert made((x + 1, y)).train().digest != made((x, y)).train().digest
+
+
 def test_a_list_of_columns_is_not_taken_for_samples():
     """[x, y] would be two samples that cannot be collated; the error shows the tuple."""
     with pytest.raises(phalanx.UsageError, match=r"list of 2 arrays.*pass a tuple: \(x, y\)"):

@@ -17,6 +17,8 @@ from phalanx.definition.plain import hashed
 from tests.exactness import test_phases as phases
 from tests.state.runs import assert_same
 
+pytestmark = pytest.mark.filterwarnings("ignore:readers is")  # streams have none
+
 KINDS = {
     "phases": lambda **changes: phases.recipe("gan", shuffle=False, **changes),
     "micro-batches": lambda **changes: phases.recipe("actor_critic", shuffle=False, micro_batches=2, **changes),

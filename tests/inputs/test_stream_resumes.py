@@ -124,8 +124,16 @@ def test_batches_that_are_brought_between(tmp_path):
     expected = driven(6)
     assert made.plan.steps == 4
     for step in range(1, 7):
-        driven(step, run_dir=tmp_path / str(step), readers=step % 2)
+        driven(step, run_dir=tmp_path / str(step))
         assert_same(driven(6, run_dir=tmp_path / str(step)), expected)
+
+
+def test_readers_of_a_stream_are_warned_of():
+    """A stream is read by the caller, so a number of readers has no effect, and that is said."""
+    made = recipe(size=16, epochs=2)
+    with pytest.warns(UserWarning, match="readers is 2, but a stream is read in the caller's process"):
+        result = made.train(engine="inline", readers=2)
+    assert_same(made.train(engine="inline", readers="auto"), result)
 
 
 def test_a_snapshot_without_a_place(tmp_path):

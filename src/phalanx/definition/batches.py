@@ -299,4 +299,5 @@ def _checksum(array: Any) -> int | None:
     if array.nbytes <= WHOLE_BYTES:
         return zlib.crc32(content(array))
     rows = np.unique(np.linspace(0, array.shape[0] - 1, ROWS).astype(np.int64))
-    return zlib.crc32(b"".join(content(array[int(row)]) for row in rows))
+    # Slices go by position; a number alone may be a label, as in a column of pandas.
+    return zlib.crc32(b"".join(content(array[row : row + 1]) for row in rows.tolist()))
