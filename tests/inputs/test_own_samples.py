@@ -185,7 +185,7 @@ def test_samples_that_are_dataclasses(way):
 
 
 @pytest.mark.parametrize("buffer", [0, 4])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "readers"])  # streams have none
 def test_a_stream_that_fills_one_buffer(way, buffer):
     """Each sample of a stream is what it was when it was yielded."""
 
@@ -195,6 +195,5 @@ def test_a_stream_that_fills_one_buffer(way, buffer):
     def one():
         return map(OneBuffer().__getitem__, range(COUNT))
 
-    options = {**WAYS[way], "readers": 1} if way == "readers" else WAYS[way]
     expected = recipe(phalanx.Stream(anew, buffer), forward_fn=nested).train(engine="inline")
-    assert_same(recipe(phalanx.Stream(one, buffer), forward_fn=nested).train(**options), expected)
+    assert_same(recipe(phalanx.Stream(one, buffer), forward_fn=nested).train(**WAYS[way]), expected)

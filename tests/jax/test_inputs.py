@@ -35,6 +35,7 @@ def recipe(data):
 
 
 @pytest.mark.cases(2)
+@pytest.mark.filterwarnings("ignore:readers is")  # streams have none
 @pytest.mark.parametrize("data", [Rows(), phalanx.Stream(rows)], ids=["dataset", "stream"])
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_streams_and_readers(data, place):

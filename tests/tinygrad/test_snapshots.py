@@ -82,7 +82,7 @@ def test_a_process_that_is_killed(tmp_path, wanted):
 
 @pytest.mark.long
 def test_a_stream(tmp_path):
-    """A stream has the bits of its samples in order: on two devices, read by a process of its own, and resumed."""
+    """A stream has the bits of its samples in order: on two devices, and resumed."""
     x, y = FEATURES
 
     def made(steps=4, data=None, **changes):
@@ -90,11 +90,11 @@ def test_a_stream(tmp_path):
         return FAMILIES["mlp"].recipe(2, data=data, steps=steps, shuffle=bool(changes))
 
     wanted = made(data=FEATURES).train()
-    one, two, apart = made().train(), made().train(devices=TWO), made().train(readers=1)
+    one, two = made().train(), made().train(devices=TWO)
     made(2).train(run_dir=tmp_path)
     again = made().train(run_dir=tmp_path)
     assert again.resumed_from == 2
-    assert {result.digest for result in (one, two, apart, again)} == {wanted.digest}
+    assert {result.digest for result in (one, two, again)} == {wanted.digest}
     assert made(shuffle_buffer=8).train().digest != wanted.digest
 
 
