@@ -77,8 +77,7 @@ class Trapped:
     def watch_copies(self):
         from phalanx.shared.state import Shard
 
-        holder = {"torch": "optimizer", "jax": "state"}[self.framework]
-        update = importlib.import_module(f"phalanx.frameworks.{self.framework}.{holder}").Update
+        update = importlib.import_module(f"phalanx.frameworks.{self.framework}.optimizer").Update
         applied = {"torch": "apply", "jax": "step"}[self.framework]
         owner, name = (Shard, "_kept") if self.place == "half saved" else (update, applied)
         original, trap = getattr(owner, name), self

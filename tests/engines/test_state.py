@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from phalanx.plan.fold import place
-from phalanx.shared.layout import Contents, Spec, StatePiece, lay_out, row_major
+from phalanx.shared.layout import SHARED, Contents, Spec, StatePiece, lay_out, row_major
 from phalanx.shared.memory import Carver, Memory
 from phalanx.shared.state import Mirror, Shard
 
@@ -28,7 +28,7 @@ CONTENTS = Contents(
     list(range(len(WEIGHTS))),
     [
         *(StatePiece(index, "sum", spec(count)) for index, count in enumerate(WEIGHTS)),
-        StatePiece(0, "count", spec(1, "int64")),
+        StatePiece(SHARED, "count", spec(1, "int64")),
     ],
 )
 
@@ -110,25 +110,27 @@ def same(left, right):
 
 
 def test_places_do_not_overlap():
-    """Whatever is written at once lies apart."""
+    """Whatever is written at once lies apart; what all keep for themselves has a place for each worker."""
     taken_places = []
 
     def take(size, carver=Carver()):  # noqa: B008
         taken_places.append((carver.take(size), size))
         return taken_places[-1][0]
 
-    lay_out(CONTENTS, CONTENTS.owners(2), place(4, 2), take)
+    layout = lay_out(CONTENTS, CONTENTS.owners(2), place(4, 2), take)
     ends = sorted((offset, offset + size) for offset, size in taken_places if size)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
+    rows = layout.state
+    assert rows[0][:-1] == rows[1][:-1]
+    assert rows[0][-1] != rows[1][-1]
 
 
 def test_owners_and_keepers_share_out_everything():
-    """Each parameter has an owner, who keeps its optimizer state."""
+    """Each parameter has an owner, who keeps its optimizer state; what belongs to none is kept by all."""
     layout = lay_out(CONTENTS, CONTENTS.owners(2), place(4, 2), lambda size: 0)
     owned, kept = ([method(worker) for worker in (0, 1)] for method in (layout.owned, layout.kept))
     assert sorted(owned[0] + owned[1]) == [0, 1, 2, 3]
-    assert sorted(kept[0] + kept[1]) == [0, 1, 2, 3, 4]
-    assert all(set(owned[worker]) == set(kept[worker]) - {4} for worker in (0, 1))
+    assert all(kept[worker] == [*owned[worker], 4] for worker in (0, 1))
     assert owned[0]
     assert owned[1]
 
@@ -180,7 +182,7 @@ def damaged(run):
     return {
         "weights": copies.weights[1] + 5,
         "buffers": copies.starts[0] + 27,
-        "state": copies.state[3] + 1,
+        "state": copies.state[0][3] + 1,
         "present": copies.present,
         "absent": copies.present + 1,
     }

@@ -20,6 +20,7 @@ from phalanx.shared.memory import Carver
 
 Take = Callable[[int], int]
 
+SHARED = -1  # the parameter of optimizer state that belongs to none: every worker keeps a copy of its own
 WORD = 8  # bytes
 OWNED = -1  # the offset of what a worker keeps to itself, because it owns the parameter
 
@@ -60,7 +61,7 @@ class StatePiece(NamedTuple):
     Attributes
     ----------
     parameter : int
-        Whose it is; that of the first if it belongs to no single one.
+        Whose it is; SHARED if it belongs to no single parameter.
     name : str
         What the framework finds it by, among those of the parameter.
     spec : Spec
@@ -110,7 +111,7 @@ class Copies(NamedTuple):
 
     weights: list[int]
     starts: list[int]
-    state: list[int]
+    state: list[list[int]]
     present: int
 
 
@@ -142,8 +143,8 @@ class Layout:
         One byte per replica and buffer: whether it differs from the step's start.
     norms : int
         8 bytes per parameter: what its owner has to say about the norm of its gradient.
-    state : list of int
-        The optimizer's.
+    state : list of list of int
+        ``state[worker]``: the optimizer's; one place for all workers, but where it is SHARED.
     present : int
         One byte per piece of optimizer state: whether there is one.
     snapshot : Copies
@@ -164,7 +165,7 @@ class Layout:
     left: list[list[int]] = field(init=False)
     changed: int = field(init=False)
     norms: int = field(init=False)
-    state: list[int] = field(init=False)
+    state: list[list[int]] = field(init=False)
     present: int = field(init=False)
     snapshot: Copies = field(init=False)
     touched: int = field(init=False)
@@ -174,8 +175,12 @@ class Layout:
         return [index for index, owner in enumerate(self.owners) if owner == worker]
 
     def kept(self, worker: int) -> list[int]:
-        """The pieces of optimizer state that a worker keeps: those of the parameters that it owns."""
-        return [number for number, piece in enumerate(self.contents.state) if self.owners[piece.parameter] == worker]
+        """The pieces of optimizer state that a worker keeps: those of the parameters that it owns, and its copies."""
+        return [
+            number
+            for number, piece in enumerate(self.contents.state)
+            if piece.parameter == SHARED or self.owners[piece.parameter] == worker
+        ]
 
     def signature(self) -> str:
         """Equal in two processes whose models fit together."""
@@ -203,13 +208,12 @@ def lay_out(contents: Contents, owners: Sequence[int], placement: Placement, tak
     layout.left = [list(map(take, buffers)) for _ in range(placement.replicas)]
     layout.changed = take(placement.replicas * len(buffers))
     layout.norms = take(WORD * len(sizes))
-    pieces = [piece.spec.nbytes for piece in contents.state]
-    layout.state = list(map(take, pieces))
+    layout.state = _state_rows(contents.state, placement.workers, take)
     layout.present = take(len(contents.state))
     layout.snapshot = Copies(
         list(map(take, contents.storages)),
         list(map(take, buffers)),
-        list(map(take, pieces)),
+        _state_rows(contents.state, placement.workers, take),
         take(len(contents.state)),
     )
     layout.touched = take(0) + contents.private - _untouched(layout)
@@ -244,6 +248,17 @@ def _untouched(layout: Layout) -> int:
     twice += [piece.spec.nbytes for piece in contents.state if piece.parameter in frozen]
     rows = [row for rows in layout.sets for row in rows]
     return 2 * sum(twice) + sum(contents.gradients[at].nbytes for row in rows for at in frozen if row[at] != OWNED)
+
+
+def _state_rows(state: Sequence[StatePiece], workers: int, take: Take) -> list[list[int]]:
+    """The offsets of all pieces, for each worker."""
+    first = [take(piece.spec.nbytes) for piece in state]
+    pairs = list(zip(state, first, strict=True))
+    others = [
+        [take(piece.spec.nbytes) if piece.parameter == SHARED else offset for piece, offset in pairs]
+        for _ in range(1, workers)
+    ]
+    return [first, *others]
 
 
 class Plan:

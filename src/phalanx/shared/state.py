@@ -236,7 +236,7 @@ class Shard:
         self._absent = [piece for piece in self._state if not self._present[piece]]
 
     def _home(self, piece: int) -> Any:
-        offset, spec = self._layout.state[piece], self._layout.contents.state[piece].spec
+        offset, spec = self._layout.state[self._worker][piece], self._layout.contents.state[piece].spec
         return self._arrays.view(self._arena, offset, spec)
 
     def _live(self) -> list[int]:
@@ -248,8 +248,9 @@ class Shard:
         layout, contents = self._layout, self._layout.contents
         weights, starts, state, _ = layout.snapshot
         pieces = [(layout.weights[number], weights[number], contents.storages[number]) for number in self._live()]
+        homes, copies = layout.state[self._worker], state[self._worker]
         there = [piece for piece in self._state if present[piece]]
-        pieces += [(layout.state[piece], state[piece], contents.state[piece].spec.nbytes) for piece in there]
+        pieces += [(homes[piece], copies[piece], contents.state[piece].spec.nbytes) for piece in there]
         if self._worker == 0:  # it settles the buffers
             sizes = [spec.nbytes for spec in contents.buffers]
             pieces += zip(layout.starts, starts, sizes, strict=True)
@@ -290,8 +291,8 @@ class Mirror:
         state = self._own.made(pieces)
         for piece in pieces:
             self._arena[layout.present + piece] = piece in state
-            if piece in state:
-                self._piece(piece, layout.state[piece])[...] = state[piece]
+            for offset in {row[piece] for row in layout.state} if piece in state else ():
+                self._piece(piece, offset)[...] = state[piece]
         return dict(zip(("foreign", "options"), self._own.rest(), strict=True))
 
     def get(self, states: Sequence[dict[str, Any]], *, saved: bool) -> None:
@@ -302,9 +303,9 @@ class Mirror:
         self._frozen.renew(self._own.weights())
         self._own.take_arrays(self._weights(), self._starts())
         layout = self._layout.snapshot if saved else self._layout
-        there = [piece for piece in range(len(layout.state)) if self._arena[layout.present + piece]]
+        there = [piece for piece in range(len(layout.state[0])) if self._arena[layout.present + piece]]
         self._own.take(states[0]["foreign"], states[0]["options"])
-        self._own.adopt({piece: self._piece(piece, layout.state[piece]) for piece in there})
+        self._own.adopt({piece: self._piece(piece, layout.state[0][piece]) for piece in there})
 
     def look(self) -> Any:
         """What lies in the arena as a state is exported, without a copy where the framework's arrays may be written."""

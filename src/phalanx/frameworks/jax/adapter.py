@@ -21,8 +21,9 @@ from phalanx.frameworks.jax import forward
 from phalanx.frameworks.jax.environment import arithmetic_on, check_threads, compiling, devices_of, recorded
 from phalanx.frameworks.jax.environment import available as available
 from phalanx.frameworks.jax.forward import Forward
+from phalanx.frameworks.jax.optimizer import Update
 from phalanx.frameworks.jax.sharing import Sharing
-from phalanx.frameworks.jax.state import Trees, Update, named, parted, placed, replaced
+from phalanx.frameworks.jax.state import Trees, named, parted, placed, replaced
 from phalanx.frameworks.jax.state import state_of as state_of
 from phalanx.plan import Parts
 from phalanx.seams.records import Computed, Exported, Watch, Weights

@@ -18,8 +18,9 @@ from phalanx import seams
 from phalanx.errors import UsageError
 from phalanx.frameworks import arithmetic
 from phalanx.frameworks.arithmetic import Gradient, view
-from phalanx.frameworks.jax.state import Trees, Update, copied, is_key, named, plain
-from phalanx.plan.fold import Placement
+from phalanx.frameworks.jax.optimizer import Update
+from phalanx.frameworks.jax.state import Trees, copied, is_key, named, plain
+from phalanx.plan.fold import Placement, dealt
 from phalanx.seams import Arrays
 from phalanx.seams.records import Exported
 from phalanx.shared.layout import Contents, Layout, Spec, StatePiece, Take, lay_out, row_major
@@ -48,14 +49,8 @@ class Sharing(seams.Sharing):
                 "the optimizer's state changes its shapes or dtypes in the first update, so it has no place that "
                 "worker processes could share; use engine='inline', or make init return what update does"
             )
-        gradients, buffers, state = (
-            list(map(_spec, jax.tree.leaves(tree)))
-            for tree in (self.state.params, self.state.buffers, self.state.optimizer)
-        )
-        pieces = [StatePiece(0, str(number), spec) for number, spec in enumerate(state)]
-        sizes = [spec.nbytes for spec in gradients]
-        contents = Contents(gradients, buffers, sizes, list(range(len(gradients))), pieces)
-        return lay_out(contents, [0] * len(gradients), placement, take)
+        contents, owners = self._dealt(placement.workers)
+        return lay_out(contents, owners, placement, take)
 
     def open(self, layout: Layout, arena: mmap.mmap, worker: int | None) -> SharedState:
         """See ``seams.Sharing.open``."""
@@ -70,6 +65,22 @@ class Sharing(seams.Sharing):
         beside = [view(arena, *pair).copy() for pair in zip(layout.starts, layout.contents.buffers, strict=True)]
         state = jax.tree.unflatten(jax.tree.structure(self.state.buffers), beside)
         return Exported(lambda: (params, state) if beside else params, named(params), "")
+
+    def _dealt(self, workers: int) -> tuple[Contents, list[int]]:
+        """What the state consists of, and who owns each parameter: the first worker all, if updates cannot be dealt."""
+        gradients, buffers, state = (
+            list(map(_spec, jax.tree.leaves(tree)))
+            for tree in (self.state.params, self.state.buffers, self.state.optimizer)
+        )
+        sizes = [spec.nbytes for spec in gradients]
+        owners = dealt(sizes, workers)
+        users = self.updates.users(owners)
+        if users is None:
+            owners, users = [0] * len(gradients), [0] * len(state)
+        pieces = [
+            StatePiece(user, str(number), spec) for number, (user, spec) in enumerate(zip(users, state, strict=True))
+        ]
+        return Contents(gradients, buffers, sizes, list(range(len(gradients))), pieces), owners
 
 
 class SharedState:
@@ -139,38 +150,38 @@ class WorkerState(SharedState):
     def __init__(self, state: Trees, updates: Update, layout: Layout, arena: mmap.mmap, worker: int) -> None:
         super().__init__(state, layout)
         self._squares = np.frombuffer(arena, np.float64, len(layout.owners), layout.norms)
-        self._updates_all = worker == 0
-        contents = layout.contents
-        self.starts = [view(arena, *pair) for pair in zip(layout.starts, contents.buffers, strict=True)]
+        self.starts = [view(arena, *pair) for pair in zip(layout.starts, layout.contents.buffers, strict=True)]
         state.buffers = jax.tree.unflatten(jax.tree.structure(state.buffers), self.starts)
-        weights = [view(arena, *pair) for pair in zip(layout.weights, contents.gradients, strict=True)]
-        state.params = _over(weights, state.params)
-        if not self._updates_all:
-            state.optimizer = None
-            return
-        pieces = [view(arena, offset, piece.spec) for offset, piece in zip(layout.state, contents.state, strict=True)]
-        state.optimizer = _over(pieces, state.optimizer)
-        updates.homes = weights + pieces
+        pieces = layout.contents.state
+        owned, mine = layout.owned(worker), layout.kept(worker)
+        self._owned = owned
+        self._weights = weights = [
+            view(arena, *pair) for pair in zip(layout.weights, layout.contents.gradients, strict=True)
+        ]
+        homes = [view(arena, layout.state[worker][piece], pieces[piece].spec) for piece in mine]
+        leaves, structure = jax.tree.flatten(state.params)
+        state.params = jax.tree.unflatten(
+            structure, [alias(array, leaf) for array, leaf in zip(weights, leaves, strict=True)]
+        )
+        known = jax.tree.leaves(state.optimizer)
+        arrays = [alias(array, known[piece]) for array, piece in zip(homes, mine, strict=True)]
+        state.optimizer = None  # nobody has all of it
+        params = [jax.tree.leaves(state.params)[index] for index in owned]
+        updates.restrict(owned, mine, params, arrays, [weights[index] for index in owned] + homes)
 
     def adopt(self, pieces: Mapping[int, np.ndarray], *, more: bool = False) -> None:
         """They are used already."""
 
     def norm(self, gradient: Gradient, meet: Callable[[], None], there: Sequence[int] | None) -> float:
         """See ``seams.SharedState.norm``: of sums of squares; every parameter has a gradient."""
-        if self._updates_all:
-            self._squares[:] = arithmetic.squares(gradient)
+        if self._owned:
+            self._squares[self._owned] = arithmetic.squares([gradient[index] for index in self._owned])
         meet()
         return arithmetic.root(self._squares)
 
 
-def _over(arrays: Sequence[np.ndarray], tree: Any) -> Any:
-    """``tree`` over the memory of these arrays."""
-    leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, [alias(array, leaf) for array, leaf in zip(arrays, leaves, strict=True)])
-
-
-def alias(array: np.ndarray, like: Any) -> Any:
-    """A jax array over the memory of ``array``; of random keys, if ``like`` has those.
+def alias(array: np.ndarray, like: Any = None) -> Any:
+    """A jax array over the memory of ``array``; ``like``: random keys, if that is what it is to hold.
 
     Raises
     ------
@@ -183,7 +194,7 @@ def alias(array: np.ndarray, like: Any) -> Any:
             f"jax {jax.__version__} copied shared memory instead of using it; take engine='inline' (same answer), and "
             "please report this"
         )
-    if is_key(like):
+    if like is not None and is_key(like):
         return jax.random.wrap_key_data(found, impl=jax.random.key_impl(like))
     return found
 
