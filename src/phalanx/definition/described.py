@@ -68,12 +68,14 @@ def described(definition: Definition) -> dict[str, Any]:
     return {"format": FORMAT, "values": values, "data": data, "hints": hints, "versions": versions}
 
 
-def shared(definition: Definition) -> dict[str, Any]:
-    """What must be equal in processes that do one run; plain globals need not be, as one may be a rank."""
+def shared(definition: Definition) -> tuple[dict[str, Any], dict[str, str]]:
+    """What must be equal in processes that do one run, and plain globals, which need not be: one may be a rank."""
     mine = described(definition)
-    hints = {path: text for path, text in mine["hints"].items() if GLOBAL not in path or text.startswith(READS)}
+    hints = mine["hints"].items()
+    doubts = {path: text for path, text in hints if GLOBAL in path and not text.startswith(READS)}
     versions = {f"version of {name}": text for name, text in mine["versions"].items()}
-    return {**mine["values"], **hints, **mine["data"], **versions}
+    equal = {path: text for path, text in hints if path not in doubts}
+    return {**mine["values"], **equal, **mine["data"], **versions}, doubts
 
 
 def compare(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Comparison:

@@ -158,7 +158,8 @@ def open_distributed(
             raise UsageError(f"there are {world.size} processes, but replicas is {definition.replicas}; start fewer")
         part = world.rank, world.size
         framework = open_framework(definition, devices or ["cpu"], allow=allow, part=part)
-        room = world.agree({"recipe": shared(definition), **_facts(definition, framework, workers)}, cores)
+        recipe, doubts = shared(definition)
+        room = world.agree({"recipe": recipe, **_facts(definition, framework, workers)}, doubts, cores)
         count = max(1, min(room if workers is None else workers // world.size, definition.replicas // world.size))
         count = 1 if framework.lanes is not None else count
         run_state = _same_start(world, framework, begin, definition.rounds)

@@ -24,6 +24,7 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
+from phalanx.definition.checks import warn
 from phalanx.engines.hosts.exchange import Rendezvous
 from phalanx.engines.hosts.gloo import LOOPBACK, TCP, Gloo, towards
 from phalanx.errors import LeftError, PhalanxError, RunError, UsageError
@@ -65,8 +66,10 @@ class World:
         self._gloo: Gloo | None = None
         self._told = False
 
-    def agree(self, facts: Mapping[str, Any], cores: Sequence[int]) -> int:
+    def agree(self, facts: Mapping[str, Any], doubts: Mapping[str, str], cores: Sequence[int]) -> int:
         """Make sure that all mean the same recipe in the same environment; returns how many workers each has room for.
+
+        ``facts`` must be equal. Where ``doubts`` are not, a warning says so.
 
         Raises
         ------
@@ -75,7 +78,7 @@ class World:
         RunError
             A process did not come, or has left again.
         """
-        given = {**facts, "host": _host(), "cores": list(cores)}
+        given = {**facts, "doubts": doubts, "host": _host(), "cores": list(cores)}
         told = json.loads(json.dumps(given, default=repr))
         self._store.set(f"facts/{self.rank}", json.dumps(told))
         everybody = [json.loads(self._get(f"facts/{rank}", rank)) for rank in range(self.size)]
@@ -84,6 +87,13 @@ class World:
             for name in facts:
                 if theirs.get(name) != told[name]:
                     raise UsageError(_differing(rank, self.rank, name, theirs.get(name), told[name]))
+            for name, value in told["doubts"].items():
+                if theirs["doubts"].get(name, value) != value:
+                    here, there = f"process {self.rank}", f"process {rank}"
+                    warn(
+                        f"{name} is {value} in {here}, and {theirs['doubts'][name]} in {there}; if it decides the "
+                        "answer, that depends on who computes what"
+                    )
         together = len({item["host"] for item in everybody}) == 1
         self._interface = LOOPBACK if together else towards(self._tcp[0])
         place = c10d.PrefixStore("callers", self._store)
