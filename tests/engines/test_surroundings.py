@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import phalanx
 from phalanx.engines import selection
-from phalanx.frameworks.torch import process
+from phalanx.frameworks.torch import environment
 from tests.engines.moving import hurry, moves
 
 GONE_SECONDS = 100
@@ -107,25 +107,25 @@ newer = pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason
 @pytest.fixture
 def precision():
     """Sets torch's precision by a statement; it is as before afterwards."""
-    before = process.numeric_environment()
+    before = environment.numeric_environment()
     yield lambda setting: exec(setting, {"torch": torch, "backends": torch.backends})
-    process.adopt(before)
-    assert process.numeric_environment() == before
+    environment.adopt(before)
+    assert environment.numeric_environment() == before
 
 
 @newer
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_newer_settings_of_precision_are_copied(precision, setting):
     """Whatever mix of older and newer settings: another process that adopts them reads the same, and it is recorded."""
-    before, recorded = process.numeric_environment(), process.recorded_environment()
+    before, recorded = environment.numeric_environment(), environment.recorded_environment()
     precision(setting)
-    wanted = process.numeric_environment()
+    wanted = environment.numeric_environment()
     assert wanted != before
-    assert process.recorded_environment() != recorded
-    process.adopt(before)
-    assert process.numeric_environment() == before
-    process.adopt(wanted)
-    assert process.numeric_environment() == wanted
+    assert environment.recorded_environment() != recorded
+    environment.adopt(before)
+    assert environment.numeric_environment() == before
+    environment.adopt(wanted)
+    assert environment.numeric_environment() == wanted
 
 
 @newer
@@ -133,11 +133,11 @@ def test_newer_settings_of_precision_are_copied(precision, setting):
 def test_precisions_are_read_where_torch_keeps_them(precision, backend):
     """What torch's attributes say is among what is copied."""
     place = functools.reduce(getattr, backend.split("."), torch.backends)
-    before = process.numeric_environment()["precisions"]
+    before = environment.numeric_environment()["precisions"]
     other = "tf32" if place.fp32_precision == "ieee" else "ieee"
     place.fp32_precision = other
-    assert process.numeric_environment()["precisions"] != before
-    assert other in process.numeric_environment()["precisions"]
+    assert environment.numeric_environment()["precisions"] != before
+    assert other in environment.numeric_environment()["precisions"]
 
 
 def precision_loss(output, target):
@@ -398,7 +398,7 @@ def test_what_is_used_of_torch_is_imported(monkeypatch):
         if "opt_einsum" in vars(holder):
             monkeypatch.delitem(vars(holder), "opt_einsum")
     assert not hasattr(torch.backends, "opt_einsum")
-    spec = importlib.util.spec_from_file_location("process_of_a_test", process.__file__)
+    spec = importlib.util.spec_from_file_location("process_of_a_test", environment.__file__)
     anew = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(anew)
-    assert anew.numeric_environment() == process.numeric_environment()
+    assert anew.numeric_environment() == environment.numeric_environment()

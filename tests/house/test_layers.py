@@ -95,7 +95,7 @@ HOMES = {
     "rich": ("cli",),
     "sklearn": ("cli.digits",),
     "runpy": ("cli",),
-    "pickle": ("engines.processes", "frameworks.torch.process"),
+    "pickle": ("engines.processes", "frameworks.torch.record"),
     "cloudpickle": ("engines.processes",),
 }
 HOMES |= dict.fromkeys(("_pickle", "marshal", "shelve", "dill", "joblib"), ())

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from phalanx.definition import generators
-from phalanx.definition.copies import bounds
 from phalanx.definition.data import READING, Columns, Drawn, Samples, Share, Source, open_batch, open_data
 from phalanx.definition.fields import Definition
 from phalanx.definition.plain import content
@@ -206,6 +205,13 @@ def own(sample: Any) -> Any:
             object.__setattr__(copied, field.name, own(getattr(sample, field.name)))
         return copied
     return sample
+
+
+def bounds(array: np.ndarray[Any, Any]) -> tuple[int, int]:
+    """Addresses of the first byte of an array and of the one after its last."""
+    steps = [(length - 1) * stride for length, stride in zip(array.shape, array.strides, strict=True)]
+    address = array.__array_interface__["data"][0]
+    return address + sum(min(step, 0) for step in steps), address + sum(max(step, 0) for step in steps) + array.itemsize
 
 
 def _array(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from phalanx.definition.fields import Definition
 from phalanx.definition.generators import NEAR, Global
 from phalanx.frameworks.record import Collate, Made, Record
-from phalanx.frameworks.torch import accelerators, process, snapshot
+from phalanx.frameworks.torch import accelerators, environment, snapshot
 from phalanx.frameworks.torch.adapter import Torch
 from phalanx.frameworks.torch.environment import Environment
 from phalanx.frameworks.torch.lanes import TorchLanes
@@ -23,6 +25,7 @@ from phalanx.seams.records import Tensor
 
 HOST: Any = torch.default_generator
 NEAR.append(HOST)
+SMALL_BYTES = 4096  # of memory beside a tensor that are carried along
 OTHERWISE = (
     ", and a model that is passed in is never trained in place; pass a function that makes it: make_model=lambda: ..."
 )
@@ -37,8 +40,8 @@ class TorchRecord(Record):
 
     def __init__(self) -> None:
         self.random = generators_in_use
-        self.settings, self.recorded = process.numeric_environment, process.recorded_environment
-        self.adopt, self.reduced = process.adopt, process.reduced
+        self.settings, self.recorded = environment.numeric_environment, environment.recorded_environment
+        self.adopt, self.reduced = environment.adopt, reduced
         self.own = functools.partial(copied, "make_model", way_out=OTHERWISE)
         self.tensor_of, self.stored = snapshot.tensor_of, snapshot.stored
         self.spelled, self.facts, self.available = accelerators.spelled, accelerators.facts, accelerators.available
@@ -69,7 +72,7 @@ class TorchRecord(Record):
 
     def prepare(self, folder: str) -> None:
         """Torch's compiler is left out."""
-        process.without_compiler()
+        without_compiler()
 
     def digest(self, model: Any, optimizer: Any, step: int | None, state: Any) -> str:
         """Of modules and optimizers of torch's."""
@@ -115,6 +118,49 @@ def _on(module: Any, number: int) -> Global:
 def _restoring(get: Callable[..., Any], put: Callable[..., Any], which: tuple[int, ...] = ()) -> Callable[[], Any]:
     """Puts a generator back into the state that it has now."""
     return functools.partial(put, get(*which), *which)
+
+
+def reduced(thing: Any, *, alone: bool) -> Any:
+    """How a parcel takes a storage along: as its memory, once for all tensors in it. NotImplemented for all else.
+
+    ``alone``, for what a step alone needs: a tensor that is a small part of its memory goes without the rest.
+    """
+    if alone and type(thing) is torch.Tensor and thing.device.type == "cpu" and thing.layout is torch.strided:
+        if thing.untyped_storage().nbytes() > 2 * thing.nbytes + SMALL_BYTES:
+            own = thing.detach().clone(memory_format=torch.preserve_format)
+            return own.requires_grad_(thing.requires_grad).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+    if isinstance(thing, torch.storage.TypedStorage):
+        return _typed, (thing._untyped_storage, thing.dtype)
+    if isinstance(thing, torch.UntypedStorage) and thing.device.type == "cpu":
+        if not thing.nbytes():
+            return torch.UntypedStorage, (0,)
+        return _untyped, (pickle.PickleBuffer(_memory_of(thing)),)
+    return NotImplemented
+
+
+def without_compiler() -> None:
+    """Spare a process that will never compile an optimizer the import of torch's compiler (0.7 s).
+
+    torch imports it to exempt ``add_param_group`` from compilation when that is called first; this marks the method as
+    exempted. If torch should look for another mark one day, it imports the compiler as before.
+    """
+    for method in (torch.optim.Optimizer.add_param_group, torch.optim.Optimizer.zero_grad):
+        plain: Any = getattr(method, "__wrapped__", None)
+        if plain is not None:
+            plain.__dynamo_disable = plain
+
+
+def _memory_of(storage: torch.UntypedStorage) -> Any:
+    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+
+
+def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def _untyped(buffer: Any) -> torch.UntypedStorage:
+    return torch.from_numpy(np.frombuffer(buffer, dtype=np.uint8)).untyped_storage()
 
 
 HOSTS = (Global(HOST.manual_seed, functools.partial(_restoring, HOST.get_state, HOST.set_state), HOST),)
