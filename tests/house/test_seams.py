@@ -1,14 +1,16 @@
-"""The seams between engines and frameworks stay few."""
+"""The seams between engines and frameworks stay few, and say once what their methods do."""
 
 from __future__ import annotations
 
 import ast
+import re
 
 import pytest
 import reading
 
 pytestmark = pytest.mark.house
 
+IMPLEMENTS = re.compile(r"Implements ``[\w.]*?(\w+)``")
 PROTOCOLS, METHODS = 8, 50  # in seams/; lower them whenever you can
 
 
@@ -37,3 +39,56 @@ def test_methods_are_counted():
         "class A(B, Protocol):\n    x: int\n    def f(self): ...\n    @property\n    def g(self): ...\nclass C: ..."
     )
     assert protocols(ast.parse(source)) == {"A": 2}
+
+
+def undocumented(trees: list[ast.Module]) -> list[str]:
+    """Public methods that have no docstring, neither here nor in a base class or a protocol that their class names."""
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    told: dict[str, set[str]] = {}
+    above: dict[str, set[str]] = {}
+    for one in classes:
+        fields = {
+            item.target.id for item in one.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+        }
+        methods = {item.name for item in one.body if isinstance(item, reading.Function) and ast.get_docstring(item)}
+        told.setdefault(one.name, set()).update(fields | methods)
+        bases = {re.split(r"[\[.]", ast.unparse(base))[-1 if "[" not in ast.unparse(base) else 0] for base in one.bases}
+        above.setdefault(one.name, set()).update(bases | set(IMPLEMENTS.findall(ast.get_docstring(one) or "")))
+
+    def says(kind: str, method: str, seen: frozenset[str] = frozenset()) -> bool:
+        if kind in seen:
+            return False
+        others = above.get(kind, set())
+        return method in told.get(kind, set()) or any(says(other, method, seen | {kind}) for other in others)
+
+    return [
+        f"{one.name}.{item.name}"
+        for one in classes
+        for item in one.body
+        if isinstance(item, reading.Function) and not item.name.startswith("_")
+        if not one.name.startswith("_") and not says(one.name, item.name)
+        if not any(ast.unparse(mark) in ("overload", f"{item.name}.setter") for mark in item.decorator_list)
+    ]
+
+
+def test_methods_say_what_they_do():
+    """Each public method has a docstring, or its class inherits it or names the protocol that has it."""
+    assert undocumented([reading.parsed(path) for path in reading.modules().values()]) == []
+
+
+def test_a_method_without_words_is_seen():
+    """A protocol that a class names speaks for its methods alone, through bases, too."""
+    source = """
+class Link(Protocol):
+    def push(self):
+        "Take."
+class Local:
+    "Implements ``seams.Link``."
+    def push(self): ...
+    def pull(self): ...
+class Far(Local):
+    def push(self): ...
+class Other:
+    def push(self): ...
+"""
+    assert undocumented([ast.parse(source)]) == ["Local.pull", "Other.push"]

@@ -28,7 +28,7 @@ from phalanx.surroundings import interrupts
 
 
 class Inline:
-    """Takes a recipe's state from step to step in the calling process.
+    """Implements ``seams.Engine`` in the calling process.
 
     Parameters
     ----------
@@ -102,11 +102,10 @@ class Inline:
         return StepReport(t, epoch, proposal.loss, proposal.norm, lr, samples, ended - started, parts=parts)
 
     def pause(self) -> bool:
-        """See ``seams.Engine.pause``: nothing runs ahead here."""
+        """No step runs ahead here."""
         return True
 
     def evaluate(self, metrics: Metrics, data: Any, batch_size: int, weights: Weights | None = None) -> list[Any]:
-        """See ``seams.Engine.evaluate``."""
         self.check_able()
         seed = self._definition.seed
         measured: list[Any] = []
@@ -122,25 +121,21 @@ class Inline:
         return measured
 
     def export(self, *, copy: bool, digest: bool = True) -> Exported:
-        """See ``seams.Engine.export``."""
         if self._torn:
             self.check_able()
         with self.environment:
             return self._framework.export(self.run_state.steps, copy=copy, digest=digest)
 
     def schedule(self, value: float, epoch: int) -> None:
-        """See ``seams.Engine.schedule``."""
         self.check_able()
         with self.environment:
             self._framework.schedule(value, epoch)
 
     def peek(self) -> dict[str, Any] | None:
-        """See ``seams.Engine.peek``."""
         self.check_able()
         return self._twice.peek(len(self.run_state.loss_history))
 
     def capture(self) -> Captured:
-        """See ``seams.Engine.capture``."""
         if self._torn:
             self.check_able()
         with self.environment:

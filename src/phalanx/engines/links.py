@@ -30,23 +30,19 @@ class LocalLink:
         self.begin(0, ())
 
     def begin(self, step: int, shares: Sequence[Share]) -> None:
-        """See ``seams.Link.begin``."""
         self._fold: Fold[Vector] = Fold(len(self.hosted), self._framework.arithmetic.add)
         self._buffers: list[tuple[int, list[Any]]] = []
 
     def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:
-        """See ``seams.Link.push``."""
         self._fold.push(replica, gradient)
         if samples:
             self._buffers.append((samples, buffers))
         interrupts.check()
 
     def all_gather(self, parts: Sequence[Part]) -> list[Part]:
-        """See ``seams.Link.all_gather``."""
         return list(parts)
 
     def mean(self, weight: float) -> Vector:
-        """See ``seams.Link.mean``."""
         total = self._total()
         assert total is not None
         return total if weight == 1 else self._framework.arithmetic.divide(total, weight)
@@ -55,15 +51,12 @@ class LocalLink:
         return self._fold.total()
 
     def norm(self, gradient: Vector) -> float:
-        """See ``seams.Link.norm``."""
         return self._framework.norm(gradient)
 
     def all_true(self, opinion: bool) -> bool:
-        """See ``seams.Link.all_true``."""
         return opinion
 
     def commit(self, step: int, gradient: Vector | None) -> None:
-        """See ``seams.Link.commit``."""
         if gradient is not None:
             self._framework.update(step, gradient, self._buffers)
 
@@ -105,20 +98,17 @@ class LaneLink(LocalLink):
         self.begin(0, ())
 
     def begin(self, step: int, shares: Sequence[Share]) -> None:
-        """See ``seams.Link.begin``."""
         add = self._framework.arithmetic.add
         self._folds: list[Fold[Vector]] = [Fold(self._replicas, add) for _ in self._blocks]
         self.buffers: dict[int, tuple[int, list[Any]]] = {}
 
     def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:
-        """See ``seams.Link.push``."""
         self._folds[self._lane_of[replica]].push(replica, gradient)
         if samples:
             self.buffers[replica] = (samples, buffers)
         interrupts.check()
 
     def all_gather(self, parts: Sequence[Part]) -> list[Part]:
-        """See ``seams.Link.all_gather``."""
         by_replica = dict(zip(self.hosted, parts, strict=True))
         return [by_replica[replica] for replica in sorted(by_replica)]
 
@@ -136,6 +126,5 @@ class LaneLink(LocalLink):
         return [None if first is None else there[first] for first in firsts]
 
     def commit(self, step: int, gradient: Vector | None) -> None:
-        """See ``seams.Link.commit``."""
         if gradient is not None:
             self._framework.update(step, gradient, [self.buffers[replica] for replica in sorted(self.buffers)])

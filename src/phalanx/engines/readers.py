@@ -75,7 +75,7 @@ class Readers:
         self._thread.start()
 
     def read(self, *share: Any) -> Any:
-        """See ``taken``."""
+        """A share that a reader has read, by ``taken``."""
         return taken(self.inputs, *share)
 
     def close(self) -> None:

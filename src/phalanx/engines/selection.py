@@ -143,7 +143,7 @@ class Auto(Changing[Engine]):
         self._consider: Callable[[], None] | None = self._think_of_starting if movable else None
 
     def advance(self, batch: Any, horizon: int) -> StepReport:
-        """See ``seams.Engine.advance``; before a step it is the time to change."""
+        """Before a step the engine may change."""
         if self._consider is not None:
             self._consider()
         report = self.engine.advance(batch, horizon)

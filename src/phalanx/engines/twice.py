@@ -68,7 +68,7 @@ class Audited(NamedTuple):
 
 
 class Twice:
-    """Stands for a framework in steps in which a replica is computed twice.
+    """Implements ``seams.Framework`` by another one, for steps in which a replica is computed twice.
 
     Parameters
     ----------
@@ -126,7 +126,7 @@ class Twice:
             self._checked |= set(range(update, self._after(step + 1)))
 
     def propose(self, link: Link, t: int, shares: Sequence[Share]) -> Proposal:
-        """See ``step.propose``.
+        """Do ``step.propose`` with an audit and checks, where this step has them.
 
         Raises
         ------
@@ -151,7 +151,7 @@ class Twice:
         return propose(cast("Framework", self), link, self._definition, t, shares, compare)
 
     def gradients(self, todo: Sequence[Todo]) -> Iterator[Computed]:
-        """See ``seams.Framework.gradients``: what is computed once more comes first."""
+        """The replicas that are computed once more come first."""
         audited, told = self._audited, defaultdict[str, list[Any]](list)
         before: Facts | None = None
         if todo and (self._alone or (self._update in self._checked and not (self._allow and todo[0].replica))):

@@ -32,7 +32,7 @@ def add(left: Gradient, right: Gradient) -> Gradient:
 
 
 def add_into(left: Gradient, right: Gradient, homes: Gradient) -> Gradient:
-    """See ``seams.Arrays.add_into``: whole vectors, which are published later."""
+    """``left + right``. Vectors are published later, as a whole, so ``homes`` are not used."""
     return add(left, right)
 
 

@@ -139,7 +139,7 @@ class Record:
         return []
 
     def digest(self, model: Any, optimizer: Any, step: int | None, state: Any) -> str:
-        """See ``registry.digest``."""
+        """The digest of such a state after ``step`` steps."""
         return digest_of(self.entries(model, optimizer, state), step)
 
     def entries(self, model: Any, optimizer: Any, state: Any) -> Iterable[Entry]:

@@ -33,7 +33,7 @@ PATIENCE = 60.0  # seconds beyond those that workers wait for other hosts
 
 
 class Distributed(Changing["Processes | Inline"]):
-    """One process of a torch.distributed world; its engine is that of this host.
+    """Implements ``seams.Engine`` for one process of a torch.distributed world, by an engine for this host.
 
     Parameters
     ----------
@@ -74,7 +74,7 @@ class Distributed(Changing["Processes | Inline"]):
         return Processes(*facts, readers=self._readers)
 
     def advance(self, batch: Any, horizon: int) -> StepReport:
-        """See ``seams.Engine.advance``. Whatever is raised ends the run, here and in all other processes."""
+        """Whatever is raised ends the run, here and in all other processes."""
         self.check_able()
         step = self._steps
         try:
@@ -93,7 +93,7 @@ class Distributed(Changing["Processes | Inline"]):
             raise
 
     def capture(self) -> Captured:
-        """See ``seams.Engine.capture``; also after others have left, of the last step that was finished here."""
+        """Works after others have left, too. The state is that of the last step that was finished here."""
         if isinstance(self.engine, Inline) or not self.engine.closed or self.engine.lost:
             return self.engine.capture()
         with self._framework.environment:

@@ -29,7 +29,7 @@ NOTHING = b"\0"  # a note of a replica without buffers
 
 
 class HostLink(ArenaLink):
-    """The link between workers of one host that have counterparts on others.
+    """Implements ``seams.Link`` between workers of one host that have counterparts on others.
 
     Parameters
     ----------
@@ -63,12 +63,10 @@ class HostLink(ArenaLink):
         self._masks: list[Mask] = []
 
     def begin(self, step: int, shares: Sequence[Share]) -> None:
-        """See ``seams.Link.begin``."""
         super().begin(step, shares)
         self._step = step
 
     def all_gather(self, parts: Sequence[Part]) -> list[Part]:
-        """See ``seams.Link.all_gather``."""
         mine = super().all_gather(parts)[self._block.start : self._block.stop]
         due = self._shard.weights if self._step % CHECK_STEPS == 0 else []
         checksum = int(np.array([weights.sum() for weights in due], np.int64).sum())  # modulo 2**64
@@ -80,7 +78,6 @@ class HostLink(ArenaLink):
         return self.parts
 
     def mean(self, weight: float) -> Vector:
-        """See ``seams.Link.mean``."""
         vectors, _ = self._gathered()
 
         def summands(index: int) -> list[Summands]:
@@ -126,7 +123,7 @@ class TravellingLanes(Lanes, Protocol):
 
 
 class HostLaneLink(LaneLink):
-    """The link between processes that each drive devices of their own; sums of gradients go through host memory.
+    """Implements ``seams.Link`` between processes with devices of their own. Gradients are summed in host memory.
 
     Each process adds up its block of replicas on its devices; what remains is exchanged as workers of hosts do it, so
     that every process has the whole sum, and updates all parameters on the devices that own them there.
@@ -149,12 +146,10 @@ class HostLaneLink(LaneLink):
         self._masks: list[Mask] = []
 
     def begin(self, step: int, shares: Sequence[Share]) -> None:
-        """See ``seams.Link.begin``."""
         super().begin(step, shares)
         self._step = step
 
     def all_gather(self, parts: Sequence[Part]) -> list[Part]:
-        """See ``seams.Link.all_gather``."""
         mine = super().all_gather(parts)
         losses = self._framework.arithmetic.read([part.loss for part in mine])
         options, lr = self._framework.told
@@ -175,7 +170,6 @@ class HostLaneLink(LaneLink):
         return everybody
 
     def mean(self, weight: float) -> Vector:
-        """See ``seams.Link.mean``."""
         here = [None if vector is None else self._travelling.home(vector) for vector in self._sums]
 
         def summands(index: int) -> list[Summands]:

@@ -38,7 +38,7 @@ def beside(readers: int | None, workers: int, cores: int) -> int:
 
 
 class Processes:
-    """Takes a recipe's state from step to step in worker processes over one arena.
+    """Implements ``seams.Engine`` with worker processes over one arena.
 
     ``framework`` is the caller's own: where the state comes from, and where it goes when somebody looks. ``ended`` says
     why the run cannot go on, "" if it can; ``closed`` and ``lost``, whether the workers, or the state, are gone.
@@ -98,11 +98,9 @@ class Processes:
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
-        """See ``seams.Engine.worker_pids``."""
         return self._pool.pids
 
     def advance(self, batch: Any, horizon: int) -> StepReport:
-        """See ``seams.Engine.advance``."""
         self.check_able()
         with self._watching():
             if self._pool.interrupted:
@@ -123,7 +121,6 @@ class Processes:
         return report if batch is None else report._replace(epoch=None)
 
     def pause(self) -> bool:
-        """See ``seams.Engine.pause``."""
         self.counters.pause = BEGIN_NO_STEP
         if self.counters.done == self._steps:
             with self._watching():
@@ -131,18 +128,18 @@ class Processes:
         return self.counters.done == self._steps
 
     def evaluate(self, metrics: Metrics, data: Any, batch_size: int, weights: Weights | None = None) -> list[Any]:
-        """See ``seams.Engine.evaluate``: each worker measures a block of chunks."""
+        """Each worker measures a block of chunks."""
         self.check_able()
         facts = {"metric_fn": metrics, "data": data, "batch_size": batch_size, "weights": weights}
         return [reading for readings in self.ask("evaluate", facts) for reading in readings]
 
     def schedule(self, value: float, epoch: int) -> None:
-        """See ``seams.Engine.schedule``: what was evaluated does not follow from losses, so a snapshot comes next."""
+        """A snapshot is taken at once: what was evaluated does not follow from the losses."""
         self.check_able()
         self.fetch(save=True, metric=(value, epoch))  # one task: who falls after it finds the options kept
 
     def export(self, *, copy: bool, digest: bool = True) -> Exported:
-        """See ``seams.Engine.export``; to be looked at, what lies in the arena."""
+        """Without a copy and a digest it is what lies in the arena."""
         if not (copy or digest or self.closed or self.lost):
             with self._watching():
                 self._halt()
@@ -155,12 +152,12 @@ class Processes:
             return self._framework.export(self.run_state.steps, copy=copy, digest=digest)
 
     def peek(self) -> dict[str, Any] | None:
-        """See ``seams.Engine.peek``: the worker that has the first replica computes it."""
+        """The worker that has the first replica computes it."""
         self.check_able()
         return self.ask("peek", {})[0]
 
     def capture(self) -> Captured:
-        """See ``seams.Engine.capture``: the workers copy what they own, and go on at once."""
+        """The workers copy what they own, and go on at once."""
         self.fetch(save=True)
         self.check_able()
         self.supervisor.hold(reading=True)

@@ -186,14 +186,12 @@ class ArenaLink:
         self._published = functools.lru_cache(PATTERNS)(self._views)
 
     def begin(self, step: int, shares: Sequence[Share]) -> None:
-        """See ``seams.Link.begin``."""
         self._count(0)
         self._barrier.at(Phase.COMPUTING)
         self._fold: Fold[Held] = Fold(self._replicas, self._add)
         self._aim()
 
     def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:
-        """See ``seams.Link.push``."""
         self._fold.push(replica, None if gradient is None else Held(self._free, gradient))
         if samples:
             self._shard.leave(replica, buffers)
@@ -203,7 +201,6 @@ class ArenaLink:
             raise Trouble
 
     def all_gather(self, parts: Sequence[Part]) -> list[Part]:
-        """See ``seams.Link.all_gather``."""
         self._counters.parts.write(self.blocks[self._worker].start, parts, self._framework.told)
         self._mine = self._publish()
         self._barrier.at(Phase.COMPUTED)
@@ -213,12 +210,10 @@ class ArenaLink:
         return self.parts
 
     def mean(self, weight: float) -> Vector:
-        """See ``seams.Link.mean``."""
         vectors, self.there = self._gathered()
         return self.slots.fold(vectors, self._order, weight)
 
     def norm(self, gradient: Vector) -> float:
-        """See ``seams.Link.norm``."""
         return self.slots.state.norm(gradient, self._meet, self.there)
 
     def _meet(self) -> None:
@@ -226,13 +221,11 @@ class ArenaLink:
         self._barrier.wait()
 
     def all_true(self, opinion: bool) -> bool:
-        """See ``seams.Link.all_true``."""
         self._own.opinion = opinion
         self._barrier.wait()
         return all(worker.opinion for worker in self._counters.workers)
 
     def commit(self, step: int, gradient: Vector | None) -> None:
-        """See ``seams.Link.commit``."""
         self._barrier.at(Phase.UPDATING)
         if gradient is not None:
             buffers = None

@@ -40,7 +40,7 @@ BEGINNING = "<string>"  # of a worker: the place of warnings that are of no line
 
 
 class WorkerHandle:
-    """The caller's side of one worker.
+    """The caller's side of one worker. Implements ``presence.Owned``.
 
     Attributes
     ----------
@@ -125,7 +125,6 @@ class WorkerHandle:
             self._close()
 
     def leave(self) -> None:
-        """See ``presence.Owned``."""
         self.ended = True
         self._close()
 
@@ -217,7 +216,7 @@ class Output:
 
 
 class WorkerPool:
-    """W workers over some shared memories.
+    """W workers over some shared memories. Implements ``presence.Owned``.
 
     Parameters
     ----------
@@ -416,7 +415,6 @@ class WorkerPool:
         self._failures.fell(handle.number, End(why, cause, handle.ready))
 
     def leave(self) -> None:
-        """See ``presence.Owned``."""
         self._abandoned.detach()
 
     def check_owner(self) -> None:

@@ -49,7 +49,7 @@ main({arguments})
 
 
 class Zygote:
-    """The caller's side of a zygote: it answers requests in their order.
+    """The caller's side of a zygote, which answers requests in order. Implements ``presence.Owned``.
 
     Its start takes as long as importing what it is to import, but does not wait for that; the first worker does.
 
@@ -132,7 +132,6 @@ class Zygote:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def leave(self) -> None:
-        """See ``presence.Owned``."""
         self._socket.close()
         self._process.returncode = 0  # not a child of this process, so nobody may wait for it
 
@@ -192,14 +191,13 @@ class Zygote:
 
 
 class Warm:
-    """What is kept for the next run: a zygote, and the modules that it imports for workers."""
+    """What is kept for the next run: a zygote, and what it imports for workers. Implements ``presence.Owned``."""
 
     def __init__(self) -> None:
         self.leave()
         presence.own(self)
 
     def leave(self) -> None:
-        """See ``presence.Owned``."""
         self._lock = threading.RLock()
         self._zygote: Zygote | None = None
         self._modules: list[str] = []

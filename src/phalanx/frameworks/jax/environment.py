@@ -144,22 +144,18 @@ class DeviceArithmetic:
     """Implements ``seams.Arithmetic`` where the arrays lie: one operation a program, so that each is rounded once."""
 
     def add(self, left: Gradient, right: Gradient) -> Gradient:
-        """See ``seams.Arithmetic.add``."""
         return [jnp.add(a, b) for a, b in zip(left, right, strict=True)]
 
     def scale(self, vector: Gradient, factor: float) -> Gradient:
-        """See ``arithmetic.scale``."""
         return [_applied(jnp.multiply, entry, factor) for entry in vector]
 
     def divide(self, vector: Gradient, divisor: float) -> Gradient:
-        """See ``arithmetic.divide``."""
         return [_applied(jnp.divide, entry, divisor) for entry in vector]
 
     read = staticmethod(arithmetic.read)
     checksum = staticmethod(arithmetic.checksum)
 
     def finite(self, vector: Gradient) -> bool:
-        """See ``seams.Arithmetic.finite``."""
         return all(bool(jnp.isfinite(entry).all()) for entry in vector)
 
     def norm(self, vector: Gradient) -> float:

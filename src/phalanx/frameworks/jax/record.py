@@ -20,7 +20,7 @@ from phalanx.surroundings.turns import Reentrant
 
 
 class JaxRecord(Record):
-    """See ``frameworks.record.Record``."""
+    """jax as the registry knows it."""
 
     name = module = "jax"
     returns = "a tree of jax arrays (jnp.asarray makes them)"

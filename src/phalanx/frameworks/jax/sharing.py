@@ -28,7 +28,7 @@ from phalanx.shared.layout import Contents, Layout, Spec, StatePiece, Take, lay_
 
 @dataclass
 class Sharing(seams.Sharing):
-    """For jax; nothing is frozen."""
+    """Implements ``seams.Sharing`` for jax. No weights are frozen."""
 
     state: Trees
     updates: Update
@@ -38,7 +38,7 @@ class Sharing(seams.Sharing):
     portable = True
 
     def lay_out(self, placement: Placement, take: Take, known: Contents | None = None) -> Layout:
-        """See ``seams.Sharing.lay_out``; a state is known as a whole, so ``known`` is not needed."""
+        """The whole state is known from the start, so ``known`` is not needed."""
         if self.device.platform != "cpu":
             raise UsageError(
                 f"the parameters are on {self.device}, but worker processes compute on the CPU in this version; use "
@@ -53,13 +53,12 @@ class Sharing(seams.Sharing):
         return lay_out(contents, owners, placement, take)
 
     def open(self, layout: Layout, arena: mmap.mmap, worker: int | None) -> SharedState:
-        """See ``seams.Sharing.open``."""
         if worker is None:
             return SharedState(self.state, layout)
         return WorkerState(self.state, self.updates, layout, arena, worker)
 
     def look(self, layout: Layout, arena: mmap.mmap, resting: Sequence[int]) -> Exported:
-        """See ``seams.Sharing.look``: copies."""
+        """All arrays are copies."""
         pairs = zip(layout.weights, layout.contents.gradients, strict=True)
         params = copied(self.state.params, [view(arena, *pair) for pair in pairs])
         beside = [view(arena, *pair).copy() for pair in zip(layout.starts, layout.contents.buffers, strict=True)]
@@ -100,7 +99,7 @@ class SharedState:
         self._specs = layout.contents.gradients
 
     def made(self, absent: Sequence[int]) -> dict[int, np.ndarray]:
-        """See ``seams.SharedState.made``: all pieces are there from the start."""
+        """None: all pieces are there from the start."""
         leaves = jax.tree.leaves(self._state.optimizer) if absent else []
         return {piece: plain(leaves[piece]) for piece in absent}
 
@@ -119,11 +118,9 @@ class SharedState:
         """They are copied there when they are published."""
 
     def weights(self) -> list[np.ndarray]:
-        """See ``seams.SharedState.weights``."""
         return [plain(leaf).reshape(-1).view(np.uint8) for leaf in jax.tree.leaves(self._state.params)]
 
     def take_arrays(self, weights: Sequence[np.ndarray | None], buffers: Sequence[Any]) -> None:
-        """See ``seams.SharedState.take_arrays``."""
         pairs = zip(weights, self._specs, strict=True)
         arrays = [cast("np.ndarray", content).view(np.dtype(spec.dtype)).reshape(spec.shape) for content, spec in pairs]
         self._state.params = copied(self._state.params, arrays)
@@ -136,7 +133,7 @@ class SharedState:
 
 
 class WorkerState(SharedState):
-    """The same in a worker: puts its state into the arena, all of it, for good.
+    """Implements ``seams.SharedState`` in a worker: puts its state into the arena, all of it, for good.
 
     Parameters
     ----------
@@ -173,7 +170,7 @@ class WorkerState(SharedState):
         """They are used already."""
 
     def norm(self, gradient: Gradient, meet: Callable[[], None], there: Sequence[int] | None) -> float:
-        """See ``seams.SharedState.norm``: of sums of squares; every parameter has a gradient."""
+        """Made of sums of squares. Every parameter has a gradient."""
         if self._owned:
             self._squares[self._owned] = arithmetic.squares([gradient[index] for index in self._owned])
         meet()

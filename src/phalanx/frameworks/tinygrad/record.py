@@ -14,7 +14,7 @@ from phalanx.seams.records import Tensor
 
 
 class TinygradRecord(Record):
-    """See ``frameworks.record.Record``."""
+    """tinygrad as the registry knows it."""
 
     name = module = "tinygrad"
     returns = "an object with tensors of tinygrad"

@@ -86,19 +86,15 @@ class Torch:
 
     @property
     def told(self) -> tuple[float, float]:
-        """See ``seams.Framework.told``."""
         return self._updates.told
 
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
-        """See ``seams.Framework.gradients``."""
         return self._lane.gradients(todo, watch)
 
     def norm(self, gradient: Gradient) -> float:
-        """See ``seams.Framework.norm``."""
         return self._updates.norm(gradient)
 
     def update(self, step: int, gradient: Gradient, buffers: Sequence[tuple[int, Left]] | None) -> None:
-        """See ``seams.Framework.update``."""
         self._updates.apply(step, gradient)
         if buffers is None:
             self._lane.buffers.expect()
@@ -114,29 +110,23 @@ class Torch:
         self._describable = True
 
     def schedule(self, value: float, epoch: int | None = None) -> None:
-        """See ``seams.Framework.schedule``."""
         self._updates.schedule(value, epoch)
 
     def rewind(self) -> None:
-        """See ``seams.Framework.rewind``."""
         self._lane.rewind()
 
     def measure(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Measurement:
-        """See ``seams.Framework.measure``."""
         return self._lane.measure(metrics, key, share, weights)
 
     def export(self, steps: int, *, copy: bool, digest: bool = True) -> Exported:
-        """See ``seams.Framework.export``."""
         self.rewind()
         return exported(self._lane.shown, self._updates, steps, apart=copy, digest=digest)
 
     def capture(self, *, copy: bool) -> Captured:
-        """See ``seams.Framework.capture``."""
         self.rewind()
         return captured(self._lane.model, self._updates, copy=copy)
 
     def adopt(self, state: Captured) -> None:
-        """See ``seams.Framework.adopt``."""
         self.rewind()
         adopt(self._lane.model, self._updates, state)
         self._lane.buffers.begin_here()

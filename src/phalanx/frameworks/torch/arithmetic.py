@@ -64,7 +64,7 @@ def finite(vector: Gradient) -> bool:
 
 
 def add_into(left: Gradient, right: Gradient, homes: Gradient) -> Gradient:
-    """See ``seams.Arrays.add_into``. What is in ``left`` itself was added already."""
+    """``left + right`` in ``left``, which lies in ``homes``. An entry that is both was added already."""
     added: Gradient = []
     for mine, other, home in zip(left, right, homes, strict=True):
         if mine is not None:
@@ -158,7 +158,6 @@ class DeviceArithmetic:
     """Implements ``seams.Arithmetic``: as on the CPU, with one kernel for many tensors where that moves no bit."""
 
     def add(self, left: Gradient, right: Gradient) -> Gradient:
-        """See ``seams.Arithmetic.add``."""
         pairs = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
         for (mine, theirs), _ in GROUPED(list(zip(*pairs, strict=True)), False).values() if pairs else ():
             FOREACH._foreach_add_(mine, theirs)
@@ -170,7 +169,7 @@ class DeviceArithmetic:
     checksum = staticmethod(checksum)
 
     def read(self, scalars: Sequence[Any]) -> list[float]:
-        """See ``seams.Arithmetic.read``: one copy from each device."""
+        """One copy from each device."""
         numbers = {at: scalar for at, scalar in enumerate(scalars) if not isinstance(scalar, torch.Tensor)}
         unread = {at: scalar for at, scalar in enumerate(scalars) if at not in numbers}
         groups = GROUPED([list(unread.values())], True) if unread else {}

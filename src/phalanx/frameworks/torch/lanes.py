@@ -116,7 +116,7 @@ class TorchLanes(Torch):
         return owners
 
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
-        """See ``seams.Framework.gradients``: each device has a replica to compute before the first is asked for."""
+        """Every device gets a replica to compute before the first gradient is asked for."""
         for feed in self._feeds:
             feed.begin(todo)
         count = len(self._lanes)
@@ -134,7 +134,7 @@ class TorchLanes(Torch):
                 yield _weighted(computed)
 
     def norm(self, gradient: Gradient) -> float:
-        """See ``seams.Framework.norm``; the one place where a step waits for its devices."""
+        """Here alone a step waits for its devices."""
         with accelerators.watched(self.devices):
             whole = self._updates.enqueue_norm(gradient, self.devices[0])
         following, self._exchange.following = self._exchange.following, None
@@ -144,7 +144,6 @@ class TorchLanes(Torch):
             return whole.item()
 
     def update(self, step: int, gradient: Gradient, buffers: Sequence[tuple[int, Left]] | None) -> None:
-        """See ``seams.Framework.update``."""
         with accelerators.watched(self.devices):
             self._updates.apply(step, gradient)
             self._exchange.spread()
@@ -153,18 +152,17 @@ class TorchLanes(Torch):
             self._describe()
 
     def schedule(self, value: float, epoch: int | None = None) -> None:
-        """See ``seams.Framework.schedule``; a schedule may freeze parameters."""
+        """A schedule may freeze parameters, so all copies of the model freeze the same."""
         super().schedule(value, epoch)
         self._freeze_alike()
 
     def rewind(self) -> None:
-        """See ``seams.Framework.rewind``."""
         for lane, feed in zip(self._lanes, self._feeds, strict=True):
             lane.rewind()
             feed.forget()
 
     def measure(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Measurement:
-        """See ``seams.Framework.measure``: on one device after the other, a chunk always on the same."""
+        """Chunks go to the devices in turn. A chunk is always computed on the same one."""
         number = int(share.samples[0]) // len(share.samples) % len(self.devices)
         device = self.devices[number]
         with accelerators.watched([device]), accelerators.current(device):
@@ -177,17 +175,16 @@ class TorchLanes(Torch):
         return read
 
     def export(self, steps: int, *, copy: bool, digest: bool = True) -> Exported:
-        """See ``seams.Framework.export``; the model is on the first device."""
+        """The exported model is on the first device."""
         with accelerators.watched(self.devices):
             return super().export(steps, copy=copy, digest=digest)
 
     def capture(self, *, copy: bool) -> Captured:
-        """See ``seams.Framework.capture``."""
         with accelerators.watched(self.devices):
             return super().capture(copy=copy)
 
     def adopt(self, state: Captured) -> None:
-        """See ``seams.Framework.adopt``; the other devices take over what the first has, owners too."""
+        """The other devices take over what the first has."""
         super().adopt(state)
         with torch.no_grad():
             for lane in self._lanes[1:]:
@@ -243,7 +240,7 @@ def _weighted(computed: Computed) -> Computed:
 
 
 class Exchange:
-    """Implements ``seams.Lanes``: who owns which parameter, and copies to and from owners.
+    """Implements ``engines.hosts.link.TravellingLanes``: who owns which parameter, and copies to and from owners.
 
     Copies between devices are torch's own: each waits for what both devices were given before, the host for nothing.
 
@@ -269,31 +266,26 @@ class Exchange:
         self.following: Callable[[], Sequence[Todo]] | None = None
 
     def moved(self, vector: Gradient) -> Gradient:
-        """See ``seams.Lanes.moved``."""
         with accelerators.watched(self._homes):
             return placed(vector, self._places)
 
     @property
     def sizes(self) -> list[int]:
-        """See ``engines.hosts.link``."""
         return [start.nbytes for start in self._lanes[0].buffers.starts]
 
     @property
     def blanks(self) -> list[torch.Tensor]:
-        """See ``engines.hosts.link``."""
         return [arithmetic.blank(arithmetic.spec_of(parameter)) for parameter in self._lanes[0].parameters]
 
     def home(self, vector: Gradient) -> Gradient:
-        """See ``engines.hosts.link``; waits for the devices."""
+        """Waits for the devices."""
         return [None if entry is None else entry.cpu() for entry in vector]
 
     def outward(self, left: Sequence[torch.Tensor]) -> list[bytes | None]:
-        """See ``engines.hosts.link``."""
         pairs = zip((value.cpu() for value in left), self._lanes[0].buffers.starts, strict=True)
         return [None if same_bytes(value, start.cpu()) else bytes_of(value).numpy().tobytes() for value, start in pairs]
 
     def inward(self, pieces: Sequence[bytes | bytearray | None]) -> Left:
-        """See ``engines.hosts.link``."""
         found: Left = []
         for piece, start in zip(pieces, self._lanes[0].buffers.starts, strict=True):
             if piece is None:

@@ -77,7 +77,7 @@ class Update:
 
     @property
     def told(self) -> tuple[float, float]:
-        """See ``Schedules.told``; nothing of an optimizer from elsewhere, whose options one worker alone has."""
+        """A checksum of options, and a learning rate; no options of an optimizer from elsewhere, which one worker has."""
         return (0.0, 0.0) if self.foreign else self._schedules.told
 
     def options(self) -> list[Any]:
@@ -138,7 +138,7 @@ class Update:
             parameter.grad = None
 
     def schedule(self, value: float, epoch: int | None = None) -> None:
-        """See ``seams.Framework.schedule``."""
+        """Step the schedulers after a step, or after an ``epoch``."""
         if epoch is None:
             self._schedules.step(value)
         else:
@@ -178,7 +178,7 @@ class Phased:
         return getattr(self._next, name)
 
     def options(self) -> list[Any]:
-        """See ``Update.options``; how many updates there were comes first."""
+        """The number of updates, and then the options of each phase."""
         return [self._done, *(phase.options() for phase in self._phases)]
 
     def take_options(self, options: list[Any]) -> None:
@@ -188,12 +188,12 @@ class Phased:
             phase.take_options(theirs)
 
     def restrict(self, owned: Sequence[int]) -> None:
-        """See ``Update.restrict``."""
+        """Update only these parameters, in all phases."""
         for phase in self._phases:
             phase.restrict(owned)
 
     def schedule(self, value: float, epoch: int | None = None) -> None:
-        """See ``seams.Framework.schedule``: the phase that was done, or skipped, is over."""
+        """Step the phase's schedulers; the next phase begins."""
         self._next.schedule(value, epoch)
         self._done += 1
 

@@ -32,7 +32,7 @@ OTHERWISE = (
 
 
 class TorchRecord(Record):
-    """See ``frameworks.record.Record``."""
+    """torch as the registry knows it."""
 
     name = module = "torch"
     returns = "a plain torch.nn.Module"

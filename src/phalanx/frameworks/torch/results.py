@@ -94,7 +94,7 @@ class Detached(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """See ``TorchFunctionMode``."""
+        """Copy a tensor that has a history without it; call all else."""
         if func is torch.Tensor.__deepcopy__ and args[0].grad_fn is not None:
             return args[0].detach().clone()
         return func(*args, **(kwargs or {}))

@@ -57,7 +57,6 @@ class Sharing:
         return list(self.model.parameters())
 
     def lay_out(self, placement: Placement, take: Take, known: Contents | None = None) -> Layout:
-        """See ``seams.Sharing.lay_out``."""
         check_no_global_hooks()
         if known is None:
             with self.environment:
@@ -68,15 +67,13 @@ class Sharing:
         return lay_out(contents, owners, placement, take)
 
     def open(self, layout: Layout, arena: mmap.mmap, worker: int | None) -> SharedState:
-        """See ``seams.Sharing.open``."""
         return SharedState(self, layout) if worker is None else WorkerState(self, layout, arena, worker)
 
     def move(self, layout: Layout, places: Places) -> None:
-        """See ``seams.Sharing.move``."""
         rebind(self.parameters, layout.contents.storage_of, places)
 
     def look(self, layout: Layout, arena: mmap.mmap, resting: Sequence[int]) -> Exported:
-        """See ``seams.Sharing.look``: a model whose weights and buffers are the arena's."""
+        """The model's weights and buffers are the arena's."""
         if (known := tuple(resting)) not in self.looks:
             sizes = layout.contents.storages
             weights = [
@@ -126,25 +123,21 @@ class SharedState:
 
     @property
     def starts(self) -> Left:
-        """See ``seams.SharedState.starts``."""
         return self._buffers.starts
 
     def rest(self) -> tuple[list[Any] | None, list[Any]]:
-        """See ``seams.SharedState.rest``."""
         return self._state.foreign(self._owned), self._updates.options()
 
     def take(self, foreign: list[Any] | None, options: list[Any]) -> None:
-        """See ``seams.SharedState.take``."""
         self._state.take_foreign(foreign, self._owned)
         self._updates.take_options(options)
         self._buffers.expect()  # somebody else may have written them
 
     def weights(self) -> list[np.ndarray]:
-        """See ``seams.SharedState.weights``: memory of the model's own."""
+        """These are the model's own memory."""
         return [bytes_of(storage) for storage in storages_of(self._parameters).values()]
 
     def take_arrays(self, weights: Sequence[np.ndarray | None], buffers: Sequence[torch.Tensor]) -> None:
-        """See ``seams.SharedState.take_arrays``."""
         for mine, shared in zip(self.weights(), weights, strict=True):
             if shared is not None:
                 mine[:] = shared
@@ -156,7 +149,7 @@ class SharedState:
 
 
 class WorkerState(SharedState):
-    """The same in a worker: binds its model to the arena.
+    """Implements ``seams.SharedState`` in a worker: binds its model to the arena.
 
     Parameters
     ----------
@@ -182,7 +175,6 @@ class WorkerState(SharedState):
         sharing.collector.watch([index for index, owner in enumerate(layout.owners) if owner != worker])
 
     def norm(self, gradient: Gradient, meet: Callable[[], None], there: Sequence[int] | None) -> float:
-        """See ``seams.SharedState.norm``."""
         if self._updates.whole:
             if self._first:
                 self._norms[0] = self._updates.norm(gradient)

@@ -90,7 +90,7 @@ class DeviceFeed:
         self._pins = self._accelerated and can_pin()
 
     def batch(self, key: int | None, share: Share) -> Any:
-        """See ``Feed.batch``; on the device."""
+        """A share's samples on the device, as ``Feed.batch`` has them on the host."""
         if key is None or (key, share.origin) not in self._ready:
             return self._copied(self._host.batch(key, share))
         self._host.settle()
@@ -143,7 +143,7 @@ def can_pin() -> bool:
 
 
 def opened(source: Source) -> Source:
-    """See ``seams.Framework.opened``."""
+    """A source whose columns are tensors, in the same memory where that can be."""
     if isinstance(source, Samples):
         return source
     columns = tuple(map(_column, source.arrays))

@@ -216,7 +216,7 @@ class Lane:
         self.buffers.restore()
 
     def measure(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Measurement:
-        """See ``seams.Framework.measure``."""
+        """Begin metrics over a chunk, as ``seams.Framework.measure`` says."""
         versions = self._versions()
         with evaluating(self.model), torch.no_grad(), substituted(self.named, weights or {}):
             self.buffers.begin()
