@@ -77,7 +77,7 @@ class Update:
 
     @property
     def told(self) -> tuple[float, float]:
-        """A checksum of options, and a learning rate; no options of an optimizer from elsewhere, which one worker has."""
+        """A checksum of options, and a learning rate. One worker alone has those of an optimizer from elsewhere."""
         return (0.0, 0.0) if self.foreign else self._schedules.told
 
     def options(self) -> list[Any]:
