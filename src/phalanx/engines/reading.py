@@ -35,12 +35,12 @@ def live(channel: int, memories: Sequence[int], number: int) -> None:
     signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is the caller's
     environment_memory, parcel, memory = (Memory(0, fd) for fd in memories)
     try:
-        place = unpack(environment_memory)
-        adopt_environment(place)
-        with starting(place["threads"]):
+        environment = unpack(environment_memory)
+        adopt_environment(environment)
+        with starting(environment["threads"]):
             setup = unpack(parcel)
             definition = Definition(**setup["fields"])
-        surroundings, collate = reading(place["framework"], definition)
+        surroundings, collate = reading(environment["framework"], definition)
         with surroundings:
             blocks = [range(definition.replicas)] if "placement" not in setup else setup["placement"].blocks
             ring = Ring(Inputs(memory, definition.replicas), number, sorted(itertools.chain(*blocks)))

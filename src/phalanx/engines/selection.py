@@ -207,8 +207,8 @@ class Auto(Changing[Engine]):
         if len(self._ends) < WARM_UP:
             return -math.inf
         updates = self._definition.updates
-        left = done if updates is None else updates - done
-        return left * statistics.median(self._seconds) * (1 - 1 / self._most)
+        remaining = done if updates is None else updates - done
+        return remaining * statistics.median(self._seconds) * (1 - 1 / self._most)
 
 
 def _pace(ends: Iterable[float]) -> float:

@@ -152,15 +152,15 @@ class Twice:
 
     def gradients(self, todo: Sequence[Todo]) -> Iterator[Computed]:
         """The replicas that are computed once more come first."""
-        audited, told = self._audited, defaultdict[str, list[Any]](list)
+        audited, events = self._audited, defaultdict[str, list[Any]](list)
         before: Facts | None = None
         if todo and (self._alone or (self._update in self._checked and not (self._allow and todo[0].replica))):
-            watch = Watch(lambda kind, name, value: told[kind].append((name, value)), parameters=True)
+            watch = Watch(lambda kind, name, value: events[kind].append((name, value)), parameters=True)
             first = self._computed(todo[:1], watch)
-            if told["early"] or (told["written"] and self._definition.replicas > 1):
-                changed = [f"{name!r} {how}" for name, how in told["early"] + told["written"]]
+            if events["early"] or (events["written"] and self._definition.replicas > 1):
+                changed = [f"{name!r} {how}" for name, how in events["early"] + events["written"]]
                 self._report(todo[0], "left more behind than buffers", changed)
-            if told["written"]:  # a lone replica may, and has done so now
+            if events["written"]:  # a lone replica may, and has done so now
                 return itertools.chain([first], self._each(todo[1:], None))
             before = noted(self._framework.arithmetic, first)
         if audited is not None and audited.auditor == self._worker:  # now that samples of this worker came first
@@ -240,8 +240,8 @@ class Twice:
 
         with contextlib.suppress(Exception):
             list(self._framework.gradients([one], Watch(tell, parameters=True)))
-        found = differences(before, values(roots))
-        return [HELD.sub(r".\1", path) for path in found if not STATE.match(path)] or [UNSEEN]
+        paths = differences(before, values(roots))
+        return [HELD.sub(r".\1", path) for path in paths if not STATE.match(path)] or [UNSEEN]
 
     def _report(self, one: Todo, what: str, changed: Sequence[str]) -> None:
         more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""

@@ -195,22 +195,24 @@ def _same_start(world: World, framework: Framework, begin: Callable[[Framework],
     """Rank 0 may go on from a snapshot; all others take over what it has."""
     if world.rank == 0:
         run_state = begin(framework)
-        told = {
+        history = {
             "losses": run_state.loss_history,
             "samples": run_state.samples,
             "resumed_from": run_state.resumed_from,
             "evaluated": [dataclasses.astuple(item) for item in run_state.evaluated],
         }
-        told[CALLBACKS], tensors = kept(run_state.callbacks)
+        history[CALLBACKS], tensors = kept(run_state.callbacks)
         with framework.environment:
             captured = framework.capture(copy=False)
-            world.broadcast(packed(dataclasses.replace(captured, training={**captured.training, **tensors}), told))
+            world.broadcast(packed(dataclasses.replace(captured, training={**captured.training, **tensors}), history))
         return run_state
-    captured, told = unpacked(world.broadcast(b""))
+    captured, history = unpacked(world.broadcast(b""))
     with framework.environment:
         framework.adopt(captured)
-    evaluated = [Evaluated(*item) for item in told["evaluated"]]
-    run_state = RunState(told["losses"], told["samples"], resumed_from=told["resumed_from"], evaluated=evaluated)
+    evaluated = [Evaluated(*item) for item in history["evaluated"]]
+    run_state = RunState(
+        history["losses"], history["samples"], resumed_from=history["resumed_from"], evaluated=evaluated
+    )
     run_state.rounds = rounds
-    run_state.callbacks = states_in(told, captured.training)
+    run_state.callbacks = states_in(history, captured.training)
     return run_state

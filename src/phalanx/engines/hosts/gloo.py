@@ -55,9 +55,9 @@ class Gloo:
         """The first process's tensor for everybody."""
         self._call(self._group.broadcast, tensor, 0).wait()
 
-    def gather(self, found: torch.Tensor, mine: torch.Tensor) -> None:
+    def gather(self, gathered: torch.Tensor, mine: torch.Tensor) -> None:
         """Everybody's bytes, as many of each, in the order of ranks."""
-        rows = found.view(self._size, -1)
+        rows = gathered.view(self._size, -1)
         rows[self._rank] = mine
         others = [other for other in range(self._size) if other != self._rank]
         works = [self.begin_receive(rows[other], other) for other in others]
@@ -103,7 +103,7 @@ def towards(address: str) -> str:
         own = probe.getsockname()[0]
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
-                found = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(found[20:24]) == own:
+                ifreq = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(ifreq[20:24]) == own:
                     return name
     return ""

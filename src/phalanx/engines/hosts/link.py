@@ -164,9 +164,9 @@ class HostLaneLink(LaneLink):
             for replica in sorted(self.hosted)
         }
         count = len(self._travelling.sizes)
-        notes = [bytes(piece is not None for piece in found) or bytes(count) or NOTHING for found in written.values()]
-        everybody, self._masks, told = self._across.tell(self._step, 0, mine, masks, notes)
-        self._take_buffers(everybody, [note if count else b"" for note in told], written)
+        notes = [bytes(piece is not None for piece in pieces) or bytes(count) or NOTHING for pieces in written.values()]
+        everybody, self._masks, all_notes = self._across.tell(self._step, 0, mine, masks, notes)
+        self._take_buffers(everybody, [note if count else b"" for note in all_notes], written)
         return everybody
 
     def mean(self, weight: float) -> Vector:
@@ -187,8 +187,8 @@ class HostLaneLink(LaneLink):
             replica: [bytearray(size) if flag else None for size, flag in zip(sizes, note, strict=True)]
             for replica, note in enumerate(notes)
         }
-        for replica, found in written.items():
-            room[replica] = [None if piece is None else bytearray(piece) for piece in found] or room[replica]
+        for replica, pieces in written.items():
+            room[replica] = [None if piece is None else bytearray(piece) for piece in pieces] or room[replica]
         self._across.spread(
             [[memoryview(piece) for piece in room[replica] if piece is not None] for replica in range(len(parts))]
         )

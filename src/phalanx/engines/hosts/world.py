@@ -58,10 +58,10 @@ class World:
         RUNS[0] += 1
         base, self.rank, self.size = opened(self.seconds)
         self._tcp = address_of(base)
-        place = c10d.PrefixStore(f"phalanx/{RUNS[0]}", base)
+        store = c10d.PrefixStore(f"phalanx/{RUNS[0]}", base)
         with reached(self._tcp[0]):
-            self.run = run_of(place, self.rank, self.size, self.seconds)
-        self._store = c10d.PrefixStore(str(self.run), place)
+            self.run = run_of(store, self.rank, self.size, self.seconds)
+        self._store = c10d.PrefixStore(str(self.run), store)
         self._names = [""] * self.size
         self._gloo: Gloo | None = None
         self._told = False
@@ -79,15 +79,15 @@ class World:
             A process did not come, or has left again.
         """
         given = {**facts, "doubts": doubts, "host": _host(), "cores": list(cores)}
-        told = json.loads(json.dumps(given, default=repr))
-        self._store.set(f"facts/{self.rank}", json.dumps(told))
+        mine = json.loads(json.dumps(given, default=repr))
+        self._store.set(f"facts/{self.rank}", json.dumps(mine))
         everybody = [json.loads(self._get(f"facts/{rank}", rank)) for rank in range(self.size)]
         self._names = [item["host"].split()[0] for item in everybody]
         for rank, theirs in enumerate(everybody):
             for name in facts:
-                if theirs.get(name) != told[name]:
-                    raise UsageError(_differing(rank, self.rank, name, theirs.get(name), told[name]))
-            for name, value in told["doubts"].items():
+                if theirs.get(name) != mine[name]:
+                    raise UsageError(_differing(rank, self.rank, name, theirs.get(name), mine[name]))
+            for name, value in mine["doubts"].items():
                 if theirs["doubts"].get(name, value) != value:
                     here, there = f"process {self.rank}", f"process {rank}"
                     warn(
@@ -96,8 +96,8 @@ class World:
                     )
         together = len({item["host"] for item in everybody}) == 1
         self._interface = LOOPBACK if together else towards(self._tcp[0])
-        place = c10d.PrefixStore("callers", self._store)
-        self._gloo = Gloo(place, self.rank, self.size, self.seconds, self._interface)
+        store = c10d.PrefixStore("callers", self._store)
+        self._gloo = Gloo(store, self.rank, self.size, self.seconds, self._interface)
         return min(_room(item, everybody) for item in everybody)
 
     def rendezvous(self, blocks: Sequence[range]) -> Rendezvous:
@@ -116,9 +116,9 @@ class World:
 
     def odd_one(self, content: bytes) -> int | None:
         """The first process whose bytes (of a length that all know) are not rank 0's; None: all have the same."""
-        found = torch.empty(self.size * len(content), dtype=torch.uint8)
-        self._met.gather(found, torch.frombuffer(bytearray(content), dtype=torch.uint8))
-        rows = found.numpy().reshape(self.size, -1)
+        gathered = torch.empty(self.size * len(content), dtype=torch.uint8)
+        self._met.gather(gathered, torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        rows = gathered.numpy().reshape(self.size, -1)
         differing = np.flatnonzero((rows != rows[0]).any(1))
         return int(differing[0]) if len(differing) else None
 
@@ -130,13 +130,14 @@ class World:
 
     def lost(self, error: BaseException, step: int) -> RunError:
         """Why a run ends whose connections are gone: who left it and why, or who does not answer any more."""
-        left, missing = dict[int, str](), set(range(self.size))
-        _within(GRACE_SECONDS + STORE_SECONDS, self._look_round, left, missing)
-        if left:
-            rank = min(left)
-            kind = LeftError if left[rank].startswith(CLOSED) else RunError
+        reasons, missing = dict[int, str](), set(range(self.size))
+        _within(GRACE_SECONDS + STORE_SECONDS, self._look_round, reasons, missing)
+        if reasons:
+            rank = min(reasons)
+            kind = LeftError if reasons[rank].startswith(CLOSED) else RunError
             return kind(
-                f"{self._named(rank)} left the run: {left[rank]}. So it has ended here in step {step}, too", step=step
+                f"{self._named(rank)} left the run: {reasons[rank]}. So it has ended here in step {step}, too",
+                step=step,
             )
         if self.rank in missing:
             who = f"{self._named(0)}, whose host has the store, and perhaps others"
@@ -161,17 +162,17 @@ class World:
         assert self._gloo is not None  # agree() comes first
         return self._gloo
 
-    def _look_round(self, left: dict[int, str], missing: set[int]) -> None:
+    def _look_round(self, reasons: dict[int, str], missing: set[int]) -> None:
         """Say that we are there; note who said the same, and who said that it leaves."""
         self._store.set(f"here/{self.rank}", "1")
         end = time.monotonic() + GRACE_SECONDS
-        while missing and not left and time.monotonic() < end:
+        while missing and not reasons and time.monotonic() < end:
             time.sleep(POLL_SECONDS)
             for rank in range(self.size):
                 if rank in missing and self._store.check([f"here/{rank}"]):
                     missing.discard(rank)
                 if rank != self.rank and self._store.check([f"left/{rank}"]):
-                    left[rank] = self._store.get(f"left/{rank}").decode(errors="replace")
+                    reasons[rank] = self._store.get(f"left/{rank}").decode(errors="replace")
 
     def _see_off(self) -> None:
         """Wait until all others have gone, but not for long: they may have to read in the store why this run ends."""
@@ -258,11 +259,11 @@ def opened(seconds: float) -> tuple[Any, int, int]:
             "torchrun, srun or the like, which set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or call "
             "torch.distributed.init_process_group before"
         ) from error
-    place = rank, size, address, port
+    key = rank, size, address, port
     try:
-        if place not in STORES:  # one for all runs of a process: others may still ask that of the run before
-            STORES[place] = _open(*place, datetime.timedelta(seconds=seconds))
-        return STORES[place], rank, size
+        if key not in STORES:  # one for all runs of a process: others may still ask that of the run before
+            STORES[key] = _open(*key, datetime.timedelta(seconds=seconds))
+        return STORES[key], rank, size
     except Exception as error:
         raise RunError(
             f"the processes of this run did not find each other at {address}:{port} within {seconds:.0f} s: {error}; "
@@ -272,13 +273,13 @@ def opened(seconds: float) -> tuple[Any, int, int]:
 
 def address_of(store: Any) -> tuple[str, int]:
     """Where other processes reach the TCP store behind prefixes."""
-    found = _bare(store)
-    if not isinstance(found, TCP):
+    bare = _bare(store)
+    if not isinstance(bare, TCP):
         raise UsageError(
-            f"torch.distributed was initialised with a {type(found).__name__}, which worker processes cannot reach; "
+            f"torch.distributed was initialised with a {type(bare).__name__}, which worker processes cannot reach; "
             "initialise it by env:// or tcp://, as torchrun does"
         )
-    return found.host, found.port
+    return bare.host, bare.port
 
 
 @contextlib.contextmanager
@@ -351,21 +352,21 @@ def _open(rank: int, size: int, address: str, port: int, limit: datetime.timedel
         options = {"timeout": limit, "wait_for_workers": False, "master_listen_fd": listening}
         # That of torch 2.6 takes no socket that listens.
         options["use_libuv"] = not torch.__version__.startswith("2.6.")
-        found = TCP(address, port, size, is_master=True, **options)
+        store = TCP(address, port, size, is_master=True, **options)
     else:
-        found = _bare(next(iter(rendezvous("env://", rank, size, timeout=limit)))[0])
-    return c10d.PrefixStore(os.environ.get("TORCHELASTIC_RUN_ID", ""), found)
+        store = _bare(next(iter(rendezvous("env://", rank, size, timeout=limit)))[0])
+    return c10d.PrefixStore(os.environ.get("TORCHELASTIC_RUN_ID", ""), store)
 
 
 def _listening(address: str, port: int) -> int | None:
     """A descriptor that listens on this address only; None where it is not one of this host's own."""
     with contextlib.suppress(OSError):
-        family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as made:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind(place)
-            made.listen()
-            return os.dup(made.fileno())
+        family, kind, protocol, _, sockaddr = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(sockaddr)
+            listener.listen()
+            return os.dup(listener.fileno())
     return None
 
 

@@ -116,7 +116,7 @@ class Processes:
                 if counters.trouble or self._failures.dead:
                     self.supervisor.wait(lambda: True, t)
         report = self._absorb() if counters.done > t else None
-        if report is None or any(told.step == t for told in self._pool.told):
+        if report is None or any(message.step == t for message in self._pool.told):
             raise self._failure(t)
         return report if batch is None else report._replace(epoch=None)
 
@@ -202,10 +202,10 @@ class Processes:
     def ask(self, task: str, facts: dict[str, Any]) -> list[Any]:
         """Have every worker do its part of a task; their answers."""
         with self._watching():
-            told = self._task(TASK, {**facts, "task": task})
-        if any(item.kind != "result" for item in told):
-            raise first_error(told)
-        return [item.content for item in sorted(told, key=lambda item: item.worker)]
+            messages = self._task(TASK, {**facts, "task": task})
+        if any(item.kind != "result" for item in messages):
+            raise first_error(messages)
+        return [item.content for item in sorted(messages, key=lambda item: item.worker)]
 
     def _task(self, kind: int, thing: Any) -> list[WorkerMessage]:
         """Have every worker do something with ``thing``; what they told, which stays there if it is a step."""
@@ -215,20 +215,20 @@ class Processes:
             self._settle()
             self.supervisor.grant(kind, thing)
             whole = self.supervisor.wait(self.counters.all_idle, t + 1)
-            failed = any(told.kind != "result" for told in self._pool.told)
+            failed = any(message.kind != "result" for message in self._pool.told)
             if whole or failed or (kind == BATCH and self.counters.done > t):
                 break
         return [] if kind == BATCH else self._settle()
 
     def _settle(self) -> list[WorkerMessage]:
         """Take in what the workers told: whether the run can go on after it."""
-        told, self._pool.told = self._pool.told, []
-        for item in told:
+        messages, self._pool.told = self._pool.told, []
+        for item in messages:
             if item.kind in WHERE:
                 kind = "repaired" if item.kind == "torn" and self.supervisor.repaired() else item.kind
                 self.lost = self.lost or kind == "torn"
                 self.ended = item.spelled(kind)
-        return told
+        return messages
 
     def _halt(self) -> None:
         """Stop at a step boundary, and count what was done on the way there."""

@@ -104,9 +104,9 @@ def as_told(error: BaseException) -> tuple[Any, Any, str]:
     return picklable(error), None if cause is None else picklable(cause), text
 
 
-def first_error(told: Sequence[WorkerMessage]) -> BaseException:
+def first_error(messages: Sequence[WorkerMessage]) -> BaseException:
     """The error to raise out of several: that of the lowest replica, as one worker alone would have met it."""
-    errors = [item for item in told if item.kind != "result"]
+    errors = [item for item in messages if item.kind != "result"]
     first = min(errors, key=lambda item: (_replica(item.content) is None, _replica(item.content) or 0, item.worker))
     error = first.content
     error.__cause__ = first.cause
@@ -176,11 +176,11 @@ class DriverChannel:
             raise SystemExit
 
 
-def reason(told: Sequence[WorkerMessage], ended: str, step: int) -> BaseException:
+def reason(messages: Sequence[WorkerMessage], ended: str, step: int) -> BaseException:
     """The error to raise for a step, out of what workers told and why the run has ended, if it has."""
-    if not told:
+    if not messages:
         return RunError(f"step {step} was given up, and no worker said why; run it again", step=step)
-    error = first_error(told)
+    error = first_error(messages)
     if isinstance(error, PhalanxError) or not ended:
         return error
     return caused(WorkerError(ended, step=step), error)

@@ -323,9 +323,9 @@ class WorkerPool:
             counters.asleep = 1
             fence()  # either a worker sees that it has to wake this process, or what it did is seen now
             done = until()  # what was told before that is read now
-            found = self._poller.poll(0 if done else POLL_MILLISECONDS)
+            events = self._poller.poll(0 if done else POLL_MILLISECONDS)
             counters.asleep = 0
-            self._handle({fd for fd, _ in found})
+            self._handle({fd for fd, _ in events})
             if watch.expired(counters.activity(), starting=bool(self._starting)):
                 self._kill_hung()
 

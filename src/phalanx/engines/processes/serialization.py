@@ -116,9 +116,9 @@ def pack(thing: Any, memory: Memory, reducer: Reducer) -> int:
     pieces = pieces_of(thing, reducer, by_file=True)
     _fit(memory, sum(map(len, pieces)))
     offset = 0
-    with memory.map() as place:
+    with memory.map() as mapped:
         for piece in pieces:
-            place[offset : offset + len(piece)] = piece
+            mapped[offset : offset + len(piece)] = piece
             offset += len(piece)
     return offset
 
@@ -160,13 +160,13 @@ def unpack(memory: Memory) -> Any:
 
 def unpack_bytes(content: Any) -> Any:
     """The same out of a buffer of its own, as ``pieces_of`` makes them. Arrays lie in it."""
-    place = memoryview(content)
-    (count,) = NUMBER.unpack_from(place)
-    sizes = [NUMBER.unpack_from(place, NUMBER.size * (1 + position))[0] for position in range(count)]
+    view = memoryview(content)
+    (count,) = NUMBER.unpack_from(view)
+    sizes = [NUMBER.unpack_from(view, NUMBER.size * (1 + position))[0] for position in range(count)]
     offset = _padded(NUMBER.size * (1 + count))
     pieces: list[memoryview] = []
     for size in sizes:
-        pieces.append(place[offset : offset + size])
+        pieces.append(view[offset : offset + size])
         offset += _padded(size)
     return pickle.loads(pieces[0], buffers=pieces[1:])  # noqa: S301  packed by this process's parent
 
@@ -215,31 +215,31 @@ def described(framework: str) -> dict[str, Any]:
     }
 
 
-def adopt_environment(place: dict[str, Any]) -> None:
+def adopt_environment(environment: dict[str, Any]) -> None:
     """Make this process like the described one."""
     os.environ.clear()
-    os.environ.update(place["environment"])
-    if place["folder"] is not None:
+    os.environ.update(environment["environment"])
+    if environment["folder"] is not None:
         with contextlib.suppress(OSError):
-            os.chdir(place["folder"])
-    sys.path[:] = place["path"]
-    sys.meta_path.insert(0, sources.Finder(place["sources"]))
-    sys.argv[:] = place["arguments"]
-    sys.setrecursionlimit(place["depth"])
-    adopt_numeric_environment(place["numeric"])
+            os.chdir(environment["folder"])
+    sys.path[:] = environment["path"]
+    sys.meta_path.insert(0, sources.Finder(environment["sources"]))
+    sys.argv[:] = environment["arguments"]
+    sys.setrecursionlimit(environment["depth"])
+    adopt_numeric_environment(environment["numeric"])
     filters: Any = warnings.filters  # last: what is imported above may put its own first
-    filters[:] = place["filters"]
+    filters[:] = environment["filters"]
     warnings._filters_mutated()  # type: ignore[attr-defined]
-    for message in harmless_warnings(place["numeric"]):
+    for message in harmless_warnings(environment["numeric"]):
         warnings.filterwarnings("ignore", message=message)
 
 
 def remarked(error: Exception) -> Exception:
     """In a worker, an error that may come from how classes travel, with a remark on that."""
-    made = sorted(kind.__name__ for kind in _DEFINED if type(kind) not in (type, abc.ABCMeta))
-    if made and isinstance(error, UsageError):
+    names = sorted(kind.__name__ for kind in _DEFINED if type(kind) not in (type, abc.ABCMeta))
+    if names and isinstance(error, UsageError):
         error.args = (
-            f"{error}. {', '.join(made)} {'was' if len(made) == 1 else 'were'} made again in a worker process, as "
+            f"{error}. {', '.join(names)} {'was' if len(names) == 1 else 'were'} made again in a worker process, as "
             "__main__ cannot be imported there; libraries that note their classes when these are defined, as equinox "
             "does, do not know the copies: put them into a module of their own, or use engine='inline' (same answer)",
         )
@@ -274,9 +274,9 @@ def _cached(function: Any, parameters: dict[str, Any]) -> Any:
 
 
 def _cached_property(function: Any, name: str) -> Any:
-    made = functools.cached_property(function)
-    made.__set_name__(object, name)  # which only the making of a class does
-    return made
+    descriptor = functools.cached_property(function)
+    descriptor.__set_name__(object, name)  # which only the making of a class does
+    return descriptor
 
 
 def _importable(module: ModuleType) -> bool:

@@ -48,9 +48,9 @@ def live(channel: int, memories: Sequence[int], number: int) -> None:
     caller = DriverChannel(channel)
     environment_memory, parcel, arena, mailbox, orders, base, inputs = (Memory(0, fd) for fd in memories)
     try:
-        place = unpack(environment_memory)
-        adopt_environment(place)
-        with starting(place["threads"]):  # what is unpacked may hold arrays of a framework
+        environment = unpack(environment_memory)
+        adopt_environment(environment)
+        with starting(environment["threads"]):  # what is unpacked may hold arrays of a framework
             worker = Worker(caller, unpack(parcel), (arena, base, mailbox, inputs), number)
         orders = unpack(orders)
         worker.take(orders)
@@ -242,13 +242,13 @@ class Worker:
         shares = self._dealer.chunks(data, batch_size)
         start, end = share_bounds(len(shares), self._placement.workers)[self._number]
         seed = self._definition.seed
-        found: list[Any] = []
+        measured: list[Any] = []
         for chunk in range(start, end):
             if self._counters.pause == LEAVE:
                 raise Trouble
-            found.append(measure(self._framework, metric_fn, evaluation_key(seed, chunk), shares[chunk], weights)())
+            measured.append(measure(self._framework, metric_fn, evaluation_key(seed, chunk), shares[chunk], weights)())
             self._own.total += 1  # a long evaluation is not silent
-        return found
+        return measured
 
     def _peek(self) -> dict[str, Any] | None:
         return self._twice.peek(self._step) if self._number == 0 else None

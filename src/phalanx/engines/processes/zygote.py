@@ -182,15 +182,15 @@ def _unshared() -> set[str]:
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    found = set(sources.note())
+    resources = set(sources.note())
     for task in TASKS.iterdir():
-        found.update([task.name, *(task / "children").read_text().split()])
+        resources.update([task.name, *(task / "children").read_text().split()])
     for each in DESCRIPTORS.iterdir():
         with contextlib.suppress(OSError):  # it was that of the listing
             mode = os.fstat(int(each.name)).st_mode
             if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-                found.add(os.readlink(each))
-    return found - {"/dev/null", "/dev/urandom", "/dev/random"}
+                resources.add(os.readlink(each))
+    return resources - {"/dev/null", "/dev/urandom", "/dev/random"}
 
 
 def _pidfd(pid: int) -> list[int]:

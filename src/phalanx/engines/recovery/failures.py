@@ -200,24 +200,24 @@ class FailureLog:
         return Place(step, PARTS.get(phase, "wait"))
 
     def _error(self, worker: int, streak: Streak, step: int) -> RunError:
-        place, count = streak.place, len(streak.causes)
+        point, count = streak.place, len(streak.causes)
         more = f", ... and {count - SHOWN_CAUSES} more" if count > SHOWN_CAUSES else ""
         causes = ", ".join(streak.causes[:SHOWN_CAUSES]) + more
         patience = "" if streak.own >= OWN else "; if others end workers, raise max_failures"
-        if place.doing != "compute":
-            where = "before it was ready" if place.doing == "start" else f"at step {step} {DOING[place.doing]}"
+        if point.doing != "compute":
+            where = "before it was ready" if point.doing == "start" else f"at step {step} {DOING[point.doing]}"
             return RunError(
                 f"worker {worker} ended {count} times in a row {where} ({causes}); look at what it printed last, at "
                 f"the system's log and at memory, or use engine='inline' under a debugger{patience}",
                 step=step,
             )
-        replica = self._placement.blocks[worker][place.done]
-        samples = self._samples(place.step, replica)
+        replica = self._placement.blocks[worker][point.done]
+        samples = self._samples(point.step, replica)
         return RunError(
-            f"replica {replica} of step {place.step} ended {count} workers in a row that computed it "
+            f"replica {replica} of step {point.step} ended {count} workers in a row that computed it "
             f"({causes}); its samples are {spell_samples(samples)}. Look at these samples and at memory, or compute "
             f"them with engine='inline' under a debugger{patience}",
-            step=place.step,
+            step=point.step,
             replica=replica,
             samples=samples,
         )

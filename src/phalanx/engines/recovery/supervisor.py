@@ -160,7 +160,7 @@ class Supervisor:
         at_work = [not counters.idle(worker) for worker in range(self._placement.workers)]
         progress = counters.progress()  # read after that: who is idle has not moved since
         return Situation(
-            [Seen(place, worker in dead, at_work[worker]) for worker, place in enumerate(progress)],
+            [Seen(position, worker in dead, at_work[worker]) for worker, position in enumerate(progress)],
             granted,
             counters.done,
             counters.snapshot_due,
@@ -250,7 +250,9 @@ class Supervisor:
 
     def _do_again(self, step: int) -> None:
         """Do a finished step again, as it was lost."""
-        if again := [told for told in self._errors() if told.step is not None and told.step < self._counters.done]:
+        if again := [
+            message for message in self._errors() if message.step is not None and message.step < self._counters.done
+        ]:
             raise LostError(
                 f"step {again[0].step} was done again after a worker had ended, and raised what it had not raised "
                 f"before: {again[0].content!r}"
@@ -270,12 +272,12 @@ class Supervisor:
             self._pool.grant(TASK)
             self._pool.wait(lambda: self._counters.all_idle() or bool(self._failures.dead), LONG)
             self._pool.told = self._errors()
-            if any(isinstance(told.content, LostError) for told in self._pool.told):
+            if any(isinstance(message.content, LostError) for message in self._pool.told):
                 raise first_error(self._pool.told)
         return not self._failures.dead
 
     def _errors(self) -> list[WorkerMessage]:
-        return [told for told in self._pool.told if told.kind != "result"]
+        return [message for message in self._pool.told if message.kind != "result"]
 
     def _replace(self, workers: Sequence[int], step: int, *, joining: bool = False) -> None:
         """Start workers at ``step``; returns when they are ready, or have ended again."""
@@ -283,7 +285,7 @@ class Supervisor:
         pack(orders, self._orders, reduced)
         self._pool.start(workers)
         self._failures.started(step)
-        if any(told.kind == "failed" for told in self._pool.told):
+        if any(message.kind == "failed" for message in self._pool.told):
             raise unfit(first_error(self._pool.told))
 
     @property
