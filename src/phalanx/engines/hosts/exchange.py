@@ -1,9 +1,9 @@
 """What hosts give each other in a step: losses and weights of all replicas, buffers, and sums of gradients.
 
 Each worker of a host talks to its counterparts on the other hosts, which own the same parameters. A sum takes two
-rounds: everybody gets its slice of every partial sum, adds them up in the fold's order, and sends the result to all.
-That is the traffic of a ring, 2 N (H - 1) / H elements per host, where each host has one partial sum. Of two hosts with
-one partial sum each, both get the whole of the other's instead: as much traffic, in one round.
+rounds: each host gets its slice of every partial sum, adds them up in the fold's order, and sends the result to all.
+That is the traffic of a ring, 2 N (H - 1) / H elements per host, where each host has one partial sum. Two hosts with
+one partial sum each exchange the whole sums instead: as much traffic, in one round.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from phalanx.seams.records import Part
 CHECK_STEPS = 100  # how often hosts compare the sums of their weights
 HEADER = ("run", "step", "weights")
 ROW = len(Part._fields)
-PATTERNS = 64  # of which gradients are there
-LEAST, MOST = 128 << 10, 1 << 20  # bytes of a slice of what travels together
+PATTERNS = 64  # cached sets of present gradients
+LEAST, MOST = 128 << 10, 1 << 20  # bytes of a slice of a piece
 PIECES = 8  # of a sum of medium size: the first travel while others are packed, at a cost per piece
 Piece = tuple[list[torch.Tensor], list[Any], list[Any]]  # this host's slice of all sums, what comes, what goes
 Mask = bytes  # one byte per parameter: whether it has a gradient
@@ -46,11 +46,11 @@ class Rendezvous:
     run : int
         The run's number, drawn by rank 0.
     rank : int
-        This process's place among ``blocks``.
+        This process's position in ``blocks``.
     blocks : tuple of range
         The replicas of each process.
     seconds : float
-        How long to wait for another one.
+        How long to wait for another process.
     interface : str
         The network interface to use; "" leaves the choice to torch.
     """
@@ -141,7 +141,7 @@ class Across:
     def tell(
         self, step: int, weights: int, parts: Sequence[Part], masks: Sequence[Mask], notes: Sequence[bytes]
     ) -> Told:
-        """Give this host's parts, which gradients each of its nodes has, and notes; returns all's.
+        """Send this host's parts, which gradients each of its nodes has, and notes; returns those of all hosts.
 
         Parameters
         ----------
@@ -172,7 +172,7 @@ class Across:
         return self._told(pieces, messages)
 
     def spread(self, pieces: Sequence[Sequence[memoryview]]) -> None:
-        """Fill in what other hosts left: ``pieces[replica]``, some memory for each, as long everywhere."""
+        """Fill in ``pieces[replica]``, the memory of other hosts' replicas; its lengths are the same on all hosts."""
         lengths = [sum(len(piece) for replica in block for piece in pieces[replica]) for block in self._blocks]
         most = max(lengths)
         if not most:
@@ -210,7 +210,7 @@ class Across:
         return total
 
     def _told(self, mine: Sequence[np.ndarray], messages: torch.Tensor) -> Told:
-        """What all hosts told; ``mine`` is what this one did."""
+        """Decode the messages of all hosts; ``mine`` is what this host sent."""
         decoded: Told = [], [], []
         cuts = np.cumsum([piece.nbytes for piece in mine])[:-1]
         for rank, message in enumerate(messages.numpy().reshape(len(self._blocks), -1)):
@@ -240,7 +240,7 @@ class Across:
                 raise SeveredError(message, step=int(mine[1]))
 
     def _dealt(self, layout: Layout, summands: Callable[[int], Sequence[Summands]]) -> list[Piece]:
-        """Pack this host's partial sums, a row per node; each piece is on its way as soon as it is whole."""
+        """Pack this host's partial sums, a row per node, and send each piece as soon as it is whole."""
         rows, begun = self._counts[self._rank], list[Piece]()
         packed = self._room(("packed", layout.dtype), rows * layout.whole, layout.dtype).view(rows, layout.whole)
         ends = [start + self._slices * width for start, width in layout.pieces]
@@ -258,7 +258,7 @@ class Across:
         return begun
 
     def _deal(self, sums: torch.Tensor, width: int) -> Piece:
-        """Begin to give every other host its slice of these sums, and to get ours of theirs."""
+        """Begin to send every other host its slice of these sums, and to receive this host's slice of theirs."""
         slices = sums.view(len(sums), self._slices, width)
         rows = [list(slices[:, self._rank % self._slices])] * len(self._counts)
         comes, goes = [], []
@@ -333,7 +333,7 @@ def tensor_of(array: Any) -> torch.Tensor:
 
 
 def array_of(tensor: torch.Tensor, like: Any) -> Any:
-    """A tensor as what ``like`` is, over the same memory."""
+    """A tensor as an array of the kind of ``like``, over the same memory."""
     if isinstance(like, torch.Tensor):
         return tensor
     if like.dtype.name == "bfloat16":
@@ -342,7 +342,7 @@ def array_of(tensor: torch.Tensor, like: Any) -> Any:
 
 
 def _over(array: np.ndarray) -> torch.Tensor:
-    """Arrays of jax cannot be written, which torch warns of: those are copied."""
+    """A tensor over an array. Arrays of jax cannot be written, which torch warns of, so they are copied."""
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 

@@ -1,7 +1,7 @@
-"""The torch.distributed world that a run lives in: who is there, whether all mean the same run, and who left it.
+"""The torch.distributed world of a run: which processes are there, whether all do the same run, and which left it.
 
 Its store is opened here. In it the processes of one run find each other, and it outlives the run. Nothing is unpickled:
-what processes tell each other is JSON in the world's store, and bytes of known layout.
+processes exchange JSON in the world's store, and bytes of known layout.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STORE_SECONDS = 5.0  # for the store's answer once something is wrong
 POLL_SECONDS = 0.05
 CLOSED = "it was closed after"
 LONGEST = 1000  # characters of an error that are told to others
-RUNS = [0]  # of this process, the same in all of them
+RUNS = [0]  # begun in this process; the same number in all processes
 ANSWER_SECONDS = 2.0  # until a process asks again which run is the newest
 STORES: dict[tuple[int, int, str, int], Any] = {}
 
@@ -67,7 +67,7 @@ class World:
         self._told = False
 
     def agree(self, facts: Mapping[str, Any], doubts: Mapping[str, str], cores: Sequence[int]) -> int:
-        """Make sure that all mean the same recipe in the same environment; returns how many workers each has room for.
+        """Check that all have the same recipe in the same environment; returns how many workers each has room for.
 
         ``facts`` must be equal. Where ``doubts`` are not, a warning says so.
 
@@ -105,7 +105,7 @@ class World:
         return Rendezvous(self._tcp, self.run, self.rank, tuple(blocks), self.seconds, self._interface)
 
     def broadcast(self, content: bytes) -> bytes:
-        """Rank 0's bytes for everybody."""
+        """Rank 0's bytes, in every process."""
         size = torch.tensor([len(content)])
         self._met.broadcast(size)
         data = torch.empty(int(size), dtype=torch.uint8)
@@ -115,7 +115,7 @@ class World:
         return data.numpy().tobytes()
 
     def odd_one(self, content: bytes) -> int | None:
-        """The first process whose bytes (of a length that all know) are not rank 0's; None: all have the same."""
+        """The first process whose bytes differ from rank 0's, at equal length; None if all have the same."""
         gathered = torch.empty(self.size * len(content), dtype=torch.uint8)
         self._met.gather(gathered, torch.frombuffer(bytearray(content), dtype=torch.uint8))
         rows = gathered.numpy().reshape(self.size, -1)
@@ -123,13 +123,13 @@ class World:
         return int(differing[0]) if len(differing) else None
 
     def tell(self, why: str) -> None:
-        """Let others know why this process leaves the run, before they miss it; what was told first counts."""
+        """Let others know why this process leaves the run, before they miss it. The first reason counts."""
         if not self._told:
             self._told = True
             _within(STORE_SECONDS, self._store.set, f"left/{self.rank}", why[:LONGEST])
 
     def lost(self, error: BaseException, step: int) -> RunError:
-        """Why a run ends whose connections are gone: who left it and why, or who does not answer any more."""
+        """The error for a run whose connections are gone: which process left and why, or which does not answer."""
         reasons, missing = dict[int, str](), set(range(self.size))
         _within(GRACE_SECONDS + STORE_SECONDS, self._look_round, reasons, missing)
         if reasons:
@@ -150,7 +150,7 @@ class World:
         )
 
     def close(self) -> None:
-        """Close what was opened for this run; the store stays. If rank 0 left before the end, others may read why."""
+        """Close what was opened for this run; the store stays. If rank 0 left early, it lets others read why."""
         if self._gloo is not None:
             self._gloo.close()
         _within(STORE_SECONDS, self._store.set, f"gone/{self.rank}", "1")
@@ -163,7 +163,7 @@ class World:
         return self._gloo
 
     def _look_round(self, reasons: dict[int, str], missing: set[int]) -> None:
-        """Say that we are there; note who said the same, and who said that it leaves."""
+        """Say that this process is there; note which others said the same, and why others left."""
         self._store.set(f"here/{self.rank}", "1")
         end = time.monotonic() + GRACE_SECONDS
         while missing and not reasons and time.monotonic() < end:
@@ -182,7 +182,7 @@ class World:
             time.sleep(POLL_SECONDS)
 
     def _get(self, key: str, rank: int) -> bytes:
-        """What a process says at the start of a run; as long as it has not said that it leaves."""
+        """What a process says at the start of a run; raises if it has said that it leaves."""
         end = time.monotonic() + self.seconds
         with reached(self._tcp[0]):
             while time.monotonic() < end:
@@ -214,7 +214,7 @@ def _within(seconds: float, ask: Any, *arguments: Any) -> None:
 
 
 def _room(item: Mapping[str, Any], everybody: Sequence[Mapping[str, Any]]) -> int:
-    """How many of its processors are a process's own, where others of the same host may run on them too."""
+    """How many processors a process has for itself, where others of the same host may run on them too."""
     mine = set(item["cores"])
     sharing = sum(other["host"] == item["host"] and bool(mine & set(other["cores"])) for other in everybody)
     return len(mine) // sharing
@@ -284,7 +284,7 @@ def address_of(store: Any) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def reached(address: str) -> Iterator[None]:
-    """Inside, what torch raises means that the store is gone."""
+    """Inside, an error of torch means that the store is gone."""
     try:
         yield
     except PhalanxError:
@@ -298,15 +298,15 @@ def reached(address: str) -> Iterator[None]:
 
 
 def run_of(store: Any, rank: int, size: int, seconds: float) -> int:
-    """The number of the run that all processes begin now; rank 0 draws it, and answers everybody who asks.
+    """The number of the run that all processes begin now; rank 0 draws it, and answers every process that asks.
 
-    What an earlier life of these processes left in the store does not matter: nobody answers there any more. (torchrun
-    may keep its store when it begins again, and count restarts differently on each host.)
+    What earlier processes left in the store does not matter, because no process answers there any more. (torchrun may
+    keep its store when it begins again, and count restarts differently on each host.)
 
     Raises
     ------
     RunError
-        Rank 0, or one who should have asked, did not come.
+        Rank 0, or a process that should have asked, did not come.
     """
     end = time.monotonic() + seconds
     if rank == 0:
@@ -331,7 +331,7 @@ def run_of(store: Any, rank: int, size: int, seconds: float) -> int:
 
 
 def _awaited(store: Any, key: str, end: float, rank: int) -> bytes:
-    """What a process puts there."""
+    """The value of ``key``, once process ``rank`` has set it."""
     while not store.check([key]):
         if time.monotonic() > end:
             raise _absent(rank)
@@ -350,7 +350,7 @@ def _open(rank: int, size: int, address: str, port: int, limit: datetime.timedel
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         listening = _listening(address, port)
         options = {"timeout": limit, "wait_for_workers": False, "master_listen_fd": listening}
-        # That of torch 2.6 takes no socket that listens.
+        # libuv's store in torch 2.6 takes no socket that listens.
         options["use_libuv"] = not torch.__version__.startswith("2.6.")
         store = TCP(address, port, size, is_master=True, **options)
     else:
@@ -371,7 +371,7 @@ def _listening(address: str, port: int) -> int | None:
 
 
 def _bare(store: Any) -> Any:
-    """Without prefixes: torchrun's has the number of restarts, which hosts may count differently."""
+    """A store without prefixes: torchrun's has the number of restarts, which hosts may count differently."""
     while isinstance(store, c10d.PrefixStore):
         store = store.underlying_store
     return store
