@@ -1,6 +1,6 @@
 """Where workers live. ``inline``: this process; ``processes``: this host; ``hosts``: several. ``selection`` picks one.
 
-``recovery`` is what ``processes`` does when workers fall.
+``recovery`` is what ``processes`` does when workers die.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import sys
 
 
 def close() -> None:
-    """End what is kept warm for the next run: a process that starts workers. The next run starts another."""
+    """End the process that starts workers and is kept for the next run. The next run starts another."""
     starter = sys.modules.get("phalanx.engines.processes.starter")
     if starter is not None:
         starter.WARM.close()

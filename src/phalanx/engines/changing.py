@@ -1,7 +1,7 @@
-"""An engine whose place another one takes at a step boundary: where a run computes may change, its answer cannot.
+"""An engine that another one can replace at a step boundary: where a run computes may change, its answer cannot.
 
-In between the caller's framework holds the state. An engine takes it home when it is closed, and the next one begins
-with what it finds there. So whoever decides that a run goes on elsewhere needs no more than a function that opens that.
+In between, the caller's framework holds the state. An engine copies its state there when it is closed, and the next one
+starts from it. So code that moves a run needs only a function that opens the next engine.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ E = TypeVar("E", bound=Engine)
 
 
 class Changing(Generic[E]):
-    """Implements ``seams.Engine`` by one engine after another; what is not here, the present one has.
+    """Implements ``seams.Engine`` by one engine after another. Other attributes are those of the current one.
 
     Parameters
     ----------
     run_state : RunState
-        All of them count in it.
+        All engines count their steps in it.
     opened : callable
-        Makes the first.
+        Opens the first engine.
 
     Attributes
     ----------
     engine : Engine
-        The present one.
+        The current one.
     """
 
     def __init__(self, run_state: RunState, opened: Callable[[], E]) -> None:
         self.run_state = run_state
         self.engine, self._opened = opened(), opened
         self.workers = self.engine.workers
-        # One that changes while somebody is inside must give the same back: these are the framework's in any engine.
+        # The engine may change inside these contexts, so all engines must have the same ones: the framework's.
         self.environment, self.reading = self.engine.environment, self.engine.reading
 
     def change(self, opened: Callable[[], E]) -> None:
-        """Close the engine, and go on in the one that ``opened`` makes; only when nothing is ahead of the caller.
+        """Close the engine, and go on in the one that ``opened`` opens. No step may be ahead of the caller.
 
-        If none can be made, the one before is opened again, and the error is raised.
+        If ``opened`` fails, the previous engine is opened again, and the error is raised.
         """
         self.engine.close()
         self.engine.check_able()

@@ -1,7 +1,7 @@
-"""The inline engine: one worker, this process, all replicas one after another. The reference: simple before fast.
+"""The inline engine: this process is the only worker, and computes all replicas one after another.
 
-On one device its link reaches nobody: it hosts every replica and owns everything. On several devices one link still
-hosts all replicas, and moves partial sums between them.
+It is the reference, so it is simple rather than fast. On one device its link reaches no other worker: it hosts every
+replica and owns everything. On several devices one link still hosts all replicas, and moves partial sums between them.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Inline:
     framework : Framework
         Holds the state.
     run_state : RunState, optional
-        What was done before, in another engine.
+        The steps that were done before, in another engine.
     link : Link, optional
     ahead : Readers, optional
-        Where shares come from that others read; closed with the engine.
+        Readers in other processes, from which shares come; closed with the engine.
 
     Attributes
     ----------
@@ -77,7 +77,7 @@ class Inline:
         self.environment = self.reading = framework.environment
 
     def advance(self, batch: Any, horizon: int) -> StepReport:
-        """Do one step: on a batch that the caller brought, or the next planned one; nothing runs ahead.
+        """Do one step, on a batch that the caller brought or on the next planned one. No step runs ahead.
 
         Either the whole step is done, or (after an error or Ctrl-C) none of it is.
         """
@@ -145,10 +145,10 @@ class Inline:
         """Give back the memory that steps had freed and would have used again."""
         self.closed = True
         self._close_readers()
-        self._memory()  # once
+        self._memory()  # a finalizer runs only once
 
     def _following(self, step: int, horizon: int) -> list[Todo]:
-        """What the next step computes, if nobody may change the data before: columns are watched, other data is not."""
+        """What the next step computes, unless the data may change before it. Only columns are watched for changes."""
         definition = self._definition
         if step >= (definition.updates or 0) or (step >= horizon and not isinstance(definition.source, Columns)):
             return []
@@ -157,7 +157,7 @@ class Inline:
         return todo(definition, step, ran, shares)
 
     def _commit(self, t: int, proposal: Proposal, samples: int) -> None:
-        """The step counts once the update is done; what fails in the schedule cannot undo it, but ends the run."""
+        """Update the weights; then the step counts. An error in the schedule cannot undo it, but ends the run."""
         self._torn = True
         during = "the optimizer, so the weights are not those of any step"
         try:
@@ -174,6 +174,6 @@ class Inline:
             raise WorkerError(self.ended, step=moment.step) from error
 
     def check_able(self) -> None:
-        """Refuse to go on where the run cannot."""
+        """Raise a RunError if the run cannot go on."""
         if self.ended:
             raise RunError(f"this run cannot go on: {self.ended}; start another")

@@ -15,7 +15,7 @@ from phalanx.surroundings import interrupts
 
 
 class LocalLink:
-    """Implements ``seams.Link`` for a worker that has no others: it hosts every replica and owns everything.
+    """Implements ``seams.Link`` for a worker without peers: it hosts every replica and owns everything.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ class LaneLink(LocalLink):
         self.hosted: Sequence[int] = [replica for row in in_turn for replica in row if replica is not None]
         nodes = [node for block in placement.blocks for node in remaining(placement.replicas, block)]
         whole = range(placement.blocks[0].start, placement.blocks[-1].stop)
-        self._groups = [  # of devices' sums, those that add up to one node of the whole block
+        self._groups = [  # the positions of devices' sums that add up to one node of the whole block
             [position for position, node in enumerate(nodes) if covers(top, node)]
             for top in remaining(placement.replicas, whole)
         ]
@@ -117,7 +117,7 @@ class LaneLink(LocalLink):
         return total
 
     def sums(self) -> list[Vector | None]:
-        """What all devices add up to: one vector, or one for each node of the tree that a part of the replicas has."""
+        """The sums over all devices: one vector or, for a part of the replicas, one for each node of the tree."""
         vectors = [partial.value for fold in self._folds for partial in fold.partials()]
         there = {number: self._lanes.moved(vector) for number, vector in enumerate(vectors) if vector is not None}
         for into, source in self._order(tuple(there)):

@@ -1,7 +1,7 @@
 """The readers of a run as the caller's process sees them: started, replaced, ended, from a thread of their own.
 
-A reader that ends takes nothing with it: who computes reads by itself what it had begun, and ends one that hangs.
-Another takes its place.
+Nothing is lost when a reader dies. The process that computes reads what the reader had begun, and ends a reader that
+hangs. Another reader replaces it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from phalanx.shared.inputs import GONE, Inputs
 from phalanx.shared.memory import Memory
 
 LOOK_SECONDS = 0.1
-FUTILE = 5  # readers that ended one after another within a second
+FUTILE = 5  # readers in a row that each died within a second
 
 
 def ahead_here(definition: Definition, framework: Framework, count: int) -> Readers | None:
-    """So many readers of what this process computes; None where reading runs none of the user's code."""
+    """``count`` readers of what this process computes; None where reading runs no user code."""
     if not (isinstance(definition.source, Samples) and definition.source.random):
         return None
     memories = environment, parcel, memory = Memory(0), Memory(0), Memory(0)
@@ -54,12 +54,12 @@ class Readers:
     count : int
         How many readers.
     own : bool
-        Whether the memories are closed with this.
+        Whether ``close`` closes the memories.
 
     Attributes
     ----------
     error : Exception or None
-        What a reader told that could not go on, or what kept one from starting.
+        The error of a reader that could not go on, or that kept a reader from starting.
     """
 
     def __init__(self, memories: Sequence[Memory], inputs: Inputs, count: int, *, own: bool = False) -> None:
@@ -79,9 +79,9 @@ class Readers:
         return taken(self.inputs, *share)
 
     def close(self) -> None:
-        """End them."""
+        """End the readers."""
         self._over.set()
-        if self._thread is not threading.current_thread():  # where garbage is collected in it
+        if self._thread is not threading.current_thread():  # garbage may be collected there
             self._thread.join()
         for memory in self._memories if self._own else ():
             memory.close()
@@ -89,7 +89,7 @@ class Readers:
             checks.warn(f"nothing was read ahead in the end (same answer): {self.error}")
 
     def _tend(self, count: int) -> None:
-        """What the thread does."""
+        """Keep readers running until ``close``; the thread runs this."""
         try:
             self.inputs.readers = count
             while self.inputs.readers and not self._over.is_set():
@@ -103,14 +103,14 @@ class Readers:
             self._end()
 
     def _fill(self) -> None:
-        """Start readers in the places that are empty."""
+        """Start the readers that are missing."""
         for number in set(range(self.inputs.readers)) - self._alive.keys() - self._done:
             handle = self._alive[number] = WorkerHandle(-1 - number, [memory.fd for memory in self._memories])
             self.inputs.note_pid(number, handle.pid)
             self._output.follow(handle.pipes)
 
     def _listen(self) -> None:
-        """Carry what readers print, and see who has ended or is to be ended."""
+        """Carry what readers print and take their messages; clear away those that have ended."""
         poller = select.poll()
         for fd in [fd for handle in self._alive.values() for fd in handle.watched]:
             poller.register(fd, select.POLLIN)
@@ -138,7 +138,7 @@ class Readers:
         self.inputs.note_pid(number, GONE)
 
     def _end(self) -> None:
-        """End all."""
+        """End all readers."""
         for handle in self._alive.values():
             self._output.forget(handle.pipes)
             handle.end()

@@ -1,7 +1,7 @@
-"""What a process that reads ahead does, and how what it has read is taken where replicas are computed.
+"""What a reader process does, and how its shares are taken where replicas are computed.
 
-A reader reads the shares that are its own, step after step, as far ahead as there is room. What raises, and what draws
-random numbers that a replica goes on with, it leaves to who computes.
+A reader reads its own shares, step after step, as far ahead as there is room. It leaves two kinds of shares to the
+process that computes: those that raise, and those that draw random numbers which a replica goes on with.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def live(channel: int, memories: Sequence[int], number: int) -> None:
     signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is the caller's
     environment_memory, parcel, memory = (Memory(0, fd) for fd in memories)
     try:
-        place = unpack(environment_memory)
-        adopt_environment(place)
-        with starting(place["threads"]):
+        environment = unpack(environment_memory)
+        adopt_environment(environment)
+        with starting(environment["threads"]):
             setup = unpack(parcel)
             definition = Definition(**setup["fields"])
-        surroundings, collate = reading(place["framework"], definition)
+        surroundings, collate = reading(environment["framework"], definition)
         with surroundings:
             blocks = [range(definition.replicas)] if "placement" not in setup else setup["placement"].blocks
             ring = Ring(Inputs(memory, definition.replicas), number, sorted(itertools.chain(*blocks)))
@@ -51,9 +51,9 @@ def live(channel: int, memories: Sequence[int], number: int) -> None:
 
 
 class Collate:
-    """Reads shares and makes batches of them, until random numbers are drawn for that.
+    """Reads shares and collates them to batches, until collating draws random numbers.
 
-    Those are the first ones of a replica, and drawn where it is computed, which goes on with the next.
+    Those are a replica's first ones. They must be drawn where the replica is computed, which goes on with the next.
 
     Parameters
     ----------
@@ -68,7 +68,7 @@ class Collate:
         self._owned = owned
 
     def read(self, share: Share, key: int) -> Any:
-        """A share's samples, or the batch that they are; ``key``: of the replica, under which they are collated."""
+        """A share's samples, or their batch. ``key``: the replica's; it seeds the generators for collating."""
         samples = share.read(share.samples)
         if self._collate is None:
             return samples
@@ -91,7 +91,7 @@ def _read_shares(caller: DriverChannel, definition: Definition, ring: Ring, coll
         dealt = shares.planned(definition.rounds.updates(step))
         CURRENT.step = step
         for replica in ring.mine(step):
-            if ring.begun() > step:  # they read the rest of it by themselves meanwhile: the next one helps them more
+            if ring.begun() > step:  # workers read the rest of this step themselves: the next one helps them more
                 break
             share = dealt[replica]
             if len(share.samples) and ring.claim(step, replica):
@@ -106,7 +106,7 @@ def _read_shares(caller: DriverChannel, definition: Definition, ring: Ring, coll
 
 
 def _put(caller: DriverChannel, ring: Ring, step: int, replica: int, thing: Any) -> bool:
-    """Put a share there as soon as there is room; False where there will be none."""
+    """Put a share into the ring as soon as there is room; False if there will be none."""
     pieces = pieces_of(thing, reduced_sample)
     size = sum(map(len, pieces))
     while True:
@@ -121,6 +121,6 @@ def _put(caller: DriverChannel, ring: Ring, step: int, replica: int, thing: Any)
 
 
 def taken(inputs: Inputs, step: int, replica: int, read: Callable[[Indices], Any], samples: Indices) -> Any:
-    """What ``read(samples)`` gives for a share of a step: stands between it and who computes it."""
+    """What ``read(samples)`` gives for a share of a step; from a reader, if one has read it."""
     content = inputs.take(step, replica)
     return read(samples) if content is None else unpack_bytes(content)

@@ -1,8 +1,8 @@
-"""Picks the engine of a run: before it begins, or, where nobody says how many workers, while it goes on.
+"""Picks the engine of a run: before it begins or, if the number of workers is not given, while it goes on.
 
 The answer cannot change, so the choice may be made while training. Such a run starts in this process at once. Workers
-are started beside it when what is left of it seems worth that. The state moves at a step boundary, and moves back if
-the workers turn out to be slower. A state that is not wholly known (optimizers from elsewhere) stays where it is.
+are started beside it when the remaining steps seem worth that. The state moves at a step boundary, and moves back if
+the workers turn out to be slower. A state that is not wholly known (another library's optimizer) stays where it is.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from phalanx.seams import Engine, Framework
 from phalanx.seams.records import RunState, StepReport
 from phalanx.surroundings.presence import processors, several, usable_cores
 
-START_SECONDS = 2.0  # of importing the framework in a new process, with room
-WARM_UP = 3  # steps after a move that say nothing
-TRIAL = 7  # steps that decide
+START_SECONDS = 2.0  # to import the framework in a new process, with a margin
+WARM_UP = 3  # steps after a move whose times say nothing
+TRIAL = 7  # steps whose times decide
 
 
 def open_engine(
@@ -53,10 +53,10 @@ def open_engine(
 ) -> Engine:
     """The engine that was asked for; "auto" without a number of workers measures.
 
-    ``allow``: on accelerators, operations without a deterministic kernel, too; what is computed twice may differ. None:
-    neither, and nothing is computed twice.
-    ``readers``: how many; None: one for each worker, as far as there are cores beside them.
-    ``begin(framework)`` may give the framework the state of an earlier run, and tells what that had done.
+    ``allow``: accelerators may use operations without a deterministic kernel, and what is computed twice may differ.
+    None: neither is allowed, and nothing is computed twice.
+    ``readers``: their number. None: one for each worker, as far as cores are free.
+    ``begin(framework)`` may give the framework the state of an earlier run, and returns what that run had done.
     """
     if distributes(engine):
         if audit is not None:
@@ -104,16 +104,16 @@ def distributes(engine: str) -> bool:
 
 
 class Auto(Changing[Engine]):
-    """Begins in this process.
+    """Begins in this process, and moves to worker processes if that pays.
 
     Parameters
     ----------
     definition : Definition
     framework : Framework
     run_state : RunState
-        What was done before.
+        The steps that were done before.
     workers : int
-        How many to hand over to, at least 2.
+        How many workers to move to, at least 2.
     deadline : Deadline
     readers : int or None
         As ``ahead_here`` takes it.
@@ -162,7 +162,7 @@ class Auto(Changing[Engine]):
                 self._stay(error)
 
     def _think_of_moving(self) -> None:
-        """Hand over once workers can start at once; stay where that is refused or no longer pays."""
+        """Move to workers once they can start at once. Stay if the move is refused or no longer pays."""
         if not WARM.awake:
             return
         if self._gain() < self._moving:
@@ -187,7 +187,7 @@ class Auto(Changing[Engine]):
             self._consider = self._move_back if _pace(self._ends) > self._alone else None
 
     def _move_back(self) -> None:
-        """As soon as nothing is ahead of the caller."""
+        """Move back as soon as no step is ahead of the caller."""
         if self.engine.pause():
             self._consider = None
             self.change(self._in_this_process)
@@ -202,15 +202,15 @@ class Auto(Changing[Engine]):
         return Processes(*facts, readers=beside(self._readers, self._most, usable_cores()))
 
     def _gain(self) -> float:
-        """Seconds that workers might save: what is left, if all of them computed at once and nothing else took time."""
+        """Seconds that workers might save in the remaining steps, if all computed at once without other costs."""
         done = len(self.run_state.loss_history)
         if len(self._ends) < WARM_UP:
             return -math.inf
         updates = self._definition.updates
-        left = done if updates is None else updates - done
-        return left * statistics.median(self._seconds) * (1 - 1 / self._most)
+        remaining = done if updates is None else updates - done
+        return remaining * statistics.median(self._seconds) * (1 - 1 / self._most)
 
 
 def _pace(ends: Iterable[float]) -> float:
-    """Seconds from the end of a step to the end of the next: all that steps cost, whoever does it."""
+    """Seconds from the end of a step to the end of the next: all costs of a step, in any process."""
     return statistics.median(later - earlier for earlier, later in itertools.pairwise(ends))

@@ -1,13 +1,13 @@
-"""A replica computed twice from the same state: faults of user code and of machines show there.
+"""Computes a replica twice from the same state, which reveals faults of user code and of machines.
 
-In steps 0, 1, 10, 100 and so on, and in the first step of a process, every worker does so with its first replica. What
-user code keeps elsewhere from call to call shows there. Later steps find what acts late: a teacher that equals its
-student at first, a queue that is used once it is full.
+In steps 0, 1, 10, 100 and so on, and in the first step of a process, every worker computes its first replica twice.
+This reveals what user code keeps outside the state from call to call. The later steps reveal what acts late: a teacher
+that equals its student at first, a queue that is used once it is full.
 
 In an audited step one replica is computed again by the worker after the one that hosts it; a worker that is alone
-computes its first one twice. A processor that computes wrongly shows there. Only checksums are exchanged. So it is in
-the first step of workers, where the other worker has computed other samples before: what code keeps from its first call
-shows there.
+computes its first one twice. This reveals a processor that computes wrongly. Only checksums are exchanged. The first
+step of workers does the same. There the other worker has computed other samples before, which reveals what code keeps
+from its first call.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Facts = dict[str, Any]
 
 STEPS = (0, *(10**power for power in range(16)))
 ALL = range(1 << 62)
-SHOWN = 6  # of what changed
+SHOWN = 6  # changes that a message names
 HELD = re.compile(r"\._(?:modules|buffers|parameters)\['(.*?)'\]")
 STATE = re.compile(r"model\b.*\._(?:buffers|parameters)\[")
 UNSEEN = "nothing in sight (an operation that does not come to the same twice, a generator, a clock, faulty memory)"
@@ -56,7 +56,7 @@ FIRST = "code of yours keeps what its first call came to, as a cache does (if se
 
 
 class Audited(NamedTuple):
-    """What an audited step computes again: the last replica of ``work``; which worker hosts it, and which audits.
+    """What an audited step computes again (the last replica of ``work``), which worker hosts it, and which audits it.
 
     ``first``: no audit was asked for, but it is the first step of these workers.
     """
@@ -75,15 +75,15 @@ class Twice:
     definition : Definition
     framework : Framework
     allow : bool or None
-        Whether user code that comes to something else is only warned of, once, by whoever computes the first replica;
-        None: nobody looks.
+        Whether a different outcome only causes a warning, once, by the worker that computes the first replica. None:
+        nothing is computed twice.
     audit : Audit, optional
     blocks : sequence of sequence of int, optional
         The replicas of each worker; by default there is one.
     worker : int
-        This one.
+        The number of this worker.
     sums : mutable sequence of float
-        Where each worker leaves what it came to in an audited step.
+        Where each worker writes the checksum of its outcome in an audited step.
     began : int, optional
         The first update of all workers.
 
@@ -120,7 +120,7 @@ class Twice:
         return getattr(self._framework, name)
 
     def begin(self, update: int) -> None:
-        """What is left of its step is computed twice, too: the process begins there."""
+        """The process begins at this update: the remaining updates of its step are computed twice, too."""
         if self._allow is not None:
             step = self._definition.rounds.at(update).step
             self._checked |= set(range(update, self._after(step + 1)))
@@ -131,9 +131,9 @@ class Twice:
         Raises
         ------
         StateError
-            The first replica came to something else when it was computed again, or left more behind than buffers.
+            The first replica had another outcome when it was computed again, or left more behind than buffers.
         CorruptionError
-            The audited replica came to something else when it was computed again.
+            The audited replica had another outcome when it was computed again.
         """
         self._update, self._audited = t, None
         audited = self._audit is not None and self._audit.due(t)
@@ -151,24 +151,24 @@ class Twice:
         return propose(cast("Framework", self), link, self._definition, t, shares, compare)
 
     def gradients(self, todo: Sequence[Todo]) -> Iterator[Computed]:
-        """The replicas that are computed once more come first."""
-        audited, told = self._audited, defaultdict[str, list[Any]](list)
+        """Yield all replicas; those that are computed once more are computed before."""
+        audited, events = self._audited, defaultdict[str, list[Any]](list)
         before: Facts | None = None
         if todo and (self._alone or (self._update in self._checked and not (self._allow and todo[0].replica))):
-            watch = Watch(lambda kind, name, value: told[kind].append((name, value)), parameters=True)
+            watch = Watch(lambda kind, name, value: events[kind].append((name, value)), parameters=True)
             first = self._computed(todo[:1], watch)
-            if told["early"] or (told["written"] and self._definition.replicas > 1):
-                changed = [f"{name!r} {how}" for name, how in told["early"] + told["written"]]
+            if events["early"] or (events["written"] and self._definition.replicas > 1):
+                changed = [f"{name!r} {how}" for name, how in events["early"] + events["written"]]
                 self._report(todo[0], "left more behind than buffers", changed)
-            if told["written"]:  # a lone replica may, and has done so now
+            if events["written"]:  # a lone replica may write parameters, and has done so now
                 return itertools.chain([first], self._each(todo[1:], None))
             before = noted(self._framework.arithmetic, first)
-        if audited is not None and audited.auditor == self._worker:  # now that samples of this worker came first
+        if audited is not None and audited.auditor == self._worker:  # after samples of this worker's own
             self._sums[self._worker] = checksum(self._framework.arithmetic, self._computed(audited.work))
         return self._each(todo, before)
 
     def _each(self, todo: Sequence[Todo], before: Facts | None) -> Iterator[Computed]:
-        """The replicas; the first is compared with ``before``, what is audited is noted for the auditor."""
+        """Yield the replicas; compare the first with ``before``, and note the audited one for the auditor."""
         audited = self._audited
         hosted = audited.work[-1].replica if audited is not None and audited.host == self._worker else None
         for one, computed in zip(todo, self._framework.gradients(todo), strict=True):
@@ -181,15 +181,15 @@ class Twice:
             yield computed
 
     def _computed(self, work: Sequence[Todo], watch: Watch | None = None) -> Computed:
-        """What the last of some replicas comes to."""
+        """Compute some replicas in turn; returns the last."""
         computing, moment = self._framework.gradients(work, watch), self._definition.rounds.at(self._update)
         return [compute(computing, moment, one.replica, one.share) for one in work][-1]
 
     def peek(self, update: int) -> dict[str, Any] | None:
-        """What the first replica of an update comes to, as JSON values; the state stays as it is.
+        """The outcome of the first replica of an update, as JSON values; the state stays as it is.
 
-        None where that says nothing or cannot be had: brought batches and streams, user code that raises, or may come
-        to something else each time.
+        None where that says nothing or is not available: brought batches and streams, user code that raises, or code
+        that may have another outcome each time.
         """
         definition, framework = self._definition, self._framework
         if self._allow is not False or definition.source is None:
@@ -209,7 +209,7 @@ class Twice:
         return None
 
     def _compare(self) -> None:
-        """All workers have met, so that both values are there."""
+        """Compare host and auditor. All workers have passed a barrier, so both checksums are there."""
         assert self._audited is not None, "who asks has looked"
         (*_, one), host, auditor, first = self._audited
         sums = int(self._sums[host]), int(self._sums[auditor])
@@ -221,7 +221,7 @@ class Twice:
             raise self._corruption(one, what, sums, (host, auditor))
 
     def _differ(self, one: Todo, what: str, both: tuple[Facts, Facts]) -> None:
-        """A replica came out differently in this process: say what of user code changed, or that nothing did."""
+        """Report a replica with two outcomes in this process: what changed in user code, or that nothing did."""
         changed = self._changed(one)
         if self._alone and self._update not in self._checked and changed == [UNSEEN]:
             again = f"came to {what} when worker 0 computed it again, which is alone"
@@ -229,7 +229,7 @@ class Twice:
         self._report(one, f"came to {what} when it was computed again from the same state", changed)
 
     def _changed(self, one: Todo) -> list[str]:
-        """What user code holds that is another after computing the replica once more; the state is not meant."""
+        """What user code holds, apart from the state, that changes when the replica is computed once more."""
         roots: dict[str, Any] = dict(self._definition.holders)
         before = values(roots)
 
@@ -240,8 +240,8 @@ class Twice:
 
         with contextlib.suppress(Exception):
             list(self._framework.gradients([one], Watch(tell, parameters=True)))
-        found = differences(before, values(roots))
-        return [HELD.sub(r".\1", path) for path in found if not STATE.match(path)] or [UNSEEN]
+        paths = differences(before, values(roots))
+        return [HELD.sub(r".\1", path) for path in paths if not STATE.match(path)] or [UNSEEN]
 
     def _report(self, one: Todo, what: str, changed: Sequence[str]) -> None:
         more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
@@ -265,7 +265,7 @@ class Twice:
 
 
 def noted(arithmetic: Arithmetic, computed: Computed) -> Facts:
-    """What a replica came to, in numbers that can be compared."""
+    """The outcome of a replica, in numbers that can be compared."""
     return {
         "another loss": repr(arithmetic.read([computed.loss])),
         "another weight": computed.weight,
@@ -275,10 +275,10 @@ def noted(arithmetic: Arithmetic, computed: Computed) -> Facts:
 
 
 def checksum(arithmetic: Arithmetic, computed: Computed) -> int:
-    """The same as one number of 32 bits."""
+    """The outcome of a replica as one number of 32 bits."""
     return total(noted(arithmetic, computed))
 
 
 def total(facts: Facts) -> int:
-    """One number of 32 bits that stands for all of them."""
+    """One number of 32 bits that stands for all facts."""
     return zlib.crc32(repr(facts).encode())

@@ -1,7 +1,7 @@
 """The distributed engine: this host's part of a run over several, in worker processes or on devices of its own.
 
-Every process of the world does the same steps, and has the whole state; what hosts need of each other their workers
-exchange (``rendezvous``). Who is lost, or leaves the run, ends it everywhere, with an error that names it.
+Every process of the world does the same steps, and has the whole state. Workers exchange what hosts need of each other
+(``rendezvous``). A process that is lost, or leaves the run, ends it everywhere, with an error that names the process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Distributed(Changing["Processes | Inline"]):
     run_state : RunState
     world : World
     workers : int
-        On each host.
+        Their number on each host.
     readers : int
     """
 
@@ -74,7 +74,7 @@ class Distributed(Changing["Processes | Inline"]):
         return Processes(*facts, readers=self._readers)
 
     def advance(self, batch: Any, horizon: int) -> StepReport:
-        """Whatever is raised ends the run, here and in all other processes."""
+        """Any error ends the run, here and in all other processes."""
         self.check_able()
         step = self._steps
         try:
@@ -100,7 +100,7 @@ class Distributed(Changing["Processes | Inline"]):
             return self._framework.capture(copy=False)
 
     def close(self) -> None:
-        """Take the state home, end the workers, leave the world."""
+        """Copy the state to the caller, end the workers, leave the world."""
         if not self.engine.closed and not self.engine.ended and not self._finished:
             self._world.tell(f"{CLOSED} {self._steps} steps")
         try:
@@ -118,7 +118,7 @@ class Distributed(Changing["Processes | Inline"]):
         return self._last or (self._definition.updates is not None and self._steps == self._definition.updates)
 
     def _quit(self, why: str) -> None:
-        """Take the state after the last finished step home, as far as it is whole, and end the run here."""
+        """Copy the state after the last finished step to the caller, as far as it is whole, and end the run here."""
         self.engine.ended = why
         self.close()
 
@@ -143,7 +143,7 @@ def open_distributed(
     allow: bool = False,
     readers: int | None = 0,
 ) -> Distributed:
-    """Meet the others, see that all mean the same, take over rank 0's state, and start this host's workers.
+    """Meet the others, check that all agree, adopt rank 0's state, and start this host's workers.
 
     Raises
     ------
@@ -192,25 +192,27 @@ def _facts(definition: Definition, framework: Framework, workers: int | None) ->
 
 
 def _same_start(world: World, framework: Framework, begin: Callable[[Framework], RunState], rounds: Rounds) -> RunState:
-    """Rank 0 may go on from a snapshot; all others take over what it has."""
+    """Rank 0 may go on from a snapshot; all others adopt its state."""
     if world.rank == 0:
         run_state = begin(framework)
-        told = {
+        history = {
             "losses": run_state.loss_history,
             "samples": run_state.samples,
             "resumed_from": run_state.resumed_from,
             "evaluated": [dataclasses.astuple(item) for item in run_state.evaluated],
         }
-        told[CALLBACKS], tensors = kept(run_state.callbacks)
+        history[CALLBACKS], tensors = kept(run_state.callbacks)
         with framework.environment:
             captured = framework.capture(copy=False)
-            world.broadcast(packed(dataclasses.replace(captured, training={**captured.training, **tensors}), told))
+            world.broadcast(packed(dataclasses.replace(captured, training={**captured.training, **tensors}), history))
         return run_state
-    captured, told = unpacked(world.broadcast(b""))
+    captured, history = unpacked(world.broadcast(b""))
     with framework.environment:
         framework.adopt(captured)
-    evaluated = [Evaluated(*item) for item in told["evaluated"]]
-    run_state = RunState(told["losses"], told["samples"], resumed_from=told["resumed_from"], evaluated=evaluated)
+    evaluated = [Evaluated(*item) for item in history["evaluated"]]
+    run_state = RunState(
+        history["losses"], history["samples"], resumed_from=history["resumed_from"], evaluated=evaluated
+    )
     run_state.rounds = rounds
-    run_state.callbacks = states_in(told, captured.training)
+    run_state.callbacks = states_in(history, captured.training)
     return run_state

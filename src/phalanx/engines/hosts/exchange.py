@@ -1,9 +1,9 @@
 """What hosts give each other in a step: losses and weights of all replicas, buffers, and sums of gradients.
 
 Each worker of a host talks to its counterparts on the other hosts, which own the same parameters. A sum takes two
-rounds: everybody gets its slice of every partial sum, adds them up in the fold's order, and sends the result to all.
-That is the traffic of a ring, 2 N (H - 1) / H elements per host, where each host has one partial sum. Of two hosts with
-one partial sum each, both get the whole of the other's instead: as much traffic, in one round.
+rounds: each host gets its slice of every partial sum, adds them up in the fold's order, and sends the result to all.
+That is the traffic of a ring, 2 N (H - 1) / H elements per host, where each host has one partial sum. Two hosts with
+one partial sum each exchange the whole sums instead: as much traffic, in one round.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from phalanx.seams.records import Part
 CHECK_STEPS = 100  # how often hosts compare the sums of their weights
 HEADER = ("run", "step", "weights")
 ROW = len(Part._fields)
-PATTERNS = 64  # of which gradients are there
-LEAST, MOST = 128 << 10, 1 << 20  # bytes of a slice of what travels together
+PATTERNS = 64  # cached sets of present gradients
+LEAST, MOST = 128 << 10, 1 << 20  # bytes of a slice of a piece
 PIECES = 8  # of a sum of medium size: the first travel while others are packed, at a cost per piece
 Piece = tuple[list[torch.Tensor], list[Any], list[Any]]  # this host's slice of all sums, what comes, what goes
 Mask = bytes  # one byte per parameter: whether it has a gradient
@@ -46,11 +46,11 @@ class Rendezvous:
     run : int
         The run's number, drawn by rank 0.
     rank : int
-        This process's place among ``blocks``.
+        This process's position in ``blocks``.
     blocks : tuple of range
         The replicas of each process.
     seconds : float
-        How long to wait for another one.
+        How long to wait for another process.
     interface : str
         The network interface to use; "" leaves the choice to torch.
     """
@@ -122,24 +122,26 @@ class Across:
         self._blocks = rendezvous.blocks
         nodes = [remaining(replicas, block) for block in rendezvous.blocks]
         self.nodes = nodes[self._rank]
-        self._counts = [len(found) for found in nodes]
+        self._counts = [len(host_nodes) for host_nodes in nodes]
         self._others = [other for other in range(len(nodes)) if other != self._rank]
         self._slices = 1 if self._counts == [1, 1] else len(nodes)  # of a piece; host h adds up the (h % slices)-th
         self._blanks = blanks
         self._like = [tensor_of(blank) for blank in blanks]
         self._owned = owned
-        every = [node for found in nodes for node in found]
+        every = [node for host_nodes in nodes for node in host_nodes]
         self._laid_out = functools.lru_cache(PATTERNS)(functools.partial(self._lay_out, replicas, every))
         self._rooms: dict[Any, torch.Tensor] = {}
         limit = datetime.timedelta(seconds=rendezvous.seconds)
         store = TCP(*rendezvous.address, is_master=False, timeout=limit)
-        place = PrefixStore(f"phalanx/{rendezvous.run}/worker {worker}", store)
-        self._gloo = Gloo(place, rendezvous.rank, len(rendezvous.blocks), rendezvous.seconds, rendezvous.interface)
+        worker_store = PrefixStore(f"phalanx/{rendezvous.run}/worker {worker}", store)
+        self._gloo = Gloo(
+            worker_store, rendezvous.rank, len(rendezvous.blocks), rendezvous.seconds, rendezvous.interface
+        )
 
     def tell(
         self, step: int, weights: int, parts: Sequence[Part], masks: Sequence[Mask], notes: Sequence[bytes]
     ) -> Told:
-        """Give this host's parts, which gradients each of its nodes has, and notes; returns all's.
+        """Send this host's parts, which gradients each of its nodes has, and notes; returns those of all hosts.
 
         Parameters
         ----------
@@ -165,12 +167,12 @@ class Across:
             row[:] = np.frombuffer(note, np.uint8)
         pieces = head, rows, flags, texts
         mine = torch.from_numpy(np.concatenate([piece.view(np.uint8).reshape(-1) for piece in pieces]))
-        found = self._room("parts", len(self._blocks) * len(mine), torch.uint8)
-        self._gloo.gather(found, mine)
-        return self._told(pieces, found)
+        messages = self._room("parts", len(self._blocks) * len(mine), torch.uint8)
+        self._gloo.gather(messages, mine)
+        return self._told(pieces, messages)
 
     def spread(self, pieces: Sequence[Sequence[memoryview]]) -> None:
-        """Fill in what other hosts left: ``pieces[replica]``, some memory for each, as long everywhere."""
+        """Fill in ``pieces[replica]``, the memory of other hosts' replicas; its lengths are the same on all hosts."""
         lengths = [sum(len(piece) for replica in block for piece in pieces[replica]) for block in self._blocks]
         most = max(lengths)
         if not most:
@@ -178,9 +180,9 @@ class Across:
         content = b"".join(piece for replica in self._blocks[self._rank] for piece in pieces[replica])
         mine = self._room("mine", most, torch.uint8)
         mine.numpy()[: len(content)] = np.frombuffer(content, np.uint8)
-        found = self._room("left", len(self._blocks) * most, torch.uint8)
-        self._gloo.gather(found, mine)
-        received = memoryview(found.numpy().data)
+        contents = self._room("left", len(self._blocks) * most, torch.uint8)
+        self._gloo.gather(contents, mine)
+        received = memoryview(contents.numpy().data)
         for rank, block in enumerate(self._blocks):
             at = rank * most
             for piece in (piece for replica in block if rank != self._rank for piece in pieces[replica]):
@@ -202,61 +204,61 @@ class Across:
         total: list[Any] = [None] * len(self._like)
         for layout, pieces in zip(layouts, begun, strict=True):
             flat = self._added_up(layout, pieces)
-            for index, place in layout.places.items():
+            for index, offset in layout.places.items():
                 like = self._like[index]
-                total[index] = array_of(flat.as_strided(like.shape, like.stride(), place), self._blanks[index])
+                total[index] = array_of(flat.as_strided(like.shape, like.stride(), offset), self._blanks[index])
         return total
 
-    def _told(self, mine: Sequence[np.ndarray], found: torch.Tensor) -> Told:
-        """What all hosts told; ``mine`` is what this one did."""
-        told: Told = [], [], []
+    def _told(self, mine: Sequence[np.ndarray], messages: torch.Tensor) -> Told:
+        """Decode the messages of all hosts; ``mine`` is what this host sent."""
+        decoded: Told = [], [], []
         cuts = np.cumsum([piece.nbytes for piece in mine])[:-1]
-        for rank, message in enumerate(found.numpy().reshape(len(self._blocks), -1)):
+        for rank, message in enumerate(messages.numpy().reshape(len(self._blocks), -1)):
             head, rows, flags, texts = (
                 part.view(piece.dtype).reshape(piece.shape)
                 for part, piece in zip(np.split(message, cuts), mine, strict=True)
             )
             self._check_head(rank, mine[0], head)
             count = len(self._blocks[rank])
-            told[0].extend(Part._make(row) for row in rows[:count].tolist())
-            told[1].extend(row.tobytes() for row in flags[: self._counts[rank]])
-            told[2].extend(row.tobytes() for row in texts[:count])
-        return told
+            decoded[0].extend(Part._make(row) for row in rows[:count].tolist())
+            decoded[1].extend(row.tobytes() for row in flags[: self._counts[rank]])
+            decoded[2].extend(row.tobytes() for row in texts[:count])
+        return decoded
 
     def _check_head(self, rank: int, mine: np.ndarray, theirs: np.ndarray) -> None:
         for name, ours, other in zip(HEADER, mine.tolist(), theirs.tolist(), strict=True):
             if ours != other:
-                told = f"process {rank} differs from process {self._rank} in its {name}: {other} there, {ours} here"
+                message = f"process {rank} differs from process {self._rank} in its {name}: {other} there, {ours} here"
                 if name == "weights":
-                    told += (
+                    message += (
                         f" (checksums, compared every {CHECK_STEPS} steps): memory or a library differs between them, "
                         "and the weights of one are wrong. Compare them, and go on from an earlier snapshot"
                     )
                 else:
-                    told += "; they do not do the same run: start all of them again"
+                    message += "; they do not do the same run: start all of them again"
                 self._gloo.close()
-                raise SeveredError(told, step=int(mine[1]))
+                raise SeveredError(message, step=int(mine[1]))
 
     def _dealt(self, layout: Layout, summands: Callable[[int], Sequence[Summands]]) -> list[Piece]:
-        """Pack this host's partial sums, a row per node; each piece is on its way as soon as it is whole."""
+        """Pack this host's partial sums, a row per node, and send each piece as soon as it is whole."""
         rows, begun = self._counts[self._rank], list[Piece]()
         packed = self._room(("packed", layout.dtype), rows * layout.whole, layout.dtype).view(rows, layout.whole)
         ends = [start + self._slices * width for start, width in layout.pieces]
         last = next(reversed(layout.places))
-        for index, place in layout.places.items():
+        for index, offset in layout.places.items():
             like = self._like[index]
             for row, (entries, order) in zip(packed, summands(index), strict=True):
                 if any(entry is not None for entry in entries):
-                    view = row.as_strided(like.shape, like.stride(), row.storage_offset() + place)
+                    view = row.as_strided(like.shape, like.stride(), row.storage_offset() + offset)
                     _add(view, [None if entry is None else tensor_of(entry) for entry in entries], order)
-            given = layout.whole if index == last else place + like.numel()
+            given = layout.whole if index == last else offset + like.numel()
             while len(begun) < len(ends) and ends[len(begun)] <= given:
                 start, width = layout.pieces[len(begun)]
                 begun.append(self._deal(packed[:, start : start + self._slices * width], width))
         return begun
 
     def _deal(self, sums: torch.Tensor, width: int) -> Piece:
-        """Begin to give every other host its slice of these sums, and to get ours of theirs."""
+        """Begin to send every other host its slice of these sums, and to receive this host's slice of theirs."""
         slices = sums.view(len(sums), self._slices, width)
         rows = [list(slices[:, self._rank % self._slices])] * len(self._counts)
         comes, goes = [], []
@@ -265,7 +267,7 @@ class Across:
             rows[other] = list(received)
             comes.append(self._gloo.begin_receive(received, other))
             goes.append(self._gloo.begin_send(slices[:, other % self._slices].contiguous(), other))
-        return [row for found in rows for row in found], comes, goes
+        return [row for host_rows in rows for row in host_rows], comes, goes
 
     def _added_up(self, layout: Layout, pieces: Sequence[Piece]) -> torch.Tensor:
         """The sum of one dtype: of each piece this host adds up its slice, and the others send theirs."""
@@ -311,13 +313,13 @@ class Across:
 def chunks(size: int, slices: int, itemsize: int) -> list[tuple[int, int]]:
     """(begin, elements of a slice) of pieces that travel one behind the other: some arrive while others are sent."""
     most = max(1, min(MOST, max(LEAST, size * itemsize // PIECES // slices)) // itemsize)
-    found: list[tuple[int, int]] = []
+    pieces: list[tuple[int, int]] = []
     start = 0
     while start < size:
         width = min(most, -(-(size - start) // slices))
-        found.append((start, width))
+        pieces.append((start, width))
         start += slices * width
-    return found
+    return pieces
 
 
 def tensor_of(array: Any) -> torch.Tensor:
@@ -331,7 +333,7 @@ def tensor_of(array: Any) -> torch.Tensor:
 
 
 def array_of(tensor: torch.Tensor, like: Any) -> Any:
-    """A tensor as what ``like`` is, over the same memory."""
+    """A tensor as an array of the kind of ``like``, over the same memory."""
     if isinstance(like, torch.Tensor):
         return tensor
     if like.dtype.name == "bfloat16":
@@ -340,7 +342,7 @@ def array_of(tensor: torch.Tensor, like: Any) -> Any:
 
 
 def _over(array: np.ndarray) -> torch.Tensor:
-    """Arrays of jax cannot be written, which torch warns of: those are copied."""
+    """A tensor over an array. Arrays of jax cannot be written, which torch warns of, so they are copied."""
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
@@ -348,15 +350,15 @@ def stretches(
     masks: Sequence[Mask], places: dict[int, int], like: Sequence[torch.Tensor]
 ) -> list[tuple[tuple[int, ...], int, int]]:
     """(positions of the nodes that have it, begin, end) of stretches of parameters with equal masks."""
-    found: list[tuple[tuple[int, ...], int, int]] = []
-    for index, place in places.items():
+    segments: list[tuple[tuple[int, ...], int, int]] = []
+    for index, offset in places.items():
         there = tuple(position for position, mask in enumerate(masks) if mask[index])
-        end = place + like[index].numel()
-        if found and found[-1][0] == there:
-            found[-1] = (there, found[-1][1], end)
+        end = offset + like[index].numel()
+        if segments and segments[-1][0] == there:
+            segments[-1] = (there, segments[-1][1], end)
         else:
-            found.append((there, place, end))
-    return found
+            segments.append((there, offset, end))
+    return segments
 
 
 def _add(target: torch.Tensor, parts: list[torch.Tensor | None], order: Sequence[tuple[int, int]]) -> None:

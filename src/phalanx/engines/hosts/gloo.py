@@ -1,7 +1,7 @@
-"""Bytes between processes of several hosts, by Gloo: a group of our own, which user code does not see.
+"""Sends bytes between processes of several hosts by Gloo, in a group of its own, which user code does not see.
 
-Nothing of ``torch.distributed``'s default group is used or made, so code that asks whether there is one gets the same
-answer as in a run on one host.
+The default group of ``torch.distributed`` is neither used nor made. So code that asks whether there is one gets the
+same answer as in a run on one host.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Gloo:
         Where they find each other.
     rank, size : int
     seconds : float
-        How long to wait for another one.
+        How long to wait for another process.
     interface : str
         The network interface to use, unless the environment names one; "" leaves the choice to torch.
     """
@@ -52,27 +52,27 @@ class Gloo:
         self._group = self._call(GROUP, store, rank, size, options)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """The first process's tensor for everybody."""
+        """Copy the first process's tensor to all others."""
         self._call(self._group.broadcast, tensor, 0).wait()
 
-    def gather(self, found: torch.Tensor, mine: torch.Tensor) -> None:
-        """Everybody's bytes, as many of each, in the order of ranks."""
-        rows = found.view(self._size, -1)
+    def gather(self, gathered: torch.Tensor, mine: torch.Tensor) -> None:
+        """Fill ``gathered`` with the bytes of all processes, equally many of each, in the order of ranks."""
+        rows = gathered.view(self._size, -1)
         rows[self._rank] = mine
         others = [other for other in range(self._size) if other != self._rank]
         works = [self.begin_receive(rows[other], other) for other in others]
         self.wait(works + [self.begin_send(mine, other) for other in others])
 
     def begin_send(self, tensor: torch.Tensor, other: int) -> Any:
-        """Send memory, which is not written meanwhile, to another process; to be waited for."""
+        """Begin to send memory to another process. It must not be written until the work is waited for."""
         return self._call(self._group.send, [tensor.view(torch.uint8)], other, 0)
 
     def begin_receive(self, tensor: torch.Tensor, other: int) -> Any:
-        """Take what another process sends, in the order in which it sends; to be waited for."""
+        """Begin to receive what another process sends, in the order in which it sends; to be waited for."""
         return self._call(self._group.recv, [tensor.view(torch.uint8)], other, 0)
 
     def wait(self, works: Sequence[Any]) -> None:
-        """Until what was begun is done."""
+        """Wait until works that were begun are done."""
         for work in works:
             self._call(work.wait)
 
@@ -81,7 +81,7 @@ class Gloo:
         self._group = None
 
     def _call(self, operation: Callable[..., Any], *arguments: Any) -> Any:
-        """What torch raises means that somebody is gone, and nothing can be sent any more."""
+        """Call torch. An error of it means that a process is gone, and nothing can be sent any more."""
         try:
             return operation(*arguments)
         except Exception as error:
@@ -90,7 +90,7 @@ class Gloo:
 
 
 def _short(error: Exception) -> str:
-    """What torch says, without where in its source, and without advice."""
+    """Torch's message, without its source location and its advice."""
     return re.sub(r"\[[^\]]*\.cc:\d+\] ?", "", str(error)).partition(". This is typically")[0].strip()
 
 
@@ -103,7 +103,7 @@ def towards(address: str) -> str:
         own = probe.getsockname()[0]
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
-                found = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(found[20:24]) == own:
+                ifreq = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(ifreq[20:24]) == own:
                     return name
     return ""

@@ -1,7 +1,7 @@
-"""Links in a run of several hosts: what is within one meets as always, then each meets its counterparts on the others.
+"""Links in a run of several hosts: a host's workers meet as always, then each meets its counterparts on the others.
 
-What differs is what "all" means: losses and weights of all R replicas, and the sum of all hosts' gradients. From there
-on every host does the same, so that nothing else has to be told.
+Only the meaning of "all" differs: losses and weights of all R replicas, and the sum of all hosts' gradients. From there
+on every host does the same, so nothing else has to be exchanged.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class HostLink(ArenaLink):
         owned = [index for index, owner in enumerate(plan.layout.owners) if owner == barrier.worker]
         self._across = Across(rendezvous, barrier.worker, placement.replicas, self.slots.blanks(), owned)
         carried = shard.buffer_payload if barrier.worker == 0 else []
-        # Of each replica the pieces, and which of them changed.
+        # For each replica its pieces, and flags that say which of them changed.
         self._buffer_payload = carried or [[memoryview(bytearray())]] * placement.replicas
         self._block = range(placement.blocks[0].start, placement.blocks[-1].stop)
         self._groups = [
@@ -90,14 +90,14 @@ class HostLink(ArenaLink):
         return self.slots.fold([self._across.total(self._masks, summands)], _alone, weight)
 
     def _host_masks(self) -> list[Mask]:
-        """Which gradients each of this host's sums has: those that any of its workers' has."""
+        """Which gradients each of this host's sums has: those that the sum of any of its workers has."""
         flags = np.frombuffer(self.publications.read(), np.uint8).reshape(-1, 1 + self.publications.entries)
         there = flags[:, 1:] * (flags[:, :1] > 0)
         return [there[group].max(0).tobytes() for group in self._groups]
 
 
 class TravellingLanes(Lanes, Protocol):
-    """Lanes whose gradients and buffers other processes take part in."""
+    """Lanes whose gradients and buffers travel to other processes and back."""
 
     @property
     def sizes(self) -> list[int]:
@@ -106,11 +106,11 @@ class TravellingLanes(Lanes, Protocol):
 
     @property
     def blanks(self) -> list[Any]:
-        """In host memory, an array as each parameter's gradient is, with any content."""
+        """Arrays in host memory, shaped as the parameters' gradients, with any content."""
         ...
 
     def home(self, vector: Vector) -> Vector:
-        """A vector in host memory."""
+        """The vector in host memory."""
         ...
 
     def outward(self, left: Sequence[Any]) -> list[bytes | None]:
@@ -118,7 +118,7 @@ class TravellingLanes(Lanes, Protocol):
         ...
 
     def inward(self, pieces: Sequence[bytes | bytearray | None]) -> list[Any]:
-        """The same as buffers again, of a replica that was computed elsewhere."""
+        """Such bytes as buffers again, of a replica that was computed elsewhere."""
         ...
 
 
@@ -164,9 +164,9 @@ class HostLaneLink(LaneLink):
             for replica in sorted(self.hosted)
         }
         count = len(self._travelling.sizes)
-        notes = [bytes(piece is not None for piece in found) or bytes(count) or NOTHING for found in written.values()]
-        everybody, self._masks, told = self._across.tell(self._step, 0, mine, masks, notes)
-        self._take_buffers(everybody, [note if count else b"" for note in told], written)
+        notes = [bytes(piece is not None for piece in pieces) or bytes(count) or NOTHING for pieces in written.values()]
+        everybody, self._masks, all_notes = self._across.tell(self._step, 0, mine, masks, notes)
+        self._take_buffers(everybody, [note if count else b"" for note in all_notes], written)
         return everybody
 
     def mean(self, weight: float) -> Vector:
@@ -181,14 +181,14 @@ class HostLaneLink(LaneLink):
     def _take_buffers(
         self, parts: Sequence[Part], notes: Sequence[bytes], written: dict[int, list[bytes | None]]
     ) -> None:
-        """Have the buffers that replicas of other processes left, beside those of this one's."""
+        """Receive the buffers of other processes' replicas, beside those of this process."""
         sizes = self._travelling.sizes
         room = {
             replica: [bytearray(size) if flag else None for size, flag in zip(sizes, note, strict=True)]
             for replica, note in enumerate(notes)
         }
-        for replica, found in written.items():
-            room[replica] = [None if piece is None else bytearray(piece) for piece in found] or room[replica]
+        for replica, pieces in written.items():
+            room[replica] = [None if piece is None else bytearray(piece) for piece in pieces] or room[replica]
         self._across.spread(
             [[memoryview(piece) for piece in room[replica] if piece is not None] for replica in range(len(parts))]
         )

@@ -1,7 +1,7 @@
-"""The torch.distributed world that a run lives in: who is there, whether all mean the same run, and who left it.
+"""The torch.distributed world of a run: which processes are there, whether all do the same run, and which left it.
 
 Its store is opened here. In it the processes of one run find each other, and it outlives the run. Nothing is unpickled:
-what processes tell each other is JSON in the world's store, and bytes of known layout.
+processes exchange JSON in the world's store, and bytes of known layout.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STORE_SECONDS = 5.0  # for the store's answer once something is wrong
 POLL_SECONDS = 0.05
 CLOSED = "it was closed after"
 LONGEST = 1000  # characters of an error that are told to others
-RUNS = [0]  # of this process, the same in all of them
+RUNS = [0]  # begun in this process; the same number in all processes
 ANSWER_SECONDS = 2.0  # until a process asks again which run is the newest
 STORES: dict[tuple[int, int, str, int], Any] = {}
 
@@ -58,16 +58,16 @@ class World:
         RUNS[0] += 1
         base, self.rank, self.size = opened(self.seconds)
         self._tcp = address_of(base)
-        place = c10d.PrefixStore(f"phalanx/{RUNS[0]}", base)
+        store = c10d.PrefixStore(f"phalanx/{RUNS[0]}", base)
         with reached(self._tcp[0]):
-            self.run = run_of(place, self.rank, self.size, self.seconds)
-        self._store = c10d.PrefixStore(str(self.run), place)
+            self.run = run_of(store, self.rank, self.size, self.seconds)
+        self._store = c10d.PrefixStore(str(self.run), store)
         self._names = [""] * self.size
         self._gloo: Gloo | None = None
         self._told = False
 
     def agree(self, facts: Mapping[str, Any], doubts: Mapping[str, str], cores: Sequence[int]) -> int:
-        """Make sure that all mean the same recipe in the same environment; returns how many workers each has room for.
+        """Check that all have the same recipe in the same environment; returns how many workers each has room for.
 
         ``facts`` must be equal. Where ``doubts`` are not, a warning says so.
 
@@ -79,15 +79,15 @@ class World:
             A process did not come, or has left again.
         """
         given = {**facts, "doubts": doubts, "host": _host(), "cores": list(cores)}
-        told = json.loads(json.dumps(given, default=repr))
-        self._store.set(f"facts/{self.rank}", json.dumps(told))
+        mine = json.loads(json.dumps(given, default=repr))
+        self._store.set(f"facts/{self.rank}", json.dumps(mine))
         everybody = [json.loads(self._get(f"facts/{rank}", rank)) for rank in range(self.size)]
         self._names = [item["host"].split()[0] for item in everybody]
         for rank, theirs in enumerate(everybody):
             for name in facts:
-                if theirs.get(name) != told[name]:
-                    raise UsageError(_differing(rank, self.rank, name, theirs.get(name), told[name]))
-            for name, value in told["doubts"].items():
+                if theirs.get(name) != mine[name]:
+                    raise UsageError(_differing(rank, self.rank, name, theirs.get(name), mine[name]))
+            for name, value in mine["doubts"].items():
                 if theirs["doubts"].get(name, value) != value:
                     here, there = f"process {self.rank}", f"process {rank}"
                     warn(
@@ -96,8 +96,8 @@ class World:
                     )
         together = len({item["host"] for item in everybody}) == 1
         self._interface = LOOPBACK if together else towards(self._tcp[0])
-        place = c10d.PrefixStore("callers", self._store)
-        self._gloo = Gloo(place, self.rank, self.size, self.seconds, self._interface)
+        store = c10d.PrefixStore("callers", self._store)
+        self._gloo = Gloo(store, self.rank, self.size, self.seconds, self._interface)
         return min(_room(item, everybody) for item in everybody)
 
     def rendezvous(self, blocks: Sequence[range]) -> Rendezvous:
@@ -105,7 +105,7 @@ class World:
         return Rendezvous(self._tcp, self.run, self.rank, tuple(blocks), self.seconds, self._interface)
 
     def broadcast(self, content: bytes) -> bytes:
-        """Rank 0's bytes for everybody."""
+        """Rank 0's bytes, in every process."""
         size = torch.tensor([len(content)])
         self._met.broadcast(size)
         data = torch.empty(int(size), dtype=torch.uint8)
@@ -115,28 +115,29 @@ class World:
         return data.numpy().tobytes()
 
     def odd_one(self, content: bytes) -> int | None:
-        """The first process whose bytes (of a length that all know) are not rank 0's; None: all have the same."""
-        found = torch.empty(self.size * len(content), dtype=torch.uint8)
-        self._met.gather(found, torch.frombuffer(bytearray(content), dtype=torch.uint8))
-        rows = found.numpy().reshape(self.size, -1)
+        """The first process whose bytes differ from rank 0's, at equal length; None if all have the same."""
+        gathered = torch.empty(self.size * len(content), dtype=torch.uint8)
+        self._met.gather(gathered, torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        rows = gathered.numpy().reshape(self.size, -1)
         differing = np.flatnonzero((rows != rows[0]).any(1))
         return int(differing[0]) if len(differing) else None
 
     def tell(self, why: str) -> None:
-        """Let others know why this process leaves the run, before they miss it; what was told first counts."""
+        """Let others know why this process leaves the run, before they miss it. The first reason counts."""
         if not self._told:
             self._told = True
             _within(STORE_SECONDS, self._store.set, f"left/{self.rank}", why[:LONGEST])
 
     def lost(self, error: BaseException, step: int) -> RunError:
-        """Why a run ends whose connections are gone: who left it and why, or who does not answer any more."""
-        left, missing = dict[int, str](), set(range(self.size))
-        _within(GRACE_SECONDS + STORE_SECONDS, self._look_round, left, missing)
-        if left:
-            rank = min(left)
-            kind = LeftError if left[rank].startswith(CLOSED) else RunError
+        """The error for a run whose connections are gone: which process left and why, or which does not answer."""
+        reasons, missing = dict[int, str](), set(range(self.size))
+        _within(GRACE_SECONDS + STORE_SECONDS, self._look_round, reasons, missing)
+        if reasons:
+            rank = min(reasons)
+            kind = LeftError if reasons[rank].startswith(CLOSED) else RunError
             return kind(
-                f"{self._named(rank)} left the run: {left[rank]}. So it has ended here in step {step}, too", step=step
+                f"{self._named(rank)} left the run: {reasons[rank]}. So it has ended here in step {step}, too",
+                step=step,
             )
         if self.rank in missing:
             who = f"{self._named(0)}, whose host has the store, and perhaps others"
@@ -149,7 +150,7 @@ class World:
         )
 
     def close(self) -> None:
-        """Close what was opened for this run; the store stays. If rank 0 left before the end, others may read why."""
+        """Close what was opened for this run; the store stays. If rank 0 left early, it lets others read why."""
         if self._gloo is not None:
             self._gloo.close()
         _within(STORE_SECONDS, self._store.set, f"gone/{self.rank}", "1")
@@ -161,17 +162,17 @@ class World:
         assert self._gloo is not None  # agree() comes first
         return self._gloo
 
-    def _look_round(self, left: dict[int, str], missing: set[int]) -> None:
-        """Say that we are there; note who said the same, and who said that it leaves."""
+    def _look_round(self, reasons: dict[int, str], missing: set[int]) -> None:
+        """Say that this process is there; note which others said the same, and why others left."""
         self._store.set(f"here/{self.rank}", "1")
         end = time.monotonic() + GRACE_SECONDS
-        while missing and not left and time.monotonic() < end:
+        while missing and not reasons and time.monotonic() < end:
             time.sleep(POLL_SECONDS)
             for rank in range(self.size):
                 if rank in missing and self._store.check([f"here/{rank}"]):
                     missing.discard(rank)
                 if rank != self.rank and self._store.check([f"left/{rank}"]):
-                    left[rank] = self._store.get(f"left/{rank}").decode(errors="replace")
+                    reasons[rank] = self._store.get(f"left/{rank}").decode(errors="replace")
 
     def _see_off(self) -> None:
         """Wait until all others have gone, but not for long: they may have to read in the store why this run ends."""
@@ -181,7 +182,7 @@ class World:
             time.sleep(POLL_SECONDS)
 
     def _get(self, key: str, rank: int) -> bytes:
-        """What a process says at the start of a run; as long as it has not said that it leaves."""
+        """What a process says at the start of a run; raises if it has said that it leaves."""
         end = time.monotonic() + self.seconds
         with reached(self._tcp[0]):
             while time.monotonic() < end:
@@ -213,7 +214,7 @@ def _within(seconds: float, ask: Any, *arguments: Any) -> None:
 
 
 def _room(item: Mapping[str, Any], everybody: Sequence[Mapping[str, Any]]) -> int:
-    """How many of its processors are a process's own, where others of the same host may run on them too."""
+    """How many processors a process has for itself, where others of the same host may run on them too."""
     mine = set(item["cores"])
     sharing = sum(other["host"] == item["host"] and bool(mine & set(other["cores"])) for other in everybody)
     return len(mine) // sharing
@@ -258,11 +259,11 @@ def opened(seconds: float) -> tuple[Any, int, int]:
             "torchrun, srun or the like, which set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or call "
             "torch.distributed.init_process_group before"
         ) from error
-    place = rank, size, address, port
+    key = rank, size, address, port
     try:
-        if place not in STORES:  # one for all runs of a process: others may still ask that of the run before
-            STORES[place] = _open(*place, datetime.timedelta(seconds=seconds))
-        return STORES[place], rank, size
+        if key not in STORES:  # one for all runs of a process: others may still ask that of the run before
+            STORES[key] = _open(*key, datetime.timedelta(seconds=seconds))
+        return STORES[key], rank, size
     except Exception as error:
         raise RunError(
             f"the processes of this run did not find each other at {address}:{port} within {seconds:.0f} s: {error}; "
@@ -272,18 +273,18 @@ def opened(seconds: float) -> tuple[Any, int, int]:
 
 def address_of(store: Any) -> tuple[str, int]:
     """Where other processes reach the TCP store behind prefixes."""
-    found = _bare(store)
-    if not isinstance(found, TCP):
+    bare = _bare(store)
+    if not isinstance(bare, TCP):
         raise UsageError(
-            f"torch.distributed was initialised with a {type(found).__name__}, which worker processes cannot reach; "
+            f"torch.distributed was initialised with a {type(bare).__name__}, which worker processes cannot reach; "
             "initialise it by env:// or tcp://, as torchrun does"
         )
-    return found.host, found.port
+    return bare.host, bare.port
 
 
 @contextlib.contextmanager
 def reached(address: str) -> Iterator[None]:
-    """Inside, what torch raises means that the store is gone."""
+    """Inside, an error of torch means that the store is gone."""
     try:
         yield
     except PhalanxError:
@@ -297,15 +298,15 @@ def reached(address: str) -> Iterator[None]:
 
 
 def run_of(store: Any, rank: int, size: int, seconds: float) -> int:
-    """The number of the run that all processes begin now; rank 0 draws it, and answers everybody who asks.
+    """The number of the run that all processes begin now; rank 0 draws it, and answers every process that asks.
 
-    What an earlier life of these processes left in the store does not matter: nobody answers there any more. (torchrun
-    may keep its store when it begins again, and count restarts differently on each host.)
+    What earlier processes left in the store does not matter, because no process answers there any more. (torchrun may
+    keep its store when it begins again, and count restarts differently on each host.)
 
     Raises
     ------
     RunError
-        Rank 0, or one who should have asked, did not come.
+        Rank 0, or a process that should have asked, did not come.
     """
     end = time.monotonic() + seconds
     if rank == 0:
@@ -330,7 +331,7 @@ def run_of(store: Any, rank: int, size: int, seconds: float) -> int:
 
 
 def _awaited(store: Any, key: str, end: float, rank: int) -> bytes:
-    """What a process puts there."""
+    """The value of ``key``, once process ``rank`` has set it."""
     while not store.check([key]):
         if time.monotonic() > end:
             raise _absent(rank)
@@ -349,28 +350,28 @@ def _open(rank: int, size: int, address: str, port: int, limit: datetime.timedel
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         listening = _listening(address, port)
         options = {"timeout": limit, "wait_for_workers": False, "master_listen_fd": listening}
-        # That of torch 2.6 takes no socket that listens.
+        # libuv's store in torch 2.6 takes no socket that listens.
         options["use_libuv"] = not torch.__version__.startswith("2.6.")
-        found = TCP(address, port, size, is_master=True, **options)
+        store = TCP(address, port, size, is_master=True, **options)
     else:
-        found = _bare(next(iter(rendezvous("env://", rank, size, timeout=limit)))[0])
-    return c10d.PrefixStore(os.environ.get("TORCHELASTIC_RUN_ID", ""), found)
+        store = _bare(next(iter(rendezvous("env://", rank, size, timeout=limit)))[0])
+    return c10d.PrefixStore(os.environ.get("TORCHELASTIC_RUN_ID", ""), store)
 
 
 def _listening(address: str, port: int) -> int | None:
     """A descriptor that listens on this address only; None where it is not one of this host's own."""
     with contextlib.suppress(OSError):
-        family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as made:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind(place)
-            made.listen()
-            return os.dup(made.fileno())
+        family, kind, protocol, _, sockaddr = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(sockaddr)
+            listener.listen()
+            return os.dup(listener.fileno())
     return None
 
 
 def _bare(store: Any) -> Any:
-    """Without prefixes: torchrun's has the number of restarts, which hosts may count differently."""
+    """A store without prefixes: torchrun's has the number of restarts, which hosts may count differently."""
     while isinstance(store, c10d.PrefixStore):
         store = store.underlying_store
     return store

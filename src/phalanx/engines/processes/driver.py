@@ -33,15 +33,15 @@ MEMORIES = 7  # what workers inherit: environment_memory, parcel, arena, mailbox
 
 
 def beside(readers: int | None, workers: int, cores: int) -> int:
-    """How many readers there are; where nobody says it, one for each worker, as far as cores are left for them."""
+    """The number of readers. If it is not given, one for each worker, as far as cores are free."""
     return max(0, min(workers, cores - workers, MOST)) if readers is None else readers
 
 
 class Processes:
     """Implements ``seams.Engine`` with worker processes over one arena.
 
-    ``framework`` is the caller's own: where the state comes from, and where it goes when somebody looks. ``ended`` says
-    why the run cannot go on, "" if it can; ``closed`` and ``lost``, whether the workers, or the state, are gone.
+    ``framework`` is the caller's own: the state comes from it, and is copied back when it is read. ``ended`` says why
+    the run cannot go on, "" if it can. ``closed`` says whether the workers are gone, ``lost`` whether the state is.
     """
 
     environment: AbstractContextManager[None] = contextlib.nullcontext()
@@ -116,7 +116,7 @@ class Processes:
                 if counters.trouble or self._failures.dead:
                     self.supervisor.wait(lambda: True, t)
         report = self._absorb() if counters.done > t else None
-        if report is None or any(told.step == t for told in self._pool.told):
+        if report is None or any(message.step == t for message in self._pool.told):
             raise self._failure(t)
         return report if batch is None else report._replace(epoch=None)
 
@@ -134,12 +134,12 @@ class Processes:
         return [reading for readings in self.ask("evaluate", facts) for reading in readings]
 
     def schedule(self, value: float, epoch: int) -> None:
-        """A snapshot is taken at once: what was evaluated does not follow from the losses."""
+        """Step the schedule. A snapshot is taken at once, since evaluated values do not follow from the losses."""
         self.check_able()
-        self.fetch(save=True, metric=(value, epoch))  # one task: who falls after it finds the options kept
+        self.fetch(save=True, metric=(value, epoch))  # one task: replacements after it find the options saved
 
     def export(self, *, copy: bool, digest: bool = True) -> Exported:
-        """Without a copy and a digest it is what lies in the arena."""
+        """Without a copy and a digest, the arrays are those in the arena."""
         if not (copy or digest or self.closed or self.lost):
             with self._watching():
                 self._halt()
@@ -168,7 +168,7 @@ class Processes:
             return dataclasses.replace(captured, release=reading.pop_all().close)
 
     def close(self) -> None:
-        """Take the state home and end the workers."""
+        """Copy the state to the caller and end the workers."""
         if not self.closed:
             try:
                 with interrupts.held():
@@ -193,45 +193,45 @@ class Processes:
             counters.horizon = min(horizon, t + RING)
             if idle():
                 if self._pool.told or counters.trouble:  # met just now, or while running ahead
-                    self.supervisor.wait(idle, t)  # reads what was told
+                    self.supervisor.wait(idle, t)  # reads the messages
                     return
                 self.supervisor.grant(STEPS)
-                counters.horizon = min(horizon, t + RING)  # what was lost may have been done again meanwhile
+                counters.horizon = min(horizon, t + RING)  # lost steps may have been done again meanwhile
             self.supervisor.wait(lambda: counters.done > t or idle(), min(horizon, t + RING // 2))
 
     def ask(self, task: str, facts: dict[str, Any]) -> list[Any]:
-        """Have every worker do its part of a task; their answers."""
+        """Have every worker do its part of a task; returns their answers."""
         with self._watching():
-            told = self._task(TASK, {**facts, "task": task})
-        if any(item.kind != "result" for item in told):
-            raise first_error(told)
-        return [item.content for item in sorted(told, key=lambda item: item.worker)]
+            messages = self._task(TASK, {**facts, "task": task})
+        if any(item.kind != "result" for item in messages):
+            raise first_error(messages)
+        return [item.content for item in sorted(messages, key=lambda item: item.worker)]
 
     def _task(self, kind: int, thing: Any) -> list[WorkerMessage]:
-        """Have every worker do something with ``thing``; what they told, which stays there if it is a step."""
+        """Have every worker do something with ``thing``; returns their messages. Those of a step stay in the pool."""
         self._halt()
         t = self._steps
         while True:
             self._settle()
             self.supervisor.grant(kind, thing)
             whole = self.supervisor.wait(self.counters.all_idle, t + 1)
-            failed = any(told.kind != "result" for told in self._pool.told)
+            failed = any(message.kind != "result" for message in self._pool.told)
             if whole or failed or (kind == BATCH and self.counters.done > t):
                 break
         return [] if kind == BATCH else self._settle()
 
     def _settle(self) -> list[WorkerMessage]:
-        """Take in what the workers told: whether the run can go on after it."""
-        told, self._pool.told = self._pool.told, []
-        for item in told:
+        """Take the workers' messages, and note whether the run can go on."""
+        messages, self._pool.told = self._pool.told, []
+        for item in messages:
             if item.kind in WHERE:
                 kind = "repaired" if item.kind == "torn" and self.supervisor.repaired() else item.kind
                 self.lost = self.lost or kind == "torn"
                 self.ended = item.spelled(kind)
-        return told
+        return messages
 
     def _halt(self) -> None:
-        """Stop at a step boundary, and count what was done on the way there."""
+        """Stop at a step boundary, and count the steps that were done on the way there."""
         if self._pool.interrupted or not self.counters.all_idle():
             self._pool.halt(replaceable=self._failures.replaceable)
             self._settle()
@@ -242,7 +242,7 @@ class Processes:
     def fetch(self, *, save: bool = True, metric: tuple[float, int] | None = None) -> None:
         """Copy the state out of the arena, at a step boundary; ``save``: the workers will go on from there.
 
-        Where it is copied to a snapshot may be written down from: that is waited for.
+        A snapshot may still be written to disk from the memory that it is copied to. This waits for that.
         """
         if self.lost:
             return
@@ -257,7 +257,7 @@ class Processes:
         self._mirror.get(states, saved=save)
 
     def _absorb(self) -> StepReport:
-        """The next report."""
+        """Count the next report, and return it."""
         t, reports = self._steps, self.counters.reports
         loss, norm, lr, samples, started, ended = reports.read(t)
         self.run_state.add(loss, int(samples))
@@ -268,7 +268,7 @@ class Processes:
 
     @contextlib.contextmanager
     def _watching(self) -> Any:
-        """What workers that ended leave behind is the supervisor's business; if it gives up, so does the run."""
+        """The supervisor handles dead workers; if it gives up inside, the run ends."""
         try:
             self._pool.check_owner()
             yield
@@ -278,13 +278,13 @@ class Processes:
             raise
 
     def _failure(self, t: int) -> BaseException:
-        """The error to raise for step ``t``, out of what the workers told."""
+        """The error to raise for step ``t``, from the workers' messages."""
         with self._watching():
-            self.supervisor.wait(self.counters.all_idle, LONG)  # some may still be on their way there
+            self.supervisor.wait(self.counters.all_idle, LONG)  # some may not have stopped yet
         self.counters.trouble = 0
         return reason(self._settle(), self.ended, t)
 
     def check_able(self) -> None:
-        """Refuse, by a RunError, to go on with a run that has ended."""
+        """Raise a RunError if the run has ended."""
         if self.ended:
             raise RunError(f"this run cannot go on: {self.ended}; start another")

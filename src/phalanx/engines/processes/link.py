@@ -1,7 +1,7 @@
-"""The link between workers that share an arena: partial sums are published there, and each folds what it owns.
+"""The link between workers that share an arena: they publish partial sums there, and each folds what it owns.
 
-All that knows that gradients lie in the arena is here: where they lie (``Buckets``), and which are there
-(``Publications``). Arrays are made, added and measured by the framework.
+Only this module knows that gradients lie in the arena: where they lie (``Buckets``), and which are present
+(``Publications``). The framework makes, adds and measures arrays.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from phalanx.shared.counters import LEAVE, Barrier
 from phalanx.shared.layout import OWNED, Layout, Plan
 from phalanx.shared.state import Shard
 
-PATTERNS = 64  # of which gradients are there; a mixture of experts may have more, and is then looked up anew
+PATTERNS = 64  # cached sets of present gradients; a mixture of experts may have more, which are then found anew
 
 
 @dataclass(slots=True)
 class Held:
-    """A vector that this worker holds: which of those it can hold, and its entries."""
+    """A vector that this worker holds: its number among those that it can hold, and its entries."""
 
     number: int
     vector: Vector
 
 
 class Buckets:
-    """The buckets of all workers as one of them sees them.
+    """The buckets of all workers, seen from one of them.
 
     Parameters
     ----------
@@ -67,14 +67,14 @@ class Buckets:
         return self._vector(worker, number, mine=True)
 
     def publish(self, number: int, vector: Vector) -> None:
-        """See to it that what others own of the ``number``-th vector is where they look for it."""
+        """Put what others own of the ``number``-th vector where they look for it."""
         if not self.state.direct:
             for home, entry in zip(self.destinations(number), vector, strict=True):
                 if home is not None:
                     home[...] = entry
 
     def fold(self, vectors: Sequence[Vector | None], order: Order, divisor: float) -> Vector:
-        """Add vectors as ``order(positions that are there)`` says, and divide the sum; for what this worker owns."""
+        """Add what this worker owns of the vectors, in the order ``order(present positions)``, and divide the sum."""
         total: Vector = [None] * len(self._layout.owners)
         for index in self._owned:
             entries = [None if vector is None else vector[index] for vector in vectors]
@@ -84,7 +84,7 @@ class Buckets:
         return total
 
     def blanks(self) -> list[Any]:
-        """An array as each parameter's gradient is, in memory of its own that is never touched."""
+        """An array shaped as each parameter's gradient, in memory of its own that is never touched."""
         specs = self._layout.contents.gradients
         return [self._arrays.view(mmap.mmap(-1, max(1, spec.nbytes)), 0, spec) for spec in specs]
 
@@ -101,14 +101,14 @@ class Buckets:
 
 
 class Publications:
-    """Which partial sums lie where others look for them: a row of flags for each, written by the worker that has it.
+    """Flags that say which partial sums are published: a row for each sum, written by the worker that has it.
 
     Parameters
     ----------
     flags : memoryview
         For each sum, which of its worker's vectors it is (counted from 1; 0: there is none), and one flag per entry.
     publishers : sequence of (worker, number)
-        Who has each of them.
+        Which worker has each of them.
     """
 
     def __init__(self, flags: memoryview, publishers: Sequence[tuple[int, int]]) -> None:
@@ -153,9 +153,9 @@ class ArenaLink:
     slots : Buckets
     publications : Publications
     parts : list of Part
-        Of all replicas in this step; a link that reaches other hosts puts theirs here.
+        Of all replicas in this step; a link that reaches other hosts adds theirs.
     there : list of int or None
-        Which parameters have a gradient anywhere (None: all); the same holds.
+        Which parameters have a gradient anywhere, on other hosts too (None: all).
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class ArenaLink:
             self._own.total += 1
 
     def _publish(self) -> list[Vector | None]:
-        """Say where this worker's partial sums lie; returns them."""
+        """Publish this worker's partial sums; returns them."""
         mine: list[Vector | None] = []
         partials = iter(self._fold.partials())
         for position, (worker, _) in enumerate(self.publications.publishers):
@@ -290,7 +290,7 @@ class ArenaLink:
         return Held(left.number, self.slots.add_into(left.vector, right.vector, homes))
 
     def _aim(self) -> None:
-        """The next replica's gradient goes where no vector is that is still needed."""
+        """Have the next replica's gradient written where no vector lies that is still needed."""
         taken = {partial.value.number for partial in self._fold.partials() if partial.value is not None}
         self._free = next((number for number in range(self._most) if number not in taken), -1)
         if self._free >= 0:

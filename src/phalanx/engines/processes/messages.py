@@ -1,4 +1,4 @@
-"""A worker's way to the caller's process: what it tells there, and which of several errors is raised there."""
+"""Messages from workers to the caller's process, and which of several errors is raised there."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class End(NamedTuple):
 
 @dataclass(frozen=True)
 class WorkerMessage:
-    """What a worker told: a result, or an error with its cause and traceback."""
+    """A worker's message: a result, or an error with its cause and traceback."""
 
     worker: int
     kind: str
@@ -64,7 +64,7 @@ class WorkerMessage:
     step: int | None = None
 
     def spelled(self, kind: str) -> str:
-        """What went wrong, in which step, where."""
+        """The error, its step, and where it was raised."""
         return f"{type(self.content).__name__} ({self.content}) at step {self.step} in {WHERE[kind]}"
 
 
@@ -79,7 +79,7 @@ class Carried:
 
 
 def picklable(error: BaseException) -> Any:
-    """What travels as ``error``; a stand-in of the same name and text if nothing else does."""
+    """``error`` in a form that can be pickled; a stand-in of the same name and text if there is no other."""
     for candidate in (error, Carried(error)):
         try:
             pickle.loads(cloudpickle.dumps(candidate))  # noqa: S301  pickled in the same line
@@ -104,9 +104,9 @@ def as_told(error: BaseException) -> tuple[Any, Any, str]:
     return picklable(error), None if cause is None else picklable(cause), text
 
 
-def first_error(told: Sequence[WorkerMessage]) -> BaseException:
+def first_error(messages: Sequence[WorkerMessage]) -> BaseException:
     """The error to raise out of several: that of the lowest replica, as one worker alone would have met it."""
-    errors = [item for item in told if item.kind != "result"]
+    errors = [item for item in messages if item.kind != "result"]
     first = min(errors, key=lambda item: (_replica(item.content) is None, _replica(item.content) or 0, item.worker))
     error = first.content
     error.__cause__ = first.cause
@@ -117,7 +117,7 @@ def first_error(told: Sequence[WorkerMessage]) -> BaseException:
 
 
 def ended(code: int | None) -> tuple[str, Cause]:
-    """How a process ended and who may have ended it, out of its exit code; None: with the zygote that started it."""
+    """How a process ended and who may have ended it, from its exit code. None: it ended with its zygote."""
     if code is None:
         return "ended with the process that started it", Cause.ANYBODY
     if code >= 0:
@@ -130,7 +130,7 @@ def ended(code: int | None) -> tuple[str, Cause]:
 
 
 def unfit(error: BaseException) -> BaseException:
-    """Why a run cannot begin."""
+    """The error to raise when a worker cannot begin."""
     if isinstance(error, PhalanxError):
         return error
     failure = UsageError(
@@ -151,7 +151,7 @@ def _replica(error: Any) -> int | None:
 
 
 class DriverChannel:
-    """The way to the caller's process: messages there, wakings and the end of the socket from there."""
+    """A channel to the caller's process: messages go there, wake-ups and the end of the socket come from there."""
 
     def __init__(self, fd: int) -> None:
         self._connection = Connection(fd)
@@ -176,11 +176,11 @@ class DriverChannel:
             raise SystemExit
 
 
-def reason(told: Sequence[WorkerMessage], ended: str, step: int) -> BaseException:
-    """The error to raise for a step, out of what workers told and why the run has ended, if it has."""
-    if not told:
+def reason(messages: Sequence[WorkerMessage], ended: str, step: int) -> BaseException:
+    """The error to raise for a step, from the workers' messages and why the run has ended, if it has."""
+    if not messages:
         return RunError(f"step {step} was given up, and no worker said why; run it again", step=step)
-    error = first_error(told)
+    error = first_error(messages)
     if isinstance(error, PhalanxError) or not ended:
         return error
     return caused(WorkerError(ended, step=step), error)

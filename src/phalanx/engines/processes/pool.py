@@ -1,6 +1,7 @@
-"""The workers of a run as the caller's process sees them: started, waited for, listened to, ended.
+"""The workers of a run, seen from the caller's process: it starts them, waits, reads their messages and ends them.
 
-Whatever waits here carries the workers' output, notices their deaths and ends those that hang. Nothing outlives it.
+Every wait here also carries the workers' output, notices deaths and ends workers that hang. No worker outlives the
+pool.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ POLL_MILLISECONDS = 50
 FAREWELL_SECONDS = 1.0
 PATIENCE_SECONDS = 1.0  # that workers have to leave user code after Ctrl-C
 LONG = 1 << 62
-BASE, LARGE = 5, 1 << 26  # which memory has what is frozen; bytes of it that are not copied by several at a time
+BASE, LARGE = 5, 1 << 26  # which memory has what is frozen; from this size on, workers copy it one after another
 CHUNK_BYTES = 1 << 16
-BEGINNING = "<string>"  # of a worker: the place of warnings that are of no line of the caller's
+BEGINNING = "<string>"  # the file name of a worker's warnings that come from no line of the caller's code
 
 
 class WorkerHandle:
@@ -79,7 +80,7 @@ class WorkerHandle:
 
     @property
     def watched(self) -> list[int]:
-        """What is readable when there is something to do for it."""
+        """Descriptors that are readable when the worker needs attention."""
         return [fd for fd in (self.channel.fileno(), *self.pipes, self.pidfd) if fd is not None]
 
     def heard(self) -> tuple[list[Any], bool]:
@@ -103,7 +104,7 @@ class WorkerHandle:
             end.shutdown(socket.SHUT_WR)
 
     def kill(self) -> None:
-        """End it at once, without asking anybody; the zygote clears away what is left of it."""
+        """Kill it at once, without asking the zygote, which clears away the rest of it."""
         if not self.ended:
             self.ended = True
             self._shoot()
@@ -174,7 +175,7 @@ class Output:
         self.carry([fd for fd, _ in poller.poll(milliseconds)])
 
     def forget(self, pipes: Sequence[int]) -> None:
-        """Carry what is left in these pipes, and leave them."""
+        """Carry the rest of these pipes, and follow them no more."""
         self.carry(pipes)
         for fd in pipes:
             self._pending.pop(fd, None)
@@ -183,7 +184,7 @@ class Output:
     def warn(self, message: str, category: type[Warning], filename: str, line: int) -> None:
         """Show a warning of a worker, once for all of them, as this process shows its own.
 
-        One that is of no line of the caller's code is shown with the line at which the caller waits for workers.
+        A warning from no line of the caller's code is shown with the line at which the caller waits for workers.
         """
         seen = (message, category, filename, line)
         if seen in self._warned:
@@ -195,7 +196,7 @@ class Output:
             warnings.warn_explicit(message, category, filename, line)
 
     def _carry(self, fd: int) -> bool:
-        """Whether more may come."""
+        """Carry what has come through ``fd``; returns whether more may come."""
         while True:
             try:
                 chunk = os.read(fd, CHUNK_BYTES)
@@ -225,14 +226,14 @@ class WorkerPool:
     counters : Counters
     deadline : Deadline
     failures : FailureLog
-        Where it is noted who has ended.
+        Records which workers have died.
 
     Attributes
     ----------
     told : list of WorkerMessage
-        What the workers told, in the order in which it was read.
+        The workers' messages, in the order in which they were read.
     interrupted : bool
-        Whether Ctrl-C ended a wait, and the workers were asked to stop; they may not have come to it yet.
+        Whether Ctrl-C ended a wait, and the workers were asked to stop; they may not have stopped yet.
     """
 
     def __init__(
@@ -258,7 +259,7 @@ class WorkerPool:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the workers that are alive."""
+        """The pids of the workers that are alive."""
         return tuple(handle.pid for handle in list(self._handles.values()) if not handle.ended)
 
     @property
@@ -267,7 +268,7 @@ class WorkerPool:
         return [number for number, handle in self._handles.items() if not handle.ended]
 
     def start(self, numbers: Iterable[int]) -> None:
-        """Start workers, in place of those that ended; returns when all are ready, or told why not, or ended."""
+        """Start workers, or replace dead ones; returns when each is ready, has said why it is not, or has died."""
         for number in numbers:
             handle = WorkerHandle(number, [memory.fd for memory in self._memories])
             self._failures.fill(number)
@@ -284,7 +285,7 @@ class WorkerPool:
         """Set idle workers to work."""
         counters = self.counters
         counters.kind, counters.pause, counters.trouble = kind, GO_ON, 0
-        order()  # who sees the grant sees what is granted
+        order()  # a worker that sees the grant sees what is granted
         counters.grant += 1
         fence()  # either a worker sees the grant before it sleeps, or it is seen here that it sleeps
         for handle in self._living():
@@ -292,16 +293,16 @@ class WorkerPool:
                 handle.wake()
 
     def halt(self, *, replaceable: bool) -> None:
-        """Have all workers stop where nothing is held: between two replicas, chunks of an evaluation, or steps.
+        """Have all workers stop where they hold nothing: between two replicas, chunks of an evaluation, or steps.
 
-        Those that stay in user code for a second are ended, and count as dead. If nobody can take their places, the
-        state would be lost with them, so they are waited for; two more Ctrl-C end that.
+        Those that stay in user code for a second are ended, and count as dead. If they cannot be replaced, the state
+        would be lost with them, so they are waited for. Two more Ctrl-C end that wait.
         """
         end = time.monotonic() + (PATIENCE_SECONDS if replaceable else math.inf)
         self.counters.pause = LEAVE
 
         def idle() -> bool:
-            if self._failures.dead:  # nobody waits for those that ended
+            if self._failures.dead:  # so that no worker waits for a dead one
                 self.counters.trouble = 1
             return self.counters.all_idle(self.alive)
 
@@ -314,7 +315,7 @@ class WorkerPool:
         self.interrupted = False
 
     def wait(self, until: Callable[[], bool], steps: int) -> None:
-        """Wait until ``until()``; ``steps``: how many finished ones are worth waking up for."""
+        """Wait until ``until()``; ``steps``: how many finished steps are worth waking up for."""
         counters, done = self.counters, False
         counters.awaited = steps
         watch = Watch(self._deadline)
@@ -322,10 +323,10 @@ class WorkerPool:
             self._check_interrupted()
             counters.asleep = 1
             fence()  # either a worker sees that it has to wake this process, or what it did is seen now
-            done = until()  # what was told before that is read now
-            found = self._poller.poll(0 if done else POLL_MILLISECONDS)
+            done = until()  # messages that were sent before are read now
+            events = self._poller.poll(0 if done else POLL_MILLISECONDS)
             counters.asleep = 0
-            self._handle({fd for fd, _ in found})
+            self._handle({fd for fd, _ in events})
             if watch.expired(counters.activity(), starting=bool(self._starting)):
                 self._kill_hung()
 
@@ -344,7 +345,7 @@ class WorkerPool:
             raise
 
     def _kill_hung(self) -> None:
-        """Workers that all others wait for do nothing any more: they are ended, and count as dead."""
+        """End the workers that hang while all others wait for them; they count as dead."""
         late = self._starting or self.counters.hindmost(self.alive)
         for handle in self._living():
             if handle.number in late:
@@ -355,7 +356,7 @@ class WorkerPool:
         return [handle for handle in self._handles.values() if not handle.ended]
 
     def end(self) -> None:
-        """End the workers, print what they still have to say, give everything back."""
+        """End the workers, carry the rest of their output, and release all resources."""
         if self._abandoned.detach() is None:
             return
         with interrupts.held():
@@ -401,7 +402,7 @@ class WorkerPool:
                 self._starting.discard(handle.number)
 
     def _died(self, handle: WorkerHandle, known: tuple[str, Cause] | None = None) -> None:
-        """A worker ended, or is ended here for a reason that is ``known``; confirmed before anybody takes its place."""
+        """Record a worker's death, or end it for a ``known`` reason. Its end is confirmed before it is replaced."""
         for fd in handle.watched:
             try:
                 self._poller.unregister(fd)
@@ -427,7 +428,7 @@ class WorkerPool:
 
 
 def _abandon(handles: Mapping[int, WorkerHandle], memories: Sequence[Memory]) -> None:
-    """A run that nobody closed is gone, or the interpreter ends."""
+    """Kill the workers of a run that was never closed, once it is collected or the interpreter ends."""
     for handle in handles.values():
         handle.kill()
     for memory in memories:

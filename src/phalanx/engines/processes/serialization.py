@@ -1,8 +1,8 @@
-"""Parcels: what a caller hands to its own workers, in shared memory: functions by cloudpickle, arrays as they lie.
+"""Parcels that a caller hands to its own workers in shared memory: functions by cloudpickle, arrays as raw memory.
 
-With a recipe go settings of the process and the source of modules as the caller imported it, so that user code finds
-itself at home in a worker. A parcel is read only by children that inherited its descriptor; nothing is ever unpickled
-from disk or network. Arrays travel beside the pickle (protocol 5, out of band), so that all workers map one copy.
+A recipe travels with settings of the process and the source of modules as the caller imported it, so that user code
+finds the same surroundings in a worker. Only children that inherited its descriptor read a parcel; nothing is ever
+unpickled from disk or network. Arrays travel beside the pickle (protocol 5, out of band), so all workers map one copy.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NUMBER = struct.Struct("<q")
 CONTAINERS = (dict, list, tuple, set, frozenset)
 DEPTH = 6
 WORTH_CHECKING = 1 << 26  # bytes
-ROOT_FACTOR = 4  # up to so many times the memory of a view, all of what it is a view of travels, once for all its views
+ROOT_FACTOR = 4  # a view's base that is at most so many times as large travels whole, once for all its views
 
 
 class Packer(cloudpickle.Pickler):
@@ -116,9 +116,9 @@ def pack(thing: Any, memory: Memory, reducer: Reducer) -> int:
     pieces = pieces_of(thing, reducer, by_file=True)
     _fit(memory, sum(map(len, pieces)))
     offset = 0
-    with memory.map() as place:
+    with memory.map() as mapped:
         for piece in pieces:
-            place[offset : offset + len(piece)] = piece
+            mapped[offset : offset + len(piece)] = piece
             offset += len(piece)
     return offset
 
@@ -126,7 +126,7 @@ def pack(thing: Any, memory: Memory, reducer: Reducer) -> int:
 def pieces_of(thing: Any, reducer: Reducer, *, by_file: bool = False) -> list[memoryview | bytes]:
     """``thing`` as bytes, to be written one after another: sizes, the pickle, arrays at multiples of 64 bytes.
 
-    ``by_file``: files of memory maps stay as they are until it is unpacked, so that their names will do.
+    ``by_file``: the files of memory maps do not change until it is unpacked, so their names suffice.
     """
     buffers: list[pickle.PickleBuffer] = []
     body = _pickled(thing, reducer, buffers, by_file=by_file)
@@ -137,7 +137,7 @@ def pieces_of(thing: Any, reducer: Reducer, *, by_file: bool = False) -> list[me
 
 
 def needed(thing: Any, reducer: Reducer) -> list[str]:
-    """The modules that whoever unpacks ``thing`` imports; as many as can be told where it cannot be packed."""
+    """The modules that unpacking ``thing`` imports; where it cannot be packed, those that were found until then."""
     packer = Packer(io.BytesIO(), reducer, [])
     with contextlib.suppress(Exception):
         packer.dump(thing)
@@ -159,14 +159,14 @@ def unpack(memory: Memory) -> Any:
 
 
 def unpack_bytes(content: Any) -> Any:
-    """The same out of a buffer of its own, as ``pieces_of`` makes them. Arrays lie in it."""
-    place = memoryview(content)
-    (count,) = NUMBER.unpack_from(place)
-    sizes = [NUMBER.unpack_from(place, NUMBER.size * (1 + position))[0] for position in range(count)]
+    """Unpack a buffer that holds the pieces of ``pieces_of``. Arrays lie in it."""
+    view = memoryview(content)
+    (count,) = NUMBER.unpack_from(view)
+    sizes = [NUMBER.unpack_from(view, NUMBER.size * (1 + position))[0] for position in range(count)]
     offset = _padded(NUMBER.size * (1 + count))
     pieces: list[memoryview] = []
     for size in sizes:
-        pieces.append(place[offset : offset + size])
+        pieces.append(view[offset : offset + size])
         offset += _padded(size)
     return pickle.loads(pieces[0], buffers=pieces[1:])  # noqa: S301  packed by this process's parent
 
@@ -190,7 +190,7 @@ def _pickled(thing: Any, reducer: Reducer, buffers: list[pickle.PickleBuffer], *
 def pack_recipe(
     definition: Definition, framework: str, environment: Memory, parcel: Memory, facts: Mapping[str, Any]
 ) -> None:
-    """Write what surrounds this process, and a recipe with other facts, for processes that start from here."""
+    """Write this process's surroundings, and a recipe with other facts, for processes that start from here."""
     pack({**described(framework), "threads": definition.threads}, environment, reduced_by_frameworks)
     fields = {item.name: getattr(definition, item.name) for item in dataclasses.fields(Definition)}
     pack({**facts, "fields": fields}, parcel, reduced_by_frameworks)
@@ -215,31 +215,31 @@ def described(framework: str) -> dict[str, Any]:
     }
 
 
-def adopt_environment(place: dict[str, Any]) -> None:
+def adopt_environment(environment: dict[str, Any]) -> None:
     """Make this process like the described one."""
     os.environ.clear()
-    os.environ.update(place["environment"])
-    if place["folder"] is not None:
+    os.environ.update(environment["environment"])
+    if environment["folder"] is not None:
         with contextlib.suppress(OSError):
-            os.chdir(place["folder"])
-    sys.path[:] = place["path"]
-    sys.meta_path.insert(0, sources.Finder(place["sources"]))
-    sys.argv[:] = place["arguments"]
-    sys.setrecursionlimit(place["depth"])
-    adopt_numeric_environment(place["numeric"])
-    filters: Any = warnings.filters  # last: what is imported above may put its own first
-    filters[:] = place["filters"]
+            os.chdir(environment["folder"])
+    sys.path[:] = environment["path"]
+    sys.meta_path.insert(0, sources.Finder(environment["sources"]))
+    sys.argv[:] = environment["arguments"]
+    sys.setrecursionlimit(environment["depth"])
+    adopt_numeric_environment(environment["numeric"])
+    filters: Any = warnings.filters  # last: imports above may insert their own
+    filters[:] = environment["filters"]
     warnings._filters_mutated()  # type: ignore[attr-defined]
-    for message in harmless_warnings(place["numeric"]):
+    for message in harmless_warnings(environment["numeric"]):
         warnings.filterwarnings("ignore", message=message)
 
 
 def remarked(error: Exception) -> Exception:
     """In a worker, an error that may come from how classes travel, with a remark on that."""
-    made = sorted(kind.__name__ for kind in _DEFINED if type(kind) not in (type, abc.ABCMeta))
-    if made and isinstance(error, UsageError):
+    names = sorted(kind.__name__ for kind in _DEFINED if type(kind) not in (type, abc.ABCMeta))
+    if names and isinstance(error, UsageError):
         error.args = (
-            f"{error}. {', '.join(made)} {'was' if len(made) == 1 else 'were'} made again in a worker process, as "
+            f"{error}. {', '.join(names)} {'was' if len(names) == 1 else 'were'} made again in a worker process, as "
             "__main__ cannot be imported there; libraries that note their classes when these are defined, as equinox "
             "does, do not know the copies: put them into a module of their own, or use engine='inline' (same answer)",
         )
@@ -264,7 +264,7 @@ def _unasked(thing: Any) -> Any:
 def _made(kind: Any) -> Any:
     try:
         return kind.__new__(kind)
-    except TypeError:  # it asks for some; the state that follows has what came of them
+    except TypeError:  # it needs arguments; the state that follows holds what came of them
         known = [vars(each).get("__new__") for each in kind.__mro__]
         return next(new for new in known if isinstance(new, BuiltinFunctionType))(kind)
 
@@ -274,9 +274,9 @@ def _cached(function: Any, parameters: dict[str, Any]) -> Any:
 
 
 def _cached_property(function: Any, name: str) -> Any:
-    made = functools.cached_property(function)
-    made.__set_name__(object, name)  # which only the making of a class does
-    return made
+    descriptor = functools.cached_property(function)
+    descriptor.__set_name__(object, name)  # otherwise done only when a class is made
+    return descriptor
 
 
 def _importable(module: ModuleType) -> bool:
@@ -332,7 +332,7 @@ def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
             if name in thing.__globals__:
                 yield f" (its global {name})", thing.__globals__[name]
     for name, value in getattr(thing, "__dict__", {}).items() if not isinstance(thing, type) else ():
-        yield "" if name.startswith("_") else f".{name}", value  # who wrote the thing does not know such names
+        yield "" if name.startswith("_") else f".{name}", value  # its user does not know private names
 
 
 def _travels(thing: Any, reducer: Reducer) -> bool:
@@ -344,7 +344,7 @@ def _travels(thing: Any, reducer: Reducer) -> bool:
 
 
 def keeps_strides(array: np.ndarray[Any, Any]) -> bool:
-    """Whether numpy's own pickle does: it makes those of a dense array anew, also of axes of length 1."""
+    """Whether numpy's own pickle keeps the strides. It makes those of a dense array anew, also of axes of length 1."""
     if not array.size or not array.flags.forc:
         return not array.size
     if array.flags.c_contiguous:
@@ -371,7 +371,7 @@ class ArrayReducer:
         self._bytes: dict[int, tuple[Any, np.ndarray[Any, Any]]] = {}
 
     def reduced(self, array: np.ndarray[Any, Any]) -> Any:
-        """What a pickler wants to know; NotImplemented where numpy's way, or that of a class of its own, will do."""
+        """What a pickler needs; NotImplemented where numpy's own way, or that of the array's class, suffices."""
         if self._by_file and _mapped(array):
             return np.memmap, _map_of(array)
         if keeps_strides(array) or array.dtype.hasobject or not _as_numpy(type(array)):
@@ -379,9 +379,9 @@ class ArrayReducer:
         return _strided, (type(array), *self._memory_under(array))
 
     def _memory_under(self, array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
-        """An array that numpy would lay out anew as its memory, offset, shape, strides and dtype.
+        """The memory, offset, shape, strides and dtype of an array that numpy would lay out anew.
 
-        Views of one array share the memory of that, unless they need little of it; those of a memory map its file.
+        Views of one array share its memory, unless they need little of it. Views of a memory map share its file.
         """
         low, high = bounds(array)
         root = array
@@ -399,7 +399,7 @@ class ArrayReducer:
         return memory, offset, array.shape, array.strides, array.dtype
 
     def _bytes_of(self, root: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """A dense array, or its bytes if it is no plain one: the same object for all its views travels once."""
+        """A dense array, or its bytes if it is not a plain one. It is one object for all views, so it travels once."""
         if type(root) is np.ndarray and keeps_strides(root):
             return root
         if id(root) not in self._bytes:
@@ -408,7 +408,7 @@ class ArrayReducer:
 
 
 def _mapped(array: Any) -> bool:
-    """Whether it is a whole memory map of a file that is there, with what that has."""
+    """Whether it is a whole memory map of a file that exists, with the content of the file."""
     whole = type(array) is np.memmap and isinstance(array.base, mmap.mmap) and array.mode != "c"
     return whole and array.filename is not None and os.path.exists(array.filename)
 

@@ -28,15 +28,15 @@ from phalanx.errors import StartError, UsageError
 from phalanx.frameworks.registry import RECORDS, in_use, reduced
 from phalanx.surroundings import interrupts, presence, sources
 
-CAPABLE = hasattr(select, "poll")  # of having other processes work for a run
-ATTEMPTS = 5  # zygotes to start a worker with
-MESSAGE_BYTES = 64  # of each, filled up
-WHOLE = getattr(socket, "MSG_CMSG_CLOEXEC", 0) | socket.MSG_WAITALL  # programs of the caller's inherit nothing of it
+CAPABLE = hasattr(select, "poll")  # whether other processes can work for a run
+ATTEMPTS = 5  # zygotes that are tried to start a worker
+MESSAGE_BYTES = 64  # of each message, padded
+WHOLE = getattr(socket, "MSG_CMSG_CLOEXEC", 0) | socket.MSG_WAITALL  # the caller's child programs inherit none
 FAREWELL_SECONDS, KILLED_SECONDS = 3.0, 5.0
 SLICE_SECONDS = 0.05  # between two looks at Ctrl-C
-SILENT_SECONDS = 600.0  # in which it answers, as slow as the machine may be
+SILENT_SECONDS = 600.0  # it answers within this time, however slow the machine is
 TUNED = "glibc.malloc.hugetlb=1"  # big blocks in huge pages; user code sees its own environment
-# Runs before any other import: until the path is set, ``sys`` alone comes from where it should.
+# Runs before any other import: until the path is set, only ``sys`` is sure to be the right module.
 START = """
 import sys
 sys.path[:] = {path!r}
@@ -51,12 +51,12 @@ main({arguments})
 class Zygote:
     """The caller's side of a zygote, which answers requests in order. Implements ``presence.Owned``.
 
-    Its start takes as long as importing what it is to import, but does not wait for that; the first worker does.
+    Starting it does not wait until it has imported everything; the first worker does.
 
     Parameters
     ----------
     frameworks, modules : sequence of str
-        What workers need; of modules, as far as a process can be forked that has imported them.
+        What workers need. Modules are imported as far as the process can still be forked after that.
     """
 
     def __init__(self, frameworks: Sequence[str], modules: Sequence[str]) -> None:
@@ -79,7 +79,7 @@ class Zygote:
             env=variables(),
         )
         theirs.close()
-        self._due = 1  # answers that are to come; the first is that it can begin
+        self._due = 1  # answers that are to come; the first says that it can begin
         self._workers: set[int] = set()  # the pids of those that were started, and not ended through it
         self._packages = {*frameworks, *map(sources.package_of, modules)}
         presence.own(self)
@@ -90,7 +90,7 @@ class Zygote:
         return self._process.poll() is None
 
     def outgrown(self, frameworks: Sequence[str], modules: Sequence[str]) -> bool:
-        """Whether another would serve better: no worker is left, and it does not know a package of these."""
+        """Whether another would serve better: it has no workers, and has not imported a package of these."""
         return not self._workers and not self._packages.issuperset([*frameworks, *map(sources.package_of, modules)])
 
     @property
@@ -141,7 +141,7 @@ class Zygote:
             self._process.wait(KILLED_SECONDS)
 
     def _ask(self, request: dict[str, int], fds: Sequence[int] = ()) -> tuple[dict[str, Any], list[int]]:
-        """Send a request, and wait for its answer. Who breaks that off, by Ctrl-C, ends the zygote."""
+        """Send a request, and wait for its answer. Ctrl-C meanwhile ends the zygote."""
         while not self._lock.acquire(timeout=SLICE_SECONDS):
             interrupts.check()
         answer, handles = dict[str, Any](), list[int]()
@@ -178,7 +178,7 @@ class Zygote:
         return json.loads(message), handles
 
     def _lost(self, error: Exception) -> StartError:
-        """The error to raise when it is of no use any more; it has ended then."""
+        """Make sure that it has ended; returns the error to raise for that."""
         if isinstance(error, ConnectionError):  # it ends by itself, and its status says why
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(FAREWELL_SECONDS)
@@ -213,7 +213,7 @@ class Warm:
             return self._zygote
 
     def prepare(self, definition: Definition) -> None:
-        """Start a zygote that imports what the recipe's code comes from, beside the caller, unless there is one.
+        """Start a zygote beside the caller, which imports the packages of the recipe's code, unless there is one.
 
         Raises
         ------
@@ -229,7 +229,7 @@ class Warm:
             self.zygote()
 
     def spawn(self, number: int, fds: Sequence[int]) -> tuple[Zygote, int, int | None]:
-        """Start a worker; which zygote did, pid and pidfd. That is started again if it has ended, at whatever moment.
+        """Start a worker; returns its zygote, pid and pidfd. A zygote that has ended, at any moment, is started again.
 
         Raises
         ------
@@ -251,7 +251,7 @@ class Warm:
         return self._zygote is not None and self._zygote.usable and self._zygote.awake
 
     def close(self) -> None:
-        """End what is kept."""
+        """End the zygote that is kept."""
         with self._lock:
             zygote, self._zygote = self._zygote, None
             if zygote is not None:
@@ -283,9 +283,9 @@ def variables() -> dict[str, str]:
 
 
 def _path() -> list[str]:
-    """The path of this process without what is relative: the standard library, phalanx, installed packages, the rest.
+    """The import path without relative entries: the standard library, phalanx, installed packages, the rest.
 
-    So a file of the user's that has the name of a library is not taken for it.
+    So a user's file that has the name of a library is not imported in its place.
     """
     home = os.path.dirname(os.__file__)
     first = (home, os.path.join(home, "lib-dynload"), os.path.dirname(os.path.dirname(sources.OURS)))
@@ -294,14 +294,14 @@ def _path() -> list[str]:
 
 
 def _fill_standard() -> None:
-    """Lead standard streams that are closed nowhere, so that nothing takes their numbers and is printed to."""
+    """Open closed standard streams on the null device, so that no other file takes their numbers and is printed to."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)
 
 
 def _standard(fd: int) -> int:
-    """What a child has for a standard stream: nothing if this process had opened something else in its place."""
+    """What a child gets as a standard stream: nothing if this process has opened something else in its place."""
     return fd if os.get_inheritable(fd) else subprocess.DEVNULL
 
 

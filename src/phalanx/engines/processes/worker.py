@@ -1,6 +1,6 @@
-"""A worker's life: build the recipe's state over the arena, then go from step to step with the others.
+"""A worker: it builds the recipe's state over the arena, then goes from step to step with the others.
 
-Between grants it sleeps. What goes wrong is told to the caller's process. One that replaces another takes up its step.
+Between grants it sleeps. It sends errors to the caller's process. A replacement begins at the step of the dead worker.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from phalanx.shared.state import Shard
 from phalanx.step import Proposal, commit, measure, propose
 
 IDLE_YIELDS = 500
-SHARE = 0.005  # of the time, for snapshots
+SHARE = 0.005  # of the time may go into snapshots
 
 
 def live(channel: int, memories: Sequence[int], number: int) -> None:
@@ -48,9 +48,9 @@ def live(channel: int, memories: Sequence[int], number: int) -> None:
     caller = DriverChannel(channel)
     environment_memory, parcel, arena, mailbox, orders, base, inputs = (Memory(0, fd) for fd in memories)
     try:
-        place = unpack(environment_memory)
-        adopt_environment(place)
-        with starting(place["threads"]):  # what is unpacked may hold arrays of a framework
+        environment = unpack(environment_memory)
+        adopt_environment(environment)
+        with starting(environment["threads"]):  # what is unpacked may hold arrays of a framework
             worker = Worker(caller, unpack(parcel), (arena, base, mailbox, inputs), number)
         orders = unpack(orders)
         worker.take(orders)
@@ -95,7 +95,7 @@ class Worker:
         arena = memory.map()
         self._counters = plan.counters(arena).written_by(self._number)
         self._own = self._counters.workers[self._number]
-        self._own.replicas = 0  # those of the worker whose place this one takes were computed before
+        self._own.replicas = 0  # those of the worker that this one replaces were computed before
         self._barrier = Barrier(self._counters, self._number)
         self._shard = Shard(self._framework.sharing, plan.layout, arena, base, self._number)
         shard, placement, barrier, rendezvous = self._shard, self._placement, self._barrier, setup["hosts"]
@@ -103,11 +103,11 @@ class Worker:
         self._link = ArenaLink(*facts) if rendezvous is None else HostLink(rendezvous, *facts)
 
     def take(self, orders: dict[str, Any]) -> None:
-        """Be at the beginning of a step, with a state that lies in the arena, and options in ``orders``."""
+        """Go to the beginning of a step, with the state in the arena and the options in ``orders``."""
         self._framework.rewind()
         self._shard.frozen.enter(orders["step"])
         self._shard.take(orders["foreign"], orders["options"])
-        for loss in orders["losses"]:  # schedules are not kept, but done again
+        for loss in orders["losses"]:  # schedules are not saved, but stepped again
             self._framework.schedule(loss)
         if orders["restore"] and self._checksum(self._shard.restore()) != self._own.checksum:
             raise LostError(
@@ -119,7 +119,7 @@ class Worker:
         self._come_to(orders["step"])
 
     def resume(self, step: int, loss: float) -> None:
-        """Go on at ``step``: the others know that the one before is done, if this worker was not told so."""
+        """Go on at ``step``. The others know that the step before is done; this worker may not know it yet."""
         self._framework.rewind()
         if self._step < step:
             self._framework.schedule(loss)
@@ -201,14 +201,14 @@ class Worker:
             give_back()  # optimizer state as the first update made it
 
     def _announce(self, t: int, done: Proposal, lr: float, samples: int, started: float) -> None:
-        """What the first worker writes before a step is finished: nobody else could, should it end after that."""
+        """Write the report before the step is finished. Only the first worker can, and it may die after that."""
         counters = self._counters
         more = counters.horizon > t + 1 and not counters.pause
         counters.agreed = t + 2 if more else t + 1
         ended = time.perf_counter()
         counters.reports.write(t, done.parts, done.loss, done.norm, lr, samples, started, ended)
         if counters.snapshot_due == t:
-            counters.snapshot_step = t  # all have met since they saved
+            counters.snapshot_step = t  # all have passed a barrier since they saved
         counters.snapshot_due = next_snapshot(
             t, counters.snapshot_due, self._timer.interval(), eager=counters.eager, held=bool(counters.held)
         )
@@ -220,7 +220,7 @@ class Worker:
 
     def _describe(self, save: bool, metric: tuple[float, int] | None = None) -> dict[str, Any]:
         if metric is not None:
-            self._framework.schedule(*metric)  # done again, it does nothing
+            self._framework.schedule(*metric)  # repeated, it changes nothing
         if save:
             self._save()
         return self._shard.state()
@@ -229,12 +229,12 @@ class Worker:
         self._own.checksum = self._checksum(self._shard.save())
 
     def _checksum(self, contents: int) -> int:
-        """Of the part of the snapshot in memory whose checksum is ``contents``, and of the options that go with it."""
+        """The checksum of this worker's part of the snapshot (``contents``: of its arrays) and of its options."""
         return contents ^ int(self._framework.told[0])
 
     def _fail(self) -> None:
-        """Have the others leave what was granted; a barrier that this worker came to lets them pass."""
-        order()  # who sees the trouble sees how far this worker came
+        """Have the others leave the grant. A barrier that this worker has reached lets them pass."""
+        order()  # a worker that sees the trouble sees how far this one came
         self._counters.trouble = 1
 
     def _evaluate(self, metric_fn: Metrics, data: Any, batch_size: int, weights: Weights | None) -> list[Any]:
@@ -242,13 +242,13 @@ class Worker:
         shares = self._dealer.chunks(data, batch_size)
         start, end = share_bounds(len(shares), self._placement.workers)[self._number]
         seed = self._definition.seed
-        found: list[Any] = []
+        measured: list[Any] = []
         for chunk in range(start, end):
             if self._counters.pause == LEAVE:
                 raise Trouble
-            found.append(measure(self._framework, metric_fn, evaluation_key(seed, chunk), shares[chunk], weights)())
+            measured.append(measure(self._framework, metric_fn, evaluation_key(seed, chunk), shares[chunk], weights)())
             self._own.total += 1  # a long evaluation is not silent
-        return found
+        return measured
 
     def _peek(self) -> dict[str, Any] | None:
         return self._twice.peek(self._step) if self._number == 0 else None
@@ -295,7 +295,7 @@ class SnapshotTimer:
         self._seconds = 0.0
 
     def keep(self, save: Callable[[], None]) -> None:
-        """Save, and note what it took."""
+        """Save, and note how long it took."""
         began = time.perf_counter()
         save()
         self._seconds = time.perf_counter() - began
@@ -306,7 +306,7 @@ class SnapshotTimer:
 
 
 def _left_to_the_caller(number: int, frame: FrameType | None) -> None:
-    """Ctrl-C is the caller's: its process says in the counters when to stop. Raised here, it could be anywhere.
+    """Ignore Ctrl-C: the caller's process says in the counters when to stop. Raised here, it could strike anywhere.
 
-    A handler, as programs that user code starts would inherit that a signal is ignored.
+    This is a handler because programs that user code starts would inherit an ignored signal.
     """

@@ -1,10 +1,10 @@
 """The zygote: a fresh interpreter that has imported the framework and forks workers in milliseconds.
 
-It never runs user code, touches no GPU and holds no run's memory. What else its workers will import it imports first.
-A package that does harm to it is left to workers: it begins anew without that. It serves one parent over an inherited
-socket, request by request, and ends with it: at the end of the socket, or when the parent's pidfd says so. Its workers
-end with it (``PR_SET_PDEATHSIG``, bound to its only thread). What user code started in a worker is
-in the worker's process group, and ends with the worker, unless it has left that for a session of its own.
+It never runs user code, touches no GPU and holds no run's memory. It also imports what else its workers will need. A
+package that harms it is left to the workers: it starts again without that package. It serves one parent over an
+inherited socket, request by request, and ends with it: at the end of the socket, or when the parent's pidfd says so.
+Its workers end with it (``PR_SET_PDEATHSIG``, bound to its only thread). What user code started in a worker is in the
+worker's process group. It ends with the worker, unless it has left that group for a session of its own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from phalanx.shared.memory import keep_freed
 from phalanx.surroundings import sources
 
 PR_SET_PDEATHSIG, PR_SET_TIMERSLACK = 1, 29
-MESSAGE_BYTES = 64  # of each, filled up
+MESSAGE_BYTES = 64  # of each message, padded
 RECEIVING = getattr(socket, "MSG_CMSG_CLOEXEC", 0) | socket.MSG_WAITALL
 TASKS, DESCRIPTORS = pathlib.Path("/proc/self/task"), pathlib.Path("/proc/self/fd")
 MOST_RECEIVED = 10  # channel, output, errors, environment_memory, parcel, arena, mailbox, orders, base, inputs
@@ -77,14 +77,14 @@ class Nursery:
     ----------
     server : socket.socket
     watched : list of int
-        Its descriptor, and what tells that the parent has ended.
+        The server's descriptor, and those that tell that the parent has ended.
     """
 
     def __init__(self, server: socket.socket, watched: list[int]) -> None:
         self._server = server
         self._watched = watched
         self._alive: dict[int, int] = {}  # pid of each worker: its pidfd, or -1
-        self._statuses: dict[int, int] = {}  # of workers that ended and were not asked for yet
+        self._statuses: dict[int, int] = {}  # of workers that ended, until asked for
         self._poller = select.poll()
         for fd in watched:
             self._poller.register(fd, select.POLLIN)
@@ -133,7 +133,7 @@ class Nursery:
         self._say(handles, pid=pid)
 
     def _say(self, handles: Sequence[int] = (), **facts: Any) -> None:
-        """Answer the request; the first answer is that there may be some."""
+        """Answer a request. The first answer comes unasked, and says that requests may come."""
         socket.send_fds(self._server, [json.dumps(facts).encode().ljust(MESSAGE_BYTES)], handles)
 
     def _clear_away(self) -> None:
@@ -155,11 +155,11 @@ class Nursery:
 
 
 def import_all(modules: list[str]) -> list[str]:
-    """Import what workers need; the modules that are left when the first package that does harm is left out.
+    """Import what workers need; returns the modules, without those of the first package that does harm.
 
-    An import that only made objects does none. One does that started a thread, as the thread would be missing in a
-    child, together with what it holds locked at that moment; or that opened a device, a socket or the like, which
-    parent and child would then both use; or that failed. Where /proc does not tell of harm, nothing is imported.
+    An import that only makes objects does no harm. An import that starts a thread does: a child would lack the thread,
+    and the locks that it held would stay locked. So does one that opens a device, a socket or the like, as parent and
+    child would then both use it, or one that fails. Where there is no /proc to show harm, nothing is imported.
     """
     if not TASKS.exists():
         return modules
@@ -182,15 +182,15 @@ def _unshared() -> set[str]:
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    found = set(sources.note())
+    resources = set(sources.note())
     for task in TASKS.iterdir():
-        found.update([task.name, *(task / "children").read_text().split()])
+        resources.update([task.name, *(task / "children").read_text().split()])
     for each in DESCRIPTORS.iterdir():
-        with contextlib.suppress(OSError):  # it was that of the listing
+        with contextlib.suppress(OSError):  # it was the descriptor of the listing
             mode = os.fstat(int(each.name)).st_mode
             if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-                found.add(os.readlink(each))
-    return found - {"/dev/null", "/dev/urandom", "/dev/random"}
+                resources.add(os.readlink(each))
+    return resources - {"/dev/null", "/dev/urandom", "/dev/random"}
 
 
 def _pidfd(pid: int) -> list[int]:
@@ -218,7 +218,7 @@ def _become_worker(zygote: int, number: int, fds: Sequence[int], inherited: Sequ
         else:
             worker.live(channel, memories, number)
         code = 0
-    except Exception:  # none of user code, which is told: a fault of phalanx, to be seen
+    except Exception:  # a fault of phalanx, to be seen: errors of user code are sent to the caller
         traceback.print_exc()
     finally:
         with contextlib.suppress(Exception):

@@ -1,4 +1,4 @@
-"""What is done when workers fall: noticed and counted (``failures``), made good (``supervisor``).
+"""What is done when workers die: ``failures`` notices and counts it, ``supervisor`` replaces them.
 
-What is decided is in ``plan.lifecycle``.
+The decisions are made in ``plan.lifecycle``.
 """

@@ -1,4 +1,4 @@
-"""Who fell, where and why: recorded until they are replaced, counted, and an error if it does not stop; who hangs."""
+"""Records which workers died, where and why, until they are replaced; raises if deaths go on; notices who hangs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHOWN_CAUSES = 3
 RECENT = 21  # steps whose median tells how long one takes
 PATIENCE, SLOWER, FIRST_PATIENCE = 60.0, 20, 600.0  # seconds; times a usual step; seconds while none is known
 STARTING = 120.0  # seconds for imports and make_model, at least
-AWAKE_SECONDS = 5.0  # between two looks: more means that this process was stopped, and perhaps the workers with it
+AWAKE_SECONDS = 5.0  # between two checks: more means that this process was stopped, and perhaps the workers with it
 PARTS = {Phase.SAVING: "save", Phase.FOLDING: "fold", Phase.UPDATING: "update"}
 DOING = {
     "save": "in its snapshot, or the schedule before it",
@@ -36,7 +36,7 @@ DOING = {
 
 
 class Deadline:
-    """Seconds of silence that are too many.
+    """How many seconds a worker may be silent.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ class Deadline:
         self._recent: deque[float] = deque(maxlen=RECENT)
 
     def note(self, seconds: float) -> None:
-        """A step took so long."""
+        """Note how long a step took."""
         self._recent.append(seconds)
 
     @property
@@ -63,7 +63,7 @@ class Deadline:
 
 
 class Watch:
-    """Notices that nothing has changed for too long, as far as this process was awake to see it."""
+    """Notices that nothing has changed for too long. Time in which this process was stopped does not count."""
 
     def __init__(self, deadline: Deadline) -> None:
         self._deadline = deadline
@@ -71,7 +71,7 @@ class Watch:
         self._since = self._seen = time.monotonic()
 
     def expired(self, progress: bytes, *, starting: bool) -> bool:
-        """Whether ``progress`` has been the same for too long; starts anew then. Starting may take longer."""
+        """Whether ``progress`` has been the same for too long; the time starts anew then. Starting may take longer."""
         now = time.monotonic()
         asleep, self._seen = now - self._seen > AWAKE_SECONDS, now
         if progress != self._last or asleep:
@@ -84,7 +84,7 @@ class Watch:
 
 
 class FailureLog:
-    """The losses of one run, and the only record of who is dead.
+    """The deaths of one run, and the only record of which workers are dead.
 
     Parameters
     ----------
@@ -100,9 +100,9 @@ class FailureLog:
     dead : dict of int to End
         The workers that are to be replaced, and how they ended; from a worker's end until another is started.
     batch : Any
-        That the caller brought for the step that is being done; None for planned ones.
+        The batch that the caller brought for the current step; None for a planned one.
     portable : bool
-        Whether the whole state is known. Otherwise the first worker keeps some to itself, and cannot be replaced.
+        Whether the whole state is known. Otherwise only the first worker has a part of it, and cannot be replaced.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class FailureLog:
     ) -> None:
         self.dead: dict[int, End] = {}
         self.batch: Any = None
-        self._starting: set[int] = set()  # in the places of workers that ended
+        self._starting: set[int] = set()  # replacements of workers that died
         self._definition = definition
         self._framework = framework
         self._placement = placement
@@ -124,15 +124,15 @@ class FailureLog:
         self._incidents = run_state.incidents
         self._tally = Tally(run_state.max_failures)
         self._hopeless: RunError | None = None
-        self._tasks = 0  # that were done
+        self._tasks = 0  # tasks that were done
 
     @property
     def replaceable(self) -> bool:
-        """Whether another worker can take the place of any."""
+        """Whether any worker can be replaced."""
         return self.portable and self._placement.whole
 
     def fell(self, worker: int, end: End) -> None:
-        """A worker has ended; what is told first counts, as who ends a worker tells why before that shows."""
+        """Record a worker's death. The first reason counts: code that ends a worker says why before others notice."""
         if worker in self.dead:
             return
         self.dead[worker] = end
@@ -145,32 +145,32 @@ class FailureLog:
                 self._hopeless = self._error(worker, streak, step)
 
     def fill(self, worker: int) -> None:
-        """A worker is started in a place; it may end again before it is ready."""
+        """A worker is started, perhaps as a replacement; it may die before it is ready."""
         if self.dead.pop(worker, None) is not None:
             self._starting.add(worker)
 
     def started(self, step: int) -> None:
-        """Workers were started at ``step``; some may have ended again."""
+        """Workers were started at ``step``; some may have died again."""
         for worker in sorted(self._starting):
             self.note("replaced", worker, step)
         self._starting.clear()
 
     def check(self) -> None:
-        """Refuse to replace workers where that is futile, or cannot be.
+        """Raise if workers cannot be replaced, or if that is futile.
 
         Raises
         ------
         RunError
-            What ends them is what they do; or nobody can take their places.
+            They die of what they do, or no other worker can replace them.
         """
         if not self._placement.whole:
             raise self.irreplaceable()
-        if self._hopeless is not None:  # told once: the state is taken home after that
+        if self._hopeless is not None:  # raised once: the state is copied to the caller after that
             hopeless, self._hopeless = self._hopeless, None
             raise hopeless
 
     def irreplaceable(self) -> LostError:
-        """Why a run over several hosts ends."""
+        """The error that ends a run over several hosts."""
         worker, end = min(self.dead.items())
         return LostError(
             f"worker {worker} of this host {end.why}, and in a run over several hosts no worker is replaced; start all "
@@ -178,7 +178,7 @@ class FailureLog:
         )
 
     def came_through(self, kind: int) -> None:
-        """What was granted was done."""
+        """Note that a grant was done."""
         self._tasks += kind == TASK
 
     def note(self, kind: str, worker: int, step: int, why: str = "") -> None:
@@ -186,7 +186,7 @@ class FailureLog:
         self._incidents.append(Incident(time.perf_counter(), kind, worker, step, why))
 
     def _place(self, worker: int, end: End) -> Place:
-        """What a worker did when it ended."""
+        """What a worker was doing when it died."""
         step, phase = self._counters.progress()[worker]
         if not end.ready:
             return Place(-1, "start")
@@ -200,24 +200,24 @@ class FailureLog:
         return Place(step, PARTS.get(phase, "wait"))
 
     def _error(self, worker: int, streak: Streak, step: int) -> RunError:
-        place, count = streak.place, len(streak.causes)
+        point, count = streak.place, len(streak.causes)
         more = f", ... and {count - SHOWN_CAUSES} more" if count > SHOWN_CAUSES else ""
         causes = ", ".join(streak.causes[:SHOWN_CAUSES]) + more
         patience = "" if streak.own >= OWN else "; if others end workers, raise max_failures"
-        if place.doing != "compute":
-            where = "before it was ready" if place.doing == "start" else f"at step {step} {DOING[place.doing]}"
+        if point.doing != "compute":
+            where = "before it was ready" if point.doing == "start" else f"at step {step} {DOING[point.doing]}"
             return RunError(
                 f"worker {worker} ended {count} times in a row {where} ({causes}); look at what it printed last, at "
                 f"the system's log and at memory, or use engine='inline' under a debugger{patience}",
                 step=step,
             )
-        replica = self._placement.blocks[worker][place.done]
-        samples = self._samples(place.step, replica)
+        replica = self._placement.blocks[worker][point.done]
+        samples = self._samples(point.step, replica)
         return RunError(
-            f"replica {replica} of step {place.step} ended {count} workers in a row that computed it "
+            f"replica {replica} of step {point.step} ended {count} workers in a row that computed it "
             f"({causes}); its samples are {spell_samples(samples)}. Look at these samples and at memory, or compute "
             f"them with engine='inline' under a debugger{patience}",
-            step=place.step,
+            step=point.step,
             replica=replica,
             samples=samples,
         )

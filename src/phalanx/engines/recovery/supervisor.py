@@ -1,9 +1,9 @@
-"""Keeps W workers at work: starts them, grants what they are to do, and puts others in the place of those that end.
+"""Keeps W workers at work: starts them, grants them steps and tasks, and replaces those that die.
 
-What to do is decided in ``plan.lifecycle``; here it is done. What workers did lies in the arena, and in the snapshot
-there. A replacement has to be told at which step it is, and what else belongs to the state: options of optimizers and
-schedules follow from those of an earlier step and the losses since. Batches that the caller brought cannot be read
-again, so they are kept as long as a step may have to be done again.
+``plan.lifecycle`` decides what to do; this module does it. The results of workers lie in the arena, and in the snapshot
+there. A replacement also needs its step, and the options of optimizers and schedules. These follow from the options of
+an earlier step and the losses since. Batches that the caller brought cannot be read again, so they are kept as long as
+a step may have to be done again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import SLICE_SECONDS
 
 MOST_BATCHES = 1 << 28  # bytes of batches that are kept from one snapshot to the next
-EAGER_STEPS = 10  # after a state was taken back, each of as many steps is followed by a snapshot
+EAGER_STEPS = 10  # after a rollback, each of so many steps is followed by a snapshot
 NEVER = -1
 
 
@@ -40,11 +40,11 @@ class Supervisor:
     placement : Placement
     pool : WorkerPool
     mirror : Mirror
-        The caller's own state, and the way into the arena.
+        The caller's own state, and how it gets into the arena.
     run_state : RunState
         The steps that the caller has seen.
     mailbox, orders : Memory
-        For what all workers are to do, and for what a new one has to know.
+        Hold the task of all workers, and what a new worker has to know.
     failures : FailureLog
     """
 
@@ -68,10 +68,10 @@ class Supervisor:
         self._failures = failures
         self._readers = threading.Condition()
         self._first = self._seen  # the first step of the latest grant
-        self._home: int | None = self._seen  # the step at which the caller's own state is; None once it may change
+        self._home: int | None = self._seen  # the step of the caller's own state; None once that may change
         self._base: tuple[int, Any] = (self._seen, None)  # a step, and the options before it
         self._foreign: Any = None  # state of an optimizer that is not the framework's own, as the caller has it
-        self._batches: dict[int, bytes] = {}  # that the caller brought since the last snapshot, by their step
+        self._batches: dict[int, bytes] = {}  # brought by the caller since the last snapshot, by step
         self._repair: Repair | None = None
 
     def begin(self) -> None:
@@ -81,7 +81,7 @@ class Supervisor:
         self._replace(range(self._placement.workers), step)
 
     def grant(self, kind: int, thing: Any = None) -> None:
-        """Set all workers to work; they are alive and idle, at the step after the last one that was finished."""
+        """Set all workers to work, once they are alive and idle after the last finished step."""
         self.steady()
         done = self._counters.done
         if kind != STEPS:
@@ -93,12 +93,12 @@ class Supervisor:
                 if sum(map(len, self._batches.values())) > MOST_BATCHES:
                     self._counters.eager = done + 1  # a snapshot, and they may go
         else:
-            self._batches.pop(done, None)  # of a step that failed, and is now done as planned
+            self._batches.pop(done, None)  # the batch of a step that failed, and is now done as planned
         self._first = done
         self._pool.grant(kind)
 
     def wait(self, until: Callable[[], bool], steps: int) -> bool:
-        """Wait; whoever falls meanwhile is replaced. False if what was granted has to be granted again."""
+        """Wait, and replace workers that die meanwhile. False if the same has to be granted again."""
         self._pool.wait(lambda: until() or bool(self._failures.dead), steps)
         while self._failures.dead:
             if not self._joined():
@@ -109,14 +109,14 @@ class Supervisor:
         return True
 
     def steady(self) -> None:
-        """See to it that all workers are alive and idle, with the state after the last finished step.
+        """Make sure that all workers are alive and idle, with the state after the last finished step.
 
         Raises
         ------
         LostError
             The state is lost.
         RunError
-            Workers end again and again.
+            Workers die again and again.
         """
         while (decision := decide(self._situation(range(0)))).action is not Action.GO_ON:
             self._counters.trouble = 1  # the others leave the step
@@ -124,25 +124,25 @@ class Supervisor:
         self._counters.trouble = 0
 
     def repaired(self) -> bool:
-        """An optimizer raised, and tore the state: take it back to the last finished step; False if that cannot be."""
+        """Go back to the last finished step after an optimizer raised in mid-update; False if that is impossible."""
         if self._failures.portable:
             self.steady()
         return self._failures.portable
 
     def keep(self, options: Any) -> None:
-        """The workers have just saved: that is the snapshot now. The caller's state may have changed.
+        """The workers have just saved, which makes the snapshot. The caller's state may have changed.
 
-        ``options``: those of optimizers and schedules now, so that earlier losses need not be told any more.
+        ``options``: those of optimizers and schedules now, so that replacements no longer need earlier losses.
         """
         self._counters.snapshot_step = self._counters.snapshot_due = self._counters.done
         self._home, self._base = None, (self._counters.done, options)
 
     def forget(self) -> None:
-        """The workers are about to save: until they have, there is no snapshot, and none is needed."""
+        """The workers are about to save. Until they are done, there is no snapshot, and none is needed."""
         self._counters.snapshot_step, self._counters.snapshot_due = NEVER, self._counters.done
 
     def hold(self, *, reading: bool) -> None:
-        """Somebody begins to read the snapshot, or is done; while anybody reads it stays as it is."""
+        """Count a reader of the snapshot that begins, or is done. While there is any, the snapshot does not change."""
         with self._readers:
             self._counters.held += 1 if reading else -1
             self._readers.notify_all()
@@ -155,12 +155,12 @@ class Supervisor:
                 interrupts.check()
 
     def _situation(self, granted: range) -> Situation:
-        """What the table has to know; ``granted``: the steps in which a replacement may join."""
+        """The input of the decision table; ``granted``: the steps in which a replacement may join."""
         counters, dead = self._counters, self._failures.dead
         at_work = [not counters.idle(worker) for worker in range(self._placement.workers)]
-        progress = counters.progress()  # read after that: who is idle has not moved since
+        progress = counters.progress()  # read after that: an idle worker has not moved since
         return Situation(
-            [Seen(place, worker in dead, at_work[worker]) for worker, place in enumerate(progress)],
+            [Seen(position, worker in dead, at_work[worker]) for worker, position in enumerate(progress)],
             granted,
             counters.done,
             counters.snapshot_due,
@@ -178,19 +178,19 @@ class Supervisor:
         return range(self._first, max(self._first + 1, agreed))
 
     def _joined(self) -> bool:
-        """Let replacements step in where the others wait for them, if that is possible."""
+        """Let replacements join where the others wait for them; False if that is impossible."""
         decision = decide(self._situation(self._granted()))
         if decision.action is not Action.JOIN:
             return False
         fallen = sorted(self._failures.dead)
         self._failures.check()
-        if 0 in fallen:  # it may have ended before it said that the step before is finished
+        if 0 in fallen:  # it may have died before it confirmed the step before
             self._counters.confirmed = max(self._counters.confirmed, decision.step)
         self._replace(fallen, decision.step, joining=True)
         return True
 
     def _carry_out(self, decision: Decision) -> None:
-        """Do what was decided, unless deaths are to end the run."""
+        """Carry out a decision, unless the deaths end the run."""
         action, step, fallen = decision.action, decision.step, sorted(self._failures.dead)
         if fallen and action is not Action.STOP:
             self._failures.check()
@@ -215,19 +215,19 @@ class Supervisor:
                 )
             case Action.PART:
                 raise self._failures.irreplaceable()
-            case Action.GO_ON | Action.JOIN:  # nothing to do; nobody joins what is being left
+            case Action.GO_ON | Action.JOIN:  # nothing to do; no worker joins a grant that is being left
                 pass
             case _:
                 assert_never(action)
 
     def _stop(self) -> None:
-        """Wait until all that live have left what was granted."""
+        """Wait until all living workers have left the grant."""
         self._pool.wait(lambda: self._counters.all_idle(self._pool.alive), LONG)
         if not self._placement.whole and self._errors():
             raise self._errors()[0].content  # no step can be done again without the other hosts
 
     def _resume(self, step: int, fallen: Sequence[int]) -> None:
-        """All go on at ``step``; some may not have been told that the one before is done."""
+        """All go on at ``step``. Some may not know that the step before is done."""
         self._repair = Repair(Action.RESUME, step)
         self._counters.confirmed = max(self._counters.confirmed, step)
         self._replace(fallen, step)
@@ -236,9 +236,9 @@ class Supervisor:
             self._repair = None
 
     def _go_back(self, kept: int, fallen: Sequence[int]) -> None:
-        """Take the state of an earlier step: the caller's own (negative), or the snapshot; save more often for a while.
+        """Go back to the state of an earlier step: the caller's own if ``kept`` is negative, else the snapshot.
 
-        It is gone on with if somebody falls, or Ctrl-C comes, on the way.
+        If a worker dies on the way, or Ctrl-C comes, this is continued later.
         """
         self._repair = Repair(Action.GO_BACK, kept)
         if kept < 0:
@@ -249,8 +249,10 @@ class Supervisor:
             self._repair = None
 
     def _do_again(self, step: int) -> None:
-        """Do a finished step again, as it was lost."""
-        if again := [told for told in self._errors() if told.step is not None and told.step < self._counters.done]:
+        """Do a finished step again, because its result was lost."""
+        if again := [
+            message for message in self._errors() if message.step is not None and message.step < self._counters.done
+        ]:
             raise LostError(
                 f"step {again[0].step} was done again after a worker had ended, and raised what it had not raised "
                 f"before: {again[0].content!r}"
@@ -264,26 +266,26 @@ class Supervisor:
         self._pool.wait(lambda: self._counters.all_idle() or bool(self._failures.dead), LONG)
 
     def _told(self, task: str, facts: Mapping[str, Any]) -> bool:
-        """Have all workers do something about the state; False if one fell meanwhile."""
+        """Have all workers do something about the state; False if one died meanwhile."""
         if not self._failures.dead:
             pack({**facts, "task": task}, self._mailbox, reduced)
             self._pool.grant(TASK)
             self._pool.wait(lambda: self._counters.all_idle() or bool(self._failures.dead), LONG)
             self._pool.told = self._errors()
-            if any(isinstance(told.content, LostError) for told in self._pool.told):
+            if any(isinstance(message.content, LostError) for message in self._pool.told):
                 raise first_error(self._pool.told)
         return not self._failures.dead
 
     def _errors(self) -> list[WorkerMessage]:
-        return [told for told in self._pool.told if told.kind != "result"]
+        return [message for message in self._pool.told if message.kind != "result"]
 
     def _replace(self, workers: Sequence[int], step: int, *, joining: bool = False) -> None:
-        """Start workers at ``step``; returns when they are ready, or have ended again."""
+        """Start workers at ``step``; returns when they are ready, or have died again."""
         orders = {**self._described(step), "grant": self._counters.grant, "joining": joining}
         pack(orders, self._orders, reduced)
         self._pool.start(workers)
         self._failures.started(step)
-        if any(told.kind == "failed" for told in self._pool.told):
+        if any(message.kind == "failed" for message in self._pool.told):
             raise unfit(first_error(self._pool.told))
 
     @property
@@ -300,12 +302,12 @@ class Supervisor:
         return self._home
 
     def _loss(self, step: int) -> float:
-        """Of a finished step."""
+        """The loss of a finished step."""
         seen = step < self._seen
         return self._run_state.loss_history[step] if seen else self._counters.reports.read(step)[0]
 
     def _described(self, step: int) -> dict[str, Any]:
-        """What to tell a worker that is to be at the beginning of ``step``."""
+        """What a worker needs to begin at ``step``."""
         begun, options = self._base
         losses = [self._loss(earlier) for earlier in range(begun, step)]
         return {"step": step, "foreign": self._foreign, "options": options, "losses": losses, "restore": False}
