@@ -178,10 +178,10 @@ class Links(contextlib.AbstractContextManager["Links"]):
             raise SnapshotError(f"{path} cannot be read: {error.strerror}") from error
         try:
             header = os.pread(self._descriptor, MOST_HEADER, 0).partition(b"\n")
-            told = json.loads(header[0])
-            if told["chain"] != FORMAT or not header[1]:
-                raise ValueError(f"it is of format {told['chain']!r}")
-            self.first, self.width = int(told["first"]), int(told["width"])
+            fields = json.loads(header[0])
+            if fields["chain"] != FORMAT or not header[1]:
+                raise ValueError(f"it is of format {fields['chain']!r}")
+            self.first, self.width = int(fields["first"]), int(fields["width"])
             if not 0 <= self.first <= MOST_STEPS or not 0 < self.width <= MOST_WIDTH:
                 raise ValueError(f"it begins at step {self.first}, with lines of {self.width} bytes")
             self._base = len(header[0]) + 1
@@ -205,19 +205,19 @@ class Links(contextlib.AbstractContextManager["Links"]):
         """What the line of a step says, be it ``whole`` or not."""
         try:
             line = self.line(step)
-            found = json.loads(line)
-            if found["step"] != step or len(bytes.fromhex(found["link"])) != hashlib.sha256().digest_size:
+            fields = json.loads(line)
+            if fields["step"] != step or len(bytes.fromhex(fields["link"])) != hashlib.sha256().digest_size:
                 raise ValueError("it is another step's")
             body = "{" + line[LINK.stop + 3 :].rstrip()
             if whole and line_after(self.before(step), body, self.width) != line:
                 raise ValueError("its link is not that of what it says and of the link before")
-            float(found.get("loss", 0))
-            lists = [found.get("losses", []), found.get("weights", []), *found.get("phases", {}).values()]
+            float(fields.get("loss", 0))
+            lists = [fields.get("losses", []), fields.get("weights", []), *fields.get("phases", {}).values()]
             if not all(isinstance(one, list) for one in lists):
                 raise ValueError("losses, weights or phases are no lists")
         except MALFORMED as error:
             raise SnapshotError(f"{self.path} is damaged at step {step}: {error}") from error
-        return found
+        return fields
 
     def check(self, begin: int) -> None:
         """Raise if a line from that of ``begin`` on is not whole."""
@@ -230,8 +230,8 @@ class Links(contextlib.AbstractContextManager["Links"]):
 
     def losses(self, step: int) -> list[Any]:
         """The loss of each update of a step: of each of its phases, if it has some."""
-        told = self.told(step)
-        return [loss for phase in told.get("phases", {"": [told.get("loss")]}).values() for loss in phase[:1]]
+        fields = self.told(step)
+        return [loss for phase in fields.get("phases", {"": [fields.get("loss")]}).values() for loss in phase[:1]]
 
     def before(self, step: int) -> str:
         """The link before that of a step."""
@@ -270,6 +270,6 @@ def records(path: pathlib.Path, kind: str) -> Iterator[dict[str, Any]]:
         return
     for line in text.splitlines():
         with contextlib.suppress(*MALFORMED):
-            found = json.loads(line)
-            if found["kind"] == kind and isinstance(found["step"], int):
-                yield found
+            record = json.loads(line)
+            if record["kind"] == kind and isinstance(record["step"], int):
+                yield record

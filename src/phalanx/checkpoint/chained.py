@@ -68,10 +68,10 @@ class Chained(Observer):
         self._engine = engine
         done = engine.run_state.steps
         try:
-            told = (
+            pairs = (
                 len(self._definition.rounds.every) * self._definition.replicas + len(self._definition.phases or ()) * 3
             )
-            self._chain = ChainFile(self._directory.root / CHAIN, done, told)
+            self._chain = ChainFile(self._directory.root / CHAIN, done, pairs)
             if engine.run_state.resumed_from is None:  # else this run may be refused yet
                 self._chain.cut()
         except OSError as error:
@@ -187,9 +187,9 @@ def _keep(root: pathlib.Path, step: int, link: str, noted: dict[str, Any]) -> No
 
 def _kept(root: pathlib.Path, step: int, link: str) -> dict[str, Any] | None:
     with contextlib.suppress(OSError, *MALFORMED):
-        told = json.loads(files.read(root / NEXT))
-        if (told["step"], told["link"]) == (step, link):
-            return dict(told["replica"])
+        saved = json.loads(files.read(root / NEXT))
+        if (saved["step"], saved["link"]) == (step, link):
+            return dict(saved["replica"])
     return None
 
 

@@ -186,25 +186,25 @@ class ResumeState:
         if earlier is None:
             return
         try:
-            found = compare(self._recipe, earlier.recipe)
+            comparison = compare(self._recipe, earlier.recipe)
         except ValueError as error:
             raise SnapshotError(f"the snapshot of step {earlier.step} cannot be used: {error}") from error
         known = Behaviour(directory.root, earlier.step)
-        differs = found.differs + found.hints
+        differs = comparison.differs + comparison.hints
         if differs and self._resume != ANYWAY and earlier.step == 0 and known.link is None:
-            told = "; ".join(differs)
-            checks.warn(f"run_dir has a run of another recipe that did no step, so this one begins anew there: {told}")
+            why = "; ".join(differs)
+            checks.warn(f"run_dir has a run of another recipe that did no step, so this one begins anew there: {why}")
             self._earlier = None
             return
-        self._hints = found.hints
-        if found.differs:
-            self._refuse(found.differs)
+        self._hints = comparison.hints
+        if comparison.differs:
+            self._refuse(comparison.differs)
         self._check_length(directory.path, earlier)
-        if found.differs:
+        if comparison.differs:
             return  # so will what it computes
         changed = changes(recorded_environment(), earlier.environment)
         changed += changes(*map(_place, (state.facts, earlier.facts)))
-        if changed := [*changed, *found.versions]:
+        if changed := [*changed, *comparison.versions]:
             checks.warn(
                 f"bits may differ from an uninterrupted run's, as the environment does: {'; '.join(changed)}; so what "
                 "steps come to is not compared with that run"
@@ -228,14 +228,14 @@ class ResumeState:
         """Go on with another recipe than the snapshot's only if told to; else write nothing any more."""
         assert self._directory is not None, "there is a snapshot"
         differs, self._hints = [*differs, *self._hints], []
-        told = "; ".join(differs)
+        why = "; ".join(differs)
         if self._resume != ANYWAY:
             self._directory.close()
             raise UsageError(
-                f"run_dir has snapshots of another recipe: {told}. Use that recipe, choose another run_dir, or go on "
+                f"run_dir has snapshots of another recipe: {why}. Use that recipe, choose another run_dir, or go on "
                 f"all the same with resume={ANYWAY!r}, which is noted in the log"
             )
-        checks.warn(f"going on with another recipe than that of the snapshot: {told}")
+        checks.warn(f"going on with another recipe than that of the snapshot: {why}")
         self._differs += differs
 
 
@@ -247,13 +247,13 @@ def _place(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _spelled(beside: Sequence[Any]) -> dict[str, str]:
     """Options of evaluations and callbacks, by their classes, and numbers from the second of a class on."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for item in beside:
         options = options_of(item)
         name = type(item).__name__
-        count = len({path.partition(".")[0] for path in found if path.partition(".")[0].split("-")[0] == name})
-        found |= {f"{name}{f'-{count + 1}' * bool(count)}.{option}": text for option, text in options.items()}
-    return found
+        count = len({path.partition(".")[0] for path in texts if path.partition(".")[0].split("-")[0] == name})
+        texts |= {f"{name}{f'-{count + 1}' * bool(count)}.{option}": text for option, text in options.items()}
+    return texts
 
 
 @dataclass(frozen=True)

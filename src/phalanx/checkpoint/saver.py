@@ -52,8 +52,8 @@ class Pacing:
             if self._every is not None:
                 self._next = (steps // self._every + 1) * self._every
             else:
-                left = self._pause - (time.monotonic() - self._since)
-                self._next = steps + (max(1, int(left / self._pace)) if self._pace else 1)
+                remaining = self._pause - (time.monotonic() - self._since)
+                self._next = steps + (max(1, int(remaining / self._pace)) if self._pace else 1)
         return self._next
 
     def stepped(self, seconds: float) -> None:
@@ -128,11 +128,11 @@ class Saver(Observer):
             self.settle()
             return
         self._saved = engine.run_state.resumed_from
-        if left := ", ".join(engine.run_state.callbacks):  # by the callbacks, which have begun before
+        if names := ", ".join(engine.run_state.callbacks):  # by the callbacks, which have begun before
             engine.run_state.callbacks.clear()
             checks.warn(
-                f"the snapshot of step {self._saved} has the state of {left}, which is in no callback of this run and "
-                f"so not in its snapshots either; to go on with it, pass callbacks=[{left}] again"
+                f"the snapshot of step {self._saved} has the state of {names}, which is in no callback of this run and "
+                f"so not in its snapshots either; to go on with it, pass callbacks=[{names}] again"
             )
 
     def horizon(self, steps: int) -> int:

@@ -59,8 +59,8 @@ class Snapshot:
 
     def noted(self, part: str) -> dict[str, Any]:
         """A part of the recipe's description; empty where there is none, as nobody has checked that it is one."""
-        found = self.recipe.get(part)
-        return found if isinstance(found, dict) else {}
+        section = self.recipe.get(part)
+        return section if isinstance(section, dict) else {}
 
 
 def tensors_of(weights: Mapping[str, Any], training: Mapping[str, Any]) -> dict[str, Any]:

@@ -117,12 +117,12 @@ def unpacked(data: bytes) -> tuple[Captured, dict[str, Any]]:
         if hashlib.sha256(content).digest() != seal:
             raise ValueError("its checksum differs")
         whole = read(content, None)
-        told = json.loads(bytes(whole.pop(TOLD).content))
+        message = json.loads(bytes(whole.pop(TOLD).content))
         weights, training = (
             {name.removeprefix(prefix): tensor for name, tensor in whole.items() if name.startswith(prefix)}
             for prefix in PARTS
         )
-        return Captured(weights, training, told["facts"]), told["more"]
+        return Captured(weights, training, message["facts"]), message["more"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SnapshotError(f"the state that rank 0 sent cannot be used: {error}") from error
 
@@ -274,11 +274,11 @@ def states_in(facts: Mapping[str, Any], training: Mapping[str, Tensor]) -> dict[
     SnapshotError
         They are none.
     """
-    left = {name: tensor for name, tensor in training.items() if name.startswith(f"{CALLBACKS}.")}
+    unread = {name: tensor for name, tensor in training.items() if name.startswith(f"{CALLBACKS}.")}
     with taking_over("the state of callbacks"):
         states = {
-            name: decoded(state, lambda _, path: tensor_of(left.pop(path), {}), f"{CALLBACKS}.{name}")
+            name: decoded(state, lambda _, path: tensor_of(unread.pop(path), {}), f"{CALLBACKS}.{name}")
             for name, state in facts.get(CALLBACKS, {}).items()
         }
-        check_like(list(left), [], "what no state names")
+        check_like(list(unread), [], "what no state names")
         return states

@@ -247,8 +247,8 @@ def alike(names: Sequence[str], devices: Sequence[Any], kinds: Sequence[str], re
     if len(set(devices)) < len(devices):  # "cuda" and "cuda:0"
         raise UsageError(f"devices is {list(names)}, which names a device more than once; name each once")
     if len(set(kinds)) > 1:
-        told = ", ".join(sorted(set(kinds)))
-        raise UsageError(f"devices is {list(names)}, which are of several kinds, whose bits differ: {told}")
+        listed = ", ".join(sorted(set(kinds)))
+        raise UsageError(f"devices is {list(names)}, which are of several kinds, whose bits differ: {listed}")
     if len(devices) > replicas:
         raise UsageError(
             f"devices names {len(devices)} devices, but {counted(replicas, 'replica')} to compute; name at most "
@@ -277,16 +277,16 @@ def answering(**names: str) -> Callable[[Kind], Kind]:
     """A decorator of classes: an argument that one does not have is answered with ``names``, as far as it is there."""
 
     def decorated(kind: Kind) -> Kind:
-        made = kind.__init__
-        known = [name for name in inspect.signature(made).parameters if name != "self"]
+        original = kind.__init__
+        known = [name for name in inspect.signature(original).parameters if name != "self"]
 
-        @functools.wraps(made)
+        @functools.wraps(original)
         def checked(self: object, *arguments: object, **given: object) -> None:
             for name in given:
                 if name not in known:
-                    told = answer(name, known, names)
-                    raise UsageError(f"{name} is not an argument of {kind.__name__}; {told}")
-            made(self, *arguments, **given)
+                    hint = answer(name, known, names)
+                    raise UsageError(f"{name} is not an argument of {kind.__name__}; {hint}")
+            original(self, *arguments, **given)
 
         kind.__init__ = checked
         return kind

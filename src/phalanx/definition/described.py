@@ -89,20 +89,20 @@ def compare(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Comparison:
     try:
         if theirs["format"] != FORMAT:
             raise ValueError(f"its recipe is of format {theirs['format']!r}, and this phalanx reads format {FORMAT}")
-        found = Comparison()
+        comparison = Comparison()
         for part in ("values", "made") if mine.get("made") and theirs.get("made") else ("values",):
-            found.differs += _between(mine[part], theirs[part])
+            comparison.differs += _between(mine[part], theirs[part])
         for name in {**mine["data"], **theirs["data"]}:
             one, other = (side["data"].get(name, ["absent", ""]) for side in (mine, theirs))
             if one != other:
-                found.differs += [_words(name, one[0], other[0])]
+                comparison.differs += [_words(name, one[0], other[0])]
         versions = [side["versions"] for side in (mine, theirs)]
-        found.versions = _between(*_common(*versions))
+        comparison.versions = _between(*_common(*versions))
         pythons = {side["python"].rpartition(".")[0] for side in versions}
         if len(pythons) == 1:  # another has other bytecode
-            found.hints += _between(mine["hints"], theirs["hints"])
-        found.hints += _between(*_common(*(side.get("beside", {}) for side in (mine, theirs))))
-        return found
+            comparison.hints += _between(mine["hints"], theirs["hints"])
+        comparison.hints += _between(*_common(*(side.get("beside", {}) for side in (mine, theirs))))
+        return comparison
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError("its recipe has no form that is known") from error
 
@@ -132,8 +132,8 @@ def options_of(value: Any) -> dict[str, str]:
         names = list(inspect.signature(type(value)).parameters)
     except (TypeError, ValueError):  # of C
         names = []
-    found = {name: held.get(name, held.get(f"_{name}")) for name in names}
-    return {name: plain(item) for name, item in found.items() if type(item) in PLAIN and item is not None}
+    options = {name: held.get(name, held.get(f"_{name}")) for name in names}
+    return {name: plain(item) for name, item in options.items() if type(item) in PLAIN and item is not None}
 
 
 def _fields(definition: Definition) -> dict[str, str]:
@@ -212,8 +212,8 @@ def _looked(value: Any, met: set[str]) -> str:
 
 def _code(code: CodeType) -> str:
     """What a function does: no local names, lines or docstring; sets come in any order."""
-    told = [(item.opname, "" if item.opcode in JUMPS else item.argval) for item in dis.get_instructions(code)]
-    texts = [f"{name} {_code(value) if isinstance(value, CodeType) else plain(value)}" for name, value in told]
+    instructions = [(item.opname, "" if item.opcode in JUMPS else item.argval) for item in dis.get_instructions(code)]
+    texts = [f"{name} {_code(value) if isinstance(value, CodeType) else plain(value)}" for name, value in instructions]
     return " ".join(text for text in texts if not text.startswith(IDLE))
 
 
@@ -221,12 +221,12 @@ def _between(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
     """The values that differ, in words; not those that are absent because something above them differs."""
     pairs = {name: (mine.get(name, "absent"), theirs.get(name, "absent")) for name in {**mine, **theirs}}
     changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-    told = [
+    differences = [
         _words(name, *pair)
         for name, pair in changed.items()
         if "absent" not in pair or not any(name.startswith(above) for above in changed if above != name)
     ]
-    return told[:TOLD] + [f"and {len(told) - TOLD} more"] * (len(told) > TOLD)
+    return differences[:TOLD] + [f"and {len(differences) - TOLD} more"] * (len(differences) > TOLD)
 
 
 def _common(one: Mapping[str, str], other: Mapping[str, str]) -> list[dict[str, str]]:

@@ -107,8 +107,8 @@ def checked_phases(phases: Any, instead: dict[str, Any]) -> tuple[Phase, ...]:
     if not listed or not all(isinstance(phase, Phase) for phase in listed):
         raise UsageError(f"phases is {checks.shown(phases)}; it must be a list of phases, as in [{EXAMPLE}, ...]")
     if all(phase.every != 1 for phase in listed):
-        told = ", ".join(str(phase.every) for phase in listed)
-        raise UsageError(f"phases have every={told}, so that some steps would do nothing; give one of them every=1")
+        periods = ", ".join(str(phase.every) for phase in listed)
+        raise UsageError(f"phases have every={periods}, so that some steps would do nothing; give one of them every=1")
     for name, value in instead.items():
         if value is not None:
             raise UsageError(

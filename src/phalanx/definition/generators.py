@@ -238,7 +238,7 @@ class FirstReadings:
         """What ``read(indices)`` gives, with all generators seeded that can be found."""
         if self._left <= 0:
             return read(indices)
-        ones = [indices[place : place + 1] for place in range(min(self._left, len(indices)))]
+        ones = [indices[position : position + 1] for position in range(min(self._left, len(indices)))]
         return [self._twice(read, one) if self._left > 0 else read(one)[0] for one in ones] + read(indices[len(ones) :])
 
     def _twice(self, read: Callable[[Indices], list[Any]], one: Indices) -> Any:
@@ -250,29 +250,29 @@ class FirstReadings:
             The dataset keeps what it drew, or writes to its own arrays.
         """
         sample, drawn = read(one)[0], places(self._owned)
-        found = find(self._holders()) if self._left == TWICE else {}
+        owned = find(self._holders()) if self._left == TWICE else {}
         self._left -= 1
-        if found.keys() - self._owned.keys():
-            self._owned.update(found)
+        if owned.keys() - self._owned.keys():
+            self._owned.update(owned)
             sample, drawn = read(one)[0], places(self._owned)
         again = read(one)[0]
-        told = f"sample {one[0]} of {self._origin}"
+        text = f"sample {one[0]} of {self._origin}"
         if places(self._owned) != drawn:
             raise UsageError(
-                f"{told} drew other random numbers when it was read again with the same seeds: the dataset keeps what "
+                f"{text} drew other random numbers when it was read again with the same seeds: the dataset keeps what "
                 "it has drawn, so the answer depends on who reads it first; keep samples as they are before random "
                 "numbers are drawn for them, and draw those in each __getitem__"
             )
         if hashed(sample) == hashed(again):
             return sample
-        told += " was another when it was read again with the same seeds"
+        text += " was another when it was read again with the same seeds"
         if written := self._written(read, one):
             raise UsageError(
-                f"{told}, as reading it writes to {', '.join(written)}; change a copy: x = x - mean, not x -= mean"
+                f"{text}, as reading it writes to {', '.join(written)}; change a copy: x = x - mean, not x -= mean"
             )
         self._left = 0  # said once
         checks.warn(
-            f"{told}, so the answer depends on who reads it: let the dataset draw from random, numpy.random or torch, "
+            f"{text}, so the answer depends on who reads it: let the dataset draw from random, numpy.random or torch, "
             "or keep its generator in an attribute, where phalanx finds and seeds it"
         )
         return sample

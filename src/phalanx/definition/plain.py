@@ -225,10 +225,10 @@ def told_of_container(value: Any) -> list[str]:
 def plain(value: Any) -> str:
     """A plain value as text, and a set of them, which come in any order; hashed if it is long."""
     is_set = isinstance(value, (set, frozenset))
-    told = f"{type(value).__name__}({', '.join(sorted(map(repr, value)))})" if is_set else repr(value)
-    if len(told) <= SHOWN or not hasattr(value, "__len__"):
-        return told
-    return f"{type(value).__name__} of {len(value)} {short(told)}"
+    text = f"{type(value).__name__}({', '.join(sorted(map(repr, value)))})" if is_set else repr(value)
+    if len(text) <= SHOWN or not hasattr(value, "__len__"):
+        return text
+    return f"{type(value).__name__} of {len(value)} {short(text)}"
 
 
 def short(text: str) -> str:
@@ -271,8 +271,8 @@ def _pieces(value: Any, depth: int | None) -> Iterator[bytes | memoryview]:
         yield f"{_dtype(value)}{list(value.shape)}".encode()
         yield content(value)
     elif type(value) in PLAIN or (depth is None and isinstance(value, PLAIN)):
-        told = repr(value)
-        yield f"{len(told)}:{told}".encode(errors="surrogatepass")
+        text = repr(value)
+        yield f"{len(text)}:{text}".encode(errors="surrogatepass")
     elif depth is None:
         yield type(value).__qualname__.encode()
     else:

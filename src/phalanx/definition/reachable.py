@@ -33,26 +33,26 @@ PLAIN = (str, bytes, bytearray, int, float, complex, type(None), range)
 
 def reachable(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """(path, object) of all that ``roots`` lead to, each object once, with the first path that leads there."""
-    left = deque(roots.items())
+    queue = deque(roots.items())
     seen: dict[int, Any] = {}  # objects are kept, so that no other gets their id meanwhile
-    while left and len(seen) < ALL:
-        path, value = left.popleft()
+    while queue and len(seen) < ALL:
+        path, value = queue.popleft()
         if not isinstance(value, PLAIN) and id(value) not in seen:
             seen[id(value)] = value
             yield path, value
-            left.extend((path + step, part) for step, part in parts_of(value))
+            queue.extend((path + step, part) for step, part in parts_of(value))
 
 
 def values(roots: Mapping[str, Any]) -> dict[str, Any]:
     """What ``roots`` lead to now, by path: plain values as text, lengths of containers, checksums of arrays."""
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for path, value in reachable(roots):
-        found |= {path + step: repr(part) for step, part in parts_of(value) if isinstance(part, PLAIN)}
+        entries |= {path + step: repr(part) for step, part in parts_of(value) if isinstance(part, PLAIN)}
         if isinstance(value, (list, dict, set, deque)):
-            found[f"{path} (its length)"] = len(value)
+            entries[f"{path} (its length)"] = len(value)
         elif hasattr(type(value), "__array__"):
-            found[path] = _checksum(value)
-    return found
+            entries[path] = _checksum(value)
+    return entries
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

@@ -215,8 +215,8 @@ class Supply:
             raise self._too_few(reading, least)
         self._drawn = items = [self._ready.popleft() for _ in range(min(size, len(self._ready)))]
         self._over = len(self._ready) < least
-        told = hashlib.sha256(b"".join(bytes.fromhex(item[2]) for item in items)).hexdigest()
-        return Drawn(self.epoch, tuple(item[0] for item in items), [item[1] for item in items], told, self._over)
+        digest = hashlib.sha256(b"".join(bytes.fromhex(item[2]) for item in items)).hexdigest()
+        return Drawn(self.epoch, tuple(item[0] for item in items), [item[1] for item in items], digest, self._over)
 
     def state(self, *, undone: bool = False) -> dict[str, Any]:
         """Where the stream is, in plain values; ``undone``: before the batch that was drawn last, not after it."""

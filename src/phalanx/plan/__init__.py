@@ -395,8 +395,8 @@ class Rounds:
             return Moment(update, 0, True, True, self.names[0])
         step = bisect.bisect_right(range(update + 1), update, key=self.updates) - 1
         due = [phase for phase, every in enumerate(self.every) if step % every == 0]
-        place = update - self.updates(step)
-        return Moment(step, due[place], place == 0, place == len(due) - 1, self.names[due[place]])
+        position = update - self.updates(step)
+        return Moment(step, due[position], position == 0, position == len(due) - 1, self.names[due[position]])
 
     def by_phase(self, values: Sequence[T]) -> dict[str, list[T]]:
         """What there is of every update, sorted into phases by their names."""

@@ -63,7 +63,7 @@ def joinable(places: Sequence[Progress], fallen: Collection[int]) -> bool:
     Then nobody can pass the phase where gradients are exchanged, so nothing moves until they are there.
     """
     there = {places[worker] for worker in fallen}
-    return len({place.step for place in there}) == 1 and all(place.phase <= Phase.COMPUTING for place in there)
+    return len({seen.step for seen in there}) == 1 and all(seen.phase <= Phase.COMPUTING for seen in there)
 
 
 def judge(places: Sequence[Progress]) -> Verdict:

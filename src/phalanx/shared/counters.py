@@ -34,11 +34,11 @@ class Parts:
     def __init__(self, floats: memoryview[float]) -> None:
         self._floats = floats
 
-    def write(self, first: int, rows: Iterable[Sequence[float]], told: Sequence[float]) -> None:
-        """Write the rows of a worker's replicas, in a row from ``first`` on; each ends in what it ``told``."""
+    def write(self, first: int, rows: Iterable[Sequence[float]], settings: Sequence[float]) -> None:
+        """Write a worker's replicas from row ``first`` on; each row ends in ``settings``: options' checksum and lr."""
         position = first * PART
         for row in rows:
-            for value in (*row[: -len(told)], *told):
+            for value in (*row[: -len(settings)], *settings):
                 self._floats[position] = value
                 position += 1
 
@@ -103,13 +103,13 @@ def float_count(workers: int, replicas: int) -> int:
 
 def word(index: int, doc: str) -> Any:
     """The word at ``index`` of an object's ``_words``; a plain property, as these are read within barriers."""
-    line, place = divmod(index, LINE)
+    line, column = divmod(index, LINE)
 
     def read(self: Any) -> int:
         return self._words[index]
 
     def write(self: Any, value: int) -> None:
-        self._lines[line][place] = value
+        self._lines[line][column] = value
 
     return property(read, write, doc=doc)
 

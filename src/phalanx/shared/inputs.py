@@ -110,9 +110,9 @@ class Inputs:
         if words[entry + TAG] != ready(step):
             return None
         offset = words[entry + OFFSET]
-        found = aligned(self.bytes[offset : offset + words[entry + BYTES]])
+        copy = aligned(self.bytes[offset : offset + words[entry + BYTES]])
         order()
-        return found if words[entry + TAG] == ready(step) else None  # not overwritten meanwhile
+        return copy if words[entry + TAG] == ready(step) else None  # not overwritten meanwhile
 
     def _gone(self, reader: int, *, hanging: bool) -> bool:
         pid = GONE if reader < 0 else self.words[self._pids + reader]

@@ -291,9 +291,9 @@ class Plan:
         self.nodes: list[tuple[int, int]] = []
         self.publishers: list[tuple[int, int]] = []
         for worker in placement.order:
-            found = remaining(placement.replicas, placement.blocks[worker])
-            self.nodes += found
-            self.publishers += [(worker, number) for number in range(len(found))]
+            nodes = remaining(placement.replicas, placement.blocks[worker])
+            self.nodes += nodes
+            self.publishers += [(worker, number) for number in range(len(nodes))]
         self.layout = sharing.lay_out(placement, carver.take, known)
         self._flag_bytes = (1 + len(self.layout.owners)) * len(self.nodes)
         self._flags = carver.take(self._flag_bytes)

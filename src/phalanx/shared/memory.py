@@ -80,8 +80,8 @@ class Memory:
 
     def write(self, content: bytes) -> None:
         """Put ``content`` at the beginning."""
-        with self.map() as place:
-            place[: len(content)] = content
+        with self.map() as mapped:
+            mapped[: len(content)] = content
 
     def close(self) -> None:
         """Give the descriptor back. Maps stay as long as somebody holds them."""
@@ -110,9 +110,9 @@ def aligned(content: bytes | memoryview) -> memoryview:
     room = bytearray(len(content) + ALIGNMENT)
     address = ctypes.addressof(ctypes.c_char.from_buffer(room))
     begin = -address % ALIGNMENT
-    found = memoryview(room)[begin : begin + len(content)]
-    found[:] = content
-    return found
+    copy = memoryview(room)[begin : begin + len(content)]
+    copy[:] = content
+    return copy
 
 
 def available_bytes() -> int:
@@ -144,10 +144,10 @@ def _left_by_groups() -> Iterator[int]:
         return
     own = next((line[3:] for line in lines if line.startswith("0::")), "/")
     group = CGROUPS / own.lstrip("/")
-    for place in [group, *group.parents]:
+    for folder in [group, *group.parents]:
         try:
-            limit, used = (place / "memory.max").read_text().strip(), int((place / "memory.current").read_text())
-            stat = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
+            limit, used = (folder / "memory.max").read_text().strip(), int((folder / "memory.current").read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         except OSError:
             continue
         if limit != "max":

@@ -84,12 +84,12 @@ class FrozenWeights:
         """Begin: move this process's own storages to where all will find them; takes their bytes out of ``weights``."""
         shared = self._memory.map() if self._layout.frozen else self._arena
         self._own, places = set(), dict[int, tuple[mmap.mmap, int]]()
-        left = list(self._layout.frozen)
-        while left:
-            number = left.pop()
+        pending = list(self._layout.frozen)
+        while pending:
+            number = pending.pop()
             self._stretch(shared, self._layout.frozen[number], number)[:] = weights[number]
             weights[number], places[number] = None, self.place(number)
-            if not left or sum(self._layout.contents.storages[each] for each in places) >= GROUP:
+            if not pending or sum(self._layout.contents.storages[each] for each in places) >= GROUP:
                 self._sharing.move(self._layout, places)
                 places.clear()
                 give_back()
@@ -99,7 +99,7 @@ class FrozenWeights:
         if self._layout.frozen and hasattr(mmap, "MADV_DONTNEED"):
             self._base.madvise(mmap.MADV_DONTNEED)
         here = {number: self._stretch(self._base, at, number) for number, at in self._layout.frozen.items()}
-        away = [number for number, place in here.items() if weights[number].ctypes.data != place.ctypes.data]
+        away = [number for number, stretch in here.items() if weights[number].ctypes.data != stretch.ctypes.data]
         if away:
             self._sharing.move(self._layout, {number: self.place(number) for number in away})
 
@@ -160,10 +160,10 @@ class Shard:
         places = zip(map(self.frozen.place, self._storages), sizes, strict=True)
         return [np.frombuffer(memory, np.int64, -(-size // WORD), at) for (memory, at), size in places]
 
-    def leave(self, replica: int, left: Sequence[Any]) -> None:
+    def leave(self, replica: int, buffers: Sequence[Any]) -> None:
         """Publish the buffers that a replica left, where they differ from the step's start."""
-        first = replica * len(left)
-        for number, (value, start) in enumerate(zip(left, self.local.starts, strict=True)):
+        first = replica * len(buffers)
+        for number, (value, start) in enumerate(zip(buffers, self.local.starts, strict=True)):
             self._changed[first + number] = changed = value is not start
             if changed:
                 self._left[replica][number][...] = value
@@ -173,19 +173,19 @@ class Shard:
         starts = self.local.starts
         first = replica * len(starts)
         pairs = zip(self._left[replica], starts, strict=True)
-        return [left if self._changed[first + number] else start for number, (left, start) in enumerate(pairs)]
+        return [buffer if self._changed[first + number] else start for number, (buffer, start) in enumerate(pairs)]
 
     def settle(self) -> None:
         """After an update: move optimizer state that it made into the arena."""
-        made = self.local.made(self._absent) if self._absent else {}
-        if made:
-            homes = {piece: self._home(piece) for piece in made}
+        arrays = self.local.made(self._absent) if self._absent else {}
+        if arrays:
+            homes = {piece: self._home(piece) for piece in arrays}
             for piece, home in homes.items():
-                home[...] = made[piece]
+                home[...] = arrays[piece]
             self.local.adopt(homes, more=True)
-            for piece in made:
+            for piece in arrays:
                 self._present[piece] = 1
-            self._absent = [piece for piece in self._absent if piece not in made]
+            self._absent = [piece for piece in self._absent if piece not in arrays]
 
     def state(self) -> dict[str, Any]:
         """What of the state is not weights or buffers, as far as this worker owns it; can be pickled."""
