@@ -1,7 +1,7 @@
 """The source of the user's modules: workers run what the caller imported, whatever the files say by then.
 
 Python does not keep the source of what it imports, and a file may be edited between its import and the start of a
-worker, or of one that takes another's place. So a run begins by reading the files of the user's modules. A file that no
+worker, or of a worker's replacement. So a run begins by reading the files of the user's modules. A file that no
 longer compiles to the functions in memory is refused by name. What was read travels to the workers, where a finder
 loads it. Installed packages and the standard library are left to Python.
 """
@@ -51,7 +51,7 @@ def note() -> dict[str, Source]:
 
 
 def proven() -> dict[str, Source]:
-    """The same, to be run by other processes.
+    """The same, checked against the code in memory, for other processes to run.
 
     Raises
     ------
