@@ -60,7 +60,7 @@ class ChainFile:
     ----------
     path : path
     steps : int
-        How many are done: links behind those are of steps that will be done again, and go with the first new one.
+        How many are done. Later links are of steps that will be done again; the first new link removes them.
     replicas : int
         As many losses and weights fit into a line.
 
@@ -91,7 +91,7 @@ class ChainFile:
             raise
 
     def add(self, fields: dict[str, Any]) -> str:
-        """Add the link of a step; returns it. A disk that is full stops nothing but the file, and is told of once."""
+        """Add the link of a step; returns it. A full disk ends the file, not the run, and is warned of once."""
         line = line_after(self.root, body_of(fields), self._width)
         self.root = line[LINK]
         if not self._broken and self._held.mine:
@@ -115,7 +115,7 @@ class ChainFile:
                 os.write(self._records, line.encode())
 
     def sync(self) -> None:
-        """See the links onto the disk: a snapshot is not to be newer than they are."""
+        """Sync the links to the disk: a snapshot must not be newer than they are."""
         if self._held.mine:
             os.fsync(self._descriptor)
 
@@ -124,7 +124,7 @@ class ChainFile:
         self._held.let_go()
 
     def _end_of(self, steps: int) -> int | None:
-        """Where the links of so many steps end, if the file has them, in lines that are wide enough."""
+        """Where the links of ``steps`` steps end; None if the file lacks them, or its lines are too narrow."""
         with contextlib.suppress(SnapshotError, KeyError), Links(self._target) as links:
             if links.first < steps <= len(links) and links.width >= self._width:
                 self.root = links[steps - 1]["link"]
@@ -133,7 +133,7 @@ class ChainFile:
         return None
 
     def cut(self) -> None:
-        """Cut off what will be done again, or begin anew, and write what waited for that: before the first link."""
+        """Before the first new link: cut off steps to be done again, or begin anew; write the records that waited."""
         if self._waiting is None:
             return
         waiting, self._waiting = self._waiting, None
@@ -151,7 +151,7 @@ class ChainFile:
 
 
 class Links(contextlib.AbstractContextManager["Links"]):
-    """A chain that is read link by link, where each is wanted; a torn last line is none.
+    """Reads any link of a chain by its step; an incomplete last line does not count.
 
     Parameters
     ----------
@@ -178,10 +178,10 @@ class Links(contextlib.AbstractContextManager["Links"]):
             raise SnapshotError(f"{path} cannot be read: {error.strerror}") from error
         try:
             header = os.pread(self._descriptor, MOST_HEADER, 0).partition(b"\n")
-            told = json.loads(header[0])
-            if told["chain"] != FORMAT or not header[1]:
-                raise ValueError(f"it is of format {told['chain']!r}")
-            self.first, self.width = int(told["first"]), int(told["width"])
+            fields = json.loads(header[0])
+            if fields["chain"] != FORMAT or not header[1]:
+                raise ValueError(f"it is of format {fields['chain']!r}")
+            self.first, self.width = int(fields["first"]), int(fields["width"])
             if not 0 <= self.first <= MOST_STEPS or not 0 < self.width <= MOST_WIDTH:
                 raise ValueError(f"it begins at step {self.first}, with lines of {self.width} bytes")
             self._base = len(header[0]) + 1
@@ -198,29 +198,29 @@ class Links(contextlib.AbstractContextManager["Links"]):
         return self.first + self._count if self._count else 0
 
     def __getitem__(self, step: int) -> dict[str, Any]:
-        """What the line of a step says; its link is checked, which is that of the link before and of all it says."""
+        """What the line of a step says. Its link is checked: a hash over the link before and all that it says."""
         return self.told(step, whole=True)
 
     def told(self, step: int, *, whole: bool = False) -> dict[str, Any]:
-        """What the line of a step says, be it ``whole`` or not."""
+        """What the line of a step says; ``whole``: its link is checked, too."""
         try:
             line = self.line(step)
-            found = json.loads(line)
-            if found["step"] != step or len(bytes.fromhex(found["link"])) != hashlib.sha256().digest_size:
+            fields = json.loads(line)
+            if fields["step"] != step or len(bytes.fromhex(fields["link"])) != hashlib.sha256().digest_size:
                 raise ValueError("it is another step's")
             body = "{" + line[LINK.stop + 3 :].rstrip()
             if whole and line_after(self.before(step), body, self.width) != line:
                 raise ValueError("its link is not that of what it says and of the link before")
-            float(found.get("loss", 0))
-            lists = [found.get("losses", []), found.get("weights", []), *found.get("phases", {}).values()]
+            float(fields.get("loss", 0))
+            lists = [fields.get("losses", []), fields.get("weights", []), *fields.get("phases", {}).values()]
             if not all(isinstance(one, list) for one in lists):
                 raise ValueError("losses, weights or phases are no lists")
         except MALFORMED as error:
             raise SnapshotError(f"{self.path} is damaged at step {step}: {error}") from error
-        return found
+        return fields
 
     def check(self, begin: int) -> None:
-        """Raise if a line from that of ``begin`` on is not whole."""
+        """Raise if a line from step ``begin`` on is damaged."""
         for step in range(max(begin, self.first), len(self)):
             self.told(step, whole=True)
 
@@ -230,8 +230,8 @@ class Links(contextlib.AbstractContextManager["Links"]):
 
     def losses(self, step: int) -> list[Any]:
         """The loss of each update of a step: of each of its phases, if it has some."""
-        told = self.told(step)
-        return [loss for phase in told.get("phases", {"": [told.get("loss")]}).values() for loss in phase[:1]]
+        fields = self.told(step)
+        return [loss for phase in fields.get("phases", {"": [fields.get("loss")]}).values() for loss in phase[:1]]
 
     def before(self, step: int) -> str:
         """The link before that of a step."""
@@ -263,13 +263,13 @@ def records_of(path: pathlib.Path) -> pathlib.Path:
 
 
 def records(path: pathlib.Path, kind: str) -> Iterator[dict[str, Any]]:
-    """The records of a kind beside a chain, oldest first; lines that are torn are left out."""
+    """The records of a kind beside a chain, oldest first; incomplete lines are left out."""
     try:
         text = files.read(records_of(path))
     except (OSError, ValueError):
         return
     for line in text.splitlines():
         with contextlib.suppress(*MALFORMED):
-            found = json.loads(line)
-            if found["kind"] == kind and isinstance(found["step"], int):
-                yield found
+            record = json.loads(line)
+            if record["kind"] == kind and isinstance(record["step"], int):
+                yield record

@@ -1,7 +1,7 @@
-"""What keeps the chain of a run: a link for every step, and now and then a digest of the state beside it.
+"""Keeps the chain of a run: a link for every step, and now and then a digest of the state beside it.
 
-So recipes are compared by what they compute. The chain has the link of the step at which a later run goes on, if this
-one did it; where it stopped, it has computed one replica of it. Where the recipe can be found again is noted, too.
+So recipes are compared by what they compute. If this run did the step at which a later run goes on, the chain has its
+link. Else this run computes one replica of it when it stops. It also notes where the recipe can be found again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from phalanx.seams.records import Captured, StepReport
 SHARE = 0.004  # of the time, at most, for digests of the state, with "auto"
 SECONDS = 5.0  # between two of them, at least
 NEXT = "next.json"
-LOADED = "phalanx_file_"  # how modules are called that were loaded for their recipe
+LOADED = "phalanx_file_"  # begins the names of modules that were loaded for their recipe
 SAMPLES = 32  # hexadecimal digits of the hash of what was dealt
 
 
@@ -47,7 +47,7 @@ class Chained(Observer):
     directory : RunDirectory
     definition : Definition
     every : int or None
-        Steps from one digest of the state to the next; None: as seldom as costs next to nothing; 0: none.
+        Steps from one digest of the state to the next; None: so seldom that it costs next to nothing; 0: none.
     recipe : dict
         The recipe as it is described.
     """
@@ -68,10 +68,10 @@ class Chained(Observer):
         self._engine = engine
         done = engine.run_state.steps
         try:
-            told = (
+            pairs = (
                 len(self._definition.rounds.every) * self._definition.replicas + len(self._definition.phases or ()) * 3
             )
-            self._chain = ChainFile(self._directory.root / CHAIN, done, told)
+            self._chain = ChainFile(self._directory.root / CHAIN, done, pairs)
             if engine.run_state.resumed_from is None:  # else this run may be refused yet
                 self._chain.cut()
         except OSError as error:
@@ -104,7 +104,7 @@ class Chained(Observer):
             self._digest(report.step + 1)
 
     def end(self) -> None:
-        """Keep what a replica of the next step comes to, for whoever goes on from here, and write no more."""
+        """Keep what a replica of the next step computes, for a run that goes on from here, and write no more."""
         if self._chain is None:
             return
         if self._added and self._directory.held:
@@ -146,7 +146,7 @@ class Behaviour:
     link : dict or None
         What the chain says of the step.
     replica : dict or None
-        What one replica came to, where there is no link.
+        What one replica computed, if there is no link.
     """
 
     def __init__(self, root: pathlib.Path, step: int) -> None:
@@ -160,12 +160,12 @@ class Behaviour:
                 self.replica = _kept(root, step, links.root)
 
     def of_replica(self, now: dict[str, Any]) -> str:
-        """How a replica that was computed now differs from the one then, in words."""
+        """How a replica that was computed now differs from the earlier run's, in words."""
         what = [name for name, value in (self.replica or now).items() if now.get(name) != value]
         return f"replica 0 of step {self.step} comes to {', '.join(what)} than before" if what else ""
 
     def of_step(self, fields: dict[str, Any]) -> str:
-        """How the step that was done now differs from the one then, in words; ``fields``: as its link has them."""
+        """How the step that was done now differs from the earlier run's; ``fields``: as its link has them."""
         assert self.link is not None, "who asks has looked"
         now: dict[str, Any] = json.loads(body_of(fields))
         what = [name for name in now if now[name] != self.link.get(name)]
@@ -179,7 +179,7 @@ class Behaviour:
 
 
 def _keep(root: pathlib.Path, step: int, link: str, noted: dict[str, Any]) -> None:
-    """Keep what a replica of the next step came to; a disk that is full stops nothing."""
+    """Write down what a replica of the next step computed; a full disk stops nothing."""
     text = json.dumps({"step": step, "link": link, "replica": noted}).encode()
     with contextlib.suppress(OSError):
         files.replace(root / NEXT, lambda file: file.write(text))
@@ -187,9 +187,9 @@ def _keep(root: pathlib.Path, step: int, link: str, noted: dict[str, Any]) -> No
 
 def _kept(root: pathlib.Path, step: int, link: str) -> dict[str, Any] | None:
     with contextlib.suppress(OSError, *MALFORMED):
-        told = json.loads(files.read(root / NEXT))
-        if (told["step"], told["link"]) == (step, link):
-            return dict(told["replica"])
+        saved = json.loads(files.read(root / NEXT))
+        if (saved["step"], saved["link"]) == (step, link):
+            return dict(saved["replica"])
     return None
 
 
@@ -223,7 +223,7 @@ _HERE: weakref.WeakValueDictionary[str, Definition] = weakref.WeakValueDictionar
 
 
 def remember(path: pathlib.Path, definition: Definition) -> None:
-    """A run of this recipe works in this directory, in this process."""
+    """Note that a run of this recipe works in this directory, in this process."""
     _HERE[os.path.realpath(path)] = definition
 
 

@@ -1,4 +1,4 @@
-"""A run's directory: snapshots of which the newest good one is the truth, a log of events, and a lock."""
+"""A run's directory: snapshots, of which the newest whole one counts, a log of events, and a lock."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class RunDirectory:
     Attributes
     ----------
     root : path
-        Where it leads now, whatever becomes of links on the way.
+        The same without links: later changes of links do not matter.
     before_writing : list of callable
-        What is to be done before a snapshot is written.
+        Called before a snapshot is written.
 
     Raises
     ------
@@ -87,7 +87,7 @@ class RunDirectory:
         target = folder / f"step-{state.step:012d}"
         files.remove(target)  # of an earlier run, and damaged, or it would not be written again
         snapshot.write(state, target)
-        # Newer ones could not be read.
+        # Newer ones could not be read, and do not count.
         older = [path for path in snapshot_folders(self.root) if path.name <= target.name]
         for path in older[self._keep :]:
             with contextlib.suppress(OSError):
@@ -119,7 +119,7 @@ class EventLog(Observer):
     def __init__(self, directory: RunDirectory, differs: Sequence[str]) -> None:
         self._directory = directory
         self._differs = differs
-        self._begun: dict[str, Any] | None = None  # how a run that goes on begins, until something is noted of it
+        self._begun: dict[str, Any] | None = None  # how a resumed run begins, until its first event is noted
         self._run_state = RunState()
 
     def begin(self, engine: Engine, run: Any = None) -> None:
@@ -136,7 +136,7 @@ class EventLog(Observer):
         self._note(incident.kind, step=incident.step, worker=incident.worker, why=incident.why)
 
     def failed(self, error: PhalanxError) -> None:
-        """Note what ended the run, so that it can be raised again from the same samples."""
+        """Note what ended the run, so that the same samples can raise it again."""
         where = {name: getattr(error, name, None) for name in ("step", "replica")}
         where |= {"phase": error.phase} if error.phase else {}
         where |= {"workers": error.workers, "sums": error.sums} if isinstance(error, CorruptionError) else {}
@@ -155,7 +155,7 @@ class EventLog(Observer):
         )  # fmt: skip
 
     def end(self) -> None:
-        """Note that the run ended, and let go of the directory. A forked child holds it not, and does neither."""
+        """Note that the run ended, and let go of the directory. A forked child does not hold it, and does neither."""
         self._note("end", step=self._run_state.steps)
         self._directory.close()
 
@@ -172,9 +172,9 @@ def _made(path: pathlib.Path) -> pathlib.Path:
     Raises
     ------
     UsageError
-        It is something else.
+        It is a snapshot.
     OSError
-        It cannot be made, or would have snapshots written elsewhere.
+        It cannot be made, or a link would lead snapshots elsewhere.
     """
     if (path / snapshot.MANIFEST).exists():
         raise UsageError(
@@ -198,7 +198,7 @@ def _refusal(path: pathlib.Path, error: Exception) -> UsageError:
 
 
 def newest_of(path: pathlib.Path) -> Snapshot | None:
-    """The newest snapshot of a run that is whole; None if there is none. Damaged ones are told of and passed over.
+    """The newest snapshot of a run that is whole; None if there is none. Damaged ones are skipped, with a warning.
 
     Raises
     ------

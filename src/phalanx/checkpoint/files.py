@@ -1,8 +1,8 @@
-"""Files and folders of a run: all are opened, written, held and removed here, and none through a link in its own place.
+"""Opens, writes, holds and removes the files and folders of a run. A symbolic link in place of one is not followed.
 
-A file is whole or not there: written beside, made durable, renamed. A log is the exception: a file of whole lines, on
-a full disk too. Files are their owner's alone, and so are folders. Descriptors are held until somebody lets go of them,
-and one holder at a time has the lock of a file.
+A file is whole or not there: it is written beside its place, made durable, and renamed. A log is the exception: a file
+of whole lines, on a full disk too. Only their owner may read files and folders. Descriptors are held until somebody
+lets go of them, and one holder at a time has the lock of a file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ A_LINK = "it is a symbolic link"
 
 
 def opened(path: pathlib.Path, flags: int) -> int:
-    """A descriptor of a plain file, which these flags may make.
+    """Open a plain file, and create it if the flags say so; returns its descriptor.
 
     Raises
     ------
@@ -78,7 +78,7 @@ def whole_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def write(path: pathlib.Path, fill: Callable[[BinaryIO], Any]) -> Any:
-    """Make a new file, let ``fill`` write it, and see it onto the disk; returns what ``fill`` returns."""
+    """Make a new file, let ``fill`` write it, and sync it to the disk; returns what ``fill`` returns."""
     with os.fdopen(opened(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY), "wb", buffering=1 << 20) as file:
         result = fill(file)
         file.flush()
@@ -114,7 +114,7 @@ def read(path: pathlib.Path) -> bytes:
 
 
 def sync_folder(path: pathlib.Path) -> None:
-    """See the names in a folder onto the disk."""
+    """Sync the names in a folder to the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -123,7 +123,7 @@ def sync_folder(path: pathlib.Path) -> None:
 
 
 def remove(path: pathlib.Path) -> None:
-    """Remove what is there of a file, link or folder, never what a link leads to; a folder goes at once or not."""
+    """Remove a file, link or folder if it is there, never what a link leads to; a folder goes at once or not at all."""
     if is_folder(path):
         gone = _beside(path)
         os.rename(path, gone)
@@ -150,15 +150,15 @@ def open_log(path: pathlib.Path) -> int:
 
 
 def _beside(path: pathlib.Path) -> pathlib.Path:
-    """A name for what is to take the place of ``path``, or was there."""
+    """A new temporary name beside ``path``."""
     return path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
 
 
 class Log:
     """Adds lines to a file. What does not fit on the disk is left out, by whole lines.
 
-    A line of which a part was written is ended before the next: by what is missing of it, or, if another process began
-    it, by a line feed, so that it can be told from whole ones.
+    If only a part of a line was written, the rest comes before the next line. If another process began the line, a line
+    feed ends it, so that it can be told from whole ones.
 
     Parameters
     ----------
@@ -186,8 +186,8 @@ class Log:
 class Held:
     """Descriptors that are closed when they are let go of, or when nobody has this object any more.
 
-    A process that is forked holds nothing: it closes its copies. A lock is one of all copies, so the child neither
-    keeps it when the parent lets go of it, nor lets go of it while the parent works.
+    A forked process holds nothing: it closes its copies. All copies share one lock, so the child neither keeps it when
+    the parent lets go of it, nor lets go of it while the parent works.
     """
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ ANYWAY = "anyway"  # for resume: go on although the recipe differs
 
 
 class ResumeState:
-    """What was before a run: nothing, weights to begin from, or a snapshot in its directory.
+    """What a run begins from: nothing, weights, or a snapshot in its directory.
 
     Parameters
     ----------
@@ -39,14 +39,14 @@ class ResumeState:
         How many snapshots stay in ``run_dir``.
     warm_start : path or None
     beside : sequence
-        Evaluations and callbacks; that their options differ is only warned of.
+        Evaluations and callbacks; if their options differ, there is only a warning.
 
     Raises
     ------
     UsageError
         The directory is in use, or has snapshots that are not to be used.
     SnapshotError
-        All of its snapshots are damaged, or that to begin from is.
+        All of its snapshots are damaged, or that of ``warm_start`` is.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class ResumeState:
         )
 
     def check(self, engine: Engine) -> None:
-        """Refuse a recipe whose next step is another than the earlier run's, as far as one replica of it tells.
+        """Refuse a recipe whose next step differs from the earlier run's, as far as one replica of it shows.
 
         Raises
         ------
@@ -130,7 +130,7 @@ class ResumeState:
 
     @property
     def first_step(self) -> Callable[[StepReport, Any], None] | None:
-        """What looks at the first step before anybody is told of it; None where there is nothing to compare with."""
+        """Checks the first step before any observer hears of it; None if there is nothing to compare with."""
         return None if self._behaviour is None else self._check_step
 
     def _check_step(self, report: StepReport, batch: Any) -> None:
@@ -145,7 +145,7 @@ class ResumeState:
     def observers(
         self, every: int | None, *, stop: bool, chain: int | None = None
     ) -> tuple[EventLog, Chained, Saver] | tuple[()]:
-        """What keeps the run from here on, in the order in which it looks on; nothing without a directory."""
+        """The observers that record the run, in their order; none without a directory."""
         if self._directory is None:
             return ()
         log = EventLog(self._directory, self._differs)
@@ -186,25 +186,25 @@ class ResumeState:
         if earlier is None:
             return
         try:
-            found = compare(self._recipe, earlier.recipe)
+            comparison = compare(self._recipe, earlier.recipe)
         except ValueError as error:
             raise SnapshotError(f"the snapshot of step {earlier.step} cannot be used: {error}") from error
         known = Behaviour(directory.root, earlier.step)
-        differs = found.differs + found.hints
+        differs = comparison.differs + comparison.hints
         if differs and self._resume != ANYWAY and earlier.step == 0 and known.link is None:
-            told = "; ".join(differs)
-            checks.warn(f"run_dir has a run of another recipe that did no step, so this one begins anew there: {told}")
+            why = "; ".join(differs)
+            checks.warn(f"run_dir has a run of another recipe that did no step, so this one begins anew there: {why}")
             self._earlier = None
             return
-        self._hints = found.hints
-        if found.differs:
-            self._refuse(found.differs)
+        self._hints = comparison.hints
+        if comparison.differs:
+            self._refuse(comparison.differs)
         self._check_length(directory.path, earlier)
-        if found.differs:
-            return  # so will what it computes
+        if comparison.differs:
+            return  # so what it computes differs, too
         changed = changes(recorded_environment(), earlier.environment)
         changed += changes(*map(_place, (state.facts, earlier.facts)))
-        if changed := [*changed, *found.versions]:
+        if changed := [*changed, *comparison.versions]:
             checks.warn(
                 f"bits may differ from an uninterrupted run's, as the environment does: {'; '.join(changed)}; so what "
                 "steps come to is not compared with that run"
@@ -213,7 +213,7 @@ class ResumeState:
             self._behaviour = known
 
     def _settle(self, why: str) -> None:
-        """Refuse to go on if what a step comes to differs; else only warn of what reads differently."""
+        """Refuse to go on if a step computes something else; else only warn of what reads differently."""
         if why:
             self._refuse([why])
         else:
@@ -225,17 +225,17 @@ class ResumeState:
             checks.warn(f"the recipe may not be that of the snapshot: {'; '.join(hints)}; {outcome}")
 
     def _refuse(self, differs: list[str]) -> None:
-        """Go on with another recipe than the snapshot's only if told to; else write nothing any more."""
+        """Refuse another recipe than the snapshot's, and write nothing any more; with ``ANYWAY``, only warn."""
         assert self._directory is not None, "there is a snapshot"
         differs, self._hints = [*differs, *self._hints], []
-        told = "; ".join(differs)
+        why = "; ".join(differs)
         if self._resume != ANYWAY:
             self._directory.close()
             raise UsageError(
-                f"run_dir has snapshots of another recipe: {told}. Use that recipe, choose another run_dir, or go on "
+                f"run_dir has snapshots of another recipe: {why}. Use that recipe, choose another run_dir, or go on "
                 f"all the same with resume={ANYWAY!r}, which is noted in the log"
             )
-        checks.warn(f"going on with another recipe than that of the snapshot: {told}")
+        checks.warn(f"going on with another recipe than that of the snapshot: {why}")
         self._differs += differs
 
 
@@ -246,14 +246,14 @@ def _place(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _spelled(beside: Sequence[Any]) -> dict[str, str]:
-    """Options of evaluations and callbacks, by their classes, and numbers from the second of a class on."""
-    found: dict[str, str] = {}
+    """Options of evaluations and callbacks, by class; from the second of a class on, with a number."""
+    texts: dict[str, str] = {}
     for item in beside:
         options = options_of(item)
         name = type(item).__name__
-        count = len({path.partition(".")[0] for path in found if path.partition(".")[0].split("-")[0] == name})
-        found |= {f"{name}{f'-{count + 1}' * bool(count)}.{option}": text for option, text in options.items()}
-    return found
+        count = len({path.partition(".")[0] for path in texts if path.partition(".")[0].split("-")[0] == name})
+        texts |= {f"{name}{f'-{count + 1}' * bool(count)}.{option}": text for option, text in options.items()}
+    return texts
 
 
 @dataclass(frozen=True)
@@ -298,7 +298,7 @@ def load(path: Any) -> Loaded:
     SnapshotError
         It is not whole, damaged, or of another version.
     UsageError
-        ``path`` is none.
+        ``path`` is no path.
     """
     earlier = read_any(checks.path("path", path, hint="give the folder of a snapshot, or a run_dir"))
     weights = {name: tensor_of(stored, earlier.facts) for name, stored in earlier.weights.items()}

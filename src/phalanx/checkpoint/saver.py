@@ -1,4 +1,4 @@
-"""When a run is saved, and that this costs it little: the state is copied at a step boundary and written beside it."""
+"""Saves a run at little cost: the state is copied at a step boundary, and written while the run goes on."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from phalanx.surroundings.turns import SLICE_SECONDS
 
 
 class Pacing:
-    """Says when the next one is due.
+    """Says when the next snapshot, or the next digest of a state, is due.
 
     Parameters
     ----------
     every : int or None
         Steps from one to the next; None: as ``share`` says; 0: never.
     seconds : float
-        Between two, at least, where ``every`` is None.
+        Between two, at least, if ``every`` is None.
     share : float
         Of the time that they may take.
     """
@@ -52,12 +52,12 @@ class Pacing:
             if self._every is not None:
                 self._next = (steps // self._every + 1) * self._every
             else:
-                left = self._pause - (time.monotonic() - self._since)
-                self._next = steps + (max(1, int(left / self._pace)) if self._pace else 1)
+                remaining = self._pause - (time.monotonic() - self._since)
+                self._next = steps + (max(1, int(remaining / self._pace)) if self._pace else 1)
         return self._next
 
     def stepped(self, seconds: float) -> None:
-        """A step took so long."""
+        """Note how long a step took."""
         self._pace = seconds
 
     def due(self, steps: int) -> bool:
@@ -69,7 +69,7 @@ class Pacing:
         return time.monotonic() - self._since >= self._pause
 
     def took(self, began: float) -> None:
-        """One is done now, that began then."""
+        """Note that one is done now, which ``began`` then."""
         self._since = time.monotonic()
         self._cost = self._since - began
 
@@ -90,11 +90,11 @@ class Saver(Observer):
     ----------
     directory : RunDirectory
     every : int or None
-        Steps from one snapshot to the next; None: as seldom as costs next to nothing.
+        Steps from one snapshot to the next; None: so seldom that it costs next to nothing.
     stop : bool
         Whether a snapshot that cannot be written ends the run.
     recipe : dict
-        As it is described, which goes into each snapshot.
+        Its description, which goes into each snapshot.
     """
 
     def __init__(self, directory: RunDirectory, every: int | None, *, stop: bool, recipe: dict[str, Any]) -> None:
@@ -128,11 +128,11 @@ class Saver(Observer):
             self.settle()
             return
         self._saved = engine.run_state.resumed_from
-        if left := ", ".join(engine.run_state.callbacks):  # by the callbacks, which have begun before
+        if names := ", ".join(engine.run_state.callbacks):  # callbacks have begun before, and taken theirs
             engine.run_state.callbacks.clear()
             checks.warn(
-                f"the snapshot of step {self._saved} has the state of {left}, which is in no callback of this run and "
-                f"so not in its snapshots either; to go on with it, pass callbacks=[{left}] again"
+                f"the snapshot of step {self._saved} has the state of {names}, which is in no callback of this run and "
+                f"so not in its snapshots either; to go on with it, pass callbacks=[{names}] again"
             )
 
     def horizon(self, steps: int) -> int:
@@ -167,12 +167,12 @@ class Saver(Observer):
         self._thread, self._saved = thread, state.step
 
     def settle(self) -> bool:
-        """Wait until the latest snapshot is written, or could not be; returns which.
+        """Wait for the latest snapshot; returns whether it was written.
 
         Raises
         ------
         SnapshotError
-            It could not be, and that ends the run.
+            It could not be written, and that ends the run.
         """
         self._wait()
         self._thread = None
@@ -197,7 +197,7 @@ class Saver(Observer):
         return saved if self.settle() else "the state was not saved"
 
     def end(self) -> None:
-        """Save what was not saved, if the state is there. A forked child, which does not hold the directory, does not.
+        """Save the state if it is not saved yet. A forked child, which does not hold the directory, does not.
 
         Raises
         ------
@@ -215,11 +215,11 @@ class Saver(Observer):
             if failed is not None:
                 raise failed
         finally:
-            self._wait()  # Ctrl-C while it was waited for: nobody writes into a directory let go of
+            self._wait()  # also after Ctrl-C: nothing may be written once the directory is let go of
 
     @property
     def _steps(self) -> int:
-        """Steps that are done, and not saved yet if they are more than ``_saved``; an incomplete one is not saved."""
+        """How many steps are done, to be compared with ``_saved``; 0 while one is incomplete, as that is not saved."""
         state = None if self._engine is None else self._engine.run_state
         return state.steps if state is not None and state.complete else 0
 
@@ -258,7 +258,7 @@ def snapshot_of(
     environment: dict[str, Any],
     digest: str | None = None,
 ) -> Snapshot:
-    """What is written of a state."""
+    """The snapshot of a state."""
     history = array.array("d", run_state.loss_history)
     callbacks, tensors = kept({**run_state.states(), **run_state.stream()})
     return Snapshot(
@@ -275,7 +275,7 @@ def snapshot_of(
 
 
 def write_apart(target: pathlib.Path, definition: Definition, engine: Engine, digest: str) -> None:
-    """Write the state now as a folder of its own.
+    """Write the present state as a snapshot in a folder of its own.
 
     Raises
     ------

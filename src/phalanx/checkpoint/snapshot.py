@@ -32,7 +32,7 @@ class Snapshot:
     step : int
         How many steps were done.
     digest : str or None
-        That of ``Result``, where somebody asked for it.
+        That of ``Result``, if asked for.
     weights : mapping of str to Tensor
         Parameters and buffers, by name.
     training : mapping of str to Tensor
@@ -58,13 +58,13 @@ class Snapshot:
     environment: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
 
     def noted(self, part: str) -> dict[str, Any]:
-        """A part of the recipe's description; empty where there is none, as nobody has checked that it is one."""
-        found = self.recipe.get(part)
-        return found if isinstance(found, dict) else {}
+        """A section of the recipe's description; empty if it is no dict, which nobody has checked before."""
+        section = self.recipe.get(part)
+        return section if isinstance(section, dict) else {}
 
 
 def tensors_of(weights: Mapping[str, Any], training: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors of a state, or what is noted of them, under the names that differences are told by."""
+    """The tensors of a state, or their hashes, under the names that messages use."""
     return {**weights, **{name: value for name, value in training.items() if name.startswith("optimizer")}}
 
 
@@ -93,7 +93,7 @@ def write(snapshot: Snapshot, target: pathlib.Path) -> None:
 
 
 def is_one(folder: pathlib.Path) -> bool:
-    """Whether a folder, which may be damaged, is a snapshot's."""
+    """Whether a folder is a snapshot, damaged or not."""
     manifest = folder / MANIFEST
     return files.is_folder(folder) and manifest.is_file() and not manifest.is_symlink()
 

@@ -93,7 +93,7 @@ def read(data: memoryview, hashes: Mapping[str, str] | None) -> dict[str, Tensor
 
 
 def packed(state: Captured, more: dict[str, Any]) -> bytes:
-    """``state``, and JSON values beside it."""
+    """``state`` and JSON values beside it, as bytes."""
     text = json.dumps({"facts": state.facts, "more": more}).encode()
     whole = {TOLD: Tensor("uint8", (len(text),), text)}
     for prefix, part in zip(PARTS, (state.weights, state.training), strict=True):
@@ -105,7 +105,7 @@ def packed(state: Captured, more: dict[str, Any]) -> bytes:
 
 
 def unpacked(data: bytes) -> tuple[Captured, dict[str, Any]]:
-    """What was packed.
+    """The state and the JSON values that were packed.
 
     Raises
     ------
@@ -117,23 +117,23 @@ def unpacked(data: bytes) -> tuple[Captured, dict[str, Any]]:
         if hashlib.sha256(content).digest() != seal:
             raise ValueError("its checksum differs")
         whole = read(content, None)
-        told = json.loads(bytes(whole.pop(TOLD).content))
+        message = json.loads(bytes(whole.pop(TOLD).content))
         weights, training = (
             {name.removeprefix(prefix): tensor for name, tensor in whole.items() if name.startswith(prefix)}
             for prefix in PARTS
         )
-        return Captured(weights, training, told["facts"]), told["more"]
+        return Captured(weights, training, message["facts"]), message["more"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SnapshotError(f"the state that rank 0 sent cannot be used: {error}") from error
 
 
 def _described(name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-    """Dtype, shape, start and end of a tensor, if a tensor can be so.
+    """Dtype, shape, start and end of a tensor, checked.
 
     Raises
     ------
     ValueError
-        It cannot; names the tensor.
+        No tensor can be so; names it.
     """
     fields = ("dtype", "shape", "data_offsets")
     if not isinstance(entry, dict) or set(entry) != set(fields):
@@ -162,7 +162,7 @@ def leaf(tensor: Tensor) -> str:
 
 
 def write_tree(path: pathlib.Path, tree: Any) -> Any:
-    """Write the arrays of a tree; returns the rest of it as JSON values, None where it has none or holds other things.
+    """Write the arrays of a tree; returns the rest as JSON values, None if it has no arrays or holds other things.
 
     Raises
     ------
@@ -228,7 +228,7 @@ def read_file(path: pathlib.Path) -> dict[str, Tensor]:
 
 
 def read_weights(path: pathlib.Path) -> dict[str, Any]:
-    """The same as tensors of their framework."""
+    """Tensors by name, of such a file, as those of their framework."""
     return {name: tensor_of(tensor, {}) for name, tensor in read_file(path).items()}
 
 
@@ -267,18 +267,18 @@ def kept(states: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def states_in(facts: Mapping[str, Any], training: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The states again; arrays come as tensors.
+    """The states of callbacks in a snapshot; arrays come as tensors.
 
     Raises
     ------
     SnapshotError
-        They are none.
+        They are no such states.
     """
-    left = {name: tensor for name, tensor in training.items() if name.startswith(f"{CALLBACKS}.")}
+    unread = {name: tensor for name, tensor in training.items() if name.startswith(f"{CALLBACKS}.")}
     with taking_over("the state of callbacks"):
         states = {
-            name: decoded(state, lambda _, path: tensor_of(left.pop(path), {}), f"{CALLBACKS}.{name}")
+            name: decoded(state, lambda _, path: tensor_of(unread.pop(path), {}), f"{CALLBACKS}.{name}")
             for name, state in facts.get(CALLBACKS, {}).items()
         }
-        check_like(list(left), [], "what no state names")
+        check_like(list(unread), [], "what no state names")
         return states

@@ -1,12 +1,12 @@
 """Deals batches to replicas: turns the plan, or a batch that the caller brought, into shares that can be fetched.
 
 Samples are copied as they are read (``own``). A dataset or a stream may fill one buffer for all of its samples. A
-``collate_fn`` may write to samples, and so may a model that is handed them as they are. A share that is read once more,
-in the next phase of a step or after a worker's death, is to be what it was. Arrays keep their strides, which may decide
-bits: kernels are chosen by them.
+``collate_fn`` may write to samples, and so may a model that is handed them as they are. A share that is read again, in
+the next phase of a step or after a worker's death, must be the same. Arrays keep their strides, which may decide bits:
+kernels are chosen by them.
 
-Columns must stay what they are while a run is open: workers have them as they were, this process as they are.
-``Unchanged`` notices where they do not.
+Columns must not change while a run is open: workers have them as they were, this process as they are. ``Unchanged``
+notices changes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Collated:
 
 
 def as_batch(samples: Any, share: Share, collate: Callable[[Any], Any]) -> Any:
-    """What ``share.read`` gave as a batch."""
+    """The samples that ``share.read`` returned, as a batch."""
     if isinstance(samples, Collated):
         return samples.batch
     return samples if share.collated else collate(samples)
@@ -59,7 +59,7 @@ class BatchShares:
     opened : callable
         How the framework reads a source: columns become its arrays.
     ahead : callable, optional
-        Stands between a planned share and what reads it, if shares are read ahead:
+        Called in place of what reads a planned share, if shares are read ahead:
         ``ahead(step, replica, read, samples)``.
     """
 
@@ -92,7 +92,7 @@ class BatchShares:
     def brought(self, batch: Any) -> list[Share]:
         """The shares of a batch that the caller or a stream brought, cut as ``numpy.array_split`` does."""
         replicas = self._definition.replicas
-        if isinstance(batch, Drawn):  # samples are told by their numbers in the epoch
+        if isinstance(batch, Drawn):  # messages name samples by their numbers in the epoch
             numbers, origin = np.array(batch.numbers, dtype=np.int64), "data"
             source: Source = Samples(dict(zip(batch.numbers, batch.samples, strict=True)), random=False)
         else:
@@ -132,7 +132,7 @@ class BatchShares:
             return functools.partial(_rows_of, source), True
 
         random = isinstance(source, Samples) and source.random
-        changeable = one or self._definition.collate_fn is not None  # samples come to user code themselves
+        changeable = one or self._definition.collate_fn is not None  # user code gets the samples themselves
         given = random or (changeable and isinstance(source, Samples))
 
         def read(indices: Indices) -> list[Any]:
@@ -168,12 +168,12 @@ def _sample_of(source: Source, index: int, seed: SeedSample) -> Any:
 
 
 def own(sample: Any) -> Any:
-    """Its arrays, and containers and dataclasses of them, as copies; strides stay. Other objects are themselves."""
+    """A sample with copies of its arrays, containers and dataclasses; strides stay. Other objects are not copied."""
     kind: Any = type(sample)
     if kind is tuple or kind is list:
         parts = []
         for part in sample:
-            # Most parts are one of the first two, and this is done for each sample: a call for each would be felt.
+            # Most parts are of the first two kinds, and this runs for each sample: a call for each part is slow.
             if type(part) in UNCHANGING:
                 parts.append(part)
             elif type(part) is np.ndarray and (copied := part.copy("K")).strides == part.strides:
@@ -188,7 +188,7 @@ def own(sample: Any) -> Any:
         try:
             same = copied.stride() == sample.stride()
             return copied if same else sample.new_empty_strided(sample.shape, sample.stride()).copy_(sample)
-        except RuntimeError:  # a sparse one, or elements that lie in one place, as those of an expanded one
+        except RuntimeError:  # sparse, or with elements that share memory, as an expanded one
             return copied
     if kind is np.ndarray or kind is np.memmap:
         return _array(sample)

@@ -1,6 +1,6 @@
-"""Checks of plain arguments at the door. Each raises a UsageError that names the argument, the value, the way out.
+"""Checks of plain arguments. Each raises a UsageError that names the argument, the value and the way out.
 
-Who writes a name that another library has for what is here is told how it is called.
+A user who writes another library's name for an argument is told the name that it has here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from phalanx.errors import UsageError
 
 SHOWN_CHARACTERS = 80
-BETWEEN = ("phalanx", "contextlib", "functools", "typer", "click")  # who calls the package is none of these
+BETWEEN = ("phalanx", "contextlib", "functools", "typer", "click")  # packages that are not the caller's code
 Kind = TypeVar("Kind", bound=type)
 
 WORKERS = "processes that compute replicas are workers=, an option of train() and start()"
@@ -130,13 +130,13 @@ def positive(name: str, value: Any, *, most: float = math.inf, hint: str = "") -
 
 
 def choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
-    """``value`` is one of ``allowed``."""
+    """Refuse a value that is not one of ``allowed``."""
     if not any(value is option or (type(value) is type(option) and value == option) for option in allowed):
         raise UsageError(f"{name} is {shown(value)}; it must be one of {', '.join(map(repr, allowed))}")
 
 
 def function(name: str, value: Any, example: str) -> None:
-    """``value`` is None or can be called."""
+    """Refuse a value that is neither None nor callable."""
     if value is not None and not callable(value):
         if hasattr(value, "step"):  # an optimizer, a schedule
             kind = type(value).__name__
@@ -145,7 +145,7 @@ def function(name: str, value: Any, example: str) -> None:
 
 
 def optimizer(name: str, value: Any, example: str) -> None:
-    """``value`` is None, can be called, or is a pair of functions, as an optimizer of optax is."""
+    """Refuse a value that is not None, callable, or a pair of functions, as an optimizer of optax is."""
     if not (isinstance(value, tuple) and len(value) == 2 and all(map(callable, value))):
         function(name, value, example)
 
@@ -207,7 +207,7 @@ def check_numpy(name: str, column: Any) -> None:
 
 
 def callers_level() -> int:
-    """The ``stacklevel`` of a warning, given where this is called, that shows the line of who calls the package."""
+    """The ``stacklevel`` of a warning, given where this is called, that shows the line that called the package."""
     level, frame = 1, sys._getframe(1)
     while frame.f_globals.get("__name__", "").partition(".")[0] in BETWEEN:
         level += 1
@@ -218,12 +218,12 @@ def callers_level() -> int:
 
 
 def warn(message: str) -> None:
-    """Warn, with the line of who calls the package."""
+    """Warn, and show the line that called the package."""
     warnings.warn(message, stacklevel=callers_level())
 
 
 def shares(batch_size: int, replicas: int, micro_batches: int) -> None:
-    """Warn of replicas that never get a sample, and of parts of a share that there cannot be."""
+    """Warn of replicas that never get a sample, and of more micro-batches than a share can have."""
     most = -(-batch_size // replicas)
     if batch_size < replicas:
         warn(
@@ -243,12 +243,12 @@ def counted(count: int, thing: str) -> str:
 
 
 def alike(names: Sequence[str], devices: Sequence[Any], kinds: Sequence[str], replicas: int) -> None:
-    """Refuse ``devices``, found by their ``names``, of several ``kinds``, named twice, or more than replicas."""
+    """Refuse ``devices`` of several ``kinds``, named twice, or more than replicas; ``names``: as they were written."""
     if len(set(devices)) < len(devices):  # "cuda" and "cuda:0"
         raise UsageError(f"devices is {list(names)}, which names a device more than once; name each once")
     if len(set(kinds)) > 1:
-        told = ", ".join(sorted(set(kinds)))
-        raise UsageError(f"devices is {list(names)}, which are of several kinds, whose bits differ: {told}")
+        listed = ", ".join(sorted(set(kinds)))
+        raise UsageError(f"devices is {list(names)}, which are of several kinds, whose bits differ: {listed}")
     if len(devices) > replicas:
         raise UsageError(
             f"devices names {len(devices)} devices, but {counted(replicas, 'replica')} to compute; name at most "
@@ -266,7 +266,7 @@ def takes(function: Any, name: str, *, required: bool = False) -> bool:
 
 
 def answer(name: str, known: Iterable[str], names: Mapping[str, str] = ARGUMENTS) -> str:
-    """What is said to who wrote ``name``: the name here; or the likeliest one, or all there are."""
+    """A hint for a user who wrote ``name``: its name here, else the most similar name, else all names."""
     if name in names:
         return names[name]
     close = difflib.get_close_matches(name, list(known), n=1)
@@ -274,19 +274,19 @@ def answer(name: str, known: Iterable[str], names: Mapping[str, str] = ARGUMENTS
 
 
 def answering(**names: str) -> Callable[[Kind], Kind]:
-    """A decorator of classes: an argument that one does not have is answered with ``names``, as far as it is there."""
+    """A decorator of classes: an unknown argument is refused, with a hint from ``names`` if it is there."""
 
     def decorated(kind: Kind) -> Kind:
-        made = kind.__init__
-        known = [name for name in inspect.signature(made).parameters if name != "self"]
+        original = kind.__init__
+        known = [name for name in inspect.signature(original).parameters if name != "self"]
 
-        @functools.wraps(made)
+        @functools.wraps(original)
         def checked(self: object, *arguments: object, **given: object) -> None:
             for name in given:
                 if name not in known:
-                    told = answer(name, known, names)
-                    raise UsageError(f"{name} is not an argument of {kind.__name__}; {told}")
-            made(self, *arguments, **given)
+                    hint = answer(name, known, names)
+                    raise UsageError(f"{name} is not an argument of {kind.__name__}; {hint}")
+            original(self, *arguments, **given)
 
         kind.__init__ = checked
         return kind

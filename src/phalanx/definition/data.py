@@ -33,7 +33,7 @@ class Share:
     read : callable
         ``read(samples)`` fetches them; may run the user's dataset code.
     origin : str
-        What the caller knows it as, for error messages: "data", "batch" or "evaluation data".
+        What error messages call it: "data", "batch" or "evaluation data".
     collated : bool
         Whether ``read`` gives a batch, or a list of samples that is still to be collated.
     """
@@ -46,7 +46,7 @@ class Share:
     def cut(self, parts: int) -> list[Share]:
         """At most ``parts`` shares of these samples, as ``numpy.array_split`` cuts them, none empty.
 
-        Samples that are still to be collated are read now: reading one seeds the generators, and what follows draws on.
+        Samples that are still to be collated are read now: that seeds the generators, and what follows draws from them.
         """
         bounds = [(start, end) for start, end in share_bounds(len(self.samples), parts) if start < end]
         whole = None if self.collated else self.read(self.samples)
@@ -115,8 +115,8 @@ class Stream:
         from (seed, sample) before each sample is asked for. ``set_epoch(epoch)`` of the iterable is called, if it has
         that.
     shuffle_buffer : int, default 0
-        From so many samples the next one is drawn, by keys; one is read for each that is drawn. 0: none, the order is
-        the iterable's. As many as an epoch has: every order is as likely.
+        How many samples the next one is drawn from, by keys; one is read for each that is drawn. 0: no buffer, the
+        iterable's order. With as many as an epoch has, every order is equally likely.
     epoch_size : int, optional
         Samples of an epoch; what the iterable has beyond them is not read. Needed for endless iterables if anything is
         done by epochs. None: an epoch ends where the iterable does.
@@ -124,7 +124,7 @@ class Stream:
     Raises
     ------
     UsageError
-        ``make_iterable`` is no function, or a number is none.
+        ``make_iterable`` is no function, or a number is not valid.
     """
 
     make_iterable: Callable[[], Iterable[Any]]

@@ -1,8 +1,8 @@
-"""What a recipe says of itself, as values that can be written down and compared.
+"""Describes a recipe by values that can be written down and compared.
 
-Plain fields, options of optimizers and schedulers and digests of the data make two recipes. What functions and objects
-lead to (code, closures, globals, attributes) is a hint: some of it changes in use, and whether it matters show the
-values that a step comes to.
+Two recipes differ if plain fields, options of optimizers and schedulers, or digests of the data differ. What functions
+and objects lead to (code, closures, globals, attributes) is only a hint: some of it changes in use. Whether it matters
+is seen in what a step computes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from phalanx.definition.reachable import MOST, held_by, installed, parts_of, rea
 FORMAT = 4
 CODE = ("make_model", "data", "loss_fn", "forward_fn", "target_fn", "collate_fn")
 OPTIONS = ("optimizer", "scheduler")  # plain values that these lead to are options
-ELSEWHERE = ("steps", "epochs", "phases", *CODE, *OPTIONS)  # a finished run can be extended
-MOST_HINTS = 128  # of a field, the nearest first; what lies beyond only shows in what a step comes to
-TOLD = 8  # differences of a kind that are told
+ELSEWHERE = ("steps", "epochs", "phases", *CODE, *OPTIONS)  # steps and epochs: a finished run can be extended
+MOST_HINTS = 128  # of a field, the nearest first; what lies beyond is only seen in what a step computes
+TOLD = 8  # differences of a kind that are listed
 GLOBAL, READS = " (its global ", "code "
 IDLE, JUMPS = ("NOP", "CACHE", "RESUME", "EXTENDED_ARG"), frozenset(dis.hasjrel) | frozenset(dis.hasjabs)
 HAVE_NAMES = (type, FunctionType, BuiltinFunctionType)
@@ -36,14 +36,14 @@ HAVE_NAMES = (type, FunctionType, BuiltinFunctionType)
 
 @dataclass
 class Comparison:
-    """What two recipes have not in common.
+    """How two recipes differ.
 
     Attributes
     ----------
     differs : list of str
-        What makes them two recipes.
+        Differences that make them two recipes.
     hints : list of str
-        What reads differently, which may explain why a step comes to other values.
+        Code and values that differ, which may explain why a step computes something else.
     versions : list of str
         Which libraries are of other versions, so that bits may differ.
     """
@@ -79,7 +79,7 @@ def shared(definition: Definition) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def compare(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Comparison:
-    """How two recipes compare, as they are described.
+    """Compare two recipes by their descriptions.
 
     Raises
     ------
@@ -89,26 +89,26 @@ def compare(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Comparison:
     try:
         if theirs["format"] != FORMAT:
             raise ValueError(f"its recipe is of format {theirs['format']!r}, and this phalanx reads format {FORMAT}")
-        found = Comparison()
+        comparison = Comparison()
         for part in ("values", "made") if mine.get("made") and theirs.get("made") else ("values",):
-            found.differs += _between(mine[part], theirs[part])
+            comparison.differs += _between(mine[part], theirs[part])
         for name in {**mine["data"], **theirs["data"]}:
             one, other = (side["data"].get(name, ["absent", ""]) for side in (mine, theirs))
             if one != other:
-                found.differs += [_words(name, one[0], other[0])]
+                comparison.differs += [_words(name, one[0], other[0])]
         versions = [side["versions"] for side in (mine, theirs)]
-        found.versions = _between(*_common(*versions))
+        comparison.versions = _between(*_common(*versions))
         pythons = {side["python"].rpartition(".")[0] for side in versions}
-        if len(pythons) == 1:  # another has other bytecode
-            found.hints += _between(mine["hints"], theirs["hints"])
-        found.hints += _between(*_common(*(side.get("beside", {}) for side in (mine, theirs))))
-        return found
+        if len(pythons) == 1:  # another version has other bytecode
+            comparison.hints += _between(mine["hints"], theirs["hints"])
+        comparison.hints += _between(*_common(*(side.get("beside", {}) for side in (mine, theirs))))
+        return comparison
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError("its recipe has no form that is known") from error
 
 
 def made(state: Any) -> dict[str, str]:
-    """What the model and its optimizers are like as they are made: shapes, and the options that a framework tells."""
+    """Describe a new model and its optimizers: shapes, and the options that the framework knows."""
     shapes = {f"make_model: {name}": f"{item.dtype}{list(item.shape)}" for name, item in state.weights.items()}
     options = decoded(state.facts.get("options"), lambda kept, path: kept, "options")
     kept = {name: item for name, item in state.training.items() if name.startswith("options")}
@@ -132,8 +132,8 @@ def options_of(value: Any) -> dict[str, str]:
         names = list(inspect.signature(type(value)).parameters)
     except (TypeError, ValueError):  # of C
         names = []
-    found = {name: held.get(name, held.get(f"_{name}")) for name in names}
-    return {name: plain(item) for name, item in found.items() if type(item) in PLAIN and item is not None}
+    options = {name: held.get(name, held.get(f"_{name}")) for name in names}
+    return {name: plain(item) for name, item in options.items() if type(item) in PLAIN and item is not None}
 
 
 def _fields(definition: Definition) -> dict[str, str]:
@@ -147,7 +147,7 @@ def _fields(definition: Definition) -> dict[str, str]:
 
 
 def _roots(definition: Definition) -> Iterator[tuple[str, Any]]:
-    """What is looked into."""
+    """The functions and objects that are searched, by name."""
     for name in (*CODE, *OPTIONS):
         yield name, getattr(definition, name)
     for number, phase in enumerate(definition.phases or ()):
@@ -156,7 +156,7 @@ def _roots(definition: Definition) -> Iterator[tuple[str, Any]]:
 
 
 def _data(definition: Definition) -> dict[str, list[str]]:
-    """What is told of the data, and a hash where it is read."""
+    """A description of the data, and a hash if it is read."""
     data, source = definition.data, definition.source
     if isinstance(source, Columns):
         keys = list(data) if isinstance(data, dict) and len(data) == len(source.arrays) else None
@@ -191,7 +191,7 @@ def _led_to(name: str, root: Any, met: set[str]) -> Iterator[tuple[str, str]]:
 
 
 def _looked(value: Any, met: set[str]) -> str:
-    """What there is to say of a value itself."""
+    """A text for a value itself, without what it leads to."""
     if isinstance(value, HAVE_NAMES):
         package = installed(value.__module__)
         met.update([package] if package else [])
@@ -211,9 +211,9 @@ def _looked(value: Any, met: set[str]) -> str:
 
 
 def _code(code: CodeType) -> str:
-    """What a function does: no local names, lines or docstring; sets come in any order."""
-    told = [(item.opname, "" if item.opcode in JUMPS else item.argval) for item in dis.get_instructions(code)]
-    texts = [f"{name} {_code(value) if isinstance(value, CodeType) else plain(value)}" for name, value in told]
+    """The instructions of a function, without local names, lines or docstring; sets are sorted."""
+    instructions = [(item.opname, "" if item.opcode in JUMPS else item.argval) for item in dis.get_instructions(code)]
+    texts = [f"{name} {_code(value) if isinstance(value, CodeType) else plain(value)}" for name, value in instructions]
     return " ".join(text for text in texts if not text.startswith(IDLE))
 
 
@@ -221,12 +221,12 @@ def _between(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
     """The values that differ, in words; not those that are absent because something above them differs."""
     pairs = {name: (mine.get(name, "absent"), theirs.get(name, "absent")) for name in {**mine, **theirs}}
     changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-    told = [
+    differences = [
         _words(name, *pair)
         for name, pair in changed.items()
         if "absent" not in pair or not any(name.startswith(above) for above in changed if above != name)
     ]
-    return told[:TOLD] + [f"and {len(told) - TOLD} more"] * (len(told) > TOLD)
+    return differences[:TOLD] + [f"and {len(differences) - TOLD} more"] * (len(differences) > TOLD)
 
 
 def _common(one: Mapping[str, str], other: Mapping[str, str]) -> list[dict[str, str]]:

@@ -1,7 +1,7 @@
 """Digests, SHA-256 each, of a state and of single tensors.
 
-Into that of a state each entry brings its kind, name, dtype and shape, then its bytes in C order, and the step number
-comes last. Layout in memory, device, worker count and engine do not enter.
+The digest of a state covers each entry's kind, name, dtype and shape, then its bytes in C order, and last the step
+number. It does not depend on layout in memory, device, worker count or engine.
 """
 
 from __future__ import annotations

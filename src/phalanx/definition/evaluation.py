@@ -1,7 +1,8 @@
-"""Evaluations: what to measure, on which samples, and when; chunk by chunk, and put together in order.
+"""Evaluations: what to measure, on which samples, and when; chunk by chunk, and folded in order.
 
-A metric has three parts: ``see`` an output beside its target, ``read`` what that gave (waits for devices), and ``fold``
-the readings of all chunks. Chunks are the same for any number of workers, and are folded in order, so values are too.
+A metric has three methods. ``see`` takes an output and its target. ``read`` waits for the devices and returns a
+reading. ``fold`` combines the readings of all chunks. Neither chunks nor their order depend on the number of workers,
+so the values do not either.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from phalanx.definition.data import is_array, leaves, map_tree, open_data
 from phalanx.errors import UsageError
 from phalanx.plan.fold import fold_values
 
-Home = Callable[[Any], Any]  # a leaf of an output, in host memory and as memory of its own
+Home = Callable[[Any], Any]  # copies a leaf of an output into host memory
 EXAMPLE = "metric_fn=lambda output, target: (output.argmax(1) == target).float().mean()"
-OBJECT = ("update", "compute", "reset")  # what metrics that keep a state have
+OBJECT = ("update", "compute", "reset")  # methods of a metric object that keeps a state
 DEFAULT_BATCH = 256
 
 
 def joined(outputs: Sequence[Any], samples: Sequence[int], name: str) -> Any:
-    """Outputs of all chunks as those of one batch: a tree of arrays with a row for each sample.
+    """Join the outputs of all chunks into those of one batch: a tree of arrays with a row for each sample.
 
-    Of a dict, what has no row for each sample (a loss, a cache) is left out.
+    Entries of a dict without a row for each sample (a loss, a cache) are left out.
 
     Raises
     ------
@@ -62,7 +63,7 @@ def _has_rows(value: Any, samples: int) -> bool:
 
 
 def concatenated(arrays: Sequence[Any]) -> Any:
-    """Arrays of one kind, one behind the other."""
+    """Concatenate arrays of one kind."""
     first, total = arrays[0], sum(int(array.shape[0]) for array in arrays)
     if isinstance(first, np.ndarray):
         return np.concatenate(arrays)
@@ -132,7 +133,7 @@ class Folded:
         return fresh
 
     def read(self, value: Any, samples: int) -> Any:
-        """The same."""
+        """The state itself."""
         return value
 
     def fold(self, readings: Sequence[Any]) -> Any:
@@ -149,7 +150,7 @@ class Folded:
 
 
 def _merge(total: Any, other: Any) -> None:
-    """Put a metric's state to another's; of collections, metric by metric."""
+    """Merge the state of one metric into another's; of collections, metric by metric."""
     if hasattr(total, "merge_state"):
         total.merge_state(other)
     elif callable(getattr(total, "keys", None)):
@@ -170,7 +171,7 @@ class Predictions:
         return _at_home(output, home)
 
     def read(self, value: Any, samples: int) -> Any:
-        """The same, and how many samples these are."""
+        """The outputs, and how many samples they have."""
         return value, samples
 
     def fold(self, readings: Sequence[Any]) -> Any:
@@ -236,7 +237,7 @@ class Metrics:
     Raises
     ------
     UsageError
-        Something of it cannot be called, or two have one name.
+        A metric cannot be called, or two have one name.
     """
 
     def __init__(
@@ -265,7 +266,7 @@ class Metrics:
     def fold(self, chunks: Sequence[Sequence[Any]]) -> dict[str, Any]:
         """The value of each metric, by name, given what was read of all chunks in order.
 
-        A metric that has several values is as many metrics.
+        A metric with several values counts as several metrics.
         """
         values: dict[str, Any] = {}
         for (name, metric), column in zip(self._metrics.items(), zip(*chunks, strict=True), strict=True):
@@ -276,7 +277,7 @@ class Metrics:
 
 
 def _metric(value: Any) -> Any:
-    """What is done with a metric; None where it is none."""
+    """Wrap a metric so that it can see, read and fold; None if it is no metric."""
     if isinstance(value, Predictions):
         return value
     if all(callable(getattr(value, name, None)) for name in OBJECT):
@@ -304,7 +305,7 @@ def _named(metric_fn: Any) -> dict[str, Any]:
 
 
 def name_of(metric: Any) -> str:
-    """What a metric is called where nobody names it."""
+    """The default name of a metric."""
     return getattr(metric, "__name__", type(metric).__name__ if hasattr(metric, "compute") else "metric").replace(
         "<lambda>", "metric"
     )
@@ -338,14 +339,14 @@ def _at_home(tree: Any, home: Home) -> Any:
 )
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluation that is due after every epoch, or as often as it says, and after the last step.
+    """An evaluation after every epoch, or as often as its arguments say, and after the last step.
 
     Parameters
     ----------
     metric_fn : callable, metric object, or list or dict of them
         A function ``metric_fn(output, target)`` returns the mean over the samples that it is given, or (mean, weight).
-        What is no mean over samples (F1, AUC): ``phalanx.whole(function)``, or an object of torchmetrics. Several are
-        named by their keys, else by ``__name__``.
+        For what is no mean over samples (F1, AUC), pass ``phalanx.whole(function)`` or an object of torchmetrics.
+        Several are named by their keys, else by ``__name__``.
     data : Any
         Held-out samples, in any form that a recipe's data may have.
     batch_size : int, default 256
@@ -395,7 +396,7 @@ def check_evaluation(metric_fn: Any, data: Any, batch_size: Any) -> None:
 
 
 def listed_evaluations(evaluation: Any) -> tuple[Evaluation, ...]:
-    """What was passed as ``evaluation``, one by one; keys of a dict become names.
+    """The evaluations in what was passed as ``evaluation``; keys of a dict become names.
 
     Raises
     ------

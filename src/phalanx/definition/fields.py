@@ -85,7 +85,7 @@ class Phase:
         """Whether its loss is called with model and batch."""
         try:
             first = next(iter(inspect.signature(self.loss_fn).parameters), "")
-        except (TypeError, ValueError):  # of C, or of a shape that cannot be told
+        except (TypeError, ValueError):  # written in C, or without a signature
             return False
         return first == "model"
 
@@ -96,19 +96,19 @@ class Phase:
 
 
 def checked_phases(phases: Any, instead: dict[str, Any]) -> tuple[Phase, ...]:
-    """The phases of a recipe; ``instead``: arguments that say for a whole step what a phase says for itself.
+    """The phases of a recipe; ``instead``: arguments of the recipe that each phase has itself.
 
     Raises
     ------
     UsageError
-        They are none, no step could be without an update, or the recipe says something twice.
+        They are no phases, some steps would have no update, or the recipe has an argument that phases have.
     """
     listed = tuple(phases) if isinstance(phases, (list, tuple)) else ()
     if not listed or not all(isinstance(phase, Phase) for phase in listed):
         raise UsageError(f"phases is {checks.shown(phases)}; it must be a list of phases, as in [{EXAMPLE}, ...]")
     if all(phase.every != 1 for phase in listed):
-        told = ", ".join(str(phase.every) for phase in listed)
-        raise UsageError(f"phases have every={told}, so that some steps would do nothing; give one of them every=1")
+        periods = ", ".join(str(phase.every) for phase in listed)
+        raise UsageError(f"phases have every={periods}, so that some steps would do nothing; give one of them every=1")
     for name, value in instead.items():
         if value is not None:
             raise UsageError(
@@ -121,13 +121,13 @@ def checked_phases(phases: Any, instead: dict[str, Any]) -> tuple[Phase, ...]:
 
 
 def names_of(phases: Sequence[Phase]) -> tuple[str, ...]:
-    """What each is called."""
+    """The name of each."""
     given = [phase.name or (phase.parameters if isinstance(phase.parameters, str) else "") for phase in phases]
     return tuple(name or f"phase {number}" for number, name in enumerate(given))
 
 
 def weighted(loss_fn: Callable[[Any, Any], Any], count: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """A loss that tells its weight, so that shares with more to count weigh more.
+    """A loss that returns its weight, so that shares with more to average over weigh more.
 
     Parameters
     ----------
@@ -267,7 +267,7 @@ class Definition:
         return None if self.total is None else self.rounds.updates(self.total)
 
     def epoch_of(self, update: int) -> int | None:
-        """The pass over the data that an update belongs to; None where batches are brought, by whomever."""
+        """The pass over the data that an update belongs to; None where the caller or a stream brings batches."""
         return None if self.source is None else self.plan.epoch(self.rounds.at(update).step)
 
     @functools.cached_property
@@ -347,7 +347,7 @@ class Definition:
         if self.schedule_every is not None and self.scheduler is None:
             if self.schedule_every == "epoch":
                 raise UsageError("schedule_every is 'epoch', but there is no scheduler; pass one, or leave it")
-            object.__setattr__(self, "schedule_every", None)  # what is so where nothing is said
+            object.__setattr__(self, "schedule_every", None)  # the default
         if self.schedule_every == "epoch" and self.data is None:
             raise UsageError(
                 "schedule_every is 'epoch', but data is None, so there are no epochs; use 'step', or pass data"

@@ -2,7 +2,7 @@
 
 Covers ``random``, ``numpy.random`` and the generators of every framework that is loaded; and generators that user code
 owns, where they can be found. Importing this imports no framework. The first samples of a dataset are read twice, to
-see whether reading one is repeated alike under the same seed.
+see whether the same seed gives the same sample.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Global(NamedTuple):
     seed : callable
         ``seed(key)`` with a key of 64 bits.
     kept : callable
-        Returns what puts it back into the state that it has now.
+        Returns a function that restores the state that it has now.
     itself : Any
         The generator as an object, if it is one.
     """
@@ -46,9 +46,9 @@ class Global(NamedTuple):
     itself: Any = None
 
 
-FRAMEWORKS: dict[str, Callable[[], Sequence[Global]]] = {}  # by the module that is loaded where there are any
+FRAMEWORKS: dict[str, Callable[[], Sequence[Global]]] = {}  # by the module without which there are none
 TWICE = 4  # samples that each process reads twice
-NEAR: list[Any] = []  # those of them in host memory: objects whose state can be read without waiting
+NEAR: list[Any] = []  # global ones in host memory: their state can be read without waiting
 
 
 def seed(key: int, owned: Mapping[str, Any] | None = None) -> None:
@@ -80,7 +80,7 @@ def find(roots: Mapping[str, Any]) -> Owned:
 
 
 def places(owned: Mapping[str, Any]) -> list[Any]:
-    """Where the host's global generators and the owned ones are; the same again if nothing was drawn in between."""
+    """The states of the host's global generators and the owned ones; they are equal if nothing was drawn in between."""
     known = [random.seed.__self__, np.random.mtrand._rand]  # type: ignore[attr-defined]
     return list(map(_place, [*known, *NEAR, *owned.values()]))
 
@@ -88,8 +88,8 @@ def places(owned: Mapping[str, Any]) -> list[Any]:
 class kept(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a function
     """Restore every global generator, and the owned ones, on the way out. One thread at a time may be inside.
 
-    A class, not a generator with ``finally``: of one that Ctrl-C has left behind, that would be run whenever garbage is
-    collected, in the middle of something else. Only the turn is given back then.
+    This is a class, not a generator with ``finally``. When Ctrl-C leaves a generator behind, its ``finally`` runs when
+    garbage is collected, in the middle of something else. Here only the turn is given back then.
     """
 
     def __init__(self, owned: Mapping[str, Any] | None = None) -> None:
@@ -150,12 +150,12 @@ class seeded(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a 
 
 @functools.cache
 def _stream(path: str) -> int:
-    """What keeps the keys of one generator apart from those of others."""
+    """A number that keeps the keys of one generator apart from those of others."""
     return splitmix64(zlib.crc32(path.encode()))
 
 
 def _state(generator: Any) -> Any:
-    """What it will draw next follows from that; None of one that the system feeds."""
+    """The state that decides what it draws next; None if the operating system feeds it."""
     if isinstance(generator, np.random.Generator):
         generator = generator.bit_generator
     if isinstance(generator, np.random.BitGenerator):
@@ -166,7 +166,7 @@ def _state(generator: Any) -> Any:
 
 
 def _place(generator: Any) -> Any:
-    """Its state as something that can be compared."""
+    """The state of a generator, in a form that can be compared."""
     state = _state(generator)
     if state is None or isinstance(state, dict):
         return repr(state)
@@ -175,7 +175,7 @@ def _place(generator: Any) -> Any:
 
 
 def _seed(generator: Any, key: int) -> None:
-    """Every kind as a new one that is seeded so; one that the system feeds stays as it is."""
+    """Seed a generator as a new one of its kind; one that the operating system feeds stays as it is."""
     if isinstance(generator, np.random.Generator):
         generator = generator.bit_generator
     if isinstance(generator, np.random.BitGenerator):
@@ -189,7 +189,7 @@ def _seed(generator: Any, key: int) -> None:
 
 
 def _restoring_numpy() -> Callable[[], Any]:
-    """Puts numpy's global generator back into the state that it has now, and behind ``numpy.random``."""
+    """A function that puts numpy's global generator back behind ``numpy.random``, in the state that it has now."""
     legacy: Any = np.random
     bits, state = legacy.get_bit_generator(), legacy.get_state(legacy=False)
     if type(bits) is legacy.MT19937:
@@ -204,7 +204,7 @@ def _restoring_numpy() -> Callable[[], Any]:
 
 
 def restoring(generator: Any) -> Callable[[], Any]:
-    """Puts a generator back into the state that it has now."""
+    """A function that puts a generator back into the state that it has now."""
     state = _state(generator)
     if state is None:
         return bool
@@ -216,7 +216,7 @@ def restoring(generator: Any) -> Callable[[], Any]:
 
 
 class FirstReadings:
-    """Looks at the first samples that are read here: whether reading one is repeated alike under the same seed.
+    """Reads the first samples twice, to see whether the same seed gives the same sample.
 
     Parameters
     ----------
@@ -238,11 +238,11 @@ class FirstReadings:
         """What ``read(indices)`` gives, with all generators seeded that can be found."""
         if self._left <= 0:
             return read(indices)
-        ones = [indices[place : place + 1] for place in range(min(self._left, len(indices)))]
+        ones = [indices[position : position + 1] for position in range(min(self._left, len(indices)))]
         return [self._twice(read, one) if self._left > 0 else read(one)[0] for one in ones] + read(indices[len(ones) :])
 
     def _twice(self, read: Callable[[Indices], list[Any]], one: Indices) -> Any:
-        """What the first of two readings of a sample gives.
+        """Read a sample twice, compare, and return the first.
 
         Raises
         ------
@@ -250,29 +250,29 @@ class FirstReadings:
             The dataset keeps what it drew, or writes to its own arrays.
         """
         sample, drawn = read(one)[0], places(self._owned)
-        found = find(self._holders()) if self._left == TWICE else {}
+        owned = find(self._holders()) if self._left == TWICE else {}
         self._left -= 1
-        if found.keys() - self._owned.keys():
-            self._owned.update(found)
+        if owned.keys() - self._owned.keys():
+            self._owned.update(owned)
             sample, drawn = read(one)[0], places(self._owned)
         again = read(one)[0]
-        told = f"sample {one[0]} of {self._origin}"
+        text = f"sample {one[0]} of {self._origin}"
         if places(self._owned) != drawn:
             raise UsageError(
-                f"{told} drew other random numbers when it was read again with the same seeds: the dataset keeps what "
+                f"{text} drew other random numbers when it was read again with the same seeds: the dataset keeps what "
                 "it has drawn, so the answer depends on who reads it first; keep samples as they are before random "
                 "numbers are drawn for them, and draw those in each __getitem__"
             )
         if hashed(sample) == hashed(again):
             return sample
-        told += " was another when it was read again with the same seeds"
+        text += " was another when it was read again with the same seeds"
         if written := self._written(read, one):
             raise UsageError(
-                f"{told}, as reading it writes to {', '.join(written)}; change a copy: x = x - mean, not x -= mean"
+                f"{text}, as reading it writes to {', '.join(written)}; change a copy: x = x - mean, not x -= mean"
             )
         self._left = 0  # said once
         checks.warn(
-            f"{told}, so the answer depends on who reads it: let the dataset draw from random, numpy.random or torch, "
+            f"{text}, so the answer depends on who reads it: let the dataset draw from random, numpy.random or torch, "
             "or keep its generator in an attribute, where phalanx finds and seeds it"
         )
         return sample

@@ -19,7 +19,7 @@ import numpy as np
 
 from phalanx.errors import PhalanxError, SnapshotError, UsageError
 
-MARK = "!"  # of an object that stands for something that JSON has not
+MARK = "!"  # key of an object that stands for something that JSON lacks
 DEPTH = 40
 Sink = Callable[[Any, str], Any]
 WHOLE_BYTES = 64 << 20  # of an array; 40 ms where the processor has instructions for SHA-256
@@ -33,7 +33,7 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 def encoded(value: Any, keep: Sink, path: str, depth: int = 0) -> Any:
-    """``value`` as JSON values; ``keep(leaf, path)`` says what stands for a leaf that is none, or None.
+    """``value`` as JSON values; ``keep(leaf, path)`` returns what stands for any other leaf, or None.
 
     Raises
     ------
@@ -150,12 +150,12 @@ def check_like(value: Any, like: Any, path: str) -> None:
 
 
 def is_flag(value: Any) -> bool:
-    """Whether it is true, false or nothing."""
+    """Whether it is True, False or None."""
     return value is None or isinstance(value, bool)
 
 
 def check_specs(mine: Mapping[str, Any], theirs: Mapping[str, Any], spelled: Callable[[Any], str]) -> None:
-    """Refuse tensors of a snapshot that are not those that are here; names the first that differs, and how.
+    """Refuse tensors of a snapshot that do not fit those here; names the first that differs, and how.
 
     Raises
     ------
@@ -169,14 +169,14 @@ def check_specs(mine: Mapping[str, Any], theirs: Mapping[str, Any], spelled: Cal
 
 
 def changes(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
-    """What is not as it was, in words."""
+    """What has changed, in words."""
     differing = [name for name in {**now, **then} if now.get(name) != then.get(name)]
     return [f"{name} is {now.get(name)}, was {then.get(name)}" for name in differing]
 
 
 @contextlib.contextmanager
 def taking_over(part: str) -> Iterator[None]:
-    """Whatever is raised while a part of a snapshot is taken over says that it does not fit."""
+    """Turn what is raised while a part of a snapshot is taken over into an error that says it does not fit."""
     try:
         yield
     except PhalanxError:
@@ -187,7 +187,7 @@ def taking_over(part: str) -> Iterator[None]:
 
 
 def told_of_array(value: Any) -> list[str]:
-    """An array or tensor as two texts, what is shown and a hash. A single number is shown.
+    """Describe an array or tensor by two texts: one to show, and a hash. A single number is shown itself.
 
     Raises
     ------
@@ -205,7 +205,7 @@ def told_of_array(value: Any) -> list[str]:
 
 
 def told_of_container(value: Any) -> list[str]:
-    """A list, tuple or dict of plain values, arrays and more such containers, told in the same way.
+    """Describe a list, tuple or dict of plain values, arrays and more such containers in the same way.
 
     Raises
     ------
@@ -223,12 +223,12 @@ def told_of_container(value: Any) -> list[str]:
 
 
 def plain(value: Any) -> str:
-    """A plain value as text, and a set of them, which come in any order; hashed if it is long."""
+    """A plain value, or a set of them, as text; sets are sorted, and long texts are hashed."""
     is_set = isinstance(value, (set, frozenset))
-    told = f"{type(value).__name__}({', '.join(sorted(map(repr, value)))})" if is_set else repr(value)
-    if len(told) <= SHOWN or not hasattr(value, "__len__"):
-        return told
-    return f"{type(value).__name__} of {len(value)} {short(told)}"
+    text = f"{type(value).__name__}({', '.join(sorted(map(repr, value)))})" if is_set else repr(value)
+    if len(text) <= SHOWN or not hasattr(value, "__len__"):
+        return text
+    return f"{type(value).__name__} of {len(value)} {short(text)}"
 
 
 def short(text: str) -> str:
@@ -257,7 +257,7 @@ def _evenly(length: int, most: int) -> list[int]:
 
 
 def _pieces(value: Any, depth: int | None) -> Iterator[bytes | memoryview]:
-    """Everything in a container. ``depth``: what may be nested; None: as deep as it goes, all else as its type."""
+    """The bytes of all that a container holds. ``depth``: levels allowed; None: any, other objects as their type."""
     if type(value) in NESTED or (depth is None and isinstance(value, (*NESTED, Mapping))):
         if depth == 0:
             raise TypeError("nested too deeply")
@@ -265,14 +265,14 @@ def _pieces(value: Any, depth: int | None) -> Iterator[bytes | memoryview]:
         yield f"{len(items)} in a {type(value).__name__}".encode()
         for item in items:
             yield from _pieces(item, None if depth is None else depth - 1)
-    elif depth is None and hasattr(type(value), "__array_interface__") and not is_array(value):  # a picture, say
+    elif depth is None and hasattr(type(value), "__array_interface__") and not is_array(value):  # an image, say
         yield from _pieces(np.asarray(value), depth)
     elif is_array(value) and not (depth is None and getattr(value.dtype, "hasobject", False)):
         yield f"{_dtype(value)}{list(value.shape)}".encode()
         yield content(value)
     elif type(value) in PLAIN or (depth is None and isinstance(value, PLAIN)):
-        told = repr(value)
-        yield f"{len(told)}:{told}".encode(errors="surrogatepass")
+        text = repr(value)
+        yield f"{len(text)}:{text}".encode(errors="surrogatepass")
     elif depth is None:
         yield type(value).__qualname__.encode()
     else:

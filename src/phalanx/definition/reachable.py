@@ -1,7 +1,7 @@
 """What user code holds: every object that functions, datasets and models of a recipe lead to. Runs none of that code.
 
-Followed are attributes, items of containers, arguments of partials, and of functions closures, defaults and the globals
-that they name. Not followed: code of installed packages (attributes of their objects are), sets, which have no order,
+It follows attributes, items of containers, arguments of partials, and the closures, defaults and named globals of
+functions. It does not follow code of installed packages (but attributes of their objects), sets, which have no order,
 and containers of more than ``MOST`` items, which hold data. A path names the same object in every process; the seeds
 of random generators follow from paths, so their spelling decides bits.
 """
@@ -33,26 +33,26 @@ PLAIN = (str, bytes, bytearray, int, float, complex, type(None), range)
 
 def reachable(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """(path, object) of all that ``roots`` lead to, each object once, with the first path that leads there."""
-    left = deque(roots.items())
+    queue = deque(roots.items())
     seen: dict[int, Any] = {}  # objects are kept, so that no other gets their id meanwhile
-    while left and len(seen) < ALL:
-        path, value = left.popleft()
+    while queue and len(seen) < ALL:
+        path, value = queue.popleft()
         if not isinstance(value, PLAIN) and id(value) not in seen:
             seen[id(value)] = value
             yield path, value
-            left.extend((path + step, part) for step, part in parts_of(value))
+            queue.extend((path + step, part) for step, part in parts_of(value))
 
 
 def values(roots: Mapping[str, Any]) -> dict[str, Any]:
     """What ``roots`` lead to now, by path: plain values as text, lengths of containers, checksums of arrays."""
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for path, value in reachable(roots):
-        found |= {path + step: repr(part) for step, part in parts_of(value) if isinstance(part, PLAIN)}
+        entries |= {path + step: repr(part) for step, part in parts_of(value) if isinstance(part, PLAIN)}
         if isinstance(value, (list, dict, set, deque)):
-            found[f"{path} (its length)"] = len(value)
+            entries[f"{path} (its length)"] = len(value)
         elif hasattr(type(value), "__array__"):
-            found[path] = _checksum(value)
-    return found
+            entries[path] = _checksum(value)
+    return entries
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
@@ -73,7 +73,7 @@ def _checksum(array: Any) -> Any:
 
 
 def held_by(value: Any) -> dict[str, Any]:
-    """Attributes that lie in an object itself, in its slots and its dict: what its class computes is none."""
+    """Attributes that lie in an object itself, in its slots and its dict: what its class computes does not count."""
     held: dict[str, Any] = {}
     for kind in type(value).__mro__:
         slots = vars(kind).get("__slots__", ())
@@ -89,14 +89,14 @@ def held_by(value: Any) -> dict[str, Any]:
 
 
 def function_of(value: Any) -> Any:
-    """The function in what a class body holds under a name: below static and class methods, and properties."""
+    """The function behind a member of a class: of a static or class method, or of a property."""
     if isinstance(value, (staticmethod, classmethod)):
         value = value.__func__
     return value.fget if isinstance(value, property) else value
 
 
 def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a value holds itself, each with the step that leads there."""
+    """The objects that a value holds directly, each with the step that leads there."""
     if isinstance(value, ModuleType):
         return
     if isinstance(value, FunctionType):
@@ -140,7 +140,7 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def installed(module: Any) -> str | None:
-    """The package that code of this module is installed with, "python" for the standard library; None: the user's."""
+    """The installed package that a module belongs to, "python" for the standard library; None: the user's."""
     if not isinstance(module, str) or module == "__main__":
         return None
     root = module.partition(".")[0]

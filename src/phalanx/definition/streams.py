@@ -1,8 +1,8 @@
-"""Reads a stream and deals it out in batches, and says where that is, so that a later run can go on there.
+"""Reads a stream, deals it out in batches, and keeps its position, so that a later run can go on there.
 
 A sample is read once. It waits in the shuffle buffer, if there is one, and then among those that are ready; the samples
-of a step are kept until that step is done. Samples that wait are written down by their numbers alone: a run that goes
-on reads them again, from the last mark that lies before all of them.
+of a step are kept until that step is done. A snapshot has only the numbers of samples that wait: a resumed run reads
+these samples again, from the last mark before all of them.
 
 A ``Reading`` is one pass over the iterable. A ``Supply`` makes batches of pass after pass, and a ``Dealer`` knows which
 step has which of them.
@@ -27,10 +27,10 @@ from phalanx.errors import PhalanxError, RunError, SnapshotError, UsageError, Wo
 from phalanx.plan import buffer_slot, iterable_key, stream_sample_key
 from phalanx.surroundings import interrupts
 
-STATE = "data.stream"  # its name among the states of callbacks, which are called as classes are
+STATE = "data.stream"  # its name among the states of callbacks, which have names of classes
 LIKE = {"epoch": int, "before": int, "given": int, "read": int}
-WAITING = {"ready": Each(int), "slots": Each(int), "hash": str, "mark": [int, str, object]}  # where some were read
-MARKS = 32  # that are kept: a sample waits for a few rounds of the buffer at most
+WAITING = {"ready": Each(int), "slots": Each(int), "hash": str, "mark": [int, str, object]}  # once some are read
+MARKS = 32  # marks that are kept: a sample waits for a few rounds of the buffer at most
 PROTOCOLS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
 Shown = Callable[[Iterable[int], str], Iterable[int]]  # shows how far reading again is: ``shown(numbers, title)``
 Item = tuple[int, Any, str]  # the number of a sample, itself, the running hash after it
@@ -46,7 +46,7 @@ class Mark(NamedTuple):
     hash : str
         Running hash of those.
     state : Any
-        What the iterable, or its iterator, said of itself there; None where the epoch begins.
+        The state of the iterable, or of its iterator, there; None where the epoch begins.
     """
 
     number: int
@@ -129,7 +129,7 @@ class Reading:
         return sample
 
     def mark(self) -> Mark | None:
-        """The place where reading is, if the iterable can say it in plain values and tensors."""
+        """The present position; None if the iterable cannot give its state as plain values and tensors."""
         if self._carrier is None or not self.number:
             return None
         with self._user_code(f"while {self._take}() was called"):
@@ -152,7 +152,7 @@ class Reading:
 
     @contextlib.contextmanager
     def _user_code(self, when: str, number: int | None = None) -> Iterator[None]:
-        """What it raises becomes a WorkerError; an iterator that raised, or was broken off, is not asked again."""
+        """Turn what it raises into a WorkerError; an iterator that raised, or was interrupted, is not read again."""
         try:
             with interrupts.user_code():
                 yield
@@ -170,8 +170,7 @@ class Reading:
 class Supply:
     """Draws batches from a stream, in this process.
 
-    A reader's process that draws ahead has the same methods, and ``epoch``: that of the batch that comes next, or came
-    last.
+    A reader process that draws ahead has the same methods, and ``epoch``: that of the next batch, or of the last one.
 
     Parameters
     ----------
@@ -215,11 +214,11 @@ class Supply:
             raise self._too_few(reading, least)
         self._drawn = items = [self._ready.popleft() for _ in range(min(size, len(self._ready)))]
         self._over = len(self._ready) < least
-        told = hashlib.sha256(b"".join(bytes.fromhex(item[2]) for item in items)).hexdigest()
-        return Drawn(self.epoch, tuple(item[0] for item in items), [item[1] for item in items], told, self._over)
+        digest = hashlib.sha256(b"".join(bytes.fromhex(item[2]) for item in items)).hexdigest()
+        return Drawn(self.epoch, tuple(item[0] for item in items), [item[1] for item in items], digest, self._over)
 
     def state(self, *, undone: bool = False) -> dict[str, Any]:
-        """Where the stream is, in plain values; ``undone``: before the batch that was drawn last, not after it."""
+        """The stream's position, in plain values; ``undone``: before the batch that was drawn last, not after it."""
         waiting = self._drawn if undone else []
         if self._reading is None or (self._over and not waiting):
             return {"epoch": self.epoch + self._over, "before": self._total, "given": self._given, "read": 0}
@@ -234,7 +233,7 @@ class Supply:
 
     @taking_over("the place in the stream")
     def go_on(self, state: Mapping[str, Any], shown: Shown, *, anyway: bool = False) -> int:
-        """Be where an earlier run was, reading again what waits; returns how many samples that run had dealt.
+        """Go to an earlier run's position, reading again the samples that wait; returns how many that run had dealt.
 
         Parameters
         ----------
@@ -242,14 +241,14 @@ class Supply:
             As ``state`` gave it.
         shown : callable
         anyway : bool
-            Whether samples that are not those of the earlier run only warn.
+            Whether to warn, not raise, if the samples are not those of the earlier run.
 
         Raises
         ------
         UsageError
             The stream gives other samples, or has fewer epochs.
         SnapshotError
-            This is no such state.
+            ``state`` is not that of a stream.
         """
         check_like(state, {**LIKE, **(WAITING if state and state.get("read") else {})}, STATE)
         self.epoch, self._before, read = state["epoch"], state["before"], state["read"]
@@ -302,7 +301,7 @@ class Supply:
         checks.warn(f"the stream's {why}; going on all the same")
 
     def _read_from(self, mark: Mark, state: Mapping[str, Any], shown: Shown) -> None:
-        """Read an epoch from a mark up to where an earlier run was, and have there wait what waited."""
+        """Read an epoch from a mark up to where an earlier run was; keep the samples that waited there."""
         self.close()
         self._marks, waiting, items = deque([mark], MARKS), {*state["ready"], *state["slots"]}, dict[int, Item]()
         self._reading = reading = Reading(self._definition, self._stream, self.epoch, self._before, mark)
@@ -314,10 +313,10 @@ class Supply:
                 items[number] = number, sample, reading.hash
         self._ready = deque(items[number] for number in state["ready"] if number in items)
         self._buffer = [items[number] for number in state["slots"] if number in items]
-        self._over = reading.ended and not items  # fewer samples than there were
+        self._over = reading.ended and not items  # the epoch has fewer samples than it had
 
     def _begun(self) -> Reading:
-        """What is read now; begins an epoch if none was, or if the one before is over."""
+        """The current reading; begins an epoch if there is none, or if the last one is over."""
         last = self._reading
         if last is not None and not self._over:
             return last
@@ -334,7 +333,7 @@ class Supply:
         return reading
 
     def _mark(self, reading: Reading) -> None:
-        """Note where the iterable is, now and then; of long ago it is forgotten."""
+        """Now and then, mark where the iterable is; the oldest marks are dropped."""
         if reading.number - self._marks[-1].number < max(self._definition.global_batch, self._stream.shuffle_buffer):
             return
         mark = reading.mark()
@@ -342,7 +341,7 @@ class Supply:
             self._marks.append(mark)
 
     def _fill(self, reading: Reading, count: int) -> None:
-        """Read until so many samples are ready, or the epoch has no more."""
+        """Read until ``count`` samples are ready, or the epoch has no more."""
         most = max(1, self._stream.shuffle_buffer)
         while len(self._ready) < count:
             while not reading.ended and len(self._buffer) < most:
@@ -369,7 +368,7 @@ class Supply:
 
 
 class Dealer:
-    """Says which step has which batch of a stream; a run's state tells where that is from here on.
+    """Says which step has which batch of a stream, and gives the run's state the stream's position.
 
     Parameters
     ----------
@@ -384,7 +383,7 @@ class Dealer:
         run_state.stream = lambda: {STATE: self.source.state(undone=self._pending(run_state.steps))}
 
     def draw(self, step: int) -> Drawn:
-        """The samples of a step; the same ones until it is done, and steps beyond it are asked for.
+        """The samples of a step: the same ones until it is done and a later step is asked for.
 
         Raises
         ------
@@ -403,7 +402,7 @@ class Dealer:
         return self._drawn
 
     def postpone(self, step: int) -> None:
-        """The caller brings a batch for this step, so that what was drawn for it is of the one after."""
+        """The caller brings a batch for this step, so the batch that was drawn for it goes to the next one."""
         if self._pending(step):
             self._step = step + 1
 
@@ -417,7 +416,7 @@ class Dealer:
         self.source.close()
 
     def _pending(self, step: int) -> bool:
-        """Whether what was drawn is of a step that is not done."""
+        """Whether the batch that was drawn is of a step that is not done."""
         return self._drawn is not None and self._step >= step
 
 
@@ -429,7 +428,7 @@ def supplied(
     *,
     anyway: bool = False,
 ) -> Dealer:
-    """Where a run's samples come from, as its data is a stream; goes on where an earlier run was.
+    """The dealer of a run whose data is a stream; it goes on where an earlier run was.
 
     Parameters
     ----------
@@ -442,13 +441,13 @@ def supplied(
     state = run_state.callbacks.pop(STATE, None)
     if state is not None or (run_state.resumed_from is not None and not anyway):
         dealt = supply.go_on(state or {}, shown, anyway=anyway)
-        if dealt > run_state.samples and not definition.drop_last:  # which leaves some out
+        if dealt > run_state.samples and not definition.drop_last:  # drop_last leaves some out
             raise SnapshotError(f"{STATE} in the snapshot has dealt {dealt} samples, of {run_state.samples}")
     return Dealer(supply, run_state)
 
 
 def _protocol(carrier: Any) -> tuple[Any, str, str]:
-    """Who tells its place, and by which methods; None if it does not."""
+    """An iterable that can give its state, and the methods for that; None if it cannot."""
     for take, give in PROTOCOLS:
         if callable(getattr(carrier, take, None)) and callable(getattr(carrier, give, None)):
             return carrier, take, give

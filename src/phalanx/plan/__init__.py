@@ -14,7 +14,7 @@ give sample i the i-th output of splitmix64 started from a hash of (seed, epoch)
 outputs of one stream are all different, so there are no ties and every sorting algorithm gives the same order.
 
 Each phase of a step is gradients, fold, update. Engines count updates, so that whatever holds between two steps (a
-barrier, a snapshot in memory, the fall of a worker) holds between two phases. Without phases both are the same.
+barrier, a snapshot in memory, the death of a worker) holds between two phases. Without phases both are the same.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Plan:
         return self._order(epoch)[start:end].copy() if self.shuffle else np.arange(start, end, dtype=np.int64)
 
     def _order(self, epoch: int) -> Indices:
-        """Steps run in order, so the block of epochs around the last one asked for is all that is kept."""
+        """The order of an epoch. Steps run in order, so only the last block of epochs is kept."""
         count = max(1, BLOCK // self.samples)
         epochs = range(epoch - epoch % count, epoch - epoch % count + count)
         orders = self._orders.get(epochs)
@@ -173,7 +173,7 @@ def replica_key(seed: int, step: int, replica: int, replicas: int, phase: int = 
 
 
 def stream_sample_key(seed: int, number: int) -> int:
-    """Key for reading a sample of a stream, which is the so manyeth of all epochs; as of a dataset read in order."""
+    """Key for reading a sample of a stream; ``number`` counts through all epochs, as for a dataset read in order."""
     return key(seed, SAMPLE_STREAM, number)
 
 
@@ -299,7 +299,7 @@ class Parts:
     Parameters
     ----------
     sizes : sequence of int
-        Samples of each part; a part counts by them where the loss tells no weight.
+        Samples of each part, which are its weight if the loss returns none.
 
     Attributes
     ----------
@@ -314,12 +314,12 @@ class Parts:
         self.weight = 0.0
 
     def add(self, number: int, loss: Any, returned: float | None) -> float:
-        """Count a part; returns its weight, 0 where its gradient is not to be looked at.
+        """Count a part; returns its weight. With 0 its gradient is ignored.
 
         Raises
         ------
         UsageError
-            The loss told its weight in some parts only, which would not be comparable.
+            The loss returned a weight for some parts only, which would not be comparable.
         """
         self._told.add(returned is not None)
         if len(self._told) > 1:
@@ -339,7 +339,7 @@ class Parts:
 
     @property
     def returned(self) -> float | None:
-        """The weight of the replica, if the loss told those of its parts."""
+        """The weight of the replica, if the loss returned those of its parts."""
         return self.weight if True in self._told else None
 
 
@@ -349,7 +349,7 @@ class Moment(NamedTuple):
     Attributes
     ----------
     step, phase : int
-        Where it belongs.
+        The step and the phase that it belongs to.
     first, last : bool
         Whether it begins the step, or ends it.
     name : str
@@ -373,7 +373,7 @@ class Rounds:
     Attributes
     ----------
     every : tuple of int
-        Phase p is done in steps 0, ``every[p]``, 2 ``every[p]`` and so on; one of them in each.
+        Phase p is done in steps 0, ``every[p]``, 2 ``every[p]`` and so on; at least one is done in every step.
     names : tuple of str
     """
 
@@ -386,20 +386,20 @@ class Rounds:
         return self.every.index(1)
 
     def updates(self, steps: int) -> int:
-        """How many updates so many steps have."""
+        """How many updates ``steps`` steps have."""
         return sum(-(-steps // every) for every in self.every)
 
     def at(self, update: int) -> Moment:
-        """Where an update belongs, counted from 0."""
+        """The step and phase of an update, counted from 0."""
         if len(self.every) == 1:
             return Moment(update, 0, True, True, self.names[0])
         step = bisect.bisect_right(range(update + 1), update, key=self.updates) - 1
         due = [phase for phase, every in enumerate(self.every) if step % every == 0]
-        place = update - self.updates(step)
-        return Moment(step, due[place], place == 0, place == len(due) - 1, self.names[due[place]])
+        position = update - self.updates(step)
+        return Moment(step, due[position], position == 0, position == len(due) - 1, self.names[due[position]])
 
     def by_phase(self, values: Sequence[T]) -> dict[str, list[T]]:
-        """What there is of every update, sorted into phases by their names."""
+        """Values of all updates, sorted by the names of their phases."""
         if len(self.every) == 1:
             return {self.names[0]: list(values)}
         sorted_in: dict[str, list[T]] = {name: [] for name in self.names}
@@ -436,6 +436,6 @@ class Audit:
 
 
 def joined(replica: int, block: Sequence[int], ran: Sequence[int]) -> list[int]:
-    """A replica, after the one before where a worker that hosts ``block`` may add the two up as it computes them."""
+    """A replica, after the one before if a worker that hosts ``block`` may add up the two as it computes them."""
     pair = replica % 2 and replica - 1 in block and replica - 1 in ran
     return [replica - 1, replica] if pair else [replica]

@@ -1,4 +1,4 @@
-"""What deaths of workers mean: when they end a run, and else how it goes on. A pure count and a pure table.
+"""Decides what deaths of workers mean: when they end a run, and else how it goes on. A pure count and a pure table.
 
 A step has named phases. Weights change only between ``UPDATING`` and ``UPDATED``, and no worker comes there before all
 have ``FOLDED``; none begins the next step before all have ``UPDATED``. So workers are never more than a step apart, and
@@ -7,9 +7,9 @@ where each was last seen tells whether the state is that before a step, that aft
 ``decide`` looks up what to do next; ``engines.recovery`` does it, and asks again until there is nothing left to do.
 Nothing here waits or knows a process, so every interleaving of workers, barriers and deaths can be tried in a test.
 
-Going on is right as long as something gets done. What a worker does to itself (an exit, a fault, a hang) it does again
-at the same place: three times there, and nothing else between, are enough. A signal that anybody may have sent
-(SIGKILL, SIGTERM, the kernel that wants memory) strikes whoever is there, so many more are needed.
+A run goes on as long as it makes progress. A death of a worker's own making (an exit, a fault, a hang) happens again at
+the same place: three in a row there end the run. A signal that any process may have sent (SIGKILL, SIGTERM, the kernel
+that needs memory) hits whichever worker is there, so it takes many more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from enum import Enum, IntEnum, auto
 from typing import Final, NamedTuple
 
 OWN = 3  # deaths of a worker's own making, in a row at one place, that end a run
-MOST = 10  # deaths by a signal of anybody's, if the caller does not say how many
+MOST = 10  # deaths by a signal from outside that end a run, by default
 
 
 class Phase(IntEnum):
@@ -36,7 +36,7 @@ class Phase(IntEnum):
 
 
 class Progress(NamedTuple):
-    """Where a worker was last seen. Places are ordered as they are passed."""
+    """Where a worker was last seen. They are ordered as a worker passes them."""
 
     step: int
     phase: Phase
@@ -50,7 +50,7 @@ class Verdict(NamedTuple):
     step : int
         The next step to be done; the state is, or will be, the one before it.
     torn : bool
-        Whether the state is of no step: it has to be taken back from a snapshot.
+        Whether the state is that of no step, and has to be restored from a snapshot.
     """
 
     step: int
@@ -58,16 +58,16 @@ class Verdict(NamedTuple):
 
 
 def joinable(places: Sequence[Progress], fallen: Collection[int]) -> bool:
-    """Whether replacements may step in while the others wait: all that fell were computing, in the same step.
+    """Whether replacements may start while the others wait: all workers that died were computing, in one step.
 
-    Then nobody can pass the phase where gradients are exchanged, so nothing moves until they are there.
+    Then no worker can pass the phase where gradients are exchanged before the replacements are there.
     """
     there = {places[worker] for worker in fallen}
-    return len({place.step for place in there}) == 1 and all(place.phase <= Phase.COMPUTING for place in there)
+    return len({seen.step for seen in there}) == 1 and all(seen.phase <= Phase.COMPUTING for seen in there)
 
 
 def judge(places: Sequence[Progress]) -> Verdict:
-    """How a run goes on from where every worker stood when all had stopped."""
+    """How a run goes on, given where every worker was when all had stopped."""
     furthest = max(places)
     if furthest.phase < Phase.UPDATING:  # all others are in this step too, or have done all of the one before
         return Verdict(furthest.step, torn=False)
@@ -102,7 +102,7 @@ def next_snapshot(step: int, due: int, interval: float, *, eager: int, held: boo
 
 
 class Fallen(Enum):
-    """Who has ended, as far as that matters."""
+    """Which workers have died, as far as that matters."""
 
     NOBODY = auto()
     ANYBODY = auto()  # others can take the places: the whole state lies in the arena, or is known
@@ -112,10 +112,10 @@ class Fallen(Enum):
 
 
 class Standing(Enum):
-    """How far those are that live, and what of the state is there."""
+    """How far the living workers are, and what there is of the state."""
 
-    WAITING = auto()  # they wait, or will, at the barrier before gradients are exchanged, for those that fell
-    AT_WORK = auto()  # they are at what was granted
+    WAITING = auto()  # they wait, or will, at the barrier before gradients are exchanged, for those that died
+    AT_WORK = auto()  # they work on what was granted
     GOING_BACK = auto()  # they are idle; going back to a snapshot was broken off
     RESUMING = auto()  # they are idle; being told where to go on was broken off
     TORN = auto()  # they are idle; an update broke off, so the state is that of no step
@@ -128,10 +128,10 @@ class Action(Enum):
 
     GO_ON = auto()  # nothing is left to do
     STOP = auto()  # have the living leave what was granted, and wait until they are idle
-    JOIN = auto()  # start others in the places of those that fell, in the step that the living are in
-    RESUME = auto()  # start others in the places of those that fell, and tell all at which step to go on
-    TAKE_BACK = auto()  # the same with the state of the newest snapshot, or with what the run began with
-    GO_BACK = auto()  # finish that, where it was broken off
+    JOIN = auto()  # start replacements of those that died, in the step that the living are in
+    RESUME = auto()  # start replacements of those that died, and tell all at which step to go on
+    TAKE_BACK = auto()  # RESUME with the state of the newest snapshot, or with the one that the run began with
+    GO_BACK = auto()  # finish TAKE_BACK where it was broken off
     DO_AGAIN = auto()  # do a lost step again
     LOSE = auto()  # end the run: a part of the state is lost
     PART = auto()  # end the run: over several hosts nobody is replaced
@@ -154,7 +154,7 @@ class Seen(NamedTuple):
     fallen : bool
         Whether it has ended and is to be replaced.
     at_work : bool
-        Whether it is not, or was not, done with what was granted.
+        Whether it works, or worked when it ended, on what was granted.
     """
 
     progress: Progress
@@ -257,7 +257,7 @@ def stands(run: Situation, verdict: Verdict) -> Standing:
         return Standing.AT_WORK
     if run.repair is not None:
         return Standing.GOING_BACK if run.repair.action is Action.GO_BACK else Standing.RESUMING
-    if verdict.torn and (fallen or run.portable):  # nobody fell: an optimizer raised, and only torch's own can go back
+    if verdict.torn and (fallen or run.portable):  # if none died, an optimizer raised, and only torch's own can go back
         return Standing.TORN
     return Standing.BEHIND if verdict.step < run.done else Standing.WHOLE
 
@@ -302,7 +302,7 @@ class Tally:
     Parameters
     ----------
     most : int
-        Deaths by a signal of anybody's that end a run.
+        Deaths by a signal from outside that end a run.
     """
 
     def __init__(self, most: int = MOST) -> None:

@@ -1,4 +1,4 @@
-"""The seams between rooms: a step, what computes it, where workers live, and who looks on. A handful of methods each.
+"""Protocols between rooms: a step, what computes it, where workers live, and its observers. A few methods each.
 
 A framework (torch, jax, tinygrad) computes a replica's gradient and applies the mean; a step sees only ``Framework``.
 A gradient is a vector: a list with one entry per parameter, None where the parameter got none, or where it is another
@@ -68,7 +68,7 @@ class Arithmetic(Protocol):
 
 
 class Link(Protocol):
-    """How a worker reaches the others: what of a step is not computed alone. All of them call the same in turn.
+    """How workers exchange what a step needs of the others. All of them call the same methods in the same order.
 
     Attributes
     ----------
@@ -82,7 +82,7 @@ class Link(Protocol):
         """Forget what an earlier step left; from here on replicas are computed."""
 
     def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:
-        """Take what a hosted replica left: a gradient to be folded (None: nothing), and buffers if it had samples."""
+        """Take what a hosted replica computed: a gradient to fold (None: nothing), and buffers if it had samples."""
 
     def all_gather(self, parts: Sequence[Part]) -> list[Part]:
         """Give the parts of the hosted replicas, get those of all R in order."""
@@ -97,7 +97,7 @@ class Link(Protocol):
         ...
 
     def all_true(self, opinion: bool) -> bool:
-        """Whether all workers are of this opinion."""
+        """Whether this is true in all workers."""
         ...
 
     def commit(self, step: int, gradient: Vector | None) -> None:
@@ -143,7 +143,7 @@ class Framework(Protocol):
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
         """Compute some replicas in turn, from the state at the step's start; runs user code.
 
-        One is computed when it is asked for; others may have been begun by then. Who watches changes no bit.
+        Each is computed when it is asked for; others may have begun by then. Watching changes no bit.
         """
         ...
 
@@ -180,7 +180,7 @@ class Framework(Protocol):
 
 
 class Lanes(Protocol):
-    """Several devices of this process, each with a copy of the model, that compute replicas at a time.
+    """Several devices of this process, each with a copy of the model, that compute replicas at the same time.
 
     Attributes
     ----------
@@ -222,7 +222,7 @@ class SharedState(Protocol):
     Attributes
     ----------
     direct : bool
-        Whether gradients are computed where they are wanted, each as soon as it is there.
+        Whether each gradient is written where ``aim`` says as soon as it is computed.
     """
 
     direct: bool
@@ -247,7 +247,7 @@ class SharedState(Protocol):
         ...
 
     def take(self, foreign: Any, options: Any) -> None:
-        """Continue from such a rest."""
+        """Continue from what ``rest`` returned."""
 
     def weights(self) -> Sequence[np.ndarray]:
         """The caller's: the bytes of each storage, in the layout's order."""
@@ -295,7 +295,7 @@ class Sharing(Protocol):
         ...
 
     def move(self, layout: Any, places: Places) -> None:
-        """Have storages of this process's weights, by their number, lie elsewhere: at an offset into a memory."""
+        """Move storages of this process's weights, by their number, to an offset into a memory."""
 
     def look(self, layout: Any, arena: mmap.mmap, resting: Sequence[int]) -> Any:
         """What lies in the arena as ``Exported``, without a digest; shares memory where arrays are written.
@@ -337,7 +337,7 @@ class Engine(Protocol):
         ...
 
     def pause(self) -> bool:
-        """Begin no step that was not asked for; whether nothing is ahead of the last report any more."""
+        """Begin no step that was not asked for; returns whether no worker is ahead of the last report any more."""
         ...
 
     def evaluate(self, metrics: Metrics, data: Any, batch_size: int, weights: Weights | None = None) -> list[Any]:
@@ -352,7 +352,7 @@ class Engine(Protocol):
         ...
 
     def peek(self) -> dict[str, Any] | None:
-        """What the first replica of the next step comes to, which is not done; None where that cannot be told."""
+        """What the first replica of the next step computes, without doing the step; None if that cannot be told."""
         ...
 
     def capture(self) -> Captured:
@@ -372,11 +372,11 @@ class Engine(Protocol):
 
 
 class Observer:
-    """What a run tells those who look on. Each method does nothing here; an observer defines those that it needs.
+    """What a run tells its observers. Each method does nothing here; an observer defines those that it needs.
 
     A run without observers pays nothing for them. With several, each step is told to all of them in one order, and
-    ``end`` in the reverse: who began first ends last. What an observer raises reaches the caller; those behind it are
-    told of that step before anything else is done. An observer must not change the state. Nobody hears of single
+    ``end`` in the reverse: the first to begin ends last. What an observer raises reaches the caller; the later ones are
+    told of that step before anything else is done. An observer must not change the state. None hears of single
     replicas yet: engines fold gradients piece by piece, so there is no whole one to show.
 
     Attributes
@@ -418,7 +418,7 @@ class Observer:
         """See a finished step, with the value of its evaluation where one was due."""
 
     def left(self) -> dict[str, Any]:
-        """What a result gets from this: "averaged", parameters by name that are evaluated in place of the state's."""
+        """What this adds to a result: "averaged", parameters by name that are evaluated in place of the state's."""
         return {}
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""Records that cross the seams: what is to be computed and was, what a run has done, states as snapshots have them."""
+"""Records that cross the seams: tasks of replicas and what they computed, what a run has done, states of snapshots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Weights = Mapping[str, Any]  # values of parameters by name
 class Todo(NamedTuple):
     """A replica's part in a step: its number, the key of its random generators, its samples and what they weigh.
 
-    The weight counts where the loss tells none. The phase is that of the step, where it has several.
+    The weight counts if the loss returns none. The phase is that of the step, where it has several.
     """
 
     replica: int
@@ -32,7 +32,7 @@ class Todo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Who is told what is computed on the way of a replica-step, and how much of it.
+    """A callback that is told what is computed within a replica-step, and how much it is told.
 
     ``told(kind, name, value)``: kind is "batch", "module" (its output; the name is its path), "output", "buffer" (as it
     was left), or, with ``operations``, "operation" and, within the backward pass, "backward" (its
@@ -54,11 +54,11 @@ class Computed:
     Attributes
     ----------
     loss : float
-        Or what ``Arithmetic.read`` makes one of: a device is not waited for before all of them have work.
+        Or what ``Arithmetic.read`` turns into one, so that no device is waited for before all of them have work.
     weight : float or None
         The weight that the loss returned, if it did.
     gradient : Vector or None
-        None where the weight is 0: such a gradient is not looked at. Where replicas are folded or gradients
+        None where the weight is 0: such a gradient is ignored. Where replicas are folded or gradients
         clipped, no entry shares memory with another, so that each may be written. An entry that was added to the left
         neighbour's already (see ``plan.fold``) is that very entry of the left neighbour.
     buffers : list
@@ -77,11 +77,11 @@ class Part(NamedTuple):
     Attributes
     ----------
     loss : float
-        As computed; where nobody else has to read it, also what ``Arithmetic.read`` makes one of.
+        As computed; if no other process reads it, also what ``Arithmetic.read`` turns into one.
     weight : float
-        0 where nothing is to be added.
+        0 if nothing is to be added.
     returned : bool
-        Whether the loss told its weight.
+        Whether the loss returned its weight.
     samples : float
         0 where the replica did not run.
     options, lr : float
@@ -109,7 +109,7 @@ class Exported:
     digest : str
         Of all of the state, if asked for.
     check : callable
-        Of what is for looking: refuses what somebody changed in it.
+        For a state that is only for looking: raises if somebody changed it.
     """
 
     make: Callable[[], Any]
@@ -263,27 +263,27 @@ class RunState:
     chain : str or None
         The newest link of the run's chain, if one is kept.
     callbacks : dict
-        What callbacks of that earlier run left, by their names, until they are asked.
+        States of that earlier run's callbacks, by name, until callbacks take them.
     states : callable
-        What callbacks would leave now.
+        Returns the states of callbacks now.
     rounds : Rounds
         Which update belongs to which step.
     stream : callable
-        Where the stream is now, if the data is one, by its name among those states.
+        Returns the stream's position now, if the data is one, by its name among those states.
     stopped_by : str or None
-        Who said that no further planned step is to be done.
+        Who stopped the run: no further planned step is done.
     audit : Audit or None
         Which updates are audited, if some are.
     audited : int
         How many were.
     allow : bool or None
-        Whether replicas that are computed twice may differ; None: none is.
+        Whether replicas that are computed twice may differ; None: no replica is.
     max_failures : int
         Deaths by SIGKILL or SIGTERM, in a row at one place, that end the run.
     told : int
-        How many updates observers were told of, with all that completes a step.
+        How many updates observers were told of, after all that completes a step.
     unseen : deque of StepReport
-        Updates that turned out to be done when nobody waited for them.
+        Updates that were done while nobody waited for them.
     """
 
     loss_history: list[float] = field(default_factory=list[float])
@@ -307,7 +307,7 @@ class RunState:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing of a step that was begun is left to be done."""
+        """Whether every step that was begun is complete."""
         return self.told == len(self.loss_history)
 
     @property

@@ -1,9 +1,9 @@
-"""What processes say to each other of a run: words in an arena that they read and write without locks.
+"""How the processes of a run communicate: words in an arena that they read and write without locks.
 
 Workers go from step to step by themselves: the parent grants a number of steps, or one task, and may grant again only
-when every worker is idle. Between, the first worker alone decides, before the last barrier of a step, whether there is
-a next one; so all of them agree. Whoever fails raises the trouble flag and goes idle; the others leave at their next
-barrier. No weights or gradients are here: only how far everybody is, and what a step came to.
+when every worker is idle. In between, the first worker alone decides, before the last barrier of a step, whether there
+is a next one; so all of them agree. A worker that fails raises the trouble flag and goes idle; the others leave at
+their next barrier. No weights or gradients are here, only how far every worker is, and the numbers of each step.
 
 A word is 8 bytes, which processors read and write as a whole. No two writers share a cache line, as each would have to
 fetch it from the other for every write. So the line of a word tells who may write it. For all others it is
@@ -34,11 +34,11 @@ class Parts:
     def __init__(self, floats: memoryview[float]) -> None:
         self._floats = floats
 
-    def write(self, first: int, rows: Iterable[Sequence[float]], told: Sequence[float]) -> None:
-        """Write the rows of a worker's replicas, in a row from ``first`` on; each ends in what it ``told``."""
+    def write(self, first: int, rows: Iterable[Sequence[float]], settings: Sequence[float]) -> None:
+        """Write a worker's replicas from row ``first`` on; each row ends in ``settings``: options' checksum and lr."""
         position = first * PART
         for row in rows:
-            for value in (*row[: -len(told)], *told):
+            for value in (*row[: -len(settings)], *settings):
                 self._floats[position] = value
                 position += 1
 
@@ -59,13 +59,13 @@ class Reports:
         self._width = len(ring) // RING
 
     def write(self, step: int, parts: Sequence[float], *report: float) -> None:
-        """Of a step that is about to be finished: loss, norm, lr, samples, started, ended; and of each replica."""
+        """Write what a step that is about to finish gave: loss, norm, lr, samples, started, ended; and each replica."""
         position = step % RING * self._width
         row = array.array("d", (*report, *parts))
         self._ring[position : position + len(row)] = memoryview(row)
 
     def correct_end(self, step: int, ended: float) -> None:
-        """When the step has really ended: what was written before could only be about to."""
+        """Write when the step really ended: its report was written just before that."""
         self._ring[step % RING * self._width + REPORT - 1] = ended
 
     def read(self, step: int) -> Sequence[float]:
@@ -83,12 +83,12 @@ class Reports:
 LINE: Final = 8  # words in a cache line
 OF_PARENT, OF_FIRST, OF_ALL, OF_WORKERS = 0, 2 * LINE, 3 * LINE, 4 * LINE  # where lines of each kind of writer begin
 PARENT: Final = -1  # the role of the caller's process; those of workers are their numbers
-WRITERS: Final = ({PARENT}, {PARENT}, {PARENT, 0}, set[int]())  # of each line before those of workers; none: anybody
+WRITERS: Final = ({PARENT}, {PARENT}, {PARENT, 0}, set[int]())  # of each line before those of workers; empty: any role
 
 STEPS, BATCH, TASK = 1, 2, 3  # kinds of grants: planned steps, a step on a batch that the caller brought, a task
 GO_ON, BEGIN_NO_STEP, LEAVE = 0, 1, 2  # pauses; LEAVE: also a step that is being computed, between two replicas
 PHASES: Final = len(Phase)
-PROGRESS: Final = 3  # the word that says how far a worker is: step and phase in one, so that none is read too late
+PROGRESS: Final = 3  # the word that says how far a worker is: step and phase in one, so that they are read together
 
 
 def word_count(workers: int) -> int:
@@ -103,19 +103,19 @@ def float_count(workers: int, replicas: int) -> int:
 
 def word(index: int, doc: str) -> Any:
     """The word at ``index`` of an object's ``_words``; a plain property, as these are read within barriers."""
-    line, place = divmod(index, LINE)
+    line, column = divmod(index, LINE)
 
     def read(self: Any) -> int:
         return self._words[index]
 
     def write(self: Any, value: int) -> None:
-        self._lines[line][place] = value
+        self._lines[line][column] = value
 
     return property(read, write, doc=doc)
 
 
 class WorkerCounters:
-    """What one worker tells. Written by that worker alone; what one that ended has written stays."""
+    """The words of one worker. Only that worker writes them, and they stay when it has ended."""
 
     arrived = word(0, "How many barriers it has come to; the grant is in the upper bits.")
     finished = word(1, "The latest grant that it is done with: it is idle if that is the latest of all.")
@@ -129,7 +129,7 @@ class WorkerCounters:
         self._words, self._lines = words, [words]
 
     def reach(self, step: int, phase: Phase) -> None:
-        """It comes to a phase of a step, now."""
+        """Note that the worker comes to a phase of a step."""
         self._words[PROGRESS] = step * PHASES + phase
 
     @property
@@ -153,13 +153,13 @@ class Counters:
     Attributes
     ----------
     workers : list of WorkerCounters
-        What each of them tells.
+        The words of each.
     parts : Parts
         Of the replicas in the present step.
     reports : Reports
         Of finished steps; written by the first worker.
     sums : memoryview of float
-        For each worker a checksum of what it came to in an audited step; 32 bits, which a float holds exactly.
+        For each worker a checksum of what it computed in an audited step; 32 bits, which a float holds exactly.
     """
 
     grant = word(OF_PARENT, "Written by the parent: how often it has granted something.")
@@ -235,7 +235,7 @@ class Counters:
         return [worker.progress for worker in self.workers]
 
     def activity(self) -> bytes:
-        """Everything that workers write as they go on; equal as long as nobody does."""
+        """Everything that workers write as they go on; equal as long as no worker does."""
         return self._words[OF_WORKERS:].tobytes()
 
     def hindmost(self, workers: Iterable[int]) -> set[int]:
@@ -277,12 +277,12 @@ class Barrier:
         self._round = max(self._own.arrived, grant << ROUNDS)  # a replacement goes on where the other ended
 
     def enter(self, step: int) -> None:
-        """Be at the beginning of a step."""
+        """Come to the beginning of a step."""
         self.step = step
         self.at(Phase.SAVING)
 
     def at(self, phase: Phase) -> None:
-        """Be so far in the step."""
+        """Come to a phase of the step."""
         self._own.reach(self.step, phase)
 
     def wait(self) -> None:

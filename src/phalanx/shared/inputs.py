@@ -1,9 +1,9 @@
-"""What was read ahead, in memory that readers share with those who take it: shares of steps.
+"""Shares of steps that were read ahead, in memory that readers share with the processes that take them.
 
-A share of a step is read by one reader, the same wherever the run is: (step R + replica) modulo the number of readers.
-Nobody depends on it: whoever computes a replica says so, waits for a share that is being read, and reads it by itself
-if nobody has begun, or if the reader is gone. One that hangs for a minute is ended. Each word has one writer. A
-reader's bytes go round in a ring, which is what holds it back.
+A share of a step always has the same reader: (step R + replica) modulo the number of readers. No process depends on it.
+One that computes a replica says so, and waits for a share that is being read. It reads the share itself if no reader
+has begun, or if the reader has ended. A reader that hangs for a minute is killed. Each word has one writer. A reader's
+bytes go round in a ring, and a full ring holds the reader back.
 
 Layout, in words of 64 bits: how many readers there are, the step that each replica is at, pids of readers, and for each
 of the next steps and each replica where its samples lie. After these, the rings.
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from phalanx.shared.memory import ALIGNMENT, Memory, aligned, fence, order
 
 MOST = 64  # readers
-AHEAD = 32  # steps for which there are entries: readers are so far ahead, less two
+AHEAD = 32  # steps for which there are entries; readers stay two steps below that
 RINGS_BYTES = 256 << 20  # of all readers together
 FIRST_NAP, LONGEST_NAP, LOOK_SECONDS = 0.00002, 0.0003, 0.05
 HANGING_SECONDS = 60.0  # that a share may be waited for
@@ -40,7 +40,7 @@ def ready(step: int) -> int:
 
 
 class Inputs:
-    """The memory, as everybody sees it.
+    """The memory, as every process sees it.
 
     Parameters
     ----------
@@ -62,12 +62,12 @@ class Inputs:
 
     @property
     def readers(self) -> int:
-        """How many there are."""
+        """How many readers there are."""
         return self.words[COUNT]
 
     @readers.setter
     def readers(self, count: int) -> None:
-        """Said once, and 0 where they are given up."""
+        """Set once, and to 0 if they are given up."""
         self.words[COUNT] = count
 
     def owner(self, step: int, replica: int) -> int:
@@ -76,21 +76,21 @@ class Inputs:
         return (step * self._replicas + replica) % readers if readers else -1
 
     def entry(self, step: int, replica: int) -> int:
-        """The first word of what is known of a share."""
+        """The index of the first word of a share's entry."""
         return self._entries + ENTRY * (step % AHEAD * self._replicas + replica)
 
     def at(self, replica: int) -> int:
-        """The step after the one of which a replica was taken last."""
+        """The step after the last one in which a replica's share was taken."""
         return self.words[AT + replica]
 
     def note_pid(self, reader: int, pid: int) -> None:
-        """Who starts readers says which process is one, or that it is gone."""
+        """The process that starts readers notes the pid of one, or that it has ended."""
         self.words[self._pids + reader] = pid
 
     def take(self, step: int, replica: int) -> memoryview | None:
-        """A copy of a share's bytes, for who computes it; None if that has to read it by itself.
+        """A copy of a share's bytes; None if the caller has to read the share itself.
 
-        It can be taken again until the next step is.
+        It can be taken again until that of the next step is.
         """
         words, entry = self.words, self.entry(step, replica)
         words[AT + replica] = step + 1  # what lies before this step may be overwritten
@@ -110,9 +110,9 @@ class Inputs:
         if words[entry + TAG] != ready(step):
             return None
         offset = words[entry + OFFSET]
-        found = aligned(self.bytes[offset : offset + words[entry + BYTES]])
+        copy = aligned(self.bytes[offset : offset + words[entry + BYTES]])
         order()
-        return found if words[entry + TAG] == ready(step) else None  # not overwritten meanwhile
+        return copy if words[entry + TAG] == ready(step) else None  # not overwritten meanwhile
 
     def _gone(self, reader: int, *, hanging: bool) -> bool:
         pid = GONE if reader < 0 else self.words[self._pids + reader]
@@ -141,7 +141,7 @@ class Ring:
         self._size = RINGS_BYTES // inputs.readers // ALIGNMENT * ALIGNMENT
         self._begin = inputs.begin + number * self._size
         self._held: deque[tuple[int, int, int, int]] = deque()  # step, replica, first byte, the one after the last
-        for step in range(AHEAD):  # of the reader whose place this one takes
+        for step in range(AHEAD):  # shares of the reader that this one replaces
             for replica in hosted:
                 tag = inputs.words[inputs.entry(step, replica) + TAG]
                 if tag and inputs.owner((tag - 1) // 2, replica) == number:
@@ -153,7 +153,7 @@ class Ring:
         return [replica for replica in self._hosted if self._inputs.owner(step, replica) == self._number]
 
     def begun(self) -> int:
-        """The first step that nobody has begun."""
+        """The first step that no process has begun."""
         return max(self._inputs.at(replica) for replica in self._hosted)
 
     def may_claim(self, step: int) -> bool:
@@ -161,7 +161,7 @@ class Ring:
         return step - self.begun() < AHEAD - 2
 
     def claim(self, step: int, replica: int) -> bool:
-        """Say that this share is being read; False if somebody who computes it has come first."""
+        """Say that this share is being read; False if the process that computes it came first."""
         self._inputs.words[self._inputs.entry(step, replica) + TAG] = claimed(step)
         fence()
         if self._inputs.at(replica) <= step:
@@ -170,15 +170,15 @@ class Ring:
         return False
 
     def give_up(self, step: int, replica: int) -> None:
-        """Leave a share to who computes it: reading it raised, say, which is to happen there."""
+        """Leave a share to the process that computes it, say because reading raised: that must happen there."""
         self._inputs.words[self._inputs.entry(step, replica) + TAG] = 0
 
     def hopeless(self, step: int, replica: int, size: int) -> bool:
-        """Whether a share that finds no room now never will: it is too long, or who computes it waits already."""
+        """Whether a share that finds no room now never will: it is too long, or already waited for."""
         return size > self._size or self._inputs.at(replica) > step
 
     def place(self, size: int) -> int | None:
-        """Where so many bytes may be put now; None if what lies there is still needed."""
+        """The offset at which ``size`` bytes may be put now; None if what lies there is still needed."""
         while self._held and self._inputs.at(self._held[0][1]) > self._held[0][0] + 1:
             step, replica, *_ = self._held.popleft()
             if self._inputs.words[self._inputs.entry(step, replica) + TAG] == ready(step):
@@ -194,7 +194,7 @@ class Ring:
         return end if end + size < first else None
 
     def put(self, step: int, replica: int, start: int, pieces: Sequence[memoryview | bytes]) -> None:
-        """Put a share there; from now on it can be taken."""
+        """Put a share at ``start``; from now on it can be taken."""
         words, entry, offset = self._inputs.words, self._inputs.entry(step, replica), self._begin + start
         end = offset
         for piece in pieces:

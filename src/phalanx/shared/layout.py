@@ -85,7 +85,7 @@ class Contents:
     storage_of : list of int
         The storage of each parameter.
     state : list of StatePiece
-        All that the optimizer's may consist of; some may come to be in a later step, or never.
+        All pieces that optimizer state may have; some are made in a later step, or never.
     frozen : list of int
         Storages that no update writes, as far as can be told when the run begins.
     private : int
@@ -142,13 +142,13 @@ class Layout:
     changed : int
         One byte per replica and buffer: whether it differs from the step's start.
     norms : int
-        8 bytes per parameter: what its owner has to say about the norm of its gradient.
+        8 bytes per parameter: its owner's part of the gradient's norm.
     state : list of list of int
-        ``state[worker]``: the optimizer's; one place for all workers, but where it is SHARED.
+        ``state[worker]``: pieces of optimizer state; all workers have one place for a piece that is not SHARED.
     present : int
         One byte per piece of optimizer state: whether there is one.
     snapshot : Copies
-        The same once more, as of a step boundary.
+        Copies of weights, buffers and optimizer state, as of a step boundary.
     touched : int
         Bytes that workers will use, about.
     """
@@ -291,9 +291,9 @@ class Plan:
         self.nodes: list[tuple[int, int]] = []
         self.publishers: list[tuple[int, int]] = []
         for worker in placement.order:
-            found = remaining(placement.replicas, placement.blocks[worker])
-            self.nodes += found
-            self.publishers += [(worker, number) for number in range(len(found))]
+            nodes = remaining(placement.replicas, placement.blocks[worker])
+            self.nodes += nodes
+            self.publishers += [(worker, number) for number in range(len(nodes))]
         self.layout = sharing.lay_out(placement, carver.take, known)
         self._flag_bytes = (1 + len(self.layout.owners)) * len(self.nodes)
         self._flags = carver.take(self._flag_bytes)

@@ -7,9 +7,9 @@ x86 never swaps two writes or two reads; it only delays a write past a later rea
 Python has no memory barrier of its own, so what is needed is had from instructions that contain one (``order``,
 ``fence``).
 
-What a step frees, the next one needs again: a replica's gradients and activations are big blocks, and glibc maps and
-unmaps those one by one, so that each step faults them in again: of a small resnet18 with R = 8, 160,000 pages a step,
-which took longer than its computing. So such memory stays with the process while a run is open (``keep_freed``).
+The next step needs again what a step frees. A replica's gradients and activations are big blocks, and glibc maps and
+unmaps those one by one, so each step faults them in again. For a small resnet18 with R = 8 that is 160,000 pages a
+step, which took longer than computing it. So such memory stays with the process while a run is open (``keep_freed``).
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Memory:
 
     def write(self, content: bytes) -> None:
         """Put ``content`` at the beginning."""
-        with self.map() as place:
-            place[: len(content)] = content
+        with self.map() as mapped:
+            mapped[: len(content)] = content
 
     def close(self) -> None:
         """Give the descriptor back. Maps stay as long as somebody holds them."""
@@ -110,9 +110,9 @@ def aligned(content: bytes | memoryview) -> memoryview:
     room = bytearray(len(content) + ALIGNMENT)
     address = ctypes.addressof(ctypes.c_char.from_buffer(room))
     begin = -address % ALIGNMENT
-    found = memoryview(room)[begin : begin + len(content)]
-    found[:] = content
-    return found
+    copy = memoryview(room)[begin : begin + len(content)]
+    copy[:] = content
+    return copy
 
 
 def available_bytes() -> int:
@@ -126,7 +126,7 @@ def available_bytes() -> int:
 
 
 def check_room(needed: int, workers: int) -> None:
-    """Refuse what does not fit, before anything starts: afterwards the kernel would end somebody."""
+    """Refuse what does not fit, before anything starts: afterwards the kernel would kill a process."""
     available = available_bytes()
     if needed > available * (1 - SPARE):
         raise UsageError(
@@ -144,10 +144,10 @@ def _left_by_groups() -> Iterator[int]:
         return
     own = next((line[3:] for line in lines if line.startswith("0::")), "/")
     group = CGROUPS / own.lstrip("/")
-    for place in [group, *group.parents]:
+    for folder in [group, *group.parents]:
         try:
-            limit, used = (place / "memory.max").read_text().strip(), int((place / "memory.current").read_text())
-            stat = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
+            limit, used = (folder / "memory.max").read_text().strip(), int((folder / "memory.current").read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         except OSError:
             continue
         if limit != "max":
@@ -168,19 +168,19 @@ LOCK: Final = threading.Lock()
 
 
 def order() -> None:
-    """What was written before is seen before what is written after, and read before what is read after.
+    """Writes before this are seen before writes after it, and reads before it are done before reads after it.
 
-    x86 processors do that by themselves, so that this costs a call there.
+    x86 processors do that by themselves, so this only costs a call there.
     """
     if not ORDERED:
         through_kernel()
 
 
 def fence() -> None:
-    """What was written before is seen before what is read after.
+    """Writes before this are seen before reads after it are done.
 
     Two processes that each write a flag and then read the other's need it: without it, both may miss the other's. x86
-    does not promise that either, but for atomic instructions: taking a lock is one.
+    does not promise that either, except for atomic instructions, and taking a lock is one.
     """
     if ORDERED:
         with LOCK:
@@ -223,20 +223,20 @@ def give_back() -> None:
 class Kept:
     """Keeps what is freed while any run of the caller's process is open; afterwards it goes back to the system.
 
-    Whoever set glibc's allocator by environment variables has decided, and nothing is changed.
+    If environment variables set glibc's allocator, nothing is changed.
     """
 
     def __init__(self) -> None:
         self._open = 0
 
     def begin(self) -> None:
-        """A run begins."""
+        """Note that a run begins."""
         self._open += 1
         if self._open == 1 and not _decided():
             keep_freed()
 
     def end(self) -> None:
-        """It ended."""
+        """Note that it ended."""
         self._open -= 1
         mallopt = _libc("mallopt")
         if self._open == 0 and mallopt is not None and not _decided():

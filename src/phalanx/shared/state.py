@@ -4,7 +4,7 @@ Memory is copied and added up here as bytes; arrays are the framework's, which m
 
 Weights that no update writes are held once for all processes of a run. They lie in a memory that nobody writes after
 the run's start, so it is also what a snapshot would hold of them. Each process maps it for itself: what user code
-writes there stays with the writer.
+writes there is seen by that process alone.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from phalanx.seams import Sharing
 from phalanx.shared.layout import WORD, Layout
 from phalanx.shared.memory import Memory, give_back
 
-GROUP = 64 << 20  # bytes that are copied before what they were copied from is given back
+GROUP = 64 << 20  # bytes that are copied before their old memory is given back
 
 
 class FrozenWeights:
     """The storages that were frozen when the run began, as one process sees them.
 
     A weight may get a gradient later all the same. Its owner then copies it to its place in the arena before the
-    update, and writes there which step that was: in the state of an earlier step it is what it was at the start.
+    update, and notes there which step that was: in the state of an earlier step it is as it was at the start.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ class FrozenWeights:
         return number in self._layout.frozen and not self._thawed[number]
 
     def enter(self, step: int) -> None:
-        """Have each storage where it lies before ``step``; what this process thawed after that is frozen again."""
+        """Map each storage where it lies before ``step``; storages that this process thawed later are frozen again."""
         if not self._layout.frozen:
             return
         flags = self._thawed.tolist()
@@ -71,7 +71,7 @@ class FrozenWeights:
             self._sharing.move(self._layout, {number: self.place(number) for number in moved})
 
     def thaw(self, step: int, gradient: Sequence[Any]) -> None:
-        """An update with this gradient follows, in ``step``: give what it writes for the first time a place."""
+        """Before the update of ``step``: copy weights that it writes for the first time to their place in the arena."""
         for index in self._owned:
             number = self._layout.contents.storage_of[index]
             if gradient[index] is not None and not self._thawed[number]:
@@ -81,25 +81,25 @@ class FrozenWeights:
         self.enter(step + 1)
 
     def fill(self, weights: list[Any]) -> None:
-        """Begin: move this process's own storages to where all will find them; takes their bytes out of ``weights``."""
+        """At the start: move this process's storages to memory that all share; drops their bytes from ``weights``."""
         shared = self._memory.map() if self._layout.frozen else self._arena
         self._own, places = set(), dict[int, tuple[mmap.mmap, int]]()
-        left = list(self._layout.frozen)
-        while left:
-            number = left.pop()
+        pending = list(self._layout.frozen)
+        while pending:
+            number = pending.pop()
             self._stretch(shared, self._layout.frozen[number], number)[:] = weights[number]
             weights[number], places[number] = None, self.place(number)
-            if not left or sum(self._layout.contents.storages[each] for each in places) >= GROUP:
+            if not pending or sum(self._layout.contents.storages[each] for each in places) >= GROUP:
                 self._sharing.move(self._layout, places)
                 places.clear()
                 give_back()
 
     def renew(self, weights: Sequence[np.ndarray]) -> None:
-        """Forget what this process wrote there, or put elsewhere: nobody computed with it. ``weights``: its own."""
+        """Drop writes to this process's frozen ``weights``, and moves of them: no worker computed with those."""
         if self._layout.frozen and hasattr(mmap, "MADV_DONTNEED"):
             self._base.madvise(mmap.MADV_DONTNEED)
         here = {number: self._stretch(self._base, at, number) for number, at in self._layout.frozen.items()}
-        away = [number for number, place in here.items() if weights[number].ctypes.data != place.ctypes.data]
+        away = [number for number, stretch in here.items() if weights[number].ctypes.data != stretch.ctypes.data]
         if away:
             self._sharing.move(self._layout, {number: self.place(number) for number in away})
 
@@ -160,10 +160,10 @@ class Shard:
         places = zip(map(self.frozen.place, self._storages), sizes, strict=True)
         return [np.frombuffer(memory, np.int64, -(-size // WORD), at) for (memory, at), size in places]
 
-    def leave(self, replica: int, left: Sequence[Any]) -> None:
+    def leave(self, replica: int, buffers: Sequence[Any]) -> None:
         """Publish the buffers that a replica left, where they differ from the step's start."""
-        first = replica * len(left)
-        for number, (value, start) in enumerate(zip(left, self.local.starts, strict=True)):
+        first = replica * len(buffers)
+        for number, (value, start) in enumerate(zip(buffers, self.local.starts, strict=True)):
             self._changed[first + number] = changed = value is not start
             if changed:
                 self._left[replica][number][...] = value
@@ -173,26 +173,26 @@ class Shard:
         starts = self.local.starts
         first = replica * len(starts)
         pairs = zip(self._left[replica], starts, strict=True)
-        return [left if self._changed[first + number] else start for number, (left, start) in enumerate(pairs)]
+        return [buffer if self._changed[first + number] else start for number, (buffer, start) in enumerate(pairs)]
 
     def settle(self) -> None:
-        """After an update: move optimizer state that it made into the arena."""
-        made = self.local.made(self._absent) if self._absent else {}
-        if made:
-            homes = {piece: self._home(piece) for piece in made}
+        """After an update: move optimizer state that the update made into the arena."""
+        arrays = self.local.made(self._absent) if self._absent else {}
+        if arrays:
+            homes = {piece: self._home(piece) for piece in arrays}
             for piece, home in homes.items():
-                home[...] = made[piece]
+                home[...] = arrays[piece]
             self.local.adopt(homes, more=True)
-            for piece in made:
+            for piece in arrays:
                 self._present[piece] = 1
-            self._absent = [piece for piece in self._absent if piece not in made]
+            self._absent = [piece for piece in self._absent if piece not in arrays]
 
     def state(self) -> dict[str, Any]:
         """What of the state is not weights or buffers, as far as this worker owns it; can be pickled."""
         return dict(zip(("foreign", "options"), self.local.rest(), strict=True))
 
     def take(self, foreign: Any, options: Any) -> None:
-        """Continue from what lies in the arena, from optimizer state that no place is known for, and from options."""
+        """Continue from what lies in the arena, from optimizer state without a place there, and from options."""
         self.local.take(foreign, options)
         self._adopt()
 
@@ -212,7 +212,7 @@ class Shard:
         return _total(sums, self._noted(copies))
 
     def restore(self) -> int:
-        """Copy it back; returns the checksum of what was there."""
+        """Copy the snapshot back; returns its checksum."""
         sums: list[np.int64] = []
         copies = self._flag_copies()
         for home, copy in self._kept(copies):  # which optimizer state there was then, not now
@@ -244,7 +244,7 @@ class Shard:
         return [number for number in self._storages if not self.frozen.resting(number)]
 
     def _kept(self, present: memoryview) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """All that a snapshot holds of this worker's, with its copy, as words; ``present``: which optimizer state."""
+        """What a snapshot holds of this worker's state, with the copies, as words; ``present``: flags of its pieces."""
         layout, contents = self._layout, self._layout.contents
         weights, starts, state, _ = layout.snapshot
         pieces = [(layout.weights[number], weights[number], contents.storages[number]) for number in self._live()]
@@ -298,7 +298,7 @@ class Mirror:
     def get(self, states: Sequence[dict[str, Any]], *, saved: bool) -> None:
         """Copy the state out of the arena, with what the workers described.
 
-        Optimizer state may stay where it is; ``saved``: in the snapshot, which is not written while the run goes on.
+        Optimizer state may stay where it is; ``saved``: in the snapshot, which is not written meanwhile.
         """
         self._frozen.renew(self._own.weights())
         self._own.take_arrays(self._weights(), self._starts())
@@ -308,7 +308,7 @@ class Mirror:
         self._own.adopt({piece: self._piece(piece, layout.state[0][piece]) for piece in there})
 
     def look(self) -> Any:
-        """What lies in the arena as a state is exported, without a copy where the framework's arrays may be written."""
+        """The state in the arena, exported, without a copy where the framework's arrays may be written."""
         resting = [number for number in self._layout.frozen if self._frozen.resting(number)]
         return self._sharing.look(self._layout, self._arena, resting)
 
@@ -340,5 +340,5 @@ def _buffer_payload(layout: Layout, arena: memoryview) -> list[list[memoryview]]
 
 
 def _total(sums: Sequence[np.int64], noted: int = 0) -> int:
-    """Modulo 2**64, as numpy adds."""
+    """The sum modulo 2**64, as numpy adds."""
     return int(np.array([*sums, noted], np.int64).sum())

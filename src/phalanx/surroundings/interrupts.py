@@ -78,7 +78,7 @@ class _Process:
     def deliver(self) -> None:
         """Give what was kept to the caller's handler, which usually raises."""
         frame, breakable, broken = self._frame, self.breakable, self.broken
-        self.breakable = False  # first: the handler usually raises, and who is above must be guarded then
+        self.breakable = False  # first: the handler usually raises, and the callers must be guarded then
         self.take()
         self.broken += breakable or self.held > 0
         self.before(signal.SIGINT, frame)
@@ -86,12 +86,12 @@ class _Process:
 
     def take(self) -> int:
         """Forget what was kept, and say how many there were."""
-        self._frame = None  # it holds all that its function and those above know, as whole arenas
-        taken, self.pressed = self.pressed, 0  # nothing is handled within this line
+        self._frame = None  # a frame keeps all that its function and the callers hold, such as whole arenas
+        taken, self.pressed = self.pressed, 0  # no signal is handled within this line
         return taken
 
     def forked(self) -> None:
-        """In the child of a fork SIGINT is the caller's again: who forked may be a thread that guards nothing."""
+        """In the child of a fork SIGINT is the caller's again: the thread that forked may guard nothing."""
         self.main = threading.get_ident()
         if self.installed:
             self.installed = self.breakable = False
@@ -126,14 +126,14 @@ class guarded(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a
             return
         before = HANDLERS.getsignal(SIGINT)
         if callable(before):
-            PROCESS.take()  # what the end of another block was broken off with
+            PROCESS.take()  # SIGINTs that broke off the end of another block
             PROCESS.held = 0
             PROCESS.before = before
             HANDLERS.signal(SIGINT, PROCESS.received)
             self._mine = PROCESS.installed = True
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if self._within and not isinstance(error, KeyboardInterrupt):  # which is not to be overtaken by another
+        if self._within and not isinstance(error, KeyboardInterrupt):  # which another must not overtake
             PROCESS.breakable = True
             check()
         if not self._mine:
@@ -142,7 +142,7 @@ class guarded(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a
         before = PROCESS.before
         if HANDLERS.getsignal(SIGINT) == PROCESS.received:  # else user code chose another, which stays
             HANDLERS.signal(SIGINT, before)
-        # Only now, so that nothing can be kept any more that nobody would hear of.
+        # Only now: from here on no SIGINT is kept that nobody would deliver.
         if PROCESS.take() and not self._leaving and not isinstance(error, KeyboardInterrupt):
             before(signal.SIGINT, None)
 

@@ -1,8 +1,8 @@
-"""What this process is doing: which step it computes, what it lets go of in a fork, where it stands among others.
+"""What this process is doing: which step it computes, what it lets go of in a fork, its rank among others.
 
 A child of ``os.fork`` inherits its parent's descriptors and finalizers, but not its parent's runs. If it keeps a
-socket, it keeps alive who waits for its end; if it runs the parent's finalizers, it ends the parent's workers. So
-whatever holds descriptors or processes of a run registers here (``own``), and leaves when it finds itself in a child.
+socket, a process that waits for the socket's end lives on. If it runs the parent's finalizers, it ends the parent's
+workers. So an object with descriptors or processes of a run registers here (``own``), and leaves them in a child.
 A child that wants to train then begins with nothing, as a new process does.
 """
 
@@ -104,7 +104,7 @@ if hasattr(os, "register_at_fork"):  # where processes can be forked
 
 
 def several() -> bool:
-    """Whether torch.distributed, or what started this process, knows of more than one."""
+    """Whether torch.distributed, or what started this process, knows of more than one process."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size() > 1
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ and "MASTER_ADDR" in os.environ
@@ -118,12 +118,12 @@ def rank() -> int:
 
 
 def processors() -> list[int]:
-    """Those that this process may run on."""
+    """The processors that this process may run on."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def usable_cores() -> int:
-    """How many they are."""
+    """How many processors this process may run on."""
     return len(processors())
 
 

@@ -1,7 +1,7 @@
 """The source of the user's modules: workers run what the caller imported, whatever the files say by then.
 
 Python does not keep the source of what it imports, and a file may be edited between its import and the start of a
-worker, or of one that takes another's place. So a run begins by reading the files of the user's modules. A file that no
+worker, or of a worker's replacement. So a run begins by reading the files of the user's modules. A file that no
 longer compiles to the functions in memory is refused by name. What was read travels to the workers, where a finder
 loads it. Installed packages and the standard library are left to Python.
 """
@@ -38,7 +38,7 @@ _NOTED: dict[str, tuple[ModuleSpec | None, Source | None]] = {}  # a reload give
 
 def note() -> dict[str, Source]:
     """The source of each of the user's modules that is loaded, as its file was when this was first asked for it."""
-    found: dict[str, Source] = {}
+    sources: dict[str, Source] = {}
     for name, module in list(sys.modules.items()):
         spec = getattr(module, "__spec__", None)
         known = _NOTED.get(name)
@@ -46,20 +46,20 @@ def note() -> dict[str, Source]:
             ours = isinstance(spec, ModuleSpec) and spec.name == name
             known = _NOTED[name] = spec, _source(spec) if ours else None
         if known[1] is not None:  # of the user's own
-            found[name] = known[1]
-    return found
+            sources[name] = known[1]
+    return sources
 
 
 def proven() -> dict[str, Source]:
-    """The same, to be run by other processes.
+    """The same, checked against the code in memory, for other processes to run.
 
     Raises
     ------
     UsageError
         A file was changed between its import and the start of the first run after that.
     """
-    found = note()
-    for name, source in found.items():
+    sources = note()
+    for name, source in sources.items():
         if not _agrees(sys.modules[name], source):
             del _NOTED[name]  # it may be changed back
             raise UsageError(
@@ -67,7 +67,7 @@ def proven() -> dict[str, Source]:
                 f"other code than this process; restart it, or importlib.reload(sys.modules[{name!r}]), or use "
                 "engine='inline'"
             )
-    return found
+    return sources
 
 
 class Finder:

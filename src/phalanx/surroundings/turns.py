@@ -1,4 +1,4 @@
-"""Who may change what a whole process shares, and contexts that are entered only once when nested.
+"""Turns of threads at what a whole process shares, and contexts that are entered only once when nested.
 
 Random generators, thread counts and modes belong to the process, not to a run. Two runs in two threads of one process
 take turns with them: step by step, in the order in which they came.
@@ -23,8 +23,8 @@ SLICE_SECONDS = 0.1  # between two looks at Ctrl-C while waiting
 class Turns(contextlib.AbstractContextManager["Turns"]):
     """A lock for one thread at a time, first come, first served; the same thread may enter it again.
 
-    ``threading.RLock`` promises no order: who lets go of it and takes it again at once would keep the others waiting.
-    Threads stand in line, and the first has its turn. Who leaves the line wakes the one that is the first then.
+    ``threading.RLock`` promises no order: a thread that releases and takes it again at once keeps the others waiting.
+    Here threads stand in line, and the first has its turn. A thread that leaves wakes the one that is first then.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Turns(contextlib.AbstractContextManager["Turns"]):
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
-        """Inside, others may have their turn, though this thread is in the middle of one; if it is."""
+        """Inside, others may have a turn, though this thread is in the middle of its own; else nothing changes."""
         if not self.mine:
             yield
             return
@@ -97,7 +97,7 @@ class Turns(contextlib.AbstractContextManager["Turns"]):
             self._line[0].set()
 
 
-ALONE = Turns()  # who is inside may change generators and modes of the process, and restores them before leaving
+ALONE = Turns()  # a thread inside may change generators and modes of the process, and restores them before leaving
 
 
 def verb(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
