@@ -100,8 +100,8 @@ def propose(
         raise
     finally:
         CURRENT.step = None
-    told = [value for loss_of, part in zip(losses, parts, strict=True) for value in (loss_of, part.weight)]
-    return Proposal(loss, norm, gradient, accepted, told)
+    flat_parts = [value for loss_of, part in zip(losses, parts, strict=True) for value in (loss_of, part.weight)]
+    return Proposal(loss, norm, gradient, accepted, flat_parts)
 
 
 def commit(framework: Framework, link: Link, t: int, proposal: Proposal) -> None:

@@ -282,11 +282,11 @@ def find_lr(recipe: Recipe, lowest: float = 1e-7, highest: float = 1.0, steps: i
         "scheduler": functools.partial(exponential, lowest=lowest, growth=growth),
         "on_nonfinite": "stop",
     }
-    made = dataclasses.replace(recipe, **changes, schedule_every=None, schedule_on=None)
+    trial = dataclasses.replace(recipe, **changes, schedule_every=None, schedule_on=None)
     lrs: list[float] = []
     losses: list[float] = []
     mean = 0.0
-    with made.start(**{"progress": False, **options}) as run:  # type: ignore[arg-type]
+    with trial.start(**{"progress": False, **options}) as run:  # type: ignore[arg-type]
         try:
             for report in run:
                 if math.isnan(report.lr):

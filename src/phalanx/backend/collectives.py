@@ -343,9 +343,9 @@ def _padded(rounds: Rounds, mine: torch.Tensor, counts: list[int]) -> Steps:
 
 
 def _gathered(rounds: Rounds, flat: torch.Tensor) -> Steps:
-    found = [torch.empty_like(flat) for _ in range(rounds.size)]
-    yield from all_gather(rounds, found, flat, "sparse all_reduce")
-    return found
+    gathered = [torch.empty_like(flat) for _ in range(rounds.size)]
+    yield from all_gather(rounds, gathered, flat, "sparse all_reduce")
+    return gathered
 
 
 def _shown(rounds: Rounds, word: int, part: torch.Tensor, *, shows: bool = True) -> Steps:

@@ -312,9 +312,9 @@ def fitting(name: str, parts: Sequence[torch.Tensor], like: torch.Tensor, ranks:
         They are not.
     """
     if len(parts) != ranks or any(part.numel() != like.numel() or part.dtype != like.dtype for part in parts):
-        told = ", ".join(f"{part.numel()} of {part.dtype}" for part in parts)
+        sizes = ", ".join(f"{part.numel()} of {part.dtype}" for part in parts)
         raise UsageError(
-            f"{name} are {len(parts)} tensors of elements: {told}; there must be {ranks}, each with {like.numel()} of "
+            f"{name} are {len(parts)} tensors of elements: {sizes}; there must be {ranks}, each with {like.numel()} of "
             f"{like.dtype}"
         )
     return [movable(flattened(part, back)) for part in parts]

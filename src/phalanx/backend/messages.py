@@ -24,12 +24,12 @@ def send(memory: GroupMemory, target: int, tag: int, flat: torch.Tensor) -> Step
     pipe = memory.pipe(memory.rank, target)
     data: Any = flat.numpy()
     for content in (memoryview(HEADER.pack(tag, len(flat))), memoryview(data)):
-        left = content
-        while left:
-            size = pipe.write(left)
+        remaining = content
+        while remaining:
+            size = pipe.write(remaining)
             if size:
                 memory.moved += 1
-                left = left[size:]
+                remaining = remaining[size:]
             else:
                 yield (target,)
 

@@ -51,13 +51,13 @@ class History:
     def curves(self) -> dict[str, list[tuple[float, float]]]:
         """Numbers over steps, by what they are: loss, evaluations, norm of the gradient, rate, throughput."""
         names = dict.fromkeys(name for line in self.steps.values() for name in line.get("metrics", {}))
-        found: dict[str, list[tuple[float, float]]] = {key: [] for key in ("loss", *names, "grad_norm", "lr", RATE)}
+        curves: dict[str, list[tuple[float, float]]] = {key: [] for key in ("loss", *names, "grad_norm", "lr", RATE)}
         for step, line in sorted(self.steps.items()):
             rate = line["samples"] / line["seconds"] if line.get("seconds") else None
             for key, value in ({RATE: rate} | line | line.get("metrics", {})).items():
-                if key in found and isinstance(value, (int, float)) and math.isfinite(value):
-                    found[key].append((step, float(value)))
-        return found
+                if key in curves and isinstance(value, (int, float)) and math.isfinite(value):
+                    curves[key].append((step, float(value)))
+        return curves
 
     def row(self) -> dict[str, Any]:
         """What there is to say of the run in one row of a table."""
@@ -121,8 +121,8 @@ def page(histories: Sequence[History]) -> str:
     title = html.escape(" and ".join(history.name for history in histories))
     parts = [f"<h1>phalanx: {title}</h1>", _table(lines([history.row() for history in histories])), _picture(histories)]
     for history in histories:
-        name, told = html.escape(history.name), [line for line in history.events if line.get("event") in SHOWN]
-        rows = [[line.get(key, "") for key in ("event", "step", "worker", "why")] for line in told[-MOST_EVENTS:]]
+        name, shown = html.escape(history.name), [line for line in history.events if line.get("event") in SHOWN]
+        rows = [[line.get(key, "") for key in ("event", "step", "worker", "why")] for line in shown[-MOST_EVENTS:]]
         parts += [f"<h2>What happened in {name}</h2>", _table([["event", "step", "worker", "why"], *rows])]
         parts += [f"<h2>The environment of {name}</h2>", _table(history.facts.items())]
     return (

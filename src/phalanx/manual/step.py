@@ -278,12 +278,12 @@ def _settle(works: Sequence[Work]) -> None:
     first = works[0].lane.buffers.starts
     if not first:
         return
-    left = [(len(work.share.samples), work.computed.buffers) for work in works if work.computed is not None]
+    contributions = [(len(work.share.samples), work.computed.buffers) for work in works if work.computed is not None]
     for work in works:
         buffers = work.lane.buffers
         homes = [start.device for start in buffers.starts]
-        buffers.settle([(samples, placed(values, homes)) for samples, values in left])  # type: ignore[misc]
-        left = [(1, first)]
+        buffers.settle([(samples, placed(values, homes)) for samples, values in contributions])  # type: ignore[misc]
+        contributions = [(1, first)]
 
 
 def _checked(replicas: Any, optimizers: Any, loss_fn: Any, algorithm: Any, max_norm: Any) -> Definition:

@@ -148,8 +148,8 @@ def _elsewhere(what: str, run_dir: pathlib.Path, file: str | None, steps: int) -
 def _compared(recipe: Recipe, row: Row, first: pathlib.Path, run_dir: pathlib.Path) -> Row:
     """The row with the outcome of ``diff``."""
     try:
-        found = diff(first, run_dir, recipes=(recipe, recipe), operations=True)
+        difference = diff(first, run_dir, recipes=(recipe, recipe), operations=True)
     except PhalanxError as error:  # the first one ended with an error
         return dataclasses.replace(row, same=None, told=str(error))
-    told = f"{found}\n  {CURES.get(row.what, OTHERWISE)}"
-    return row if found is None else dataclasses.replace(row, same=False, told=told)
+    text = f"{difference}\n  {CURES.get(row.what, OTHERWISE)}"
+    return row if difference is None else dataclasses.replace(row, same=False, told=text)

@@ -69,21 +69,21 @@ def _compared(one: Side, other: Side, operations: bool) -> Difference | None:
     last_same, state = _states(one, other)
     if parted is None and state is None:
         return _ends(one, other, fields, last_same)
-    found, note, parameters = None, "", list[str]()
+    difference, note, parameters = None, "", list[str]()
     last = min(([parted.step or 0] if parted else []) + ([state - 1] if state is not None else []))
     if not (missing := _missing(one, other)) and last >= 0:
-        found, note, parameters = _again(one, other, last_same, last, operations)
+        difference, note, parameters = _again(one, other, last_same, last, operations)
     elif state != 0:
         note = f"{missing}, so nothing was computed again"
-    if found is None:
-        found = _as_recorded(one, other, parted, state, last_same, parameters)
-        untold = UNTOLD.get(found.phase or "", "") if found.name != "lr" else ""
+    if difference is None:
+        difference = _as_recorded(one, other, parted, state, last_same, parameters)
+        untold = UNTOLD.get(difference.phase or "", "") if difference.name != "lr" else ""
         note = "; ".join(filter(None, [note, untold]))
-    replica = found.replica
-    if parted and (parted.step or 0) <= (found.step or 0):
+    replica = difference.replica
+    if parted and (parted.step or 0) <= (difference.step or 0):
         note = "; ".join(filter(None, [f"link {parted.step}: {parted.note}", note]))
-        replica = parted.replica if replica is None and parted.step == found.step else replica
-    return replace(found, fields=fields, replica=replica, note=note)
+        replica = parted.replica if replica is None and parted.step == difference.step else replica
+    return replace(difference, fields=fields, replica=replica, note=note)
 
 
 def _loosely(one: Side, other: Side, fields: dict[str, str]) -> Difference | None:
@@ -159,9 +159,9 @@ def _again(one: Side, other: Side, same: int, last: int, operations: bool) -> tu
             break
     try:
         with Instant(one.recipe, begins[0]) as left, Instant(other.recipe, begins[1]) as right:
-            found = first_difference(left, right, last, operations=operations)
+            difference = first_difference(left, right, last, operations=operations)
             same_now = "computed again here, both recipes do the same: one of the two runs did something else"
-            return found, "" if found else same_now, left.parameters
+            return difference, "" if difference else same_now, left.parameters
     except PhalanxError as error:
         return None, f"steps could not be computed again: {error}", []
 
@@ -196,8 +196,8 @@ def _differing(one: Side, other: Side, state: int) -> list[str]:
 def _measured(one: Side, other: Side, state: int, leaf: str) -> Unequal:
     """How much a tensor differs, where both states are there."""
     sides = [{name: value for name, value in side.tensors(state).items() if name == leaf} for side in (one, other)]
-    found = unequal(*sides) if all(sides) else None
-    return found or Unequal(leaf, None, None)
+    mismatch = unequal(*sides) if all(sides) else None
+    return mismatch or Unequal(leaf, None, None)
 
 
 class Told(NamedTuple):
@@ -224,8 +224,8 @@ def first_difference(one: Instant, other: Instant, last: int, *, operations: boo
             continue
         one.put(before[0], update)
         other.put(before[1], update)
-        found = _within_replicas(one, other, operations) or _folded(one, other) or _after_folds(one, reports, after)
-        return replace(found, part=one.phase)
+        first = _within_replicas(one, other, operations) or _folded(one, other) or _after_folds(one, reports, after)
+        return replace(first, part=one.phase)
     return None
 
 
@@ -247,13 +247,13 @@ def _within_replicas(one: Instant, other: Instant, operations: bool) -> Differen
     shares = one.shares(), other.shares()
     for replica in range(min(map(len, shares))):
         dealt = [{"samples": taken(side[replica].samples)} for side in shares]
-        found = unequal(*dealt)
-        if found is not None:
-            return _at(one.step, replica, "samples", found)
+        difference = unequal(*dealt)
+        if difference is not None:
+            return _at(one.step, replica, "samples", difference)
         if len(shares[0][replica].samples):
-            found = replica_difference(one, other, replica)
-            if found is not None:
-                return (operations and replica_difference(one, other, replica, operations=True)) or found
+            difference = replica_difference(one, other, replica)
+            if difference is not None:
+                return (operations and replica_difference(one, other, replica, operations=True)) or difference
     return None
 
 
@@ -265,15 +265,15 @@ def replica_difference(one: Instant, other: Instant, replica: int, *, operations
             name = f"{left.name or left.phase} against {right.name or right.phase}"
             lines = " against ".join(dict.fromkeys(line for line in (left.line, right.line) if line))
             return _at(one.step, replica, left.phase, Unequal(name, None, None), lines)
-        found = unequal(left.values, right.values)
-        if found is not None:
-            return _at(one.step, replica, left.phase, found, left.line)
+        mismatch = unequal(left.values, right.values)
+        if mismatch is not None:
+            return _at(one.step, replica, left.phase, mismatch, left.line)
     return None
 
 
 def computed(instant: Instant, replica: int, *, operations: bool = False) -> list[Told]:
     """Everything that a replica-step computes, as bytes, in order."""
-    told: list[Told] = []
+    records: list[Told] = []
     buffers: dict[str, Tensor] = {}
     stage = "forward"  # of operations
 
@@ -284,28 +284,28 @@ def computed(instant: Instant, replica: int, *, operations: bool = False) -> lis
             buffers[name] = taken(value)
         elif kind in ("operation", "backward"):
             line = _line(value[1] if len(value) > 1 else _stack())
-            told.append(Told(stage, name, flat(value[0], name), line))
+            records.append(Told(stage, name, flat(value[0], name), line))
         else:
             root = name or {"output": "output", "module": "model"}.get(kind, "batch")
-            told.append(Told("batch" if kind == "batch" else "forward", name, flat(value, root), ""))
+            records.append(Told("batch" if kind == "batch" else "forward", name, flat(value, root), ""))
 
     try:
         done = instant.replica(replica, Watch(tell, operations=operations))
     except PhalanxError as error:
         cause = error.__cause__ or error
         text = f"{type(cause).__name__}: {cause}"
-        return [*told, Told("forward", "exception", {"exception": taken(text)}, "")]
-    told.append(Told("loss", "loss", flat({"loss": done.loss, "weight": done.weight}, "loss"), ""))
+        return [*records, Told("forward", "exception", {"exception": taken(text)}, "")]
+    records.append(Told("loss", "loss", flat({"loss": done.loss, "weight": done.weight}, "loss"), ""))
     gradients = {name: taken(value) for name, value in instant.named(done.gradient).items()}
-    told += [Told("gradient", name, {name: value}, "") for name, value in gradients.items()]
-    return told + [Told("buffer", name, {name: value}, "") for name, value in buffers.items()]
+    records += [Told("gradient", name, {name: value}, "") for name, value in gradients.items()]
+    return records + [Told("buffer", name, {name: value}, "") for name, value in buffers.items()]
 
 
 def _folded(one: Instant, other: Instant) -> Difference | None:
     """The first parameter whose gradients, all of them the same, add up to something else."""
     means = [{name: taken(value) for name, value in instant.mean().items()} for instant in (one, other)]
-    found = unequal(*means)
-    return None if found is None else _at(one.step, None, "fold", found)
+    mismatch = unequal(*means)
+    return None if mismatch is None else _at(one.step, None, "fold", mismatch)
 
 
 def _after_folds(one: Instant, reports: tuple[StepReport, StepReport], after: tuple[Captured, Captured]) -> Difference:

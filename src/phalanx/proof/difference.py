@@ -81,17 +81,17 @@ class Difference:
     part: str = ""
 
     def __str__(self) -> str:
-        told: list[str] = []
+        lines: list[str] = []
         if self.phase is not None:
             part = f", phase {self.part!r}" if self.part else ""
             where = "" if self.step is None else f" in step {self.step}{part}"
             whose = f" of replica {self.replica}" if self.replica is not None and self.phase in OF_REPLICAS else ""
             what = f", {self._what()}" if self.name not in (None, self.phase) else ""
-            told.append(f"A and B differ first{where}: {WORDS.get(self.phase, self.phase)}{whose}{what}{self._much()}")
+            lines.append(f"A and B differ first{where}: {WORDS.get(self.phase, self.phase)}{whose}{what}{self._much()}")
         elif self.fields:
-            told.append("A and B were not made in the same way, but nothing that can be compared differs")
-        told += [f"  {text}" for text in (self.line, self.note) if text]
-        return "\n".join([*told, *(f"  {text}" for text in self.fields.values())])
+            lines.append("A and B were not made in the same way, but nothing that can be compared differs")
+        lines += [f"  {text}" for text in (self.line, self.note) if text]
+        return "\n".join([*lines, *(f"  {text}" for text in self.fields.values())])
 
     def _what(self) -> str:
         known = self.line or self.name in ("output", "exception", "model")
@@ -163,11 +163,11 @@ def parting(one: Links, other: Links) -> Difference | None:
     first, end = max(one.first, other.first), min(len(one), len(other))
     for step in range(first, end):
         if one.line(step).rstrip() != other.line(step).rstrip():
-            told = one[step], other[step]
-            found = parted(step, *told)
-            if found is not None or one.first == other.first:
-                note = _said("link", (told[0]["link"], told[1]["link"]), IN)
-                return found or Difference(step=step, phase="samples", name="link", note=note)
+            records = one[step], other[step]
+            difference = parted(step, *records)
+            if difference is not None or one.first == other.first:
+                note = _said("link", (records[0]["link"], records[1]["link"]), IN)
+                return difference or Difference(step=step, phase="samples", name="link", note=note)
     return None
 
 

@@ -170,13 +170,13 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
 
     def sums(self, replica: int) -> set[int]:
         """What a replica of this step comes to, as audits compare it: by itself, or added to the one before."""
-        shares, found = self.shares(), set[int]()
+        shares, checksums = self.shares(), set[int]()
         ran = [number for number, share in enumerate(shares) if len(share.samples)]
         for work in ([replica], joined(replica, range(len(shares)), ran)):
             with self._rewound() as framework:
                 *_, computed = framework.gradients(todo(self.definition, self.update, work, shares))
-                found.add(checksum(framework.arithmetic, computed))
-        return found
+                checksums.add(checksum(framework.arithmetic, computed))
+        return checksums
 
     def mean(self) -> dict[str, Any]:
         """The mean gradient of this step by names of parameters; the state stays as it is."""

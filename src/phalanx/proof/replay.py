@@ -130,13 +130,13 @@ def replay(
     before = None if folder is None else _loss_in(folder, recipe, step, replica)
     with Instant(recipe, begin, batch=batch) as instant:
         instant.go_to(step, phase, progress=progress)
-        found = replayed(instant, replica, debug=debug)
-    if before not in (None, str(found.loss)):
+        computed = replayed(instant, replica, debug=debug)
+    if before not in (None, str(computed.loss)):
         checks.warn(
-            f"replica {replica} of step {step} comes to the loss {found.loss}, and came to {before} in the run: this "
-            "recipe, or something that it reads, is another"
+            f"replica {replica} of step {step} comes to the loss {computed.loss}, and came to {before} in the run: "
+            "this recipe, or something that it reads, is another"
         )
-    return found
+    return computed
 
 
 def _loss_in(folder: pathlib.Path, recipe: Definition, step: int, replica: int) -> str | None:
@@ -172,22 +172,22 @@ def _of_error(error: RunError, replica: int | None, *, debug: bool) -> Replayed:
 
 def replayed(instant: Instant, replica: int, *, debug: bool = False) -> Replayed:
     """A replica of the step at which ``instant`` is."""
-    told: dict[str, Any] = {}
+    seen: dict[str, Any] = {}
     buffers: dict[str, Any] = {}
 
     def tell(kind: str, name: str, value: Any) -> None:
         if kind == "buffer":
             buffers[name] = value.detach().clone() if hasattr(value, "detach") else value
         elif kind in ("batch", "output"):
-            told[kind] = value
+            seen[kind] = value
 
     run = functools.partial(instant.replica, replica, Watch(tell))
     computed = debugged(run, _stops(instant)) if debug else run()
     gradients = instant.named(computed.gradient)
-    output = map_tree(lambda value: value.detach() if hasattr(value, "detach") else value, told.get("output"))
+    output = map_tree(lambda value: value.detach() if hasattr(value, "detach") else value, seen.get("output"))
     samples = tuple(int(sample) for sample in instant.shares()[replica].samples)
     return Replayed(
-        instant.step, replica, samples, told.get("batch"), output, computed.loss, computed.weight, gradients, buffers
+        instant.step, replica, samples, seen.get("batch"), output, computed.loss, computed.weight, gradients, buffers
     )
 
 
@@ -223,10 +223,10 @@ def failure_of(folder: pathlib.Path) -> Failed:
     UsageError
         It did not, or the error names no replica.
     """
-    for told in events(folder, newest_first=True):
-        if told.get("event") == "error" and told.get("step") is not None and told.get("replica") is not None:
-            where = told["step"], told["replica"], told.get("batch"), str(told.get("phase", ""))
-            return Failed(*where, told.get("workers", ()), told.get("sums", ()))
+    for event in events(folder, newest_first=True):
+        if event.get("event") == "error" and event.get("step") is not None and event.get("replica") is not None:
+            where = event["step"], event["replica"], event.get("batch"), str(event.get("phase", ""))
+            return Failed(*where, event.get("workers", ()), event.get("sums", ()))
     raise UsageError(f"no step of the run in {str(folder)!r} failed; name one with --step and --replica")
 
 
@@ -244,9 +244,9 @@ def events(folder: pathlib.Path, *, newest_first: bool = False) -> Iterator[dict
         raise UsageError(f"{str(folder)!r} has no {LOG}, or none that can be read: {error}; give a run_dir") from error
     for line in reversed(lines) if newest_first else lines:
         with contextlib.suppress(ValueError, RecursionError):
-            told = json.loads(line)
-            if isinstance(told, dict):
-                yield told
+            event = json.loads(line)
+            if isinstance(event, dict):
+                yield event
 
 
 def debugged(run: Callable[[], Any], stops: Sequence[types.CodeType]) -> Any:

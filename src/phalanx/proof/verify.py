@@ -93,13 +93,13 @@ def verify(
         if reason := _unlike(recipe, run) or _cut(run, whole=steps is None):
             return Verified(UNKNOWN, 0, reason)
         stretches = _stretches(run, steps)
-        found = _compared(recipe, run, stretches, workers, progress)
+        outcome = _compared(recipe, run, stretches, workers, progress)
         _, reads = differing(recipe, run.run["recipe"])
-        if found.status == DIFFERENT and reads:
-            return Verified(UNKNOWN, found.steps, f"{found.text}, but the recipe may be another: {reads}")
-        if found.status == SAME and (damaged := _damaged(recipe, run, stretches)):
-            return Verified(UNKNOWN, found.steps, f"{found.text}, but {damaged}")
-        return found if found.status else dataclasses.replace(found, text=found.text + _blamed(recipe, path))
+        if outcome.status == DIFFERENT and reads:
+            return Verified(UNKNOWN, outcome.steps, f"{outcome.text}, but the recipe may be another: {reads}")
+        if outcome.status == SAME and (damaged := _damaged(recipe, run, stretches)):
+            return Verified(UNKNOWN, outcome.steps, f"{outcome.text}, but {damaged}")
+        return outcome if outcome.status else dataclasses.replace(outcome, text=outcome.text + _blamed(recipe, path))
 
 
 def _cut(run: Side, *, whole: bool) -> str:
@@ -220,13 +220,13 @@ def _step_of(instant: Instant, run: Side, ahead: int) -> str:
     """Do a step, maybe up to ``ahead`` of them; how its link differs from that of the run, in words."""
     links, step = run.chain, instant.step
     body = body_of(fields_of(instant.advance(ahead), instant.definition, instant.brought))
-    told = links.told(step)
+    record = links.told(step)
     if line_after(links.before(step), body, links.width) == links.line(step):
         return ""
-    found = parted(step, json.loads(body), told, ("computed again", "in the run"))
-    if found is None:
+    difference = parted(step, json.loads(body), record, ("computed again", "in the run"))
+    if difference is None:
         return f"step {step}: the line is not the one that computing it again makes: the file was changed"
-    return f"step {step} differs: {found.phase}: {found.note}"
+    return f"step {step} differs: {difference.phase}: {difference.note}"
 
 
 def _state_of(instant: Instant, run: Side) -> str:
@@ -258,13 +258,13 @@ def certify(
             f"the newest snapshot in {str(run_dir)!r} is of step 0, so that there is nothing to certify; wait for a "
             "later one, or end the run"
         )
-    found = verify(recipe, run_dir, workers=workers, progress=progress)
-    if found.status != SAME:
-        return found, {}
+    verified = verify(recipe, run_dir, workers=workers, progress=progress)
+    if verified.status != SAME:
+        return verified, {}
     with Links(run_dir / CHAIN) as links, Instant(recipe, newest) as instant:
         root, digest = links[newest.step - 1]["link"], instant.exported.digest
-    told = {"certificate": FORMAT, "recipe": newest.recipe, "environment": newest.environment, "steps": newest.step}
-    return found, {**told, "chain": root, "digest": digest}
+    facts = {"certificate": FORMAT, "recipe": newest.recipe, "environment": newest.environment, "steps": newest.step}
+    return verified, {**facts, "chain": root, "digest": digest}
 
 
 def check_certificate(
@@ -278,24 +278,24 @@ def check_certificate(
         It is no certificate.
     """
     try:
-        told = json.loads(read_file(path.resolve()))
-        if told["certificate"] != FORMAT or set(told) < FIELDS or not isinstance(told["steps"], int):
+        claim = json.loads(read_file(path.resolve()))
+        if claim["certificate"] != FORMAT or set(claim) < FIELDS or not isinstance(claim["steps"], int):
             raise ValueError("it lacks fields")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"{str(path)!r} is no certificate: {error}; give one that phalanx certify wrote") from error
-    if differs := another(recipe, told["recipe"]):
+    if differs := another(recipe, claim["recipe"]):
         return Verified(DIFFERENT, 0, f"the recipe differs: {differs}")
-    if changed := changes(recorded_environment(), told["environment"]):
+    if changed := changes(recorded_environment(), claim["environment"]):
         return Verified(UNKNOWN, 0, f"the recipe is the same, but {changed[0]}, so the bits may differ")
     with (
         tempfile.TemporaryDirectory(prefix="phalanx-") as folder,
         recipe.start(workers=workers, run_dir=folder, progress=progress) as run,
     ):
         for report in run:
-            if report.step + 1 >= told["steps"]:
+            if report.step + 1 >= claim["steps"]:
                 break
         result = run.result()
-    if (result.steps, result.chain, result.digest) == (told["steps"], told["chain"], told["digest"]):
+    if (result.steps, result.chain, result.digest) == (claim["steps"], claim["chain"], claim["digest"]):
         return Verified(SAME, result.steps, f"the same: {result.steps} steps, trained again, end in chain and digest")
     ends = f"{result.steps} steps, trained again, end in the chain {result.chain} and the digest {result.digest}"
-    return Verified(DIFFERENT, result.steps, f"{ends}; the certificate has {told['chain']} and {told['digest']}")
+    return Verified(DIFFERENT, result.steps, f"{ends}; the certificate has {claim['chain']} and {claim['digest']}")

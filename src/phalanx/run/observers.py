@@ -147,8 +147,8 @@ class Called(Observer):
 
     def left(self) -> dict[str, Any]:
         """What a result has, too."""
-        found = {name: getattr(self._callback, name, None) for name in LEFT} if self._name else {}
-        return {name: value for name, value in found.items() if value is not None}
+        attributes = {name: getattr(self._callback, name, None) for name in LEFT} if self._name else {}
+        return {name: value for name, value in attributes.items() if value is not None}
 
     def end(self) -> None:
         """Call ``end(result)``; with None if there is no whole state."""

@@ -283,8 +283,8 @@ class Run:
             self._loop.check_able()
         if self._saver is not None and not self._closed:
             self._saver.settle()
-        left = {**self._loop.left(), "stopped_early": self._loop.stopped_early}
-        return result_of(self._definition, self._engine, self._times, left, self._predictor, copy=copy)
+        extras = {**self._loop.left(), "stopped_early": self._loop.stopped_early}
+        return result_of(self._definition, self._engine, self._times, extras, self._predictor, copy=copy)
 
     @contextlib.contextmanager
     def _handed_over(self) -> Iterator[None]:
