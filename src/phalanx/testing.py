@@ -22,9 +22,9 @@ def assert_same_run(recipe: Recipe, workers: Sequence[int] = (1, 2, 3), kills: i
     Parameters
     ----------
     recipe : Recipe
-        It is trained ``len(workers)`` times or once more, so give it a few steps only.
+        It is trained ``len(workers)`` times, and once more with kills, so give it a few steps only.
     workers : sequence of int
-        More than there are replicas count as that many.
+        A number above the recipe's ``replicas`` counts as ``replicas``.
     kills : int
         How many workers are killed, at most one after each step.
 

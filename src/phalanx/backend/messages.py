@@ -69,7 +69,7 @@ class Inbox:
                 self._whole()
 
     def queue(self, tag: int) -> Queue:
-        """Where those wait who ask for a tag: who asked first gets the first message."""
+        """The queue of receives of a tag: the first receive gets the first message."""
         if not self.queues[tag].operations:
             self.queues[tag] = Queue()
         return self.queues[tag]
@@ -93,7 +93,7 @@ def receive(inbox: Inbox, source: int, tag: int, flat: torch.Tensor) -> Steps:
 
 
 def receive_any(inboxes: dict[int, Inbox], tag: int, flat: torch.Tensor, sources: list[int]) -> Steps:
-    """Read the next message of ``tag``, from whomever; appends that rank to ``sources``."""
+    """Read the next message of ``tag`` from any rank, and append that rank to ``sources``."""
     while True:
         for source, inbox in inboxes.items():
             inbox.look()

@@ -31,6 +31,6 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         hint = f"; {checks.CALLBACKS[name]}" if name in checks.CALLBACKS else ""
-        # `from phalanx.callbacks import ...` replaces an AttributeError by one of its own, which says nothing of this.
+        # `from phalanx.callbacks import ...` replaces an AttributeError by an ImportError without the hint.
         imported = hint and sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap"
         raise (ImportError if imported else AttributeError)(f"module {__name__!r} has no attribute {name!r}{hint}")

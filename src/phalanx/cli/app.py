@@ -244,7 +244,7 @@ def main() -> None:
 
 
 def _number(text: str) -> Any:
-    """A number, or the word that stands in its place; what is neither is refused by name later."""
+    """A number, or the word in place of one, as in auto; a wrong word is refused by name later."""
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)
@@ -266,7 +266,7 @@ def _trained(recipe: Recipe, evaluation: Evaluation | None, workers: str, *, qui
 
 
 def _spelled(one: Trial) -> str:
-    """What a run of a campaign came to."""
+    """The outcome of a run of a campaign, as a line."""
     verdict = "same digest" if one.right else "WRONG DIGEST"
     return f"seed {one.seed}: {one.kills} kills, {one.steps} steps, {verdict} {one.problem}".rstrip()
 

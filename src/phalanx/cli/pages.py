@@ -1,4 +1,4 @@
-"""What the log of a run tells, as rows of a table and as a page of HTML that needs nothing but a browser."""
+"""The log of a run, as rows of a table and as a page of HTML that needs nothing but a browser."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class History:
         return curves
 
     def row(self) -> dict[str, Any]:
-        """What there is to say of the run in one row of a table."""
+        """The summary of the run, as one row of a table."""
         kinds = Counter(line.get("event") for line in self.events)
         stamps = [line["time"] for line in (*self.steps.values(), *self.events) if "time" in line]
         whole = max(stamps, default=0.0) - min(stamps, default=0.0)
@@ -132,7 +132,7 @@ def page(histories: Sequence[History]) -> str:
 
 
 def lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Rows side by side: a line for each thing that is told, with its name first."""
+    """Rows side by side: a line for each entry, with its name first."""
     names = dict.fromkeys(name for row in rows for name in row)
     return [[name, *(_number(row.get(name)) for row in rows)] for name in names]
 

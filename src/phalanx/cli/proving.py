@@ -158,7 +158,7 @@ def certify_run(
 
 @contextlib.contextmanager
 def _untold() -> Iterator[None]:
-    """Whatever goes wrong: it could not be told."""
+    """Exit with the status UNKNOWN after any error."""
     try:
         yield
     except PhalanxError as error:

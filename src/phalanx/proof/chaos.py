@@ -85,7 +85,7 @@ def trial(recipe: Recipe, quiet: Result, kills: int, seed: int, workers: int) ->
 
 
 def _kill(run: Run, most: int, seed: int, pause: float, over: threading.Event) -> int:
-    """Kill workers of a run, when and whom the seed says, until so many are dead or it is over; returns how many.
+    """Kill workers of a run as ``seed`` says, until ``most`` are dead or the run is over; returns how many.
 
     ``pause``: mean seconds from a replacement to the next kill.
     """
@@ -111,7 +111,7 @@ def _deaths(run: Run) -> int:
 
 
 def _recovered(run: Run, deaths: int) -> bool:
-    """Whether a run has noticed a death and is past it, as deaths in a row at one place end a run."""
+    """Whether a run has noticed a death and is past that step: deaths in a row at one step end a run."""
     incidents = [one for one in run.incidents if one.kind != "rollback"]
     latest = {one.worker: one.kind for one in incidents}
     replaced = _deaths(run) > deaths and set(latest.values()) == {"replaced"}
@@ -119,7 +119,7 @@ def _recovered(run: Run, deaths: int) -> bool:
 
 
 def campaign(recipe: Recipe, kills: int, seed: int, workers: int, show: Callable[[Trial], None]) -> list[Trial]:
-    """Trials with the seeds ``seed``, ``seed + 1``, ... until so many workers were killed."""
+    """Trials with the seeds ``seed``, ``seed + 1``, ... until ``kills`` workers were killed."""
     quiet = recipe.train(engine="inline", progress=False)
     trials: list[Trial] = []
     while (remaining := kills - sum(one.kills for one in trials)) > 0:

@@ -1,8 +1,8 @@
 """Where two runs differ first: recipe, environment, data, then the step, the replica, the phase and the tensor.
 
-Links tell the step, and hashes of states which tensors. Where the recipes are at hand, the steps since the last state
-that was the same are computed again on both sides, which tells the rest: of a step the phase, the replica, the tensor,
-and the operation with its line in user code.
+Links tell the step, and hashes of states tell the tensors. If the recipes are at hand, the steps since the last equal
+state are computed again on both sides. That tells the rest: phase, replica, tensor, and the operation with its line
+in user code.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def diff(
     Returns
     -------
     Difference or None
-        None: they are the same, as far as both say anything.
+        None: all that both of them record is the same.
 
     Raises
     ------
     UsageError
-        One of them is nothing that can be compared, or they have nothing in common.
+        One of them cannot be compared, or they have nothing in common.
     SnapshotError
         One of them is damaged.
     """
@@ -87,7 +87,7 @@ def _compared(one: Side, other: Side, operations: bool) -> Difference | None:
 
 
 def _loosely(one: Side, other: Side, fields: dict[str, str]) -> Difference | None:
-    """Tensors of no known step, with those of the newest state of the other side."""
+    """Compare tensors of no known step with those of the newest state of the other side."""
     sides = [side.loose or side.newest() for side in (one, other)]
     both = bool(one.loose and other.loose)
     if not both and not set(sides[0]) & set(sides[1]):
@@ -110,7 +110,7 @@ def _missing(one: Side, other: Side) -> str:
 
 
 def _ends(one: Side, other: Side, fields: dict[str, str], same: int) -> Difference | None:
-    """All that both have is the same: one may have more of it.
+    """The outcome where all that both have is the same: one may have more steps.
 
     Raises
     ------
@@ -144,7 +144,7 @@ def _states(one: Side, other: Side) -> tuple[int, int | None]:
 
 
 def _again(one: Side, other: Side, same: int, last: int, operations: bool) -> tuple[Difference | None, str, list[str]]:
-    """Compute the steps since the last state that was the same again, on both sides.
+    """Compute the steps since the last equal state again, on both sides.
 
     Returns what differs, or why nothing was found, and the names of parameters.
     """
@@ -169,7 +169,7 @@ def _again(one: Side, other: Side, same: int, last: int, operations: bool) -> tu
 def _as_recorded(
     one: Side, other: Side, parted: Difference | None, state: int | None, same: int, parameters: Sequence[str]
 ) -> Difference:
-    """What links and hashes of states tell by themselves."""
+    """The difference that links and hashes of states tell by themselves."""
     if state is not None and (parted is None or state <= (parted.step or 0)):
         leaf = _differing(one, other, state)[0]
         phase = "state" if state == 0 or state - same > 1 else _written_in(leaf, one.states[state], parameters)
@@ -201,7 +201,7 @@ def _measured(one: Side, other: Side, state: int, leaf: str) -> Unequal:
 
 
 class Told(NamedTuple):
-    """Something that was computed within a replica-step: when, what, as bytes, and where in user code."""
+    """A value that was computed within a replica-step: its phase, name, bytes, and line of user code."""
 
     phase: str
     name: str
@@ -210,7 +210,7 @@ class Told(NamedTuple):
 
 
 def first_difference(one: Instant, other: Instant, last: int, *, operations: bool = False) -> Difference | None:
-    """Do steps on both sides, from where they are, up to ``last``; None if they do the same."""
+    """Do the steps up to ``last`` on both sides, from where they are; None if both compute the same."""
     before = one.capture(), other.capture()
     start = unequal(*map(_tensors, before))
     if start is not None:
@@ -243,7 +243,7 @@ def _same(one: StepReport, other: StepReport) -> bool:
 
 
 def _within_replicas(one: Instant, other: Instant, operations: bool) -> Difference | None:
-    """The first replica that does something else, and what."""
+    """The first replica that computes something else, and the first value that differs."""
     shares = one.shares(), other.shares()
     for replica in range(min(map(len, shares))):
         dealt = [{"samples": taken(side[replica].samples)} for side in shares]
@@ -258,7 +258,7 @@ def _within_replicas(one: Instant, other: Instant, operations: bool) -> Differen
 
 
 def replica_difference(one: Instant, other: Instant, replica: int, *, operations: bool = False) -> Difference | None:
-    """What a replica does differently on two sides, in the order in which it is computed."""
+    """The first value that a replica computes differently on two sides, in the order of computation."""
     sides = [computed(instant, replica, operations=operations) for instant in (one, other)]
     for left, right in zip(*sides, strict=False):
         if (left.phase, left.name) != (right.phase, right.name):
@@ -302,14 +302,14 @@ def computed(instant: Instant, replica: int, *, operations: bool = False) -> lis
 
 
 def _folded(one: Instant, other: Instant) -> Difference | None:
-    """The first parameter whose gradients, all of them the same, add up to something else."""
+    """The first parameter whose mean gradient differs, although the replicas' gradients are the same."""
     means = [{name: taken(value) for name, value in instant.mean().items()} for instant in (one, other)]
     mismatch = unequal(*means)
     return None if mismatch is None else _at(one.step, None, "fold", mismatch)
 
 
 def _after_folds(one: Instant, reports: tuple[StepReport, StepReport], after: tuple[Captured, Captured]) -> Difference:
-    """The mean gradients are the same: what comes after them differs."""
+    """The first difference after mean gradients that are the same: norm, update or buffer."""
     numbers = [{"norm": taken(report.grad_norm)} for report in reports]
     norm = unequal(*numbers)
     if norm is not None:

@@ -44,7 +44,7 @@ class Replayed:
         What ``forward_fn``, or the model, returned; None where the framework cannot tell.
     loss : float
     weight : float or None
-        That the loss returned, if it did.
+        The weight that the loss returned, if it returned one.
     gradients : dict
         By name of the parameter, before weighting and clipping; those that have none are left out.
     buffers : dict
@@ -152,7 +152,7 @@ def _loss_in(folder: pathlib.Path, recipe: Definition, step: int, replica: int) 
 
 
 def _of_error(error: RunError, replica: int | None, *, debug: bool) -> Replayed:
-    """From what an error has in memory."""
+    """Replay from what an error has in memory."""
     recipe, replica = error.recipe, error.replica if replica is None else replica
     if recipe is None or error.step is None or replica is None:
         raise UsageError(
@@ -171,7 +171,7 @@ def _of_error(error: RunError, replica: int | None, *, debug: bool) -> Replayed:
 
 
 def replayed(instant: Instant, replica: int, *, debug: bool = False) -> Replayed:
-    """A replica of the step at which ``instant`` is."""
+    """Compute a replica of the step at which ``instant`` is."""
     seen: dict[str, Any] = {}
     buffers: dict[str, Any] = {}
 
@@ -192,9 +192,9 @@ def replayed(instant: Instant, replica: int, *, debug: bool = False) -> Replayed
 
 
 class Failed(NamedTuple):
-    """Where a run failed: step, replica, what the caller's batch was like, if one was brought, and the phase.
+    """Where a run failed: step, replica, the structure of the caller's batch, if one was brought, and the phase.
 
-    Where an audit ended it, also the two workers and the checksums of what they came to.
+    If an audit ended the run, also the two workers and the checksums of what they computed.
     """
 
     step: int
@@ -221,7 +221,7 @@ def failure_of(folder: pathlib.Path) -> Failed:
     Raises
     ------
     UsageError
-        It did not, or the error names no replica.
+        It did not fail, or the error names no replica.
     """
     for event in events(folder, newest_first=True):
         if event.get("event") == "error" and event.get("step") is not None and event.get("replica") is not None:
@@ -231,12 +231,12 @@ def failure_of(folder: pathlib.Path) -> Failed:
 
 
 def events(folder: pathlib.Path, *, newest_first: bool = False) -> Iterator[dict[str, Any]]:
-    """What the log of a run tells; a line that is torn is left out.
+    """The events in the log of a run; a line that is torn is left out.
 
     Raises
     ------
     UsageError
-        There is none.
+        There is no log that can be read.
     """
     try:
         lines = read(folder / LOG).splitlines()
@@ -275,7 +275,7 @@ def debugged(run: Callable[[], Any], stops: Sequence[types.CodeType]) -> Any:
 
 
 def _stops(instant: Instant) -> list[types.CodeType]:
-    """Where forward and loss begin, as far as they are functions of Python."""
+    """The code of forward and loss, as far as they are functions of Python."""
     definition = instant.definition
     forward = definition.forward_fn or getattr(instant.exported.model, "forward", instant.exported.model)
     codes = [_code(function) for function in (forward, definition.loss_fn) if function is not None]

@@ -1,6 +1,6 @@
 """What can be compared: directories of runs, snapshots, chains, files of tensors, results and tensors in memory.
 
-And what two runs say of how they were made, and whether a recipe at hand is that of a run.
+Also in what two runs' recipes and environments differ, and whether a recipe at hand is that of a run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 
 @dataclass
 class Side:
-    """One of two that are compared; what it does not have is None or empty.
+    """One of two sides that are compared. What it does not have is None or empty.
 
     Attributes
     ----------
@@ -47,7 +47,7 @@ class Side:
     loose : dict
         Tensors by themselves, of no known step.
     recipe : Definition or None
-        Where it is at hand in this process.
+        The recipe, if it is at hand in this process.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Side:
 
     @property
     def chain(self) -> Links:
-        """Its links, which it has to have."""
+        """Its links; a side without any is refused."""
         if self.links is None:
             raise UsageError(f"run_dir is {self.name!r}, which has no chain; give the directory of a run")
         return self.links
@@ -77,7 +77,7 @@ class Side:
         return next(filter(None, map(self.tensors, sorted(self.states, reverse=True))), {})
 
     def close(self) -> None:
-        """Read no more."""
+        """Close the chain."""
         if self.links is not None:
             self.links.close()
 
@@ -88,7 +88,7 @@ def side(target: Any, recipe: Definition | None = None) -> Side:
     Raises
     ------
     UsageError
-        It is nothing that can be compared.
+        It cannot be compared.
     SnapshotError
         It is damaged.
     """
@@ -149,13 +149,13 @@ def _chain(run: Side, path: pathlib.Path) -> Side:
 
 
 def _object(facts: Any, name: str) -> dict[str, Any]:
-    """A part of what a file says, which may be anything."""
+    """A dict in what a file says, which may be anything; empty if there is no such dict."""
     value = facts.get(name) if isinstance(facts, dict) else None
     return value if isinstance(value, dict) else {}
 
 
 def different_fields(one: Side, other: Side) -> dict[str, str]:
-    """What of recipe, environment and data differs, in words, by name."""
+    """Differences of recipe, environment and data, in words, by the name of the field."""
     fields: dict[str, str] = {}
     mine, theirs = (side.run.get("recipe") or {} for side in (one, other))
     with contextlib.suppress(ValueError):  # one of them is no recipe

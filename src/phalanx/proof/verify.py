@@ -72,9 +72,9 @@ def verify(
         Of the run.
     run_dir : path-like
     steps : (int, int), optional
-        From, and up to but without; all by default.
+        The first step, and the one after the last; all by default.
     workers : int
-        Worker processes that compute.
+        How many workers compute.
     progress : bool or "auto"
 
     Returns
@@ -114,7 +114,7 @@ def _cut(run: Side, *, whole: bool) -> str:
 
 
 def _damaged(recipe: Definition, run: Side, stretches: Sequence[tuple[int, int]]) -> str:
-    """Which snapshot of these steps cannot be used, or has other losses than the chain, if one is such."""
+    """Name a snapshot of these steps that cannot be used, or has other losses than the chain; else empty."""
     updates = recipe.rounds.updates
     known = [step for first, end in stretches for step in range(first, end)]
     for saved, folder in snapshots(run.folder).items():
@@ -128,7 +128,7 @@ def _damaged(recipe: Definition, run: Side, stretches: Sequence[tuple[int, int]]
                     why = f"the snapshot of step {saved} has another loss of step {step} than the chain"
                     raise SnapshotError(why)
         except SnapshotError as error:
-            if folder.exists():  # a run that is at work removes old ones
+            if folder.exists():  # a run that is going on removes old ones
                 return f"{error}; remove that folder, which a run that goes on does not use either"
     return ""
 
@@ -152,7 +152,7 @@ def _blamed(recipe: Definition, folder: pathlib.Path) -> str:
 
 
 def _unlike(recipe: Definition, run: Side) -> str:
-    """Why bits may differ here, whatever the run did."""
+    """Why bits may differ here even if the run was right, in words; else empty."""
     if changed := changes(recorded_environment(), run.run.get("environment") or {}):
         return f"it cannot be checked here: {changed[0]} in the run"
     if not run.run.get("recipe"):
@@ -162,7 +162,7 @@ def _unlike(recipe: Definition, run: Side) -> str:
 
 
 def _stretches(run: Side, steps: tuple[int, int] | None) -> Sequence[tuple[int, int]]:
-    """What is to be compared, cut where there are snapshots."""
+    """The steps to compare, as ranges that are cut where there are snapshots."""
     links = run.chain
     first, last = steps or (links.first, len(links))
     if not links.first <= first < last <= len(links):
@@ -176,7 +176,7 @@ def _compared(
     """The outcome of computing steps again, up to the first that differs."""
     from tqdm import tqdm
 
-    gone: set[int] = set()  # steps whose batches are
+    gone: set[int] = set()  # steps whose batches are gone
     done, total = 0, sum(end - begin for begin, end in stretches)
     with contextlib.closing(_again(recipe, run, stretches, workers, gone, progress)) as steps:
         for reason in tqdm(steps, total=total, unit="step", disable=not shows(progress)):
@@ -217,7 +217,7 @@ def _again(
 
 
 def _step_of(instant: Instant, run: Side, ahead: int) -> str:
-    """Do a step, maybe up to ``ahead`` of them; how its link differs from that of the run, in words."""
+    """Do a step, while workers may run ahead to ``ahead``; how its link differs from that of the run, in words."""
     links, step = run.chain, instant.step
     body = body_of(fields_of(instant.advance(ahead), instant.definition, instant.brought))
     record = links.told(step)
@@ -243,7 +243,7 @@ def _state_of(instant: Instant, run: Side) -> str:
 def certify(
     recipe: Recipe, run_dir: pathlib.Path, *, workers: int = 1, progress: bool | str = "auto"
 ) -> tuple[Verified, dict[str, Any]]:
-    """What came of verifying a run, and its certificate as JSON values, which is empty if it is not what it says.
+    """Verify a run. Returns the outcome and, if all is the same, a certificate as JSON values; else an empty dict.
 
     Raises
     ------

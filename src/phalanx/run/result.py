@@ -163,7 +163,7 @@ def result_of(
     *,
     copy: bool,
 ) -> Result:
-    """The state of a run now, which was called for and opened at these ``times``; ``copy``: independent of the run."""
+    """The state of a run now. ``times``: of the call, and when the run was open. ``copy``: independent of the run."""
     exported, run_state, rounds = engine.export(copy=copy), engine.run_state, definition.rounds
     by_phase = rounds.by_phase(run_state.loss_history)
     called, opened = times
