@@ -5,8 +5,8 @@ PhalanxError
 └── RunError            the run went wrong; ``result`` is the last good state
     ├── WorkerError     user code raised; always raised from the user's own exception
     ├── NonFiniteError  a loss or a gradient is not finite
-    ├── StateError      a replica came out differently when it was computed again: user code keeps state of its own
-    ├── CorruptionError an audit found that two workers came to something else
+    ├── StateError      a replica gave another value when it was computed again: user code keeps state of its own
+    ├── CorruptionError an audit found that two workers computed different values
     ├── SnapshotError   a snapshot cannot be written or used
     ├── LeftError       another process of the world ended the run early
     ├── Preempted       SIGTERM came; a snapshot was written
@@ -15,8 +15,8 @@ PhalanxError
     ├── SeveredError    the connection to another host is gone
     └── PeerError       another rank of the backend is gone (also a RuntimeError); ``phalanx.backend.PeerError``
 
-LostError, StartError and SeveredError reach users as the RunError that they are. Two more never leave the package:
-Trouble and InPartsError, which end what is done within it.
+Users see LostError, StartError and SeveredError as RunErrors. Trouble and InPartsError never leave the package:
+they break off work within it.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class PhalanxError(Exception):
     Attributes
     ----------
     result : phalanx.Result or None
-        For errors in the middle of a run, the last good state: as after the last step that ended. Where the model
-        cannot be copied it is the run's own.
+        For errors in the middle of a run, the last good state: the one after the last finished step. It is a copy;
+        if the model cannot be copied, it is the run's own.
     recipe : phalanx.Recipe or None
-        Of the run in which a step failed, for ``phalanx.replay(error)``.
+        The recipe of the run in which a step failed, for ``phalanx.replay(error)``.
     batch : Any
-        That the caller brought for that step.
+        The batch that the caller brought for that step.
     phase : str
-        Which of the recipe's phases it was, if it has some.
+        The recipe's phase in which it failed; empty if the recipe has none.
     """
 
     result: Any = None
@@ -90,18 +90,18 @@ class NonFiniteError(RunError):
 
 
 class StateError(RunError):
-    """A replica came to something else when it was computed again from the same state; nothing was updated."""
+    """A replica gave another value when it was computed again from the same state; nothing was updated."""
 
 
 class CorruptionError(RunError):
-    """An audit found that a replica came to something else when it was computed again; nothing was updated.
+    """An audit found that a replica gave another value when it was computed again; nothing was updated.
 
     Attributes
     ----------
     workers : (int, int)
-        The worker that hosts the replica, and the one that computed it again: the same one if it is alone.
+        The worker that hosts the replica, and the one that computed it again. A lone worker is both.
     sums : (int, int)
-        A checksum of what each of them came to.
+        A checksum of what each of them computed.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class CorruptionError(RunError):
 
 
 class SnapshotError(RunError):
-    """A snapshot cannot be written, or is not whole, damaged or of another version."""
+    """A snapshot cannot be written, or is incomplete, damaged or of another version."""
 
 
 class LeftError(RunError):
@@ -128,15 +128,15 @@ class LostError(RunError):
 
 
 class StartError(RunError):
-    """The process that starts workers has ended, or does nothing any more and was killed."""
+    """The process that starts workers has ended, or it hung and was killed."""
 
 
 class SeveredError(RunError):
-    """The connection to another host is gone, or what came over it is not of this run."""
+    """The connection to another host is gone, or it delivered data that is not of this run."""
 
 
 class PeerError(RunError, RuntimeError):
-    """Another rank is gone, does something else, or does not come; the group cannot be used any more."""
+    """Another rank has ended, runs another operation, or is late. The group cannot be used any more."""
 
 
 class Trouble(Exception):  # noqa: N818  not an error: how a step is left

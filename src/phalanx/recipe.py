@@ -85,8 +85,8 @@ class Recipe(Definition):
         With ``schedule_every="epoch"``: the scheduler is stepped when this metric of ``evaluation`` is known, and
         ReduceLROnPlateau gets its value.
     modes : "train" or "as_made"
-        Modules are trained in the modes that they are made in. "train": a model that as a whole is in eval mode is
-        refused, as those are that were loaded or evaluated before; "as_made": it is trained so.
+        Modules are trained in the modes that they are made in. "train": a model that is in eval mode as a whole is
+        refused, since it was probably loaded or evaluated before. "as_made": it is trained in eval mode.
     micro_batches : int, default 1
         Into how many parts each replica's share is cut, computed one after the other in less memory; their gradients
         are added in order (``docs/steps.md``).
@@ -107,7 +107,7 @@ class Recipe(Definition):
                 raise UsageError(unknown(wrong[0], FIELDS, DEFAULTS))
             super().__init__(*arguments, **fields)
             checks.shares(self.global_batch, self.replicas, self.micro_batches)
-            sources.note()  # workers may run it when files say something else
+            sources.note()  # workers may run it after its files have changed
 
     def train(self, **options: Unpack[Options]) -> Result:
         """Run the recipe to its end. Options change the speed, never the answer, but for those that say so.
@@ -121,7 +121,7 @@ class Recipe(Definition):
             they are up, if that is faster.
         readers : int or "auto"
             Processes that read a dataset ahead (``docs/inputs.md``). "auto": one for each worker, as far as cores are
-            left. 0: none; nor are there any for arrays and lists. The caller reads a stream: a number is warned of.
+            left. 0: none. Arrays and lists have none. The caller reads a stream, so a number only brings a warning.
         engine : "auto", "inline", "processes" or "distributed"
             Where workers live: "inline" is this process, "distributed" all processes of a torch.distributed world
             (``docs/hosts.md``). "auto": distributed in such a world, else processes if ``workers`` is more than 1.
@@ -130,8 +130,8 @@ class Recipe(Definition):
             "cuda": all that are visible; "local": the one that torchrun means; "cpu" may come several times. Worker
             processes compute on "cpu" only. "auto": where ``make_model`` puts the model.
         nondeterministic : "error" or "allow"
-            On accelerators, what an operation without a deterministic kernel is, and everywhere a replica that comes
-            out differently when it is computed again; "allow" gives the promise up.
+            What happens at an operation without a deterministic kernel (on accelerators), and at a replica that gives
+            another value when it is computed again. "allow" lets both pass, and gives the promise up.
         evaluation : Evaluation, or list or dict of them, optional
             Due after every epoch, or as often as each says, and after the last step; kept in ``result.metric_history``.
         callbacks : sequence
@@ -148,18 +148,18 @@ class Recipe(Definition):
             Where snapshots and a log of events are kept. The same call again goes on from the newest good snapshot, to
             the same digest, with any number of workers. SIGTERM then saves and raises ``Preempted``.
         resume : bool or "anyway"
-            False: refuse a ``run_dir`` that has snapshots already. "anyway": go on though its recipe was another; a
+            False: refuse a ``run_dir`` that has snapshots already. "anyway": go on even if its recipe was another; a
             warning and the log say what differs.
         snapshot_every : int or "auto"
-            Steps from one to the next. "auto": at least 30 s, and as seldom as costs 1 % of the time. The beginning and
-            the end are always saved.
+            Steps from one to the next. "auto": at least 30 s, and so rarely that it costs 1 % of the time. The
+            beginning and the end are always saved.
         keep_snapshots : int
-            How many stay.
+            How many snapshots stay.
         on_snapshot_error : "continue" or "stop"
             What to do if one cannot be written; those before stay whole.
         chain : "auto", "every", int or "off"
             A ``run_dir`` has a chain, with a link for every step, whose root is ``result.chain`` (``docs/proof.md``).
-            How many steps lie between digests of the whole state beside it; "auto": as costs under 1 % of the time.
+            How many steps lie between digests of the whole state beside it; "auto": they cost under 1 % of the time.
         audit : float
             In this share of steps another worker computes one replica again; a difference is a CorruptionError.
         max_failures : int
@@ -186,8 +186,8 @@ class Recipe(Definition):
         Preempted
             SIGTERM came, and there is a ``run_dir``: the state was saved there.
         RunError
-            The base of all but UsageError. Itself, it says that the run cannot go on, and why: workers that die again
-            and again or take the state with them, a lost host, a batch in which nothing counts.
+            The base of all but UsageError. A plain RunError says why the run cannot go on: workers that die again and
+            again or take the state with them, a lost host, a batch in which every weight is 0.
         KeyboardInterrupt
             Ctrl-C; carries ``result`` too.
         """
@@ -202,7 +202,7 @@ class Recipe(Definition):
                     run.finish()
                 result = run.result()
         except KeyboardInterrupt as error:
-            if not hasattr(error, "result"):  # it came when all was done, or together with another error
+            if not hasattr(error, "result"):  # Ctrl-C came when all was done, or with another error
                 error.result = result or getattr(error.__context__, "result", None)  # type: ignore[attr-defined]
             raise
         return result
@@ -229,7 +229,7 @@ class Recipe(Definition):
             with interrupts.guarded():
                 run = self._start(options)
         except BaseException:
-            if run is not None:  # Ctrl-C came last, and nobody would close it
+            if run is not None:  # Ctrl-C came last, and nobody else would close the run
                 run.close()
             raise
         return run
@@ -238,7 +238,7 @@ class Recipe(Definition):
         called = time.perf_counter()
         settled = settle(options, self.replicas)
         check_evaluated(self, settled)
-        from phalanx.engines.selection import distributes, open_engine  # it loads what starts processes
+        from phalanx.engines.selection import distributes, open_engine  # it loads the code that starts processes
 
         if distributes(settled.engine) and rank() > 0:  # the first process reports and saves, and sends its state
             everywhere = tuple(item for item in settled.callbacks if getattr(item, "everywhere", False))

@@ -44,7 +44,7 @@ class Proposal:
     accepted : bool
         False if something is not finite and the recipe says to skip such steps.
     parts : list of float
-        Loss and weight of each replica, in turn; 0 and 0 where one has no part in the mean.
+        Loss and weight of each replica, alternating; 0 and 0 for a replica that has no part in the mean.
     """
 
     loss: float
@@ -62,7 +62,7 @@ def propose(
     shares: Sequence[Share],
     compare: Callable[[], None] | None = None,
 ) -> Proposal:
-    """Compute step ``t``, or, of steps with phases, update ``t``: gradients of the replicas, fold, screen.
+    """Compute step ``t``, or update ``t`` if steps have phases: gradients of the replicas, fold, screen.
 
     ``compare`` is called when all replicas are computed everywhere, and nothing is folded yet.
 
@@ -100,8 +100,8 @@ def propose(
         raise
     finally:
         CURRENT.step = None
-    told = [value for loss_of, part in zip(losses, parts, strict=True) for value in (loss_of, part.weight)]
-    return Proposal(loss, norm, gradient, accepted, told)
+    flat_parts = [value for loss_of, part in zip(losses, parts, strict=True) for value in (loss_of, part.weight)]
+    return Proposal(loss, norm, gradient, accepted, flat_parts)
 
 
 def commit(framework: Framework, link: Link, t: int, proposal: Proposal) -> None:
@@ -120,7 +120,7 @@ def _part(
     replica: int,
     work: Todo | None,
 ) -> Part:
-    """Take the next replica's gradient, weigh it and hand it to the fold; no work: it has no samples in this step."""
+    """Take the next replica's gradient, weigh it and hand it to the fold; ``work`` is None if it has no samples."""
     if work is None:
         link.push(replica, 0, None, [])
         return ABSENT
@@ -135,9 +135,9 @@ def _part(
 
 
 def weighed(loss: Any, returned: float | None, known: float, samples: int, replicas: int) -> Part:
-    """What a replica adds to the mean, and with which weight. A lone replica is multiplied by nothing.
+    """What a replica adds to the mean, and with which weight. A lone replica has the weight 1, or 0.
 
-    ``returned`` is the weight that the loss told, ``known`` the one that counts where it told none.
+    ``returned`` is the weight that the loss returned; ``known`` is used where it returned none.
     """
     weight = known if returned is None else returned
     if weight and replicas == 1:
@@ -146,7 +146,7 @@ def weighed(loss: Any, returned: float | None, known: float, samples: int, repli
 
 
 def check_consistent(parts: Sequence[Part]) -> None:
-    """Refuse a step in which some replicas told their weights and others did not, or workers have unlike options."""
+    """Refuse a step in which only some replicas returned weights, or in which workers have different options."""
     for replica, part in enumerate(parts):
         if part.options != parts[0].options:
             raise UsageError(
@@ -188,7 +188,7 @@ def _weight(moment: Moment, parts: Sequence[Part]) -> float:
 
 
 def _finite(arithmetic: Arithmetic, link: Link, loss: float, norm: float, gradient: Vector) -> bool:
-    """The norm screens (one pass); elements are looked at only when it is not finite: it may merely overflow."""
+    """Check the norm (one pass), and elements only if it is not finite: a norm may overflow by itself."""
     return math.isfinite(loss) and (math.isfinite(norm) or link.all_true(arithmetic.finite(gradient)))
 
 
@@ -215,7 +215,7 @@ def compute(computing: Iterator[Computed], moment: Moment, replica: int, share: 
     except Exception as raised:
         error = raised
         if isinstance(raised, RuntimeError) and isinstance(raised.__cause__, StopIteration):
-            error = raised.__cause__  # of user code: a generator lets no such error through
+            error = raised.__cause__  # raised by user code: a generator turns it into a RuntimeError
         raise WorkerError(
             f"{type(error).__name__} in user code at {moment}, replica {replica}, samples "
             f"{spell_samples(share.samples)}: {_spelled(error)}",
@@ -253,7 +253,7 @@ def _measured(function: Callable[[], T], share: Share) -> T:
 def blame(
     framework: Framework, definition: Definition, t: int, shares: Sequence[Share], hosted: Sequence[int]
 ) -> NonFiniteError:
-    """Name the replica. A replica-step is a pure function, so it can simply be computed again."""
+    """Name the replica with a loss or gradient that is not finite. Replica-steps are pure: they are computed again."""
     moment = definition.rounds.at(t)
     for replica in sorted(hosted):
         share = shares[replica]

@@ -22,9 +22,9 @@ def assert_same_run(recipe: Recipe, workers: Sequence[int] = (1, 2, 3), kills: i
     Parameters
     ----------
     recipe : Recipe
-        It is trained ``len(workers)`` times or once more, so give it a few steps only.
+        It is trained ``len(workers)`` times, and once more with kills, so give it a few steps only.
     workers : sequence of int
-        More than there are replicas count as that many.
+        A number above the recipe's ``replicas`` counts as ``replicas``.
     kills : int
         How many workers are killed, at most one after each step.
 
@@ -45,10 +45,10 @@ def assert_same_run(recipe: Recipe, workers: Sequence[int] = (1, 2, 3), kills: i
                 runs.append((name, target, _trained(recipe, count, killed, target)))
             except StateError as error:
                 raise AssertionError(f"{name}: {error}") from error
-            found = diff(runs[0][1], target, recipes=(recipe, recipe))
-            if found is not None or runs[0][2] != runs[-1][2]:
-                told = found or "the digests differ, though all that was noted of the steps is the same"
-                raise AssertionError(f"A ({runs[0][0]}) and B ({name}) are not the same run:\n{told}")
+            difference = diff(runs[0][1], target, recipes=(recipe, recipe))
+            if difference is not None or runs[0][2] != runs[-1][2]:
+                reason = difference or "the digests differ, though all that was noted of the steps is the same"
+                raise AssertionError(f"A ({runs[0][0]}) and B ({name}) are not the same run:\n{reason}")
 
 
 def _trained(recipe: Recipe, workers: int, kills: int, target: pathlib.Path) -> str:

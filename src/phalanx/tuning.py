@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 REPLICAS = (1, 2, 4, 8, 16)
 WARM_STEPS = 3  # of each way, left out: the first ones fault memory in and fill caches
 ENOUGH_STEPS = 200
-AS_GOOD = 0.95  # of the best throughput; what two measurements of one thing differ by on a shared machine
+AS_GOOD = 0.95  # of the best throughput: two measurements of one thing differ by that on a shared machine
 FOREVER = 1 << 40  # steps; a run is broken off when its time is over
 SMOOTHING = 0.9  # of the loss, over steps
 FIRST = 10  # steps that say little, as few losses are smoothed
@@ -49,7 +49,7 @@ class Choice:
         Of a step, the median.
     samples_per_second : float
     price : float or None
-        Processor time of a step in one process over that of the plain loop with one thread; None for other ways.
+        Processor time of a step in one process, divided by that of the plain loop with one thread; else None.
     memory : int
         Bytes of all processes after the last step; pages that they share count once. 0 where the system does not tell.
     """
@@ -143,7 +143,7 @@ def candidates(recipe: Recipe, cores: int) -> list[tuple[int, int, int]]:
 
 
 def measured(recipe: Recipe, ways: Sequence[tuple[int, int, int]], seconds: float) -> Iterator[Choice]:
-    """Each way as soon as it was tried; after the first, without those that a recipe refuses: no workers, say."""
+    """Yield each way once it was tried. After the first, ways that the recipe refuses are left out."""
     plain = math.nan  # measured first
     for replicas, workers, threads in ways:
         try:
@@ -158,9 +158,9 @@ def measured(recipe: Recipe, ways: Sequence[tuple[int, int, int]], seconds: floa
 
 
 def advised(samples: int | None, rows: Sequence[Choice]) -> Tuned:
-    """The largest R that costs next to nothing, as it leaves room for more workers; with the fastest way for it.
+    """Advise the largest R that costs next to nothing, as it leaves room for more workers, and its fastest way.
 
-    ``samples``: of a batch; None: one per replica.
+    ``samples`` is the number in a batch; None means one per replica.
     """
     fastest = {}
     for row in rows:
@@ -187,7 +187,7 @@ def _advice(samples: int | None, chosen: Choice, rows: Sequence[Choice]) -> str:
 
 
 def _measure(recipe: Recipe, replicas: int, workers: int, threads: int, seconds: float) -> Choice:
-    # A scheduler may be made for so many steps as the recipe has, and takes no time.
+    # The scheduler is left out: it may be made for the recipe's number of steps, and it takes no time.
     changes = {"replicas": replicas, "threads": threads, "steps": FOREVER, "epochs": None, "scheduler": None}
     tried = dataclasses.replace(recipe, **changes)
     spans: list[float] = []
@@ -208,7 +208,7 @@ def _measure(recipe: Recipe, replicas: int, workers: int, threads: int, seconds:
 
 
 def _shared_bytes(pid: int) -> int:
-    """Memory of a process, a page that several have divided among them."""
+    """Memory of a process in bytes; a page that several processes share is divided among them."""
     try:
         with open(f"/proc/{pid}/smaps_rollup") as lines:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
@@ -253,7 +253,7 @@ def find_lr(recipe: Recipe, lowest: float = 1e-7, highest: float = 1.0, steps: i
     recipe : Recipe
         With data, and an optimizer of torch; it is not changed.
     lowest, highest : float
-        The first rate and the last; each step's is the same factor higher.
+        The first rate and the last; each step multiplies the rate by the same factor.
     steps : int, default 100
     **options
         As for ``recipe.train``: ``workers=2``. They do not change what is found.
@@ -282,11 +282,11 @@ def find_lr(recipe: Recipe, lowest: float = 1e-7, highest: float = 1.0, steps: i
         "scheduler": functools.partial(exponential, lowest=lowest, growth=growth),
         "on_nonfinite": "stop",
     }
-    made = dataclasses.replace(recipe, **changes, schedule_every=None, schedule_on=None)
+    trial = dataclasses.replace(recipe, **changes, schedule_every=None, schedule_on=None)
     lrs: list[float] = []
     losses: list[float] = []
     mean = 0.0
-    with made.start(**{"progress": False, **options}) as run:  # type: ignore[arg-type]
+    with trial.start(**{"progress": False, **options}) as run:  # type: ignore[arg-type]
         try:
             for report in run:
                 if math.isnan(report.lr):

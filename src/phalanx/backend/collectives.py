@@ -5,7 +5,7 @@ for n+1: each rank has two slots, and one meeting per round is enough. Plain cou
 tensors go through in pieces that stay in cache.
 
 Every collective is a generator that yields the ranks it waits for. Tensors are flat and contiguous. Sums and other
-reductions are taken in a fixed order: pairs of neighbours, then pairs of pairs, by rank; that of the fold. float16 and
+reductions are taken in the fixed order of the fold: by rank, pairs of neighbours, then pairs of pairs. float16 and
 bfloat16 are added in float32 and rounded once.
 """
 
@@ -53,12 +53,12 @@ DIMENSIONS = 64  # that a sparse tensor may have
 
 @functools.lru_cache
 def signature(kind: str, dtype: torch.dtype = torch.uint8, op: int = 0, root: int = 0) -> int:
-    """What a rank does in a round, as far as all must do the same, as one word; the size is put in from bit SIZE on."""
+    """One word for what all ranks must do alike in a round: kind, dtype, op, root. The size starts at bit SIZE."""
     return KINDS.index(kind) | DTYPES.index(dtype) << 4 | op << 10 | root << 14
 
 
 def spelled(word: int) -> str:
-    """A signature for people."""
+    """A signature in words."""
     kind, dtype, root, size = KINDS[word & 15], DTYPES[word >> 4 & 63], word >> 14 & 4095, word >> SIZE
     if kind in ("barrier", "all_to_all"):
         return kind
@@ -84,7 +84,7 @@ class Rounds:
         self._views = functools.lru_cache(KEPT_VIEWS)(self._lying)
 
     def come(self, signature: int) -> Steps:
-        """Come to the next round. What was shown two rounds ago may then be written over.
+        """Come to the next round. The slots of two rounds ago may then be overwritten.
 
         Raises
         ------
@@ -100,11 +100,11 @@ class Rounds:
         return self._views(dtype, count, self._round & 1)
 
     def show(self) -> None:
-        """Our slot is written, or need not be."""
+        """Announce our slot: it is written, or need not be."""
         self._memory.arrive(self._round, self._tag)
 
     def see(self, ranks: Sequence[int]) -> Steps:
-        """Wait until these ranks show theirs.
+        """Wait until these ranks have announced their slots.
 
         Raises
         ------
@@ -116,7 +116,7 @@ class Rounds:
             self._unseen -= 1
             while memory.arrived(rank) < number:
                 yield [other for other in self.others if memory.arrived(other) < number]
-            order()  # the counter was read before the tag and the slot are
+            order()  # the counter is read before the tag and the slot
             tag = memory.tag(rank, number)
             if tag != self._tag:
                 raise PeerError(
@@ -173,7 +173,7 @@ class Reduction:
         return True
 
     def into(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Reduce ``parts``, one per rank, into ``out``, which may be none of them."""
+        """Reduce ``parts``, one per rank, into ``out``, which must not be one of them."""
         op = self._op
         if len(parts) == 2 and not self._narrow:
             op(parts[0], parts[1], out=out)
@@ -193,7 +193,7 @@ def barrier(rounds: Rounds) -> Steps:
 
 
 def all_reduce(rounds: Rounds, flat: torch.Tensor, reduction: Reduction, root: int | None = None) -> Steps:
-    """Every rank ends with the reduction of all; where there is a root, it alone does, and the others keep theirs."""
+    """Reduce over all ranks, into every rank's tensor. With a root, only its tensor is written."""
     word = _word("all_reduce" if root is None else "reduce", flat, reduction, root or 0)
     if rounds.size <= 2 or flat.nbytes <= DIRECT or root is not None:
         for _, part in _pieces(flat, SLOT):
@@ -232,7 +232,7 @@ def broadcast(rounds: Rounds, flat: torch.Tensor, root: int) -> Steps:
 def all_gather(
     rounds: Rounds, outputs: Sequence[torch.Tensor], flat: torch.Tensor, kind: str = "all_gather", root: int = 0
 ) -> Steps:
-    """Whoever has ``outputs`` ends with what each rank has: every rank, or of a "gather" the root."""
+    """Copy what each rank has into ``outputs``. Every rank has some; in a "gather", only the root."""
     word = _word(kind, flat, root=root)
     for start, part in _pieces(flat, SLOT):
         slots = yield from _shown(rounds, word, part)
@@ -243,7 +243,7 @@ def all_gather(
 
 
 def scatter(rounds: Rounds, flat: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> Steps:
-    """Each rank ends with its part of what the root has; the others have no ``inputs``."""
+    """Each rank gets its part of what the root has. Only the root has ``inputs``."""
     word = _word("scatter", flat, root=root)
     for start, part in _pieces(flat, SLOT // rounds.size):
         end = start + len(part)
@@ -334,7 +334,7 @@ def _summed(rounds: Rounds, tensor: torch.Tensor) -> Steps:
 
 
 def _padded(rounds: Rounds, mine: torch.Tensor, counts: list[int]) -> Steps:
-    """The rows of all ranks, of which rank i has ``counts[i]``."""
+    """Gather the rows of all ranks, padded on the way to the longest; rank i has ``counts[i]``."""
     shape = (max(counts), *mine.shape[1:])
     flat = mine.new_zeros(shape)
     flat[: len(mine)] = mine
@@ -343,13 +343,13 @@ def _padded(rounds: Rounds, mine: torch.Tensor, counts: list[int]) -> Steps:
 
 
 def _gathered(rounds: Rounds, flat: torch.Tensor) -> Steps:
-    found = [torch.empty_like(flat) for _ in range(rounds.size)]
-    yield from all_gather(rounds, found, flat, "sparse all_reduce")
-    return found
+    gathered = [torch.empty_like(flat) for _ in range(rounds.size)]
+    yield from all_gather(rounds, gathered, flat, "sparse all_reduce")
+    return gathered
 
 
 def _shown(rounds: Rounds, word: int, part: torch.Tensor, *, shows: bool = True) -> Steps:
-    """Come to a round and show ``part`` in it, or come to read only; the slots of all."""
+    """Come to a round and show ``part`` in it, or only read. Returns the slots of all ranks."""
     yield from rounds.come(word)
     slots = rounds.slots(part.dtype, len(part))
     if shows:
@@ -359,7 +359,7 @@ def _shown(rounds: Rounds, word: int, part: torch.Tensor, *, shows: bool = True)
 
 
 def _dealt(rounds: Rounds, word: int, dtype: torch.dtype, step: int, parts: Sequence[torch.Tensor]) -> Steps:
-    """Come to a round and show a part for each rank, ``step`` elements apart; what each rank has for this one."""
+    """Come to a round and show a part for each rank, ``step`` elements apart. Returns the parts for this rank."""
     yield from rounds.come(word)
     slots = [slot.view(rounds.size, step) for slot in rounds.slots(dtype, rounds.size * step)]
     for target, part in zip(slots[rounds.rank], parts, strict=False):

@@ -19,7 +19,7 @@ from phalanx.errors import UsageError
 
 Tensors = Sequence[torch.Tensor]
 Flat = list[torch.Tensor]
-Back = list[tuple[torch.Tensor, torch.Tensor]]  # what has to be copied back, and from where
+Back = list[tuple[torch.Tensor, torch.Tensor]]  # pairs of a tensor and the copy that is written back into it
 
 
 class Group(dist.ProcessGroup):
@@ -188,7 +188,7 @@ class Group(dist.ProcessGroup):
         return self._begin(f"recv from any rank, tag {tag}", [steps], back, tensors, queue=Queue(), sources=sources)
 
     def shutdown(self) -> None:
-        """Give back what the group holds, and give up what is under way."""
+        """Free what the group holds, and fail the operations that are under way."""
         leave(self._memory)
         self._memory.close()
 
@@ -218,7 +218,7 @@ class Group(dist.ProcessGroup):
         kind: str = "all_gather",
         root: int = 0,
     ) -> Work:
-        """Only who has a list of outputs gets anything."""
+        """Only a rank with a list of outputs receives anything."""
         steps = [
             collectives.all_gather(
                 self._rounds,
@@ -249,7 +249,7 @@ class Group(dist.ProcessGroup):
         queue: Queue | None = None,
         sources: list[int] | None = None,
     ) -> Work:
-        """``sources``: of a message, where it came from, once it is here; empty: from anybody."""
+        """``sources``: the rank that sends a message; an empty list takes one from any rank, and gets its rank."""
         whole = steps[0] if len(steps) == 1 and not back else then(steps, back)
         operation = Operation(whole, self._memory, name, anyone=sources == [])
         (self._queue if queue is None else queue).begin(operation)
@@ -309,12 +309,12 @@ def fitting(name: str, parts: Sequence[torch.Tensor], like: torch.Tensor, ranks:
     Raises
     ------
     UsageError
-        They are not.
+        The parts are not such.
     """
     if len(parts) != ranks or any(part.numel() != like.numel() or part.dtype != like.dtype for part in parts):
-        told = ", ".join(f"{part.numel()} of {part.dtype}" for part in parts)
+        sizes = ", ".join(f"{part.numel()} of {part.dtype}" for part in parts)
         raise UsageError(
-            f"{name} are {len(parts)} tensors of elements: {told}; there must be {ranks}, each with {like.numel()} of "
+            f"{name} are {len(parts)} tensors of elements: {sizes}; there must be {ranks}, each with {like.numel()} of "
             f"{like.dtype}"
         )
     return [movable(flattened(part, back)) for part in parts]
@@ -326,7 +326,7 @@ def split(flat: torch.Tensor, ranks: int) -> list[torch.Tensor]:
     Raises
     ------
     UsageError
-        It cannot be cut so.
+        It cannot be cut into equal parts.
     """
     if len(flat) % ranks:
         raise UsageError(f"a tensor of {len(flat)} elements cannot be cut for {ranks} ranks; pad it")
@@ -334,7 +334,7 @@ def split(flat: torch.Tensor, ranks: int) -> list[torch.Tensor]:
 
 
 def rows(flat: torch.Tensor, tensor: torch.Tensor, splits: Sequence[int], ranks: int) -> Flat:
-    """``flat``, which is ``tensor``, in parts of so many rows; equal ones if ``splits`` is empty."""
+    """Cut ``flat``, which is ``tensor``, into parts of ``splits`` rows; into equal parts if that is empty."""
     splits = splits or [len(tensor) // ranks] * ranks
     if len(splits) != ranks or sum(splits) != len(tensor):
         raise UsageError(
@@ -345,7 +345,7 @@ def rows(flat: torch.Tensor, tensor: torch.Tensor, splits: Sequence[int], ranks:
 
 
 def then(steps: Sequence[Steps], back: Back) -> Steps:
-    """One after another; then copy back what was copied."""
+    """Run the operations one after another, then write the copies back."""
     for each in steps:
         yield from each
     if back:

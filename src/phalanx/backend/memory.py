@@ -1,4 +1,4 @@
-"""One group's shared memory: made by its first rank, found by the others, forgotten by the kernel when all are gone.
+"""One group's shared memory: the first rank makes it, the others open it, the kernel frees it when all are gone.
 
 Ranks find each other through the store that torch.distributed gives them. What travels there is JSON; the memory itself
 is opened as ``/proc/PID/fd/N``, so it has no name and needs no listener.
@@ -47,7 +47,7 @@ class GroupMemory:
     names : sequence of int
         What people call the ranks: their numbers in the world.
     moved : int
-        Grows with every round and every piece of a message: whoever waits for more is waiting anew.
+        Grows with every round and every piece of a message: progress, after which a timeout starts anew.
     """
 
     def __init__(self, mapped: mmap.mmap, rank: int, size: int, pids: Sequence[int]) -> None:
@@ -76,7 +76,7 @@ class GroupMemory:
         return [peer for peer in peers if peer in self._ended]
 
     def close(self) -> None:
-        """Give the descriptors back; the memory goes with the last view of it."""
+        """Close the descriptors. The memory is freed with the last view of it."""
         for fd in self._watched:
             os.close(fd)
         self._watched = {}
@@ -92,10 +92,10 @@ class GroupMemory:
             self._poll.register(fd, select.POLLIN)
 
     def arrive(self, number: int, tag: int) -> None:
-        """Say that this rank has come to a round, with its slot written, and what it does there: no other rank may."""
+        """Announce that this rank has come to a round, its slot written, to do ``tag``. Nobody else may write here."""
         mine = self.rank * LINE
         self._words[mine + TAGS + (number & 1)] = tag
-        order()  # who sees that this rank has come reads its tag and its slot
+        order()  # a rank that sees the counter must see the tag and the slot
         self._words[mine + ARRIVED] = number
         self.moved += 1
 
@@ -127,22 +127,22 @@ class Pipe:
         self._content = content
 
     def write(self, data: memoryview) -> int:
-        """Append as much of ``data`` as there is room for; how many bytes that was. Only the source calls this."""
+        """Append as much of ``data`` as there is room for; returns how many bytes. Only the source calls this."""
         written = self._words[WRITTEN]
         start = written % PIPE
         size = min(len(data), PIPE - (written - self._words[READ]), PIPE - start)
         if size:
             self._content[start : start + size] = data[:size]
-            order()  # who sees the counter sees the bytes
+            order()  # a target that sees the counter must see the bytes
             self._words[WRITTEN] = written + size
         return size
 
     def read(self, most: int, into: bytearray) -> int:
-        """Move up to so many bytes to the end of ``into``; how many it were. Only the target calls this."""
+        """Move at most ``most`` bytes to the end of ``into``; returns how many. Only the target calls this."""
         read = self._words[READ]
         start = read % PIPE
         size = min(most, self._words[WRITTEN] - read, PIPE - start)
-        order()  # the counter was read before the bytes are
+        order()  # the counter is read before the bytes
         if size:
             into += self._content[start : start + size]
             order()  # the bytes are copied before the source may write over them
@@ -189,7 +189,7 @@ def join(store: Any, rank: int, size: int) -> GroupMemory:
 
 
 def _opened(pid: int, fd: int, needed: int) -> Memory:
-    """The memory of another process; nothing but the expected kind of file is taken."""
+    """Open the memory of another process; any other kind of file is refused."""
     path = pathlib.Path(f"/proc/{int(pid)}/fd/{int(fd)}")
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -208,6 +208,6 @@ def _opened(pid: int, fd: int, needed: int) -> Memory:
 
 
 def _where() -> str:
-    """The same for processes that can see each other: this boot of the kernel, and the namespace of process ids."""
+    """A text that is equal for processes that can see each other: boot of the kernel, and namespace of process ids."""
     boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"

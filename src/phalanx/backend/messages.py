@@ -24,12 +24,12 @@ def send(memory: GroupMemory, target: int, tag: int, flat: torch.Tensor) -> Step
     pipe = memory.pipe(memory.rank, target)
     data: Any = flat.numpy()
     for content in (memoryview(HEADER.pack(tag, len(flat))), memoryview(data)):
-        left = content
-        while left:
-            size = pipe.write(left)
+        remaining = content
+        while remaining:
+            size = pipe.write(remaining)
             if size:
                 memory.moved += 1
-                left = left[size:]
+                remaining = remaining[size:]
             else:
                 yield (target,)
 
@@ -69,7 +69,7 @@ class Inbox:
                 self._whole()
 
     def queue(self, tag: int) -> Queue:
-        """Where those wait who ask for a tag: who asked first gets the first message."""
+        """The queue of receives of a tag: the first receive gets the first message."""
         if not self.queues[tag].operations:
             self.queues[tag] = Queue()
         return self.queues[tag]
@@ -93,7 +93,7 @@ def receive(inbox: Inbox, source: int, tag: int, flat: torch.Tensor) -> Steps:
 
 
 def receive_any(inboxes: dict[int, Inbox], tag: int, flat: torch.Tensor, sources: list[int]) -> Steps:
-    """Read the next message of ``tag``, from whomever; appends that rank to ``sources``."""
+    """Read the next message of ``tag`` from any rank, and append that rank to ``sources``."""
     while True:
         for source, inbox in inboxes.items():
             inbox.look()

@@ -30,8 +30,8 @@ NAP_SECONDS, LONGEST_NAP_SECONDS = 0.00002, 0.0005
 
 LOCK = threading.RLock()
 QUEUES: list[Queue] = []  # of all groups, where something is under way
-# torch 2.6 lets go of the Python part of what a group hands to C++ (DDP's reducer, say), and then waits for ever for
-# the rest: there, what nobody has waited for is kept. 2.13 keeps it itself; the versions between were not tried.
+# torch 2.6 drops the Python part of a Work that a group hands to C++ (DDP's reducer, say), and then waits for ever for
+# the rest. So a Work that nobody has waited for is kept here. 2.13 keeps it itself; versions between were not tried.
 KEEPS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 UNAWAITED: set[dist.Work] = set()
 
@@ -98,7 +98,7 @@ class Queue:
                 self.advance()
 
     def advance(self) -> None:
-        """Let the first go on, and those behind it as far as it gives way."""
+        """Advance the first operation, and each later one once those before it are done."""
         while self.operations:
             first = self.operations[0]
             try:
@@ -115,7 +115,7 @@ class Queue:
             QUEUES.remove(self)
 
     def fail(self, error: BaseException) -> None:
-        """After an error ranks no longer agree on what comes next: nothing does."""
+        """Fail all operations, now and later: after an error, ranks no longer agree on what comes next."""
         if isinstance(error, PeerError):
             self.broken = error
         else:
@@ -140,7 +140,7 @@ def advance() -> None:
 
 
 def leave(memory: GroupMemory) -> None:
-    """Give up what is under way in a group."""
+    """Fail the operations of a group that are under way."""
     with LOCK:
         for queue in QUEUES[:]:
             if queue.operations[0].memory is memory:
@@ -170,7 +170,7 @@ class Work(dist.Work):
             UNAWAITED.add(self)
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Until it is done.
+        """Wait until it is done.
 
         Raises
         ------
@@ -241,14 +241,14 @@ def _await(operation: Operation, seconds: float) -> None:
 
 
 def _check(operation: Operation, waited: float, seconds: float) -> None:
-    """Give up if a rank that is waited for is gone, or late: by ``operation`` or by what comes before it."""
+    """Fail the queue of ``operation`` if a rank that its first operation waits for has ended, or is late."""
     with LOCK:
         if operation.done or operation.queue is None:
             return
         queue, first = operation.queue, operation.queue.operations[0]
         gone = _gone(first)
         if gone:
-            advance()  # it may have done its part before
+            advance()  # the rank may have done its part before it ended
             if first.done or not set(gone) <= set(first.awaited):
                 return
             why = f"rank {first.memory.names[gone[0]]} (process {first.memory.pids[gone[0]]}) has ended"
@@ -261,6 +261,6 @@ def _check(operation: Operation, waited: float, seconds: float) -> None:
 
 
 def _gone(operation: Operation) -> Sequence[int]:
-    """Ranks without which it cannot be done, and that have ended."""
+    """The ranks that have ended and without which the operation cannot be done."""
     gone = operation.memory.gone(operation.awaited)
     return () if operation.anyone and len(gone) < len(operation.awaited) else gone

@@ -30,7 +30,7 @@ __all__ = ["EMA", "Best", "EarlyStopping", "Log", "SaveBest"]
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        told = f"; {checks.CALLBACKS[name]}" if name in checks.CALLBACKS else ""
-        # `from phalanx.callbacks import ...` replaces an AttributeError by one of its own, which says nothing of this.
-        imported = told and sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap"
-        raise (ImportError if imported else AttributeError)(f"module {__name__!r} has no attribute {name!r}{told}")
+        hint = f"; {checks.CALLBACKS[name]}" if name in checks.CALLBACKS else ""
+        # `from phalanx.callbacks import ...` replaces an AttributeError by an ImportError without the hint.
+        imported = hint and sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap"
+        raise (ImportError if imported else AttributeError)(f"module {__name__!r} has no attribute {name!r}{hint}")

@@ -1,4 +1,4 @@
-"""What goes by a metric: stop when it does not get better any more, keep the weights with which it was best."""
+"""Callbacks that follow a metric: stop when it no longer improves, keep the weights with which it was best."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Better:
             raise UsageError(
                 f"metric is {self.metric!r}, but what is evaluated is {', '.join(values)}; name one of those"
             )
-        return None  # of another evaluation, that was not due
+        return None  # the metric is of another evaluation, which was not due
 
     def is_better(self, value: float, than: float | None) -> bool:
         """Whether a value improves on the best so far; NaN never does."""
@@ -152,7 +152,7 @@ class EarlyStopping:
         return counted if self.stopped_at is None else {**counted, "stopped_by": self._stopped_by}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Count on from there."""
+        """Continue counting from there."""
         ended = {} if state["stopped_at"] is None else {"stopped_by": str}
         kinds = {"best": float | None, "waited": int, "stopped_at": int | None, **ended}
         check_like(state, kinds, "EarlyStopping")

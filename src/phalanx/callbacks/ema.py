@@ -56,7 +56,7 @@ class EMA:
         self._resumed = False
 
     def step(self, report: Any) -> None:
-        """Take the weights in."""
+        """Add the weights to the average."""
         params = {name: _tensor(value) for name, value in self._run.params.items()}
         if self.averaged is None:
             self.averaged = {name: value.clone() for name, value in params.items()}
@@ -73,7 +73,7 @@ class EMA:
         return {"averaged": self.averaged}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Average on from there."""
+        """Continue the average from there."""
         check_like(state, {"averaged": object}, "EMA")
         self.averaged = state["averaged"]
         self._resumed = True

@@ -58,16 +58,16 @@ class Csv:
         """Lines are written at once."""
 
     def close(self) -> None:
-        """Let the file go."""
+        """Close the file."""
         self._held.let_go()
 
     def _rows(self) -> list[dict[str, str]]:
-        """Those that are there."""
+        """The rows that are in the file."""
         text = files.read(self._csv).decode(errors="replace")
         return list(csv.DictReader(io.StringIO(text, newline="")))
 
     def _begin(self, columns: list[str], rows: list[dict[str, str]]) -> None:
-        """A file with the header and these rows takes the place of the one that is there."""
+        """Replace the file by one with the header and these rows."""
         text = _text(columns, [dict(zip(columns, columns, strict=True)), *rows])
         files.replace(self._csv, lambda file: file.write(text))
         self._held.let_go()
@@ -173,7 +173,7 @@ class Log:
             self._open = False
 
     def state(self) -> dict[str, Any]:
-        """Nothing, but all rows are written before a snapshot is: those after it are written again."""
+        """No state. All rows are written before a snapshot; a resumed run writes the rows after it again."""
         if self._open:
             self._write()
             self._writer.flush()

@@ -156,8 +156,8 @@ def chaos(
         "median_pause_ms": round(pauses[len(pauses) // 2] * 1e3, 1) if pauses else None,
         "seed": seed,
     }
-    told = {**facts, "problems": "; ".join(facts["problems"]) or "none"}
-    show(facts, told.items(), json_=json_)
+    printed = {**facts, "problems": "; ".join(facts["problems"]) or "none"}
+    show(facts, printed.items(), json_=json_)
     if facts["wrong"] or facts["problems"]:
         raise typer.Exit(EXIT_RUN)
 
@@ -174,10 +174,10 @@ def tune_recipe(
     Replicas and threads are part of the answer: with others, a recipe ends in other weights.
     """
     recipe, *_ = load_recipe(file)
-    found = tune(recipe, seconds, progress=False if json_ else "auto")
+    tuned = tune(recipe, seconds, progress=False if json_ else "auto")
     if plot:
-        save(found.plot(), plot)
-    show(dataclasses.asdict(found), _measured(found), json_=json_)
+        save(tuned.plot(), plot)
+    show(dataclasses.asdict(tuned), _measured(tuned), json_=json_)
 
 
 @app.command("devices")
@@ -185,8 +185,8 @@ def list_devices(json_: Json = False) -> None:
     """List which devices each framework can use here, and what is missing for the others."""
     names = ("framework", "device", "what", "missing")
     rows = all_devices()
-    told = [[framework, device, what or f"not here: {missing}"] for framework, device, what, missing in rows]
-    show([dict(zip(names, row, strict=True)) for row in rows], told, json_=json_)
+    lines = [[framework, device, what or f"not here: {missing}"] for framework, device, what, missing in rows]
+    show([dict(zip(names, row, strict=True)) for row in rows], lines, json_=json_)
 
 
 @app.command("export")
@@ -244,7 +244,7 @@ def main() -> None:
 
 
 def _number(text: str) -> Any:
-    """A number, or the word that stands in its place; what is neither is refused by name later."""
+    """A number, or the word in place of one, as in auto; a wrong word is refused by name later."""
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)
@@ -266,7 +266,7 @@ def _trained(recipe: Recipe, evaluation: Evaluation | None, workers: str, *, qui
 
 
 def _spelled(one: Trial) -> str:
-    """What a run of a campaign came to."""
+    """The outcome of a run of a campaign, as a line."""
     verdict = "same digest" if one.right else "WRONG DIGEST"
     return f"seed {one.seed}: {one.kills} kills, {one.steps} steps, {verdict} {one.problem}".rstrip()
 
@@ -295,8 +295,8 @@ def _report(name: str, result: Result, drawn: pathlib.Path | None, *, json_: boo
         rows.append([f"phalanx: stopped early {result.stopped_early}{when}"])
     elif before:
         rows.append(["phalanx: all steps were done before; nothing was left to do"])
-    told = {f"test {metric}": value for metric, value in metrics.items()} | facts
-    known = {key: value for key, value in told.items() if value is not None}
+    entries = {f"test {metric}": value for metric, value in metrics.items()} | facts
+    known = {key: value for key, value in entries.items() if value is not None}
     rows += [[key, f"{value:.4f}" if isinstance(value, float) else value] for key, value in known.items()]
     rows += [[f"{key:6} {value}"] for key, value in ends.items() if value is not None]
     machines = {"name": name, "metrics": metrics, "stopped early": result.stopped_early} | facts | ends
@@ -308,11 +308,11 @@ def _plain(value: float | None) -> float | str | None:
     return value if value is None or math.isfinite(value) else str(value)
 
 
-def _measured(found: Tuned) -> list[list[str]]:
+def _measured(tuned: Tuned) -> list[list[str]]:
     """A row for each way that was measured, and the advice."""
     rows = [["replicas", "workers", "threads", "ms a step", "samples/s", "price of R", "memory"]]
-    for row in found.rows:
+    for row in tuned.rows:
         price = "" if row.price is None else f"{row.price:.2f}"
         numbers = f"{row.seconds * 1e3:.2f}", f"{row.samples_per_second:,.0f}", price, f"{row.memory / 2**20:,.0f} MiB"
         rows.append([str(row.replicas), str(row.workers), str(row.threads), *numbers])
-    return [*rows, [], [found.advice]]
+    return [*rows, [], [tuned.advice]]

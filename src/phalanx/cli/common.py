@@ -22,7 +22,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 
 
 def picture(path: str) -> str:
-    """Refuse a picture that matplotlib would not know how to write, or that needs it where it is missing."""
+    """Refuse a picture of a kind that matplotlib cannot write, and any picture where matplotlib is missing."""
     if path and pathlib.Path(path).suffix not in PICTURES:
         raise UsageError(f"--plot is {path!r}; its ending must be one of {', '.join(PICTURES)}")
     if path and importlib.util.find_spec("matplotlib") is None:
@@ -36,7 +36,7 @@ Plot = Annotated[str, typer.Option("--plot", metavar="PATH", help="Where to writ
 
 
 def load_recipe(file: str) -> tuple[Recipe, Any, Any]:
-    """The recipe, with the evaluation and the callbacks if there are, of ``PATH`` or ``PATH:NAME``.
+    """The recipe of ``PATH`` or ``PATH:NAME``, with the evaluation and the callbacks beside it, if there are.
 
     Raises
     ------
@@ -65,7 +65,7 @@ def load_recipe(file: str) -> tuple[Recipe, Any, Any]:
 
 
 def show(facts: Any, rows: Iterable[Sequence[Any]], *, json_: bool) -> None:
-    """Print one JSON object for machines, or rows as a table for people; a cell alone is a sentence."""
+    """Print one JSON object for machines, or rows as a table for people; a row of one cell is a sentence."""
     if json_:
         typer.echo(json.dumps(facts))
         return
@@ -87,7 +87,7 @@ def save(drawn: Any, path: str) -> pathlib.Path:
 
 @contextlib.contextmanager
 def writing(option: str, path: str) -> Iterator[pathlib.Path]:
-    """The place that an option names; a UsageError says what cannot be written there."""
+    """The path that an option names; if it cannot be written, a UsageError says why."""
     try:
         yield pathlib.Path(path)
     except OSError as error:

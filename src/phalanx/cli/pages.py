@@ -1,4 +1,4 @@
-"""What the log of a run tells, as rows of a table and as a page of HTML that needs nothing but a browser."""
+"""The log of a run, as rows of a table and as a page of HTML that needs nothing but a browser."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ class History:
     def curves(self) -> dict[str, list[tuple[float, float]]]:
         """Numbers over steps, by what they are: loss, evaluations, norm of the gradient, rate, throughput."""
         names = dict.fromkeys(name for line in self.steps.values() for name in line.get("metrics", {}))
-        found: dict[str, list[tuple[float, float]]] = {key: [] for key in ("loss", *names, "grad_norm", "lr", RATE)}
+        curves: dict[str, list[tuple[float, float]]] = {key: [] for key in ("loss", *names, "grad_norm", "lr", RATE)}
         for step, line in sorted(self.steps.items()):
             rate = line["samples"] / line["seconds"] if line.get("seconds") else None
             for key, value in ({RATE: rate} | line | line.get("metrics", {})).items():
-                if key in found and isinstance(value, (int, float)) and math.isfinite(value):
-                    found[key].append((step, float(value)))
-        return found
+                if key in curves and isinstance(value, (int, float)) and math.isfinite(value):
+                    curves[key].append((step, float(value)))
+        return curves
 
     def row(self) -> dict[str, Any]:
-        """What there is to say of the run in one row of a table."""
+        """The summary of the run, as one row of a table."""
         kinds = Counter(line.get("event") for line in self.events)
         stamps = [line["time"] for line in (*self.steps.values(), *self.events) if "time" in line]
         whole = max(stamps, default=0.0) - min(stamps, default=0.0)
@@ -121,8 +121,8 @@ def page(histories: Sequence[History]) -> str:
     title = html.escape(" and ".join(history.name for history in histories))
     parts = [f"<h1>phalanx: {title}</h1>", _table(lines([history.row() for history in histories])), _picture(histories)]
     for history in histories:
-        name, told = html.escape(history.name), [line for line in history.events if line.get("event") in SHOWN]
-        rows = [[line.get(key, "") for key in ("event", "step", "worker", "why")] for line in told[-MOST_EVENTS:]]
+        name, shown = html.escape(history.name), [line for line in history.events if line.get("event") in SHOWN]
+        rows = [[line.get(key, "") for key in ("event", "step", "worker", "why")] for line in shown[-MOST_EVENTS:]]
         parts += [f"<h2>What happened in {name}</h2>", _table([["event", "step", "worker", "why"], *rows])]
         parts += [f"<h2>The environment of {name}</h2>", _table(history.facts.items())]
     return (
@@ -132,7 +132,7 @@ def page(histories: Sequence[History]) -> str:
 
 
 def lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Rows side by side: a line for each thing that is told, with its name first."""
+    """Rows side by side: a line for each entry, with its name first."""
     names = dict.fromkeys(name for row in rows for name in row)
     return [[name, *(_number(row.get(name)) for row in rows)] for name in names]
 

@@ -48,9 +48,9 @@ def diff(
     """
     with _untold():
         recipes = _recipe_of(a), _recipe_of(b)
-        found = compare(a, b, recipes=recipes, operations=ops)
-    typer.echo(json.dumps(_as_facts(found)) if json_ else str(found or "the same"))
-    if found is not None:
+        difference = compare(a, b, recipes=recipes, operations=ops)
+    typer.echo(json.dumps(_as_facts(difference)) if json_ else str(difference or "the same"))
+    if difference is not None:
         raise typer.Exit(1)
 
 
@@ -70,10 +70,10 @@ def replay_step(
         raise UsageError("--step is missing; give --step K --replica R, or --failure")
     where: dict[str, Any] = {} if failure else {"step": step, "replica": replica, "phase": phase or None}
     try:
-        found = replay(known, run, **where, debug=pdb)
+        outcome = replay(known, run, **where, debug=pdb)
     except bdb.BdbQuit as error:
         raise typer.Exit(1) from error
-    facts = {"step": found.step, "replica": found.replica, "samples": list(found.samples), "loss": found.loss}
+    facts = {"step": outcome.step, "replica": outcome.replica, "samples": list(outcome.samples), "loss": outcome.loss}
     show(facts, facts.items(), json_=False)
 
 
@@ -105,8 +105,8 @@ def check_recipe(
             typer.echo(f"{row.what:32}  {outcome[row.same]}" + (f"\n  {row.told}" if row.told else ""))
     status, facts = checked.verdict(rows), checked.circumstances(named, recipe.replicas)
     said = ("the same", "DIFFERENT", "it could not be told")[status]
-    told = {"circumstances": facts, "rows": [dataclasses.asdict(row) for row in rows], "same": status == checked.SAME}
-    show(told, [*(facts.items() if named else ()), [said]], json_=json_)
+    report = {"circumstances": facts, "rows": [dataclasses.asdict(row) for row in rows], "same": status == checked.SAME}
+    show(report, [*(facts.items() if named else ()), [said]], json_=json_)
     if status:
         raise typer.Exit(status)
 
@@ -127,12 +127,12 @@ def verify_run(
         path = pathlib.Path(run)
         known = _known(run, file, f"phalanx verify {run} FILE[:NAME]")
         if path.is_dir():
-            found = verify(known, path, steps=_range(steps), workers=workers)
+            verified = verify(known, path, steps=_range(steps), workers=workers)
         elif steps:
             raise UsageError(f"--steps chooses among steps of a run, and {run} is no directory of one")
         else:
-            found = check_certificate(path, known, workers=workers)
-    _end(found, json_=json_)
+            verified = check_certificate(path, known, workers=workers)
+    _end(verified, json_=json_)
 
 
 @app.command("certify")
@@ -148,9 +148,9 @@ def certify_run(
     """
     known = _known(run, recipe)
     with _untold():
-        found, facts = certify(known, pathlib.Path(run), workers=workers)
+        verified, facts = certify(known, pathlib.Path(run), workers=workers)
     if not facts:
-        _end(found, json_=False)
+        _end(verified, json_=False)
     with writing("--out", out) as target:
         target.write_text(json.dumps(facts, indent=1) + "\n")
     typer.echo(f"chain   {facts['chain']}\ndigest  {facts['digest']}\n{out}")
@@ -158,7 +158,7 @@ def certify_run(
 
 @contextlib.contextmanager
 def _untold() -> Iterator[None]:
-    """Whatever goes wrong: it could not be told."""
+    """Exit with the status UNKNOWN after any error."""
     try:
         yield
     except PhalanxError as error:
@@ -166,18 +166,18 @@ def _untold() -> Iterator[None]:
         raise typer.Exit(UNKNOWN) from error
 
 
-def _end(found: Verified, *, json_: bool) -> None:
-    typer.echo(json.dumps(dataclasses.asdict(found)) if json_ else found.text)
-    if found.status:
-        raise typer.Exit(found.status)
+def _end(verified: Verified, *, json_: bool) -> None:
+    typer.echo(json.dumps(dataclasses.asdict(verified)) if json_ else verified.text)
+    if verified.status:
+        raise typer.Exit(verified.status)
 
 
 def _recipe_of(run: str) -> Recipe | None:
     """The recipe of a run, from the file that it noted; None where there is none."""
     if not os.path.isdir(run):
         return None
-    with contextlib.closing(side(run)) as found:
-        origin = found.run.get("origin")
+    with contextlib.closing(side(run)) as recorded:
+        origin = recorded.run.get("origin")
     if not isinstance(origin, str):
         return None
     try:
@@ -204,8 +204,8 @@ def _range(steps: str) -> tuple[int, int] | None:
     return int(first), int(last)
 
 
-def _as_facts(found: Difference | None) -> dict[str, Any]:
+def _as_facts(difference: Difference | None) -> dict[str, Any]:
     """A difference as JSON values."""
-    if found is None:
+    if difference is None:
         return {"same": True}
-    return {"same": False, **dataclasses.asdict(found), "text": str(found)}
+    return {"same": False, **dataclasses.asdict(difference), "text": str(difference)}

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 OPS = ("sum", "mean", "max", "min")
-SUMMED_IN = {  # torch has no arithmetic in the two of integers; wider sums wrap to the same bits
+SUMMED_IN = {  # torch has no arithmetic in the two integer dtypes; wider sums wrap to the same bits
     torch.complex32: torch.complex64,
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
@@ -230,7 +230,7 @@ def _cut(tensor: torch.Tensor, bounds: Bounds) -> list[torch.Tensor]:
 
 
 def _wide(tensor: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
-    """What is summed in place of the tensor: its own memory where that is possible."""
+    """The tensor in the dtype that it is summed in; without ``copy``, in its own memory if that is possible."""
     narrow = tensor.dtype.is_floating_point and tensor.dtype.itemsize < torch.float32.itemsize
     dtype = torch.float32 if narrow else SUMMED_IN.get(tensor.dtype, tensor.dtype)
     return tensor.detach().to(dtype, copy=copy).resolve_conj()
@@ -269,7 +269,7 @@ def tensors_of(name: str, values: Any, *, pieces: bool = False) -> list[torch.Te
 
 
 def dense(name: str, value: Any) -> None:
-    """``value`` is a tensor with memory of its own kind: not sparse, quantized or without data."""
+    """Refuse what is not a dense tensor with data: sparse, nested, quantized or meta tensors."""
     if not isinstance(value, torch.Tensor):
         raise UsageError(f"{name} is {checks.shown(value)} ({type(value).__name__}); it must be a torch.Tensor")
     if value.layout != torch.strided or value.is_nested or value.is_quantized or value.is_meta:
@@ -280,7 +280,7 @@ def dense(name: str, value: Any) -> None:
 
 
 def cuttable(name: str, tensor: torch.Tensor) -> None:
-    """``tensor`` has a first dimension."""
+    """Refuse a tensor without a first dimension."""
     if not tensor.ndim:
         raise UsageError(f"{name} has no dimension to cut along; give it one: tensor.reshape(1)")
 
@@ -302,7 +302,7 @@ def usable_device(name: str, value: Any) -> torch.device:
 
 
 def reducible(op: Any, dtype: torch.dtype) -> None:
-    """``op`` is known, and its result is a value of ``dtype``."""
+    """Refuse an ``op`` that is unknown, or has no result in ``dtype``."""
     checks.choice("op", op, OPS)
     whole = not dtype.is_floating_point and not dtype.is_complex
     unfit = {"sum": dtype == torch.bool, "mean": whole, "max": dtype.is_complex, "min": dtype.is_complex}
@@ -315,7 +315,7 @@ def reducible(op: Any, dtype: torch.dtype) -> None:
 
 
 def writable(name: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Every element of every tensor has a place of its own, so that writing one changes no other."""
+    """Refuse tensors whose elements share memory, since writing one would change another."""
     for index, tensor in enumerate(tensors):
         if tensor.is_inference() and not torch.is_inference_mode_enabled():
             raise UsageError(
@@ -336,7 +336,7 @@ def writable(name: str, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _elements(tensor: torch.Tensor) -> np.ndarray:
-    """Where its elements lie, for numpy to compare: their memory, which may be a device's, is never looked at."""
+    """The addresses of its elements, for numpy to compare. The memory, which may be a device's, is never read."""
     size = tensor.element_size()
     strides = tuple(size * stride for stride in tensor.stride())
     lies = {"shape": tuple(tensor.shape), "strides": strides, "data": (tensor.data_ptr(), True), "typestr": f"|V{size}"}
@@ -344,7 +344,7 @@ def _elements(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Whether a dimension steps no further than those of smaller steps reach."""
+    """Whether elements share memory: a dimension's stride is within the reach of the smaller strides."""
     reach = 0
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if length > 1:

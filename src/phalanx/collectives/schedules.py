@@ -104,7 +104,7 @@ def _around(phase: str, ahead: int, participants: int) -> Iterator[Transfer]:
 
 
 def _pairs(participants: int) -> list[list[tuple[int, int]]]:
-    """The fold's tree: in each round, who stands left and who right."""
+    """The fold's tree: for each round, its pairs of a left and a right participant."""
     strides = [1 << level for level in range((participants - 1).bit_length())]
     return [[(left, left + stride) for left in range(0, participants - stride, 2 * stride)] for stride in strides]
 

@@ -1,7 +1,7 @@
-"""Replicas: independent copies of one model, what has to hold between them, and what makes them one again.
+"""Replicas: independent copies of one model, what has to hold between them, and what makes them equal again.
 
-One's parameters are copied into the others. Gradients become their weighted mean, added in the fold's order unless
-asked otherwise.
+The parameters of one are copied into the others. Gradients become their weighted mean, added in the fold's order
+by default.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def tensors_of(replicas: Sequence[torch.nn.Module], *, buffers: bool = False) ->
 
 
 def check_trained(argument: str, parameters: Named) -> None:
-    """Refuse what has nothing to train: a step of it would do nothing, and say nothing."""
+    """Refuse parameters of which none is trained: a step would do nothing, without an error."""
     if not any(parameter.requires_grad for _, parameter in parameters):
         raise UsageError(
             f"{argument} has no parameter that requires a gradient, so nothing would be trained; register them as "
@@ -245,13 +245,13 @@ def _term(gradient: Gradient | None, weight: float) -> Gradient | None:
 
 
 def _added(left: Gradient, right: Gradient) -> Gradient:
-    """The sum as new tensors, since gradients may share memory: where the left one is. Absent + x = x."""
+    """The sum as new tensors on the left one's devices, as gradients may share memory. Absent + x = x."""
     pairs = zip(left, placed(right, [None if a is None else a.device for a in left]), strict=True)
     return [b if a is None else a if b is None else a + b for a, b in pairs]
 
 
 def _reduced(column: Sequence[torch.Tensor | None], algorithm: str) -> torch.Tensor | None:
-    """The sum by another algorithm, among the replicas that have something."""
+    """The sum by another algorithm, over the replicas that have this gradient."""
     sums = [term.clone() for term in column if term is not None]
     if sums:
         all_reduce(sums, op="sum", algorithm=algorithm)

@@ -159,7 +159,7 @@ def data_parallel_step(
 
 @dataclass(slots=True)
 class Work:
-    """One replica with its share of the batch, and what it computed: nothing of an empty share."""
+    """One replica with its share of the batch, and what it computed: None for an empty share."""
 
     replica: int
     lane: Lane
@@ -189,7 +189,7 @@ class Work:
 
 
 class Given:
-    """Reads shares of a batch that is there, where nothing is seeded."""
+    """Reads shares of a batch in memory, and seeds nothing."""
 
     def batch(self, key: int | None, share: Share) -> Any:
         """A share of it, as the model is called with it."""
@@ -274,20 +274,20 @@ def _check_finite(work: Work, loss: float) -> None:
 
 
 def _settle(works: Sequence[Work]) -> None:
-    """Buffers by the recipe's rule on the first replica, then the same bytes on the others."""
+    """Settle buffers by the recipe's rule on the first replica, and copy those bytes to the others."""
     first = works[0].lane.buffers.starts
     if not first:
         return
-    left = [(len(work.share.samples), work.computed.buffers) for work in works if work.computed is not None]
+    contributions = [(len(work.share.samples), work.computed.buffers) for work in works if work.computed is not None]
     for work in works:
         buffers = work.lane.buffers
         homes = [start.device for start in buffers.starts]
-        buffers.settle([(samples, placed(values, homes)) for samples, values in left])  # type: ignore[misc]
-        left = [(1, first)]
+        buffers.settle([(samples, placed(values, homes)) for samples, values in contributions])  # type: ignore[misc]
+        contributions = [(1, first)]
 
 
 def _checked(replicas: Any, optimizers: Any, loss_fn: Any, algorithm: Any, max_norm: Any) -> Definition:
-    """What a recipe would know of this step, once everything but the batch is found right."""
+    """Check everything but the batch; returns what a recipe would know of this step."""
     tensors_of(replicas, buffers=True)
     check_trained("replicas", list(replicas[0].named_parameters()))
     _check_optimizers(optimizers, replicas)

@@ -55,14 +55,14 @@ class Trial:
     @property
     def pauses(self) -> list[float]:
         """Seconds from each death that was noticed to its replacement."""
-        found: list[float] = []
+        pauses: list[float] = []
         since: dict[int, float] = {}
         for incident in self.incidents:
             if incident.kind == "death":
                 since.setdefault(incident.worker, incident.seconds)
             elif incident.kind == "replaced" and incident.worker in since:
-                found.append(incident.seconds - since.pop(incident.worker))
-        return found
+                pauses.append(incident.seconds - since.pop(incident.worker))
+        return pauses
 
 
 def trial(recipe: Recipe, quiet: Result, kills: int, seed: int, workers: int) -> Trial:
@@ -85,7 +85,7 @@ def trial(recipe: Recipe, quiet: Result, kills: int, seed: int, workers: int) ->
 
 
 def _kill(run: Run, most: int, seed: int, pause: float, over: threading.Event) -> int:
-    """Kill workers of a run, when and whom the seed says, until so many are dead or it is over; returns how many.
+    """Kill workers of a run as ``seed`` says, until ``most`` are dead or the run is over; returns how many.
 
     ``pause``: mean seconds from a replacement to the next kill.
     """
@@ -111,19 +111,19 @@ def _deaths(run: Run) -> int:
 
 
 def _recovered(run: Run, deaths: int) -> bool:
-    """Whether a run has noticed a death and is past it, as deaths in a row at one place end a run."""
-    found = [one for one in run.incidents if one.kind != "rollback"]
-    latest = {one.worker: one.kind for one in found}
+    """Whether a run has noticed a death and is past that step: deaths in a row at one step end a run."""
+    incidents = [one for one in run.incidents if one.kind != "rollback"]
+    latest = {one.worker: one.kind for one in incidents}
     replaced = _deaths(run) > deaths and set(latest.values()) == {"replaced"}
-    return replaced and run.steps > max(one.step for one in found) + 1
+    return replaced and run.steps > max(one.step for one in incidents) + 1
 
 
 def campaign(recipe: Recipe, kills: int, seed: int, workers: int, show: Callable[[Trial], None]) -> list[Trial]:
-    """Trials with the seeds ``seed``, ``seed + 1``, ... until so many workers were killed."""
+    """Trials with the seeds ``seed``, ``seed + 1``, ... until ``kills`` workers were killed."""
     quiet = recipe.train(engine="inline", progress=False)
     trials: list[Trial] = []
-    while (left := kills - sum(one.kills for one in trials)) > 0:
-        trials.append(trial(recipe, quiet, left, seed + len(trials), workers))
+    while (remaining := kills - sum(one.kills for one in trials)) > 0:
+        trials.append(trial(recipe, quiet, remaining, seed + len(trials), workers))
         show(trials[-1])
         if trials[-1].kills == 0 and len(trials) > kills:
             break  # the run is too short to be hit

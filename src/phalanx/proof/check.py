@@ -58,7 +58,7 @@ class Row:
 
 
 def check(recipe: Recipe, file: str | None = None, devices: Sequence[str] = (), steps: int = 5) -> Iterator[Row]:
-    """Train so many steps in each way; each row as soon as it is there.
+    """Train a recipe for ``steps`` steps in each way; yields each row as soon as it is done.
 
     Parameters
     ----------
@@ -95,7 +95,7 @@ def check(recipe: Recipe, file: str | None = None, devices: Sequence[str] = (), 
 def trained(recipe: Recipe, what: str, run_dir: pathlib.Path, **options: Any) -> Row:
     """The row of a way in which a recipe was trained, before it is compared.
 
-    A run that came to something else when it computed a replica twice is done again, so that ``diff`` can say where.
+    A run in which a replica gave two different values is done again, so that ``diff`` can say where.
     """
     try:
         result = recipe.train(run_dir=run_dir, chain="every", progress=False, **options)
@@ -121,7 +121,7 @@ def circumstances(devices: Sequence[str], replicas: int) -> dict[str, str]:
 
 
 def _ways(recipe: Recipe, file: str | None, devices: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """What each is called, and the options of ``train``; none for a new process."""
+    """The name of each way, and its options of ``train``; no options stand for a new process."""
     alone = {"engine": "inline"} | ({"devices": devices[:1]} if devices else {})
     yield FIRST, alone
     yield AGAIN, alone
@@ -148,8 +148,8 @@ def _elsewhere(what: str, run_dir: pathlib.Path, file: str | None, steps: int) -
 def _compared(recipe: Recipe, row: Row, first: pathlib.Path, run_dir: pathlib.Path) -> Row:
     """The row with the outcome of ``diff``."""
     try:
-        found = diff(first, run_dir, recipes=(recipe, recipe), operations=True)
+        difference = diff(first, run_dir, recipes=(recipe, recipe), operations=True)
     except PhalanxError as error:  # the first one ended with an error
         return dataclasses.replace(row, same=None, told=str(error))
-    told = f"{found}\n  {CURES.get(row.what, OTHERWISE)}"
-    return row if found is None else dataclasses.replace(row, same=False, told=told)
+    text = f"{difference}\n  {CURES.get(row.what, OTHERWISE)}"
+    return row if difference is None else dataclasses.replace(row, same=False, told=text)

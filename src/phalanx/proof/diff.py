@@ -1,8 +1,8 @@
 """Where two runs differ first: recipe, environment, data, then the step, the replica, the phase and the tensor.
 
-Links tell the step, and hashes of states which tensors. Where the recipes are at hand, the steps since the last state
-that was the same are computed again on both sides, which tells the rest: of a step the phase, the replica, the tensor,
-and the operation with its line in user code.
+Links tell the step, and hashes of states tell the tensors. If the recipes are at hand, the steps since the last equal
+state are computed again on both sides. That tells the rest: phase, replica, tensor, and the operation with its line
+in user code.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def diff(
     Returns
     -------
     Difference or None
-        None: they are the same, as far as both say anything.
+        None: all that both of them record is the same.
 
     Raises
     ------
     UsageError
-        One of them is nothing that can be compared, or they have nothing in common.
+        One of them cannot be compared, or they have nothing in common.
     SnapshotError
         One of them is damaged.
     """
@@ -69,25 +69,25 @@ def _compared(one: Side, other: Side, operations: bool) -> Difference | None:
     last_same, state = _states(one, other)
     if parted is None and state is None:
         return _ends(one, other, fields, last_same)
-    found, note, parameters = None, "", list[str]()
+    difference, note, parameters = None, "", list[str]()
     last = min(([parted.step or 0] if parted else []) + ([state - 1] if state is not None else []))
     if not (missing := _missing(one, other)) and last >= 0:
-        found, note, parameters = _again(one, other, last_same, last, operations)
+        difference, note, parameters = _again(one, other, last_same, last, operations)
     elif state != 0:
         note = f"{missing}, so nothing was computed again"
-    if found is None:
-        found = _as_recorded(one, other, parted, state, last_same, parameters)
-        untold = UNTOLD.get(found.phase or "", "") if found.name != "lr" else ""
+    if difference is None:
+        difference = _as_recorded(one, other, parted, state, last_same, parameters)
+        untold = UNTOLD.get(difference.phase or "", "") if difference.name != "lr" else ""
         note = "; ".join(filter(None, [note, untold]))
-    replica = found.replica
-    if parted and (parted.step or 0) <= (found.step or 0):
+    replica = difference.replica
+    if parted and (parted.step or 0) <= (difference.step or 0):
         note = "; ".join(filter(None, [f"link {parted.step}: {parted.note}", note]))
-        replica = parted.replica if replica is None and parted.step == found.step else replica
-    return replace(found, fields=fields, replica=replica, note=note)
+        replica = parted.replica if replica is None and parted.step == difference.step else replica
+    return replace(difference, fields=fields, replica=replica, note=note)
 
 
 def _loosely(one: Side, other: Side, fields: dict[str, str]) -> Difference | None:
-    """Tensors of no known step, with those of the newest state of the other side."""
+    """Compare tensors of no known step with those of the newest state of the other side."""
     sides = [side.loose or side.newest() for side in (one, other)]
     both = bool(one.loose and other.loose)
     if not both and not set(sides[0]) & set(sides[1]):
@@ -110,7 +110,7 @@ def _missing(one: Side, other: Side) -> str:
 
 
 def _ends(one: Side, other: Side, fields: dict[str, str], same: int) -> Difference | None:
-    """All that both have is the same: one may have more of it.
+    """The outcome where all that both have is the same: one may have more steps.
 
     Raises
     ------
@@ -144,7 +144,7 @@ def _states(one: Side, other: Side) -> tuple[int, int | None]:
 
 
 def _again(one: Side, other: Side, same: int, last: int, operations: bool) -> tuple[Difference | None, str, list[str]]:
-    """Compute the steps since the last state that was the same again, on both sides.
+    """Compute the steps since the last equal state again, on both sides.
 
     Returns what differs, or why nothing was found, and the names of parameters.
     """
@@ -159,9 +159,9 @@ def _again(one: Side, other: Side, same: int, last: int, operations: bool) -> tu
             break
     try:
         with Instant(one.recipe, begins[0]) as left, Instant(other.recipe, begins[1]) as right:
-            found = first_difference(left, right, last, operations=operations)
+            difference = first_difference(left, right, last, operations=operations)
             same_now = "computed again here, both recipes do the same: one of the two runs did something else"
-            return found, "" if found else same_now, left.parameters
+            return difference, "" if difference else same_now, left.parameters
     except PhalanxError as error:
         return None, f"steps could not be computed again: {error}", []
 
@@ -169,7 +169,7 @@ def _again(one: Side, other: Side, same: int, last: int, operations: bool) -> tu
 def _as_recorded(
     one: Side, other: Side, parted: Difference | None, state: int | None, same: int, parameters: Sequence[str]
 ) -> Difference:
-    """What links and hashes of states tell by themselves."""
+    """The difference that links and hashes of states tell by themselves."""
     if state is not None and (parted is None or state <= (parted.step or 0)):
         leaf = _differing(one, other, state)[0]
         phase = "state" if state == 0 or state - same > 1 else _written_in(leaf, one.states[state], parameters)
@@ -196,12 +196,12 @@ def _differing(one: Side, other: Side, state: int) -> list[str]:
 def _measured(one: Side, other: Side, state: int, leaf: str) -> Unequal:
     """How much a tensor differs, where both states are there."""
     sides = [{name: value for name, value in side.tensors(state).items() if name == leaf} for side in (one, other)]
-    found = unequal(*sides) if all(sides) else None
-    return found or Unequal(leaf, None, None)
+    mismatch = unequal(*sides) if all(sides) else None
+    return mismatch or Unequal(leaf, None, None)
 
 
 class Told(NamedTuple):
-    """Something that was computed within a replica-step: when, what, as bytes, and where in user code."""
+    """A value that was computed within a replica-step: its phase, name, bytes, and line of user code."""
 
     phase: str
     name: str
@@ -210,7 +210,7 @@ class Told(NamedTuple):
 
 
 def first_difference(one: Instant, other: Instant, last: int, *, operations: bool = False) -> Difference | None:
-    """Do steps on both sides, from where they are, up to ``last``; None if they do the same."""
+    """Do the steps up to ``last`` on both sides, from where they are; None if both compute the same."""
     before = one.capture(), other.capture()
     start = unequal(*map(_tensors, before))
     if start is not None:
@@ -224,8 +224,8 @@ def first_difference(one: Instant, other: Instant, last: int, *, operations: boo
             continue
         one.put(before[0], update)
         other.put(before[1], update)
-        found = _within_replicas(one, other, operations) or _folded(one, other) or _after_folds(one, reports, after)
-        return replace(found, part=one.phase)
+        first = _within_replicas(one, other, operations) or _folded(one, other) or _after_folds(one, reports, after)
+        return replace(first, part=one.phase)
     return None
 
 
@@ -243,37 +243,37 @@ def _same(one: StepReport, other: StepReport) -> bool:
 
 
 def _within_replicas(one: Instant, other: Instant, operations: bool) -> Difference | None:
-    """The first replica that does something else, and what."""
+    """The first replica that computes something else, and the first value that differs."""
     shares = one.shares(), other.shares()
     for replica in range(min(map(len, shares))):
         dealt = [{"samples": taken(side[replica].samples)} for side in shares]
-        found = unequal(*dealt)
-        if found is not None:
-            return _at(one.step, replica, "samples", found)
+        difference = unequal(*dealt)
+        if difference is not None:
+            return _at(one.step, replica, "samples", difference)
         if len(shares[0][replica].samples):
-            found = replica_difference(one, other, replica)
-            if found is not None:
-                return (operations and replica_difference(one, other, replica, operations=True)) or found
+            difference = replica_difference(one, other, replica)
+            if difference is not None:
+                return (operations and replica_difference(one, other, replica, operations=True)) or difference
     return None
 
 
 def replica_difference(one: Instant, other: Instant, replica: int, *, operations: bool = False) -> Difference | None:
-    """What a replica does differently on two sides, in the order in which it is computed."""
+    """The first value that a replica computes differently on two sides, in the order of computation."""
     sides = [computed(instant, replica, operations=operations) for instant in (one, other)]
     for left, right in zip(*sides, strict=False):
         if (left.phase, left.name) != (right.phase, right.name):
             name = f"{left.name or left.phase} against {right.name or right.phase}"
             lines = " against ".join(dict.fromkeys(line for line in (left.line, right.line) if line))
             return _at(one.step, replica, left.phase, Unequal(name, None, None), lines)
-        found = unequal(left.values, right.values)
-        if found is not None:
-            return _at(one.step, replica, left.phase, found, left.line)
+        mismatch = unequal(left.values, right.values)
+        if mismatch is not None:
+            return _at(one.step, replica, left.phase, mismatch, left.line)
     return None
 
 
 def computed(instant: Instant, replica: int, *, operations: bool = False) -> list[Told]:
     """Everything that a replica-step computes, as bytes, in order."""
-    told: list[Told] = []
+    records: list[Told] = []
     buffers: dict[str, Tensor] = {}
     stage = "forward"  # of operations
 
@@ -284,32 +284,32 @@ def computed(instant: Instant, replica: int, *, operations: bool = False) -> lis
             buffers[name] = taken(value)
         elif kind in ("operation", "backward"):
             line = _line(value[1] if len(value) > 1 else _stack())
-            told.append(Told(stage, name, flat(value[0], name), line))
+            records.append(Told(stage, name, flat(value[0], name), line))
         else:
             root = name or {"output": "output", "module": "model"}.get(kind, "batch")
-            told.append(Told("batch" if kind == "batch" else "forward", name, flat(value, root), ""))
+            records.append(Told("batch" if kind == "batch" else "forward", name, flat(value, root), ""))
 
     try:
         done = instant.replica(replica, Watch(tell, operations=operations))
     except PhalanxError as error:
         cause = error.__cause__ or error
         text = f"{type(cause).__name__}: {cause}"
-        return [*told, Told("forward", "exception", {"exception": taken(text)}, "")]
-    told.append(Told("loss", "loss", flat({"loss": done.loss, "weight": done.weight}, "loss"), ""))
+        return [*records, Told("forward", "exception", {"exception": taken(text)}, "")]
+    records.append(Told("loss", "loss", flat({"loss": done.loss, "weight": done.weight}, "loss"), ""))
     gradients = {name: taken(value) for name, value in instant.named(done.gradient).items()}
-    told += [Told("gradient", name, {name: value}, "") for name, value in gradients.items()]
-    return told + [Told("buffer", name, {name: value}, "") for name, value in buffers.items()]
+    records += [Told("gradient", name, {name: value}, "") for name, value in gradients.items()]
+    return records + [Told("buffer", name, {name: value}, "") for name, value in buffers.items()]
 
 
 def _folded(one: Instant, other: Instant) -> Difference | None:
-    """The first parameter whose gradients, all of them the same, add up to something else."""
+    """The first parameter whose mean gradient differs, although the replicas' gradients are the same."""
     means = [{name: taken(value) for name, value in instant.mean().items()} for instant in (one, other)]
-    found = unequal(*means)
-    return None if found is None else _at(one.step, None, "fold", found)
+    mismatch = unequal(*means)
+    return None if mismatch is None else _at(one.step, None, "fold", mismatch)
 
 
 def _after_folds(one: Instant, reports: tuple[StepReport, StepReport], after: tuple[Captured, Captured]) -> Difference:
-    """The mean gradients are the same: what comes after them differs."""
+    """The first difference after mean gradients that are the same: norm, update or buffer."""
     numbers = [{"norm": taken(report.grad_norm)} for report in reports]
     norm = unequal(*numbers)
     if norm is not None:

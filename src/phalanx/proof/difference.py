@@ -1,4 +1,4 @@
-"""What differs first: of named values, which become bytes, and by how much; and of the links of two chains."""
+"""The first difference: of named values, compared as bytes, with its size; and of the links of two chains."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORDS = {"forward": "forward pass", "norm": "norm of the gradient", "buffer": "b
 OF_REPLICAS = ("samples", "batch", "forward", "loss", "gradient", "buffer")
 IN = "in A", "in B"
 MOST = 60  # characters of a value
-OWN = ("link", "step")  # what a line is called by, and no difference in itself
+OWN = ("link", "step")  # fields that identify a line, and are no difference in themselves
 PHASES = {"samples": "samples", "losses": "loss", "weights": "loss", "loss": "loss", "norm": "gradient", "lr": "update"}
 
 
@@ -42,12 +42,12 @@ class Unequal(NamedTuple):
 
 @dataclass(frozen=True)
 class Difference:
-    """What two runs, or states, have not in common, and where that is seen first.
+    """How two runs, or states, differ, and where that is seen first.
 
     Attributes
     ----------
     fields : dict of str to str
-        What differs of recipe, environment and data, each in words, by the name of the field.
+        Differences of recipe, environment and data, in words, by the name of the field.
     step : int or None
         The first step that differs; None where no step does.
     replica : int or None
@@ -66,7 +66,7 @@ class Difference:
     note : str
         What else there is to say.
     part : str
-        Which of the recipe's phases (``phalanx.Phase``), if it has some.
+        The recipe's phase (``phalanx.Phase``); empty if it has none.
     """
 
     fields: dict[str, str] = field(default_factory=dict[str, str])
@@ -81,17 +81,17 @@ class Difference:
     part: str = ""
 
     def __str__(self) -> str:
-        told: list[str] = []
+        lines: list[str] = []
         if self.phase is not None:
             part = f", phase {self.part!r}" if self.part else ""
             where = "" if self.step is None else f" in step {self.step}{part}"
             whose = f" of replica {self.replica}" if self.replica is not None and self.phase in OF_REPLICAS else ""
             what = f", {self._what()}" if self.name not in (None, self.phase) else ""
-            told.append(f"A and B differ first{where}: {WORDS.get(self.phase, self.phase)}{whose}{what}{self._much()}")
+            lines.append(f"A and B differ first{where}: {WORDS.get(self.phase, self.phase)}{whose}{what}{self._much()}")
         elif self.fields:
-            told.append("A and B were not made in the same way, but nothing that can be compared differs")
-        told += [f"  {text}" for text in (self.line, self.note) if text]
-        return "\n".join([*told, *(f"  {text}" for text in self.fields.values())])
+            lines.append("A and B were not made in the same way, but nothing that can be compared differs")
+        lines += [f"  {text}" for text in (self.line, self.note) if text]
+        return "\n".join([*lines, *(f"  {text}" for text in self.fields.values())])
 
     def _what(self) -> str:
         known = self.line or self.name in ("output", "exception", "model")
@@ -110,7 +110,7 @@ def flat(value: Any, name: str) -> dict[str, Tensor]:
 
 
 def taken(value: Any) -> Tensor:
-    """An array of any framework as bytes that stay as they are; of other values, their text."""
+    """An array of any framework as bytes that stay as they are; any other value as its text."""
     if not is_array(value):
         return Tensor(TEXT, (), repr(value).encode(errors="surrogatepass"))
     kept = stored(value)
@@ -118,7 +118,7 @@ def taken(value: Any) -> Tensor:
 
 
 def unequal(one: Mapping[str, Tensor], other: Mapping[str, Tensor], *, common: bool = False) -> Unequal | None:
-    """The first name, in the order of ``one``, under which the two have not the same bytes; ``common``: both have."""
+    """The first name, in the order of ``one``, whose bytes differ; ``common``: among names that both have."""
     names: Iterable[str] = {**one, **other}
     for name in names:
         left, right = one.get(name), other.get(name)
@@ -151,7 +151,7 @@ def _ordered(bits: np.ndarray) -> np.ndarray:
 
 
 def parting(one: Links, other: Links) -> Difference | None:
-    """The first step of which the two say something else; None if there is none that both have.
+    """The first step that two chains record differently; None if there is none among those that both have.
 
     All lines that both have are read.
 
@@ -163,16 +163,16 @@ def parting(one: Links, other: Links) -> Difference | None:
     first, end = max(one.first, other.first), min(len(one), len(other))
     for step in range(first, end):
         if one.line(step).rstrip() != other.line(step).rstrip():
-            told = one[step], other[step]
-            found = parted(step, *told)
-            if found is not None or one.first == other.first:
-                note = _said("link", (told[0]["link"], told[1]["link"]), IN)
-                return found or Difference(step=step, phase="samples", name="link", note=note)
+            records = one[step], other[step]
+            difference = parted(step, *records)
+            if difference is not None or one.first == other.first:
+                note = _said("link", (records[0]["link"], records[1]["link"]), IN)
+                return difference or Difference(step=step, phase="samples", name="link", note=note)
     return None
 
 
 def in_common(one: Links | None, other: Links | None) -> int:
-    """The step up to which two chains that do not part say the same of anything; 0 if they say nothing in common.
+    """The step up to which two chains that do not part agree; 0 if they record nothing in common.
 
     Raises
     ------
@@ -193,7 +193,7 @@ def in_common(one: Links | None, other: Links | None) -> int:
 def parted(
     step: int, one: Mapping[str, Any], other: Mapping[str, Any], sides: tuple[str, str] = IN
 ) -> Difference | None:
-    """How two links of a step differ in what both say, in the order in which a step comes to it."""
+    """The first difference in what two links of a step both record, in the order of computation."""
     common = [name for name in [*PHASES, *one] if name in one and name in other and name not in OWN]
     differing = [name for name in dict.fromkeys(common) if one[name] != other[name]]
     if not differing:

@@ -1,6 +1,6 @@
 """A run at an instant: its state before a step, in this process, and any replica of that step computed from it.
 
-Everything in this room stands on these three: restore a state, compute one replica of one step, watch.
+Everything in this room uses three operations: restore a state, compute one replica of one step, watch.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
     begin : Snapshot or None
         Where to begin; None: with the model as it is made.
     workers : int
-        That compute what lies between.
+        How many workers compute the steps in between.
     batch : Any
-        That the caller brought for this step; None for planned ones.
+        The batch that the caller brought for this step; None if the step is a planned one.
     losses : sequence of float
-        Of the updates that were done before, where the model is made as they left it.
+        Losses of the updates done before, where ``make_model`` makes the model as they left it.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
                 "the recipe has data=None: the caller brought its batches, and they are gone, so that no step of it "
                 "can be computed again; give the recipe data"
             )
-        from phalanx.engines.selection import open_engine  # loads what starts processes
+        from phalanx.engines.selection import open_engine  # it loads the code that starts processes
 
         self.definition = definition
         self._batch, self._losses = batch, losses
@@ -84,17 +84,17 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
 
     @property
     def step(self) -> int:
-        """The step that is next, or of whose phases some are done."""
+        """The next step, or the one of which some phases are done."""
         return self._engine.run_state.steps
 
     @property
     def update(self) -> int:
-        """The update that is next: the step, where steps have no phases."""
+        """The next update; the same number as the step, where steps have no phases."""
         return len(self._engine.run_state.loss_history)
 
     @property
     def phase(self) -> str:
-        """The name of the phase that is next; "" where there are none."""
+        """The name of the next phase; "" where there are none."""
         return self.definition.rounds.at(self.update).name
 
     @property
@@ -108,9 +108,9 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         return list(self.exported.params)
 
     def advance(self, horizon: int = 0, *, whole: bool = True) -> StepReport:
-        """Do what is left of a step; processes of their own may run ahead of it, up to ``horizon`` finished steps.
+        """Finish the present step. Worker processes may run ahead of it, up to ``horizon`` finished steps.
 
-        Not ``whole``: only the phase that is next.
+        Without ``whole``, only the next phase is done.
         """
         ahead = self.definition.rounds.updates(max(horizon, self.step + 1)) if whole else self.update + 1
         reports = [self._updated(ahead)]
@@ -169,14 +169,14 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
             return computed
 
     def sums(self, replica: int) -> set[int]:
-        """What a replica of this step comes to, as audits compare it: by itself, or added to the one before."""
-        shares, found = self.shares(), set[int]()
+        """Checksums of a replica of this step, as audits compare them: by itself, or added to the one before."""
+        shares, checksums = self.shares(), set[int]()
         ran = [number for number, share in enumerate(shares) if len(share.samples)]
         for work in ([replica], joined(replica, range(len(shares)), ran)):
             with self._rewound() as framework:
                 *_, computed = framework.gradients(todo(self.definition, self.update, work, shares))
-                found.add(checksum(framework.arithmetic, computed))
-        return found
+                checksums.add(checksum(framework.arithmetic, computed))
+        return checksums
 
     def mean(self) -> dict[str, Any]:
         """The mean gradient of this step by names of parameters; the state stays as it is."""

@@ -44,7 +44,7 @@ class Replayed:
         What ``forward_fn``, or the model, returned; None where the framework cannot tell.
     loss : float
     weight : float or None
-        That the loss returned, if it did.
+        The weight that the loss returned, if it returned one.
     gradients : dict
         By name of the parameter, before weighting and clipping; those that have none are left out.
     buffers : dict
@@ -130,13 +130,13 @@ def replay(
     before = None if folder is None else _loss_in(folder, recipe, step, replica)
     with Instant(recipe, begin, batch=batch) as instant:
         instant.go_to(step, phase, progress=progress)
-        found = replayed(instant, replica, debug=debug)
-    if before not in (None, str(found.loss)):
+        computed = replayed(instant, replica, debug=debug)
+    if before not in (None, str(computed.loss)):
         checks.warn(
-            f"replica {replica} of step {step} comes to the loss {found.loss}, and came to {before} in the run: this "
-            "recipe, or something that it reads, is another"
+            f"replica {replica} of step {step} comes to the loss {computed.loss}, and came to {before} in the run: "
+            "this recipe, or something that it reads, is another"
         )
-    return found
+    return computed
 
 
 def _loss_in(folder: pathlib.Path, recipe: Definition, step: int, replica: int) -> str | None:
@@ -152,7 +152,7 @@ def _loss_in(folder: pathlib.Path, recipe: Definition, step: int, replica: int) 
 
 
 def _of_error(error: RunError, replica: int | None, *, debug: bool) -> Replayed:
-    """From what an error has in memory."""
+    """Replay from what an error has in memory."""
     recipe, replica = error.recipe, error.replica if replica is None else replica
     if recipe is None or error.step is None or replica is None:
         raise UsageError(
@@ -171,30 +171,30 @@ def _of_error(error: RunError, replica: int | None, *, debug: bool) -> Replayed:
 
 
 def replayed(instant: Instant, replica: int, *, debug: bool = False) -> Replayed:
-    """A replica of the step at which ``instant`` is."""
-    told: dict[str, Any] = {}
+    """Compute a replica of the step at which ``instant`` is."""
+    seen: dict[str, Any] = {}
     buffers: dict[str, Any] = {}
 
     def tell(kind: str, name: str, value: Any) -> None:
         if kind == "buffer":
             buffers[name] = value.detach().clone() if hasattr(value, "detach") else value
         elif kind in ("batch", "output"):
-            told[kind] = value
+            seen[kind] = value
 
     run = functools.partial(instant.replica, replica, Watch(tell))
     computed = debugged(run, _stops(instant)) if debug else run()
     gradients = instant.named(computed.gradient)
-    output = map_tree(lambda value: value.detach() if hasattr(value, "detach") else value, told.get("output"))
+    output = map_tree(lambda value: value.detach() if hasattr(value, "detach") else value, seen.get("output"))
     samples = tuple(int(sample) for sample in instant.shares()[replica].samples)
     return Replayed(
-        instant.step, replica, samples, told.get("batch"), output, computed.loss, computed.weight, gradients, buffers
+        instant.step, replica, samples, seen.get("batch"), output, computed.loss, computed.weight, gradients, buffers
     )
 
 
 class Failed(NamedTuple):
-    """Where a run failed: step, replica, what the caller's batch was like, if one was brought, and the phase.
+    """Where a run failed: step, replica, the structure of the caller's batch, if one was brought, and the phase.
 
-    Where an audit ended it, also the two workers and the checksums of what they came to.
+    If an audit ended the run, also the two workers and the checksums of what they computed.
     """
 
     step: int
@@ -221,22 +221,22 @@ def failure_of(folder: pathlib.Path) -> Failed:
     Raises
     ------
     UsageError
-        It did not, or the error names no replica.
+        It did not fail, or the error names no replica.
     """
-    for told in events(folder, newest_first=True):
-        if told.get("event") == "error" and told.get("step") is not None and told.get("replica") is not None:
-            where = told["step"], told["replica"], told.get("batch"), str(told.get("phase", ""))
-            return Failed(*where, told.get("workers", ()), told.get("sums", ()))
+    for event in events(folder, newest_first=True):
+        if event.get("event") == "error" and event.get("step") is not None and event.get("replica") is not None:
+            where = event["step"], event["replica"], event.get("batch"), str(event.get("phase", ""))
+            return Failed(*where, event.get("workers", ()), event.get("sums", ()))
     raise UsageError(f"no step of the run in {str(folder)!r} failed; name one with --step and --replica")
 
 
 def events(folder: pathlib.Path, *, newest_first: bool = False) -> Iterator[dict[str, Any]]:
-    """What the log of a run tells; a line that is torn is left out.
+    """The events in the log of a run; a line that is torn is left out.
 
     Raises
     ------
     UsageError
-        There is none.
+        There is no log that can be read.
     """
     try:
         lines = read(folder / LOG).splitlines()
@@ -244,9 +244,9 @@ def events(folder: pathlib.Path, *, newest_first: bool = False) -> Iterator[dict
         raise UsageError(f"{str(folder)!r} has no {LOG}, or none that can be read: {error}; give a run_dir") from error
     for line in reversed(lines) if newest_first else lines:
         with contextlib.suppress(ValueError, RecursionError):
-            told = json.loads(line)
-            if isinstance(told, dict):
-                yield told
+            event = json.loads(line)
+            if isinstance(event, dict):
+                yield event
 
 
 def debugged(run: Callable[[], Any], stops: Sequence[types.CodeType]) -> Any:
@@ -275,7 +275,7 @@ def debugged(run: Callable[[], Any], stops: Sequence[types.CodeType]) -> Any:
 
 
 def _stops(instant: Instant) -> list[types.CodeType]:
-    """Where forward and loss begin, as far as they are functions of Python."""
+    """The code of forward and loss, as far as they are functions of Python."""
     definition = instant.definition
     forward = definition.forward_fn or getattr(instant.exported.model, "forward", instant.exported.model)
     codes = [_code(function) for function in (forward, definition.loss_fn) if function is not None]

@@ -1,6 +1,6 @@
 """What can be compared: directories of runs, snapshots, chains, files of tensors, results and tensors in memory.
 
-And what two runs say of how they were made, and whether a recipe at hand is that of a run.
+Also in what two runs' recipes and environments differ, and whether a recipe at hand is that of a run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 
 @dataclass
 class Side:
-    """One of two that are compared; what it does not have is None or empty.
+    """One of two sides that are compared. What it does not have is None or empty.
 
     Attributes
     ----------
@@ -47,7 +47,7 @@ class Side:
     loose : dict
         Tensors by themselves, of no known step.
     recipe : Definition or None
-        Where it is at hand in this process.
+        The recipe, if it is at hand in this process.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Side:
 
     @property
     def chain(self) -> Links:
-        """Its links, which it has to have."""
+        """Its links; a side without any is refused."""
         if self.links is None:
             raise UsageError(f"run_dir is {self.name!r}, which has no chain; give the directory of a run")
         return self.links
@@ -68,8 +68,8 @@ class Side:
     def tensors(self, step: int) -> dict[str, Tensor]:
         """The tensors of the state after so many steps, if there is a good snapshot of it."""
         with contextlib.suppress(SnapshotError, KeyError):
-            found = read(snapshots(self.folder)[step])
-            return tensors_of(found.weights, found.training)
+            snapshot = read(snapshots(self.folder)[step])
+            return tensors_of(snapshot.weights, snapshot.training)
         return {}
 
     def newest(self) -> dict[str, Tensor]:
@@ -77,7 +77,7 @@ class Side:
         return next(filter(None, map(self.tensors, sorted(self.states, reverse=True))), {})
 
     def close(self) -> None:
-        """Read no more."""
+        """Close the chain."""
         if self.links is not None:
             self.links.close()
 
@@ -88,7 +88,7 @@ def side(target: Any, recipe: Definition | None = None) -> Side:
     Raises
     ------
     UsageError
-        It is nothing that can be compared.
+        It cannot be compared.
     SnapshotError
         It is damaged.
     """
@@ -117,10 +117,10 @@ def side(target: Any, recipe: Definition | None = None) -> Side:
 
 
 def _folder(path: pathlib.Path, recipe: Definition | None) -> Side:
-    found = Side(str(path), path, recipe=recipe or recall(path))
+    run = Side(str(path), path, recipe=recipe or recall(path))
     saved = snapshots(path)  # listed before the chain is opened, which is never older than a snapshot
     if (path / CHAIN).exists():
-        _chain(found, path / CHAIN)
+        _chain(run, path / CHAIN)
     elif not saved:
         raise UsageError(f"{str(path)!r} has neither a chain nor snapshots; give the directory of a run, or a snapshot")
     for step, folder in saved.items():
@@ -129,45 +129,45 @@ def _folder(path: pathlib.Path, recipe: Definition | None) -> Side:
             facts = json.loads(files.read(folder / FACTS))
         parts = [part for part in _object(facts, "hashes").values() if isinstance(part, dict)]
         if parts:
-            found.states[step] = tensors_of(parts[0], parts[1] if len(parts) > 1 else {})
+            run.states[step] = tensors_of(parts[0], parts[1] if len(parts) > 1 else {})
         for name in ("recipe", "environment"):
-            found.run.setdefault(name, _object(facts, name))
-    return found
+            run.run.setdefault(name, _object(facts, name))
+    return run
 
 
-def _chain(found: Side, path: pathlib.Path) -> Side:
-    found.links = links = Links(path)
-    for told in records(path, "run"):
-        found.run = told | {name: _object(told, name) for name in ("recipe", "environment")}
-    for told in records(path, "state"):
-        step = told["step"]
+def _chain(run: Side, path: pathlib.Path) -> Side:
+    run.links = links = Links(path)
+    for record in records(path, "run"):
+        run.run = record | {name: _object(record, name) for name in ("recipe", "environment")}
+    for record in records(path, "state"):
+        step = record["step"]
         with contextlib.suppress(PhalanxError, KeyError):  # steps may have been done again since, and differently
             begun = step == links.first <= len(links)
-            if begun or (links.first < step <= len(links) and links.before(step) == told["link"]):
-                found.states[step] = _object(told, "leaves")
-    return found
+            if begun or (links.first < step <= len(links) and links.before(step) == record["link"]):
+                run.states[step] = _object(record, "leaves")
+    return run
 
 
 def _object(facts: Any, name: str) -> dict[str, Any]:
-    """A part of what a file says, which may be anything."""
+    """A dict in what a file says, which may be anything; empty if there is no such dict."""
     value = facts.get(name) if isinstance(facts, dict) else None
     return value if isinstance(value, dict) else {}
 
 
 def different_fields(one: Side, other: Side) -> dict[str, str]:
-    """What of recipe, environment and data differs, in words, by name."""
-    found: dict[str, str] = {}
+    """Differences of recipe, environment and data, in words, by the name of the field."""
+    fields: dict[str, str] = {}
     mine, theirs = (side.run.get("recipe") or {} for side in (one, other))
     with contextlib.suppress(ValueError):  # one of them is no recipe
-        told = compare(mine, theirs)
-        for text in (*told.differs, *told.hints, *told.versions):
+        comparison = compare(mine, theirs)
+        for text in (*comparison.differs, *comparison.hints, *comparison.versions):
             sided = text.replace(" here, and ", " in A, and ").replace(" here than there", " in A than in B")
-            found.setdefault(re.split(r"[^\w]", text, maxsplit=1)[0], re.sub(r" there$", " in B", sided))
+            fields.setdefault(re.split(r"[^\w]", text, maxsplit=1)[0], re.sub(r" there$", " in B", sided))
     left, right = (side.run.get("environment") or {} for side in (one, other))
     for name in {**left, **right} if left and right else ():
         if left.get(name) != right.get(name):
-            found.setdefault(name, f"{name} is {left.get(name)} in A, and {right.get(name)} in B")
-    return found
+            fields.setdefault(name, f"{name} is {left.get(name)} in A, and {right.get(name)} in B")
+    return fields
 
 
 def another(recipe: Definition, recorded: Any) -> str:
@@ -182,8 +182,8 @@ def differing(recipe: Definition, recorded: Any) -> tuple[str, str]:
     Attributes are left out, as they change in use.
     """
     try:
-        told = compare(described(recipe), recorded) if recorded else Comparison()
+        comparison = compare(described(recipe), recorded) if recorded else Comparison()
     except ValueError:
         return "what is told of it cannot be read", ""
-    hints = [hint for hint in told.hints if hint.endswith("reads differently") or " (its variable " in hint]
-    return next(iter(told.differs), ""), next(iter(hints), "")
+    hints = [hint for hint in comparison.hints if hint.endswith("reads differently") or " (its variable " in hint]
+    return next(iter(comparison.differs), ""), next(iter(hints), "")

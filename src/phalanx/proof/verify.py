@@ -72,9 +72,9 @@ def verify(
         Of the run.
     run_dir : path-like
     steps : (int, int), optional
-        From, and up to but without; all by default.
+        The first step, and the one after the last; all by default.
     workers : int
-        Worker processes that compute.
+        How many workers compute.
     progress : bool or "auto"
 
     Returns
@@ -93,13 +93,13 @@ def verify(
         if reason := _unlike(recipe, run) or _cut(run, whole=steps is None):
             return Verified(UNKNOWN, 0, reason)
         stretches = _stretches(run, steps)
-        found = _compared(recipe, run, stretches, workers, progress)
+        outcome = _compared(recipe, run, stretches, workers, progress)
         _, reads = differing(recipe, run.run["recipe"])
-        if found.status == DIFFERENT and reads:
-            return Verified(UNKNOWN, found.steps, f"{found.text}, but the recipe may be another: {reads}")
-        if found.status == SAME and (damaged := _damaged(recipe, run, stretches)):
-            return Verified(UNKNOWN, found.steps, f"{found.text}, but {damaged}")
-        return found if found.status else dataclasses.replace(found, text=found.text + _blamed(recipe, path))
+        if outcome.status == DIFFERENT and reads:
+            return Verified(UNKNOWN, outcome.steps, f"{outcome.text}, but the recipe may be another: {reads}")
+        if outcome.status == SAME and (damaged := _damaged(recipe, run, stretches)):
+            return Verified(UNKNOWN, outcome.steps, f"{outcome.text}, but {damaged}")
+        return outcome if outcome.status else dataclasses.replace(outcome, text=outcome.text + _blamed(recipe, path))
 
 
 def _cut(run: Side, *, whole: bool) -> str:
@@ -114,7 +114,7 @@ def _cut(run: Side, *, whole: bool) -> str:
 
 
 def _damaged(recipe: Definition, run: Side, stretches: Sequence[tuple[int, int]]) -> str:
-    """Which snapshot of these steps cannot be used, or has other losses than the chain, if one is such."""
+    """Name a snapshot of these steps that cannot be used, or has other losses than the chain; else empty."""
     updates = recipe.rounds.updates
     known = [step for first, end in stretches for step in range(first, end)]
     for saved, folder in snapshots(run.folder).items():
@@ -128,7 +128,7 @@ def _damaged(recipe: Definition, run: Side, stretches: Sequence[tuple[int, int]]
                     why = f"the snapshot of step {saved} has another loss of step {step} than the chain"
                     raise SnapshotError(why)
         except SnapshotError as error:
-            if folder.exists():  # a run that is at work removes old ones
+            if folder.exists():  # a run that is going on removes old ones
                 return f"{error}; remove that folder, which a run that goes on does not use either"
     return ""
 
@@ -152,7 +152,7 @@ def _blamed(recipe: Definition, folder: pathlib.Path) -> str:
 
 
 def _unlike(recipe: Definition, run: Side) -> str:
-    """Why bits may differ here, whatever the run did."""
+    """Why bits may differ here even if the run was right, in words; else empty."""
     if changed := changes(recorded_environment(), run.run.get("environment") or {}):
         return f"it cannot be checked here: {changed[0]} in the run"
     if not run.run.get("recipe"):
@@ -162,7 +162,7 @@ def _unlike(recipe: Definition, run: Side) -> str:
 
 
 def _stretches(run: Side, steps: tuple[int, int] | None) -> Sequence[tuple[int, int]]:
-    """What is to be compared, cut where there are snapshots."""
+    """The steps to compare, as ranges that are cut where there are snapshots."""
     links = run.chain
     first, last = steps or (links.first, len(links))
     if not links.first <= first < last <= len(links):
@@ -176,7 +176,7 @@ def _compared(
     """The outcome of computing steps again, up to the first that differs."""
     from tqdm import tqdm
 
-    gone: set[int] = set()  # steps whose batches are
+    gone: set[int] = set()  # steps whose batches are gone
     done, total = 0, sum(end - begin for begin, end in stretches)
     with contextlib.closing(_again(recipe, run, stretches, workers, gone, progress)) as steps:
         for reason in tqdm(steps, total=total, unit="step", disable=not shows(progress)):
@@ -217,16 +217,16 @@ def _again(
 
 
 def _step_of(instant: Instant, run: Side, ahead: int) -> str:
-    """Do a step, maybe up to ``ahead`` of them; how its link differs from that of the run, in words."""
+    """Do a step, while workers may run ahead to ``ahead``; how its link differs from that of the run, in words."""
     links, step = run.chain, instant.step
     body = body_of(fields_of(instant.advance(ahead), instant.definition, instant.brought))
-    told = links.told(step)
+    record = links.told(step)
     if line_after(links.before(step), body, links.width) == links.line(step):
         return ""
-    found = parted(step, json.loads(body), told, ("computed again", "in the run"))
-    if found is None:
+    difference = parted(step, json.loads(body), record, ("computed again", "in the run"))
+    if difference is None:
         return f"step {step}: the line is not the one that computing it again makes: the file was changed"
-    return f"step {step} differs: {found.phase}: {found.note}"
+    return f"step {step} differs: {difference.phase}: {difference.note}"
 
 
 def _state_of(instant: Instant, run: Side) -> str:
@@ -243,7 +243,7 @@ def _state_of(instant: Instant, run: Side) -> str:
 def certify(
     recipe: Recipe, run_dir: pathlib.Path, *, workers: int = 1, progress: bool | str = "auto"
 ) -> tuple[Verified, dict[str, Any]]:
-    """What came of verifying a run, and its certificate as JSON values, which is empty if it is not what it says.
+    """Verify a run. Returns the outcome and, if all is the same, a certificate as JSON values; else an empty dict.
 
     Raises
     ------
@@ -258,13 +258,13 @@ def certify(
             f"the newest snapshot in {str(run_dir)!r} is of step 0, so that there is nothing to certify; wait for a "
             "later one, or end the run"
         )
-    found = verify(recipe, run_dir, workers=workers, progress=progress)
-    if found.status != SAME:
-        return found, {}
+    verified = verify(recipe, run_dir, workers=workers, progress=progress)
+    if verified.status != SAME:
+        return verified, {}
     with Links(run_dir / CHAIN) as links, Instant(recipe, newest) as instant:
         root, digest = links[newest.step - 1]["link"], instant.exported.digest
-    told = {"certificate": FORMAT, "recipe": newest.recipe, "environment": newest.environment, "steps": newest.step}
-    return found, {**told, "chain": root, "digest": digest}
+    facts = {"certificate": FORMAT, "recipe": newest.recipe, "environment": newest.environment, "steps": newest.step}
+    return verified, {**facts, "chain": root, "digest": digest}
 
 
 def check_certificate(
@@ -278,24 +278,24 @@ def check_certificate(
         It is no certificate.
     """
     try:
-        told = json.loads(read_file(path.resolve()))
-        if told["certificate"] != FORMAT or set(told) < FIELDS or not isinstance(told["steps"], int):
+        claim = json.loads(read_file(path.resolve()))
+        if claim["certificate"] != FORMAT or set(claim) < FIELDS or not isinstance(claim["steps"], int):
             raise ValueError("it lacks fields")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"{str(path)!r} is no certificate: {error}; give one that phalanx certify wrote") from error
-    if differs := another(recipe, told["recipe"]):
+    if differs := another(recipe, claim["recipe"]):
         return Verified(DIFFERENT, 0, f"the recipe differs: {differs}")
-    if changed := changes(recorded_environment(), told["environment"]):
+    if changed := changes(recorded_environment(), claim["environment"]):
         return Verified(UNKNOWN, 0, f"the recipe is the same, but {changed[0]}, so the bits may differ")
     with (
         tempfile.TemporaryDirectory(prefix="phalanx-") as folder,
         recipe.start(workers=workers, run_dir=folder, progress=progress) as run,
     ):
         for report in run:
-            if report.step + 1 >= told["steps"]:
+            if report.step + 1 >= claim["steps"]:
                 break
         result = run.result()
-    if (result.steps, result.chain, result.digest) == (told["steps"], told["chain"], told["digest"]):
+    if (result.steps, result.chain, result.digest) == (claim["steps"], claim["chain"], claim["digest"]):
         return Verified(SAME, result.steps, f"the same: {result.steps} steps, trained again, end in chain and digest")
     ends = f"{result.steps} steps, trained again, end in the chain {result.chain} and the digest {result.digest}"
-    return Verified(DIFFERENT, result.steps, f"{ends}; the certificate has {told['chain']} and {told['digest']}")
+    return Verified(DIFFERENT, result.steps, f"{ends}; the certificate has {claim['chain']} and {claim['digest']}")

@@ -1,8 +1,8 @@
 """The loop of a run: steps one after another, evaluated where that is due, and shown to whoever looks on.
 
 A step is complete when its update, its evaluation, the schedule that depends on it, and the calls of all observers are
-done. What an exception or Ctrl-C left of that is done first by whatever is asked next, and no snapshot is written
-before. An observer that raised had its call; an evaluation is made again until it succeeds.
+done. If an exception or Ctrl-C cut that short, the next call completes it first, and no snapshot is written before.
+An observer that raised is not called again; an evaluation is repeated until it succeeds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Again(NamedTuple):
-    """What is done again until it succeeds."""
+    """A task that is repeated until it succeeds."""
 
     do: Callable[[], object]
 
@@ -44,8 +44,8 @@ class Loop:
     supply : Dealer, optional
         Where samples come from, if the data is a stream.
     first : callable, optional
-        Looks at the first step, and the batch that was brought for it, before anybody is told of it; may refuse the
-        run.
+        Checks the first step, and the batch that was brought for it, before observers are told of it; may refuse
+        the run.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class Loop:
         self._heard = 0  # incidents that the observers have heard of
         self._ended = ""  # why no step can follow
         self._completing = False
-        self._due: Again | None = None  # what was begun of what completes a step
-        self._after: Iterator[Callable[[], object] | Again] = iter(())  # and what follows it
+        self._due: Again | None = None  # the task that is under way, of those that complete a step
+        self._after: Iterator[Callable[[], object] | Again] = iter(())  # the tasks that follow it
         engine.run_state.told = len(engine.run_state.loss_history)
         self._begun: list[StepReport] = []  # the phases of the present step that are done
 
@@ -110,7 +110,7 @@ class Loop:
         return self._report
 
     def complete(self, *, again: bool = True) -> None:
-        """Do what is left of the steps that are done, if something is; without ``again`` up to what has to succeed."""
+        """Do the remaining tasks of steps that are done; without ``again``, up to the first that has to succeed."""
         state = self._engine.run_state
         if state.told != len(state.loss_history) and not self._completing:
             self.check_able()
@@ -125,7 +125,7 @@ class Loop:
     def _unbroken(self, update: Callable[[], StepReport] | None = None, *, again: bool = True) -> None:
         """Do the updates of a step, and what completes it; Ctrl-C comes after that, or in an evaluation.
 
-        Another one breaks off what is being done, and ends the run.
+        A second Ctrl-C breaks off what is being done, and ends the run.
         """
         broken, self._completing = interrupts.PROCESS.broken, True
         try:
@@ -147,7 +147,7 @@ class Loop:
             self._completing = False
 
     def _tell(self) -> None:
-        """Call observers, up to what is done again until it succeeds. One that raised had its call."""
+        """Call observers, up to a task that is repeated until it succeeds. One that raised is not called again."""
         if self._due is not None:
             return
         broken = interrupts.PROCESS.broken
@@ -159,7 +159,7 @@ class Loop:
                 due()
             except BaseException:
                 if interrupts.PROCESS.broken != broken:
-                    self._due = Again(due)  # never: the run has ended, and no snapshot has this step
+                    self._due = Again(due)  # it is never done: the run has ended, and no snapshot has this step
                 raise
 
     def _updated(self, batch: Any, *, watched: bool) -> StepReport:
@@ -188,7 +188,7 @@ class Loop:
         return report
 
     def _advanced(self, batch: Any, horizon: int) -> StepReport:
-        """What is left of a step: a step with phases may have been broken off between two."""
+        """Finish a step: one with phases may have been broken off between two of them."""
         while True:
             report = self._engine.advance(batch, self._definition.rounds.updates(horizon))
             if self._definition.phases is None or (report := self._whole(report)) is not None:
@@ -201,7 +201,7 @@ class Loop:
         return merged(self._begun, self._definition) if moment.last else None
 
     def _completion(self, report: StepReport) -> Iterator[Callable[[], object] | Again]:
-        """What completes a step, in order."""
+        """The tasks that complete a step, in order."""
         self._report, state = report, self._engine.run_state
         if self._first is not None:
             self._look_first(report)
@@ -226,14 +226,14 @@ class Loop:
             raise
 
     def _and_unseen(self, after: Iterator[Callable[[], object] | Again]) -> Iterator[Callable[[], object] | Again]:
-        """The same, and what completes steps that workers did when the caller was on its way out."""
+        """The tasks ``after``, then those of steps that workers did while the caller was leaving."""
         yield from after
         while self._engine.run_state.unseen:
             if (report := self._whole(self._engine.run_state.unseen.popleft())) is not None:
                 yield from self._completion(report)
 
     def _evaluation(self, report: StepReport) -> Iterator[Callable[[], object] | Again]:
-        """What is due after a planned step: evaluations, who is told of them, the schedule that depends on one."""
+        """The tasks after a planned step: evaluations, observers that are told, the schedule that depends on one."""
         steps, epoch = report.step + 1, report.epoch
         assert epoch is not None, "who asks has looked"
         if self._supply is None:
@@ -265,7 +265,7 @@ class Loop:
         self._engine.schedule(values[name], epoch)
 
     def evaluate(self, metric_fn: Any, data: Any, batch_size: int, name: str = "") -> dict[str, float]:
-        """Evaluate the current state, averaged if it is; note the values, by their metrics' names after ``name``."""
+        """Evaluate the current state, or averaged weights if there are; record values as ``name``/metric."""
         single = self._definition.batch_size is None
         values = self._measured(Metrics(metric_fn, single=single), data, batch_size)
         named = {f"{name}/{metric}" if name else metric: value for metric, value in values.items()}
@@ -275,19 +275,19 @@ class Loop:
     def predict(
         self, data: Any, batch_size: int, forward_fn: Callable[..., Any] | None, weights: Weights | None = None
     ) -> Any:
-        """Outputs for all samples, of the current state (averaged, if it is) or with other ``weights``."""
+        """Outputs for all samples, with the current weights (averaged, if there are such) or other ``weights``."""
         single = self._definition.batch_size is None
         metrics = Metrics({"outputs": Predictions()}, forward_fn, targets=False, single=single)
         return self._measured(metrics, data, batch_size, weights)["outputs"]
 
     def left(self) -> dict[str, Any]:
-        """What observers leave for a result."""
+        """What observers add to a result, by name."""
         return {name: value for observer in reversed(self._observers) for name, value in observer.left().items()}
 
     def end(self) -> None:
-        """End the observers, from the last to the first, then the engine; what one raises does not keep the others.
+        """End the observers, from the last to the first, then the engine. If one raises, the others still end.
 
-        They are told of the last step before, up to an evaluation that is still to be made.
+        Before that they are told of the last step, up to an evaluation that is still due.
         """
         with contextlib.ExitStack() as endings:
             if self._supply is not None:
@@ -299,7 +299,7 @@ class Loop:
                 endings.callback(self.complete, again=False)
 
     def _measured(self, metrics: Metrics, data: Any, batch_size: int, weights: Weights | None = None) -> dict[str, Any]:
-        """What metrics come to over all of ``data``."""
+        """The values of metrics over all of ``data``."""
         self.check_able()
         readings = self._engine.evaluate(metrics, data, batch_size, weights or self.left().get("averaged"))
         try:

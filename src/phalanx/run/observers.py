@@ -1,4 +1,4 @@
-"""Who looks on at a run for the user: a progress bar on stderr, and the user's own callbacks.
+"""Observers of a run for the user: a progress bar on stderr, and the user's own callbacks.
 
 Callbacks are plain functions, or objects with hooks and a state of their own.
 """
@@ -39,7 +39,7 @@ def watching(
     turn : Turns
         The run's own, which is lent to others while callbacks run.
     stop : bool
-        Whether callbacks that cannot write end the run.
+        Whether callbacks of phalanx's own that cannot write end the run.
     """
     observers: list[Observer] = []
     if shows(progress):
@@ -54,7 +54,7 @@ def watching(
 
 
 def shown(numbers: Iterable[int], what: str, *, unit: str = "step", progress: bool | str = "auto") -> Iterable[int]:
-    """Numbers of steps, or of what else is done again, with a bar where that takes a while."""
+    """Numbers of steps, or of other work that is repeated, with a bar where that takes a while."""
     from tqdm import tqdm
 
     delay = 0.0 if progress is True else DELAY_SECONDS
@@ -67,7 +67,7 @@ def is_object(callback: Any) -> bool:
 
 
 def checked_callbacks(callbacks: Any) -> tuple[Any, ...]:
-    """What was passed as ``callbacks``, one by one.
+    """What was passed as ``callbacks``, as a tuple.
 
     Raises
     ------
@@ -104,7 +104,7 @@ class Called(Observer):
     turn : Turns
         The run's own.
     stop : bool
-        Whether one of the package's own that cannot write, as on a full disk, ends the run, as a snapshot does.
+        Whether a callback of phalanx's own that cannot write (on a full disk, say) ends the run, as a snapshot does.
     """
 
     runs_user_code = True
@@ -146,9 +146,9 @@ class Called(Observer):
             self._guarded(self._callback, report)
 
     def left(self) -> dict[str, Any]:
-        """What a result has, too."""
-        found = {name: getattr(self._callback, name, None) for name in LEFT} if self._name else {}
-        return {name: value for name, value in found.items() if value is not None}
+        """Attributes that a result has, too."""
+        attributes = {name: getattr(self._callback, name, None) for name in LEFT} if self._name else {}
+        return {name: value for name, value in attributes.items() if value is not None}
 
     def end(self) -> None:
         """Call ``end(result)``; with None if there is no whole state."""
@@ -167,7 +167,7 @@ class Called(Observer):
                 self._not_written(hook, error)
 
     def _not_written(self, hook: str, error: OSError) -> None:
-        """One of the package's own could not write: the run goes on, unless a snapshot that fails would end it."""
+        """A callback of phalanx's own could not write: the run goes on, unless a failed snapshot would end it."""
         if not type(self._callback).__module__.startswith("phalanx."):
             raise error
         why = f"the callback {self._name} could not write: {error}"

@@ -53,7 +53,7 @@ CHAIN = {"auto": None, "every": 1, "off": 0}
 def settle(options: Mapping[str, Any], replicas: int) -> SimpleNamespace:
     """Every option after checking; refuse what this version cannot do.
 
-    None stands for "auto", and for a ``run_dir`` or ``warm_start`` that there is not.
+    None stands for "auto", and for a ``run_dir`` or ``warm_start`` that was not given.
 
     Raises
     ------
@@ -73,7 +73,7 @@ def settle(options: Mapping[str, Any], replicas: int) -> SimpleNamespace:
 
 
 def unknown(name: str, known: Iterable[str], options: Iterable[str] = ()) -> str:
-    """Text about an argument that does not exist here, with the likeliest one that does, or where it does."""
+    """Text about an unknown argument: where it exists, or the most similar one that does."""
     if name in options:
         return f"{name} is not an argument of Recipe, but an option: recipe.train({name}=...)"
     if name in FIELDS and name not in set(known):
@@ -82,7 +82,7 @@ def unknown(name: str, known: Iterable[str], options: Iterable[str] = ()) -> str
 
 
 def check_evaluated(definition: Definition, settled: SimpleNamespace) -> None:
-    """Refuse evaluations that no epoch ends for, and a schedule that waits for one that nobody asked for."""
+    """Refuse evaluations without epochs, and callbacks or a schedule that wait for an evaluation that is missing."""
     if settled.evaluation and definition.data is None:
         raise UsageError("evaluation is given, but data is None, so there are no epochs; call run.evaluate() yourself")
     waiting = [item for item in settled.callbacks if getattr(item, "waits_for", None)]
@@ -168,7 +168,7 @@ def _devices(_: str, devices: Any) -> tuple[str, ...]:
     return tuple("cpu" if name == "cpu:0" else name for name in devices)
 
 
-# Each option: what it is where nobody says it, and what makes of a value what the run takes.
+# Each option: its default, and the check that turns a value into what the run takes.
 CHECKS: Mapping[str, tuple[Any, Check]] = {
     "workers": ("auto", _count()),
     "readers": ("auto", _count(0, MOST_READERS)),

@@ -121,7 +121,7 @@ def _plot_metrics(metric_history: Sequence[Evaluated], ax: Axes, unit: int) -> N
 
 
 def _thinned(curve: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-    """At most so many points as a picture can show, each the mean of the steps that it stands for."""
+    """At most POINTS points, each the mean of the steps that it stands for."""
     size = max(1, -(-len(curve) // POINTS))
     groups = (curve[start : start + size] for start in range(0, len(curve), size))
     return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]

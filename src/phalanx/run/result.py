@@ -158,12 +158,12 @@ def result_of(
     definition: Definition,
     engine: Engine,
     times: tuple[float, float],
-    left: Mapping[str, Any],
+    extras: Mapping[str, Any],
     predictor: Callable[..., Any] | None,
     *,
     copy: bool,
 ) -> Result:
-    """The state of a run now, which was called for and opened at these ``times``; ``copy``: independent of the run."""
+    """The state of a run now. ``times``: of the call, and when the run was open. ``copy``: independent of the run."""
     exported, run_state, rounds = engine.export(copy=copy), engine.run_state, definition.rounds
     by_phase = rounds.by_phase(run_state.loss_history)
     called, opened = times
@@ -184,10 +184,10 @@ def result_of(
         resumed_from=run_state.resumed_from,
         incidents=tuple(run_state.incidents),
         chain=run_state.chain,
-        averaged=None if (averaged := left.get("averaged")) is None else {k: v.clone() for k, v in averaged.items()},
-        best=left.get("best"),
+        averaged=None if (averaged := extras.get("averaged")) is None else {k: v.clone() for k, v in averaged.items()},
+        best=extras.get("best"),
         predictor=predictor,
         phase_history={} if definition.phases is None else by_phase,
-        stopped_early=left.get("stopped_early"),
+        stopped_early=extras.get("stopped_early"),
         audited=run_state.audited,
     )

@@ -44,7 +44,7 @@ class Run:
         self._loop = loop
         self._saver = saver  # also one of the observers in the loop
         self._terminated = self._closed = False
-        self._given: set[Callable[[], object]] = set()  # checks of what was given out: who keeps it may change it later
+        self._given: set[Callable[[], object]] = set()  # checks of exported models, which the caller may change
         self._times, self._predictor = (called, time.perf_counter()), predictor
         self._watched = True  # whether the caller may look at the state after each step
         self.turn, self.metric_history = turn, engine.run_state.evaluated
@@ -95,7 +95,7 @@ class Run:
 
     @verb
     def finish(self) -> None:
-        """Do all planned steps that are left. Between them the run keeps its environment, if no callback looks.
+        """Do all remaining planned steps. Between them the run keeps its environment, unless callbacks are called.
 
         Raises
         ------
@@ -134,8 +134,8 @@ class Run:
     def model(self) -> Any:
         """The model as it is now, to look at until the next step: another object than the one that is trained.
 
-        Weights and buffers are views where memory can be shared. What is changed is refused at the next step: modes,
-        ``requires_grad``, attributes, writes that torch counts (others, through ``.data`` or numpy, nobody sees).
+        Weights and buffers are views where memory can be shared. The next step refuses changes: of modes,
+        ``requires_grad`` and attributes, and writes that torch counts (not those through ``.data`` or numpy).
         """
         return self._look().model
 
@@ -231,7 +231,7 @@ class Run:
         Returns
         -------
         array or tensor, or dict or tuple of them
-            A row for each sample, in their order, on the CPU; what has none is a UsageError.
+            A row for each sample, in their order, on the CPU; an output without rows is a UsageError.
         """
         self._check_open()
         check_evaluation(Predictions(), data, batch_size)
@@ -283,8 +283,8 @@ class Run:
             self._loop.check_able()
         if self._saver is not None and not self._closed:
             self._saver.settle()
-        left = {**self._loop.left(), "stopped_early": self._loop.stopped_early}
-        return result_of(self._definition, self._engine, self._times, left, self._predictor, copy=copy)
+        extras = {**self._loop.left(), "stopped_early": self._loop.stopped_early}
+        return result_of(self._definition, self._engine, self._times, extras, self._predictor, copy=copy)
 
     @contextlib.contextmanager
     def _handed_over(self) -> Iterator[None]:
@@ -296,7 +296,7 @@ class Run:
             raise
 
     def _hand_over(self, error: BaseException | None) -> None:
-        """Set ``error.result`` to the last good state, unless it is set, the class has no room, or an update was torn.
+        """Set ``error.result`` to the last good state, unless it is set, it cannot be set, or an update was torn.
 
         A model that cannot be copied is handed over as it is.
         """
@@ -306,13 +306,13 @@ class Run:
                     error.result = self._now(copy=copy)  # type: ignore[union-attr]
 
     def _complete(self) -> None:
-        """Do first what an exception or Ctrl-C left of the last step."""
+        """Complete the last step first, if an exception or Ctrl-C cut it short."""
         if not self._closed:
             with self._handed_over():
                 self._loop.complete()
 
     def _until_wanted(self) -> bool:
-        """Do what is left, or steps until another thread waits for its turn; whether that is so."""
+        """Do the remaining steps, or until another thread waits for its turn; returns whether one waits."""
         return any(ALONE.wanted for _ in self)
 
     def _advance(self, batch: Any) -> StepReport:
