@@ -77,17 +77,17 @@ def norm(vector: Gradient) -> float:
     return root(squares(vector))
 
 
-def settled(left: Sequence[tuple[int, list[np.ndarray]]], starts: list[np.ndarray]) -> list[np.ndarray]:
+def settled(replicas: Sequence[tuple[int, list[np.ndarray]]], starts: list[np.ndarray]) -> list[np.ndarray]:
     """The rule of every framework, for (samples, buffers) of each replica that ran, in order.
 
     torch's, for its own tensors, is in ``frameworks/torch/replica/buffers.py``.
     A buffer whose bytes are equal on all of them keeps those. Otherwise a floating one becomes the mean, weighted by
     sample count and added in the fold's order; others become the first replica's.
     """
-    if not left or not starts:
+    if not replicas or not starts:
         return starts
-    weights = share_weights([samples for samples, _ in left])
-    return [_settled([buffers[number] for _, buffers in left], weights) for number in range(len(starts))]
+    weights = share_weights([samples for samples, _ in replicas])
+    return [_settled([buffers[number] for _, buffers in replicas], weights) for number in range(len(starts))]
 
 
 def _settled(values: list[np.ndarray], weights: Sequence[float]) -> np.ndarray:
@@ -141,8 +141,8 @@ def _square_sum(array: np.ndarray) -> float:
     if flat.dtype.itemsize < np.dtype(np.float32).itemsize:
         flat = flat.astype(np.float32)
     blocks, rest = len(flat) // BLOCK, flat[len(flat) // BLOCK * BLOCK :]
-    found = float(np.einsum("i,i->", rest, rest))
+    total = float(np.einsum("i,i->", rest, rest))
     if blocks:
         table = flat[: blocks * BLOCK].reshape(blocks, BLOCK)
-        found += float(np.einsum("ij,ij->i", table, table).sum(dtype=np.float64))
-    return found
+        total += float(np.einsum("ij,ij->i", table, table).sum(dtype=np.float64))
+    return total

@@ -287,9 +287,9 @@ class Functions:
             )
         return loss, weight
 
-    def weight(self, told: Any) -> float | None:
+    def weight(self, returned: Any) -> float | None:
         """A weight as a number."""
-        return None if told is None else checks.weight(self.teller, told)
+        return None if returned is None else checks.weight(self.teller, returned)
 
     def _refuse(self, got: str, wanted: str) -> NoReturn:
         raise UsageError(f"{self.teller} returned {got}; it must return {wanted}, or (that, weight)")

@@ -95,8 +95,8 @@ def open_framework(
         record = recognised(model)
         if record is None:
             *most, last = [each.returns for each in RECORDS.values()]
-            found = "None (is a return missing?)" if model is None else f"a {type(model).__name__}"
-            raise UsageError(f"make_model returned {found}; it must return {', '.join(most)}, or {last}")
+            returned = "None (is a return missing?)" if model is None else f"a {type(model).__name__}"
+            raise UsageError(f"make_model returned {returned}; it must return {', '.join(most)}, or {last}")
         again = functools.partial(_made, definition)
         return record.open(Made(definition, model, devices, again, allow, part))
 
@@ -172,8 +172,8 @@ def numeric_environment(framework: str) -> dict[str, Any]:
 
 def adopt_numeric_environment(settings: dict[str, Any]) -> None:
     """Set this process to another one's."""
-    for name, found in settings.items():
-        named(name).adopt(found)
+    for name, values in settings.items():
+        named(name).adopt(values)
 
 
 def harmless_warnings(settings: Mapping[str, Any]) -> list[str]:
@@ -188,8 +188,8 @@ def recorded_environment() -> dict[str, Any]:
 
 def as_factory(model: Any) -> Any:
     """A ``make_model`` that gives this model, or a copy."""
-    found = recognised(model)
-    return model if found is not None and found.takes_models else lambda: model
+    framework = recognised(model)
+    return model if framework is not None and framework.takes_models else lambda: model
 
 
 def reduced(thing: Any, *, alone: bool = False) -> Any:
@@ -269,8 +269,8 @@ def stored(leaf: Any) -> Tensor | None:
     """A tensor or array as a snapshot holds it, in memory of its own; None for all else."""
     if isinstance(leaf, np.ndarray):
         return stored_array(leaf)
-    found = (each.stored(leaf) for each in EVERYWHERE)
-    return next((tensor for tensor in found if tensor is not None), None)
+    candidates = (each.stored(leaf) for each in EVERYWHERE)
+    return next((tensor for tensor in candidates if tensor is not None), None)
 
 
 def weights_of(model: Any, params: Mapping[str, Any], instead: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -49,13 +49,13 @@ class Jax(ArrayFramework):
     definition : Definition
     devices : sequence of str
         Each computes a block of replicas, the first one updates; empty: one, where ``make_model`` puts the parameters.
-    made : pytree
+    model : pytree
         What ``make_model`` returned.
     """
 
     name = "jax"
 
-    def __init__(self, definition: Definition, devices: Sequence[str], made: Any) -> None:
+    def __init__(self, definition: Definition, devices: Sequence[str], model: Any) -> None:
         refuse(definition, REFUSED)
         if definition.forward_fn is None:
             raise UsageError(
@@ -64,10 +64,10 @@ class Jax(ArrayFramework):
             )
         super().__init__(definition, forward.collate, compiling())
         with self.environment:
-            found = devices_of(devices, definition.replicas)
+            resolved = devices_of(devices, definition.replicas)
             self._forward = Forward(definition)
-            params, beside = parted(made, stateful=self._forward.stateful)
-            params = placed(params, found[0] if found else None)
+            params, beside = parted(model, stateful=self._forward.stateful)
+            params = placed(params, resolved[0] if resolved else None)
             leaves = jax.tree.leaves(params)
             (self._device,) = leaves[0].devices()
             self.arithmetic = arithmetic_on(self._device)
@@ -77,9 +77,9 @@ class Jax(ArrayFramework):
             self.checked = functools.partial(forward.checked, double=any(leaf.dtype == jnp.float64 for leaf in leaves))
             self._updates = Update(definition)
             self._state = Trees(params, jax.device_put(self._updates.begin(params), self._device), beside)
-        self._homes = found or [self._device]
+        self._homes = resolved or [self._device]
         self._spread()
-        self.lanes = Blocks(definition.replicas, len(found), self._moved) if len(found) > 1 else None
+        self.lanes = Blocks(definition.replicas, len(resolved), self._moved) if len(resolved) > 1 else None
         self.lr = self._updates.lr
         self.sharing = Sharing(self._state, self._updates, self._device)
 
@@ -141,8 +141,8 @@ class Jax(ArrayFramework):
     def export(self, steps: int, *, copy: bool, digest: bool = True) -> Exported:
         """Containers are the caller's own, arrays cannot be written."""
         params = jax.tree.map(lambda leaf: leaf, self._state.params)
-        told = digest_of(self.read().entries(), steps) if digest else ""
-        return Exported(lambda: self._whole(params), named(params), told)
+        hexdigest = digest_of(self.read().entries(), steps) if digest else ""
+        return Exported(lambda: self._whole(params), named(params), hexdigest)
 
     def read(self) -> State:
         """Arrays are never written, so nothing is copied."""

@@ -89,10 +89,10 @@ def check_threads(count: int) -> None:
     UsageError
         Names both numbers and the ways out.
     """
-    found = running_threads()
-    if found not in (None, count):
+    running = running_threads()
+    if running not in (None, count):
         raise UsageError(
-            f"threads is {count}, but jax's CPU backend was started before this run, with {found} threads, and their "
+            f"threads is {count}, but jax's CPU backend was started before this run, with {running} threads, and their "
             f"number changes bits; make the first jax array in make_model (data as numpy arrays), or start Python with "
             f"NPROC={count} in its environment"
         )
@@ -161,7 +161,7 @@ class DeviceArithmetic:
     def norm(self, vector: Gradient) -> float:
         """2-norm over all entries; of each the squares are added where it lies, in float32 at least."""
         wide = [_wide(entry).reshape(-1) for entry in vector]
-        return math.sqrt(math.fsum([float(found) for found in [jnp.vdot(entry, entry) for entry in wide]]))
+        return math.sqrt(math.fsum([float(square_sum) for square_sum in [jnp.vdot(entry, entry) for entry in wide]]))
 
 
 def arithmetic_on(device: Any) -> Any:

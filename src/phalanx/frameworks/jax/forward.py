@@ -57,10 +57,10 @@ class Forward(Functions):
             data = np.asarray(jax.random.key_data(jax.random.fold_in(prng_key(data), part)))
         return functools.partial(self._ended, state, *self._value_and_grad(params, batch, data, state))
 
-    def _ended(self, state: Any, found: tuple[Any, Any], gradient: Any) -> Computed:
-        loss, (weight, after) = found
-        told = self.weight(weight)
-        return Computed(float(loss), told, None if told == 0 else jax.tree.leaves(gradient), left(state, after))
+    def _ended(self, state: Any, loss_and_aux: tuple[Any, Any], gradient: Any) -> Computed:
+        loss, (returned, after) = loss_and_aux
+        weight = self.weight(returned)
+        return Computed(float(loss), weight, None if weight == 0 else jax.tree.leaves(gradient), left(state, after))
 
     def output(self, params: Any, batch: Any, state: Any = ()) -> Any:
         """The output for ``batch`` in an evaluation: ``key`` is None."""
@@ -88,12 +88,12 @@ class Forward(Functions):
         if not self.stateful:
             return forward_fn(params, x, **named), ()
         second = list(inspect.signature(forward_fn).parameters)[1:2] == ["state"]
-        told = forward_fn(params, state, x, **named) if second else forward_fn(params, x, state=state, **named)
-        if not isinstance(told, tuple) or len(told) != 2:
+        returned = forward_fn(params, state, x, **named) if second else forward_fn(params, x, state=state, **named)
+        if not isinstance(returned, tuple) or len(returned) != 2:
             raise UsageError(
-                f"forward_fn takes a state and returned a {type(told).__name__}; it must return (output, state)"
+                f"forward_fn takes a state and returned a {type(returned).__name__}; it must return (output, state)"
             )
-        return told
+        return returned
 
     @no_step()
     def _loss(self, params: Any, batch: Any, data: Any, state: Any) -> tuple[Any, tuple[Any, Any]]:
@@ -110,10 +110,10 @@ def left(state: Any, after: Any) -> list[np.ndarray]:
     UsageError
         The state has another form than before.
     """
-    told = [[(str(leaf.dtype), tuple(leaf.shape)) for leaf in jax.tree.leaves(tree)] for tree in (state, after)]
-    if told[0] != told[1] or jax.tree.structure(state) != jax.tree.structure(after):
+    specs = [[(str(leaf.dtype), tuple(leaf.shape)) for leaf in jax.tree.leaves(tree)] for tree in (state, after)]
+    if specs[0] != specs[1] or jax.tree.structure(state) != jax.tree.structure(after):
         raise UsageError(
-            f"forward_fn returned a state of {told[1]} in {jax.tree.structure(after)}, and was given {told[0]} in "
+            f"forward_fn returned a state of {specs[1]} in {jax.tree.structure(after)}, and was given {specs[0]} in "
             f"{jax.tree.structure(state)}; a state keeps its form, shapes and dtypes"
         )
     pairs = zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True)
@@ -193,15 +193,15 @@ def _done(watch: Watch, traced: ClosedJaxpr, arguments: Sequence[Any]) -> Iterat
         given = [read(item) for item in equation.invars]
         inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
         if isinstance(inner, ClosedJaxpr) and len(inner.jaxpr.invars) == len(given) and _is_call(equation):
-            found = list(_done(watch, inner, given))
+            outputs = list(_done(watch, inner, given))
         else:
             bound: Any = equation.primitive.get_bind_params(equation.params)
             functions, parameters = bound if isinstance(bound, tuple) else ((), bound)  # as older jax has it, and newer
-            told = equation.primitive.bind(*functions, *given, **parameters)
-            found = list(told) if equation.primitive.multiple_results else [told]
+            output = equation.primitive.bind(*functions, *given, **parameters)
+            outputs = list(output) if equation.primitive.multiple_results else [output]
             kind = "backward" if BACKWARD in str(equation.source_info.name_stack) else "operation"
-            watch.told(kind, equation.primitive.name, (list(map(plain, found)), _frames(equation)))
-        known.update(zip(equation.outvars, found, strict=True))
+            watch.told(kind, equation.primitive.name, (list(map(plain, outputs)), _frames(equation)))
+        known.update(zip(equation.outvars, outputs, strict=True))
     yield from map(read, traced.jaxpr.outvars)
 
 

@@ -87,7 +87,7 @@ class Update:
         if len(needed) < len(parts):
             return None
         keepers = [[owned[0] for owned, its in zip(parts, needed, strict=True) if leaf in its] for leaf in leaves]
-        users = [SHARED if len(found) != 1 else found[0] for found in keepers]
+        users = [SHARED if len(indices) != 1 else indices[0] for indices in keepers]
         everywhere = [leaf for leaf in leaves if users[leaf] == SHARED]
         keys = [leaf for leaf in leaves if is_key(self._state[leaf])]  # there are no small ones
         if program.needed([], everywhere) != everywhere or not set(keys) <= set(everywhere):
@@ -201,12 +201,12 @@ def _nothing(gradient: Gradient) -> None:
     """All parameters are updated by others."""
 
 
-def _with(leaves: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
-    """``leaves`` with ``values`` in these places."""
-    found = list(leaves)
-    for place, value in zip(places, values, strict=True):
-        found[place] = value
-    return found
+def _with(leaves: Sequence[Any], positions: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    """``leaves`` with ``values`` at these positions."""
+    replaced = list(leaves)
+    for position, value in zip(positions, values, strict=True):
+        replaced[position] = value
+    return replaced
 
 
 def _specs(tree: Any) -> Specs:
@@ -221,22 +221,22 @@ def build(definition: Definition) -> optax.GradientTransformation:
     UsageError
         ``optimizer`` is neither one nor a function that returns one.
     """
-    made = definition.optimizer
-    if made is None:
-        made = optax.adam(definition.lr)
-    elif not isinstance(made, optax.GradientTransformation):
+    transformation = definition.optimizer
+    if transformation is None:
+        transformation = optax.adam(definition.lr)
+    elif not isinstance(transformation, optax.GradientTransformation):
         try:
-            made = made()
+            transformation = transformation()
         except Exception as error:
             raise UsageError(
                 f"optimizer raised {type(error).__name__}: {error}; for parameters in jax arrays it is an "
                 f"optax.GradientTransformation, or a function without arguments that returns one, as in {EXAMPLE}"
             ) from error
-    if not isinstance(made, optax.GradientTransformation):
+    if not isinstance(transformation, optax.GradientTransformation):
         raise UsageError(
-            f"optimizer returned a {type(made).__name__}; for parameters in jax arrays it must return an "
+            f"optimizer returned a {type(transformation).__name__}; for parameters in jax arrays it must return an "
             f"optax.GradientTransformation, as in {EXAMPLE}"
         )
     if math.isfinite(definition.max_norm):
-        return optax.chain(optax.clip_by_global_norm(definition.max_norm), made)
-    return made
+        return optax.chain(optax.clip_by_global_norm(definition.max_norm), transformation)
+    return transformation

@@ -185,15 +185,15 @@ def alias(array: np.ndarray, like: Any = None) -> Any:
     UsageError
         jax made a copy, which would never see what owners write.
     """
-    found = jax.device_put(array, jax.devices("cpu")[0], may_alias=True)
-    if array.size and found.unsafe_buffer_pointer() != array.ctypes.data:
+    shared = jax.device_put(array, jax.devices("cpu")[0], may_alias=True)
+    if array.size and shared.unsafe_buffer_pointer() != array.ctypes.data:
         raise UsageError(
             f"jax {jax.__version__} copied shared memory instead of using it; take engine='inline' (same answer), and "
             "please report this"
         )
     if like is not None and is_key(like):
-        return jax.random.wrap_key_data(found, impl=jax.random.key_impl(like))
-    return found
+        return jax.random.wrap_key_data(shared, impl=jax.random.key_impl(like))
+    return shared
 
 
 def _spec(leaf: jax.Array) -> Spec:

@@ -91,7 +91,7 @@ def placed(params: Any, device: Any) -> Any:
     return jax.device_put(jax.tree.map(strong, params), next(iter(places)) if device is None else device)
 
 
-def parted(made: Any, *, stateful: bool) -> tuple[Any, Any]:
+def parted(model: Any, *, stateful: bool) -> tuple[Any, Any]:
     """Parameters and state of what ``make_model`` returned; the state in numpy arrays that may be written.
 
     Raises
@@ -100,13 +100,13 @@ def parted(made: Any, *, stateful: bool) -> tuple[Any, Any]:
         ``forward_fn`` takes a state, and this is no pair, or its state holds what cannot be settled.
     """
     if not stateful:
-        return made, ()
-    if not isinstance(made, tuple) or len(made) != 2:
+        return model, ()
+    if not isinstance(model, tuple) or len(model) != 2:
         raise UsageError(
-            f"forward_fn takes a state, but make_model returned a {type(made).__name__}; return (params, state), or "
+            f"forward_fn takes a state, but make_model returned a {type(model).__name__}; return (params, state), or "
             "call that parameter otherwise"
         )
-    params, state = made
+    params, state = model
     for name, leaf in named(state).items():
         dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
         if getattr(dtype, "kind", "V") not in "fiub":

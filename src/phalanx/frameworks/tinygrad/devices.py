@@ -72,15 +72,17 @@ def recorded(device: str) -> dict[str, str]:
 @functools.cache
 def _compiler() -> str:
     """The first line that the C compiler for the CPU says of itself."""
-    told = subprocess.run([helpers.getenv("CC", "clang"), "--version"], capture_output=True, text=True, check=False)
-    return told.stdout.partition("\n")[0]
+    completed = subprocess.run(
+        [helpers.getenv("CC", "clang"), "--version"], capture_output=True, text=True, check=False
+    )
+    return completed.stdout.partition("\n")[0]
 
 
 def described(device: str) -> str:
     """A device's kind, its program compiler, and what it says of itself."""
     opened: Any = Device[device]
-    told = [getattr(opened, name, None) for name in ("device_name", "driver_version", "arch")]
-    known = [str(text) for text in told[:2] if text] or [str(text) for text in told[2:] if text]
+    attributes = [getattr(opened, name, None) for name in ("device_name", "driver_version", "arch")]
+    known = [str(text) for text in attributes[:2] if text] or [str(text) for text in attributes[2:] if text]
     return " ".join([device.split(":")[0], type(opened.renderer).__name__, *known])
 
 

@@ -112,10 +112,10 @@ class Lane:
         self._unread = read
         return functools.partial(self._ended, read, program.told)
 
-    def _ended(self, read: Callable[[], Any], told: dict[str, Any]) -> Computed:
+    def _ended(self, read: Callable[[], Any], constants: dict[str, Any]) -> Computed:
         """What a replica came to, in numpy arrays of its own."""
         (loss, *gradient), buffers = read()
-        weight = self._forward.weight(gradient.pop() if len(gradient) > len(self.params) else told["weight"])
+        weight = self._forward.weight(gradient.pop() if len(gradient) > len(self.params) else constants["weight"])
         return Computed(float(loss), weight, None if weight == 0 else gradient, list(buffers))
 
     def output(self, batch: Batch, key: int, starts: Sequence[np.ndarray]) -> tuple[Any, Any]:
@@ -136,16 +136,16 @@ class Lane:
             self._unread = None
         kind = what, batch.form
         if kind not in self._programs:
-            inputs, told = [owned(array, self.device) for array in batch.arrays], dict[str, Any]()
-            traced = functools.partial(self._loss, told) if what == "loss" else self._output
-            self._programs[kind] = Program(inputs, told, TinyJit(lambda: traced(batch.rebuilt(inputs))))
+            inputs, constants = [owned(array, self.device) for array in batch.arrays], dict[str, Any]()
+            traced = functools.partial(self._loss, constants) if what == "loss" else self._output
+            self._programs[kind] = Program(inputs, constants, TinyJit(lambda: traced(batch.rebuilt(inputs))))
         program = self._programs[kind]
         write(self._key, np.array([FIRST, key & MASK32], np.uint32))
         for tensor, array in zip([*program.inputs, *self.buffers], [*batch.arrays, *starts], strict=True):
             write(tensor, array)
         return program
 
-    def _loss(self, told: dict[str, Any], batch: Any) -> list[Tensor]:
+    def _loss(self, constants: dict[str, Any], batch: Any) -> list[Tensor]:
         """Loss, gradients, and the weight if it is a tensor, realized with the buffers."""
         with self._traced() as whole:
             params, buffers = list(self._model.params.values()), list(self._model.buffers.values())
@@ -155,12 +155,12 @@ class Lane:
             gradient = [
                 entry.clone(device=self.device) if entry.device is None else entry for entry in loss.gradient(*params)
             ]
-            told["weight"] = weight
-            found = [loss, *gradient, *([weight] if isinstance(weight, Tensor) else [])]
-            Tensor.realize(*found, *buffers)
-            found = [entry.contiguous() for entry in found]  # of a gradient that is another's transpose, a copy
-            Tensor.realize(*found)
-            return found
+            constants["weight"] = weight
+            outputs = [loss, *gradient, *([weight] if isinstance(weight, Tensor) else [])]
+            Tensor.realize(*outputs, *buffers)
+            outputs = [entry.contiguous() for entry in outputs]  # of a gradient that is another's transpose, a copy
+            Tensor.realize(*outputs)
+            return outputs
 
     def _output(self, batch: Any) -> Any:
         with self._traced() as whole:
@@ -259,11 +259,11 @@ def collate(samples: Sequence[Any]) -> Any:
     return np.stack([_array(sample) for sample in samples])
 
 
-def numbers(told: Any) -> Any:
+def numbers(returned: Any) -> Any:
     """What a metric returned, its tensors as numpy arrays."""
-    if isinstance(told, (tuple, list)):
-        return type(told)(map(numbers, told))
-    return plain(told) if isinstance(told, Tensor) else told
+    if isinstance(returned, (tuple, list)):
+        return type(returned)(map(numbers, returned))
+    return plain(returned) if isinstance(returned, Tensor) else returned
 
 
 def _array(leaf: Any) -> np.ndarray:

@@ -252,18 +252,18 @@ def _made(definition: Definition, listed: Sequence[Tensor]) -> Optimizer:
         with Context(TRAINING=1):
             if definition.optimizer is None:
                 return Adam(list(listed), lr=definition.lr)
-            made = definition.optimizer(list(listed))
+            optimizer = definition.optimizer(list(listed))
     except Exception as error:
         raise UsageError(
             f"optimizer raised {type(error).__name__}: {error}; it is called with get_parameters(model), as in "
             f"{EXAMPLE}"
         ) from error
-    if not isinstance(made, Optimizer):
+    if not isinstance(optimizer, Optimizer):
         raise UsageError(
-            f"optimizer returned a {type(made).__name__}; for a model of tinygrad it must return one of "
+            f"optimizer returned a {type(optimizer).__name__}; for a model of tinygrad it must return one of "
             f"tinygrad.nn.optim, as in {EXAMPLE}"
         )
-    return made
+    return optimizer
 
 
 def _check_optimizer(optimizer: Optimizer, params: Sequence[Tensor]) -> None:

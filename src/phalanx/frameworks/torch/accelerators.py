@@ -187,10 +187,10 @@ def facts(names: Sequence[str]) -> dict[str, str]:
     """What torch says of these devices."""
     devices = [torch.device(name) for name in names]
     kind = torch.get_device_module(devices[0])
-    told = {"devices": ", ".join(names)}
+    description = {"devices": ", ".join(names)}
     if hasattr(kind, "get_device_name"):
-        told["names"] = ", ".join(sorted({kind.get_device_name(device) for device in devices}))
-    return told
+        description["names"] = ", ".join(sorted({kind.get_device_name(device) for device in devices}))
+    return description
 
 
 def named_device(name: str) -> torch.device:
@@ -202,15 +202,15 @@ def named_device(name: str) -> torch.device:
         torch cannot use it here.
     """
     try:
-        found, asked = torch.empty(0, device=name).device, torch.device(name)
+        device, asked = torch.empty(0, device=name).device, torch.device(name)
     except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
         raise _unusable(name, reason) from error
-    if found.type == "meta":
+    if device.type == "meta":
         raise _unusable(name, "it has no values")
-    if asked.index is not None and asked.index != (found.index or 0):  # torch takes any number for the CPU
-        raise _unusable(name, f"there is one {found.type}")
-    return found
+    if asked.index is not None and asked.index != (device.index or 0):  # torch takes any number for the CPU
+        raise _unusable(name, f"there is one {device.type}")
+    return device
 
 
 def _unusable(name: str, reason: str) -> UsageError:

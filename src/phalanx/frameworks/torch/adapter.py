@@ -75,9 +75,9 @@ class Torch:
         self.sharing: seams.Sharing = Sharing(*facts, portable=not self._updates.foreign)
 
     def _find_compiled(self, definition: Definition, model: torch.nn.Module) -> None:
-        found = compiled({"make_model": model, **definition.holders})
-        check_static(found)
-        self._shapes.known = bool(found)
+        contexts = compiled({"make_model": model, **definition.holders})
+        check_static(contexts)
+        self._shapes.known = bool(contexts)
 
     @property
     def lr(self) -> float:

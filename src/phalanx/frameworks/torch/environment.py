@@ -195,7 +195,7 @@ def compiled(roots: Mapping[str, Any]) -> dict[str, Any]:
     return {path: thing for path, thing in reachable(roots) if isinstance(thing, frames._TorchDynamoContext)}
 
 
-def check_static(found: Mapping[str, Any]) -> None:
+def check_static(contexts: Mapping[str, Any]) -> None:
     """Refuse ``dynamic=True``: such kernels are made with the first size that a process meets.
 
     Raises
@@ -203,7 +203,7 @@ def check_static(found: Mapping[str, Any]) -> None:
     UsageError
         Names what was compiled so.
     """
-    for path, context in found.items():
+    for path, context in contexts.items():
         if context._dynamic:
             raise UsageError(
                 f"{path.partition('.')[0]} was compiled with dynamic=True: kernels would depend on which size of share "
@@ -229,15 +229,15 @@ def _attribute(holder: Any, name: str) -> Setting:
 def _precisions() -> list[str]:
     """The precision of float32 in each of ``PRECISIONS``; none where torch has no such thing."""
     get = getattr(torch._C, "_get_fp32_precision_getter", None)
-    return [] if get is None else [get(*place) for place in PRECISIONS]
+    return [] if get is None else [get(*address) for address in PRECISIONS]
 
 
 def _set_precisions(wanted: list[str]) -> None:
     """Set those that are not as ``wanted`` already, because a wider one was set or an older flag."""
     core: Any = torch._C
-    for place, value in zip(PRECISIONS, wanted, strict=False):
-        if core._get_fp32_precision_getter(*place) != value:
-            core._set_fp32_precision_setter(*place, value)
+    for address, value in zip(PRECISIONS, wanted, strict=False):
+        if core._get_fp32_precision_getter(*address) != value:
+            core._set_fp32_precision_setter(*address, value)
 
 
 def _set_deterministic(mode: int) -> None:

@@ -215,7 +215,7 @@ class TorchLanes(Torch):
         if not buffers:
             return
         home = self.devices[0]
-        gathered = [(samples, [value.to(home, non_blocking=True) for value in left]) for samples, left in buffers]
+        gathered = [(samples, [value.to(home, non_blocking=True) for value in values]) for samples, values in buffers]
         self._lane.buffers.settle(gathered)
         self._spread_buffers()
 
@@ -286,14 +286,14 @@ class Exchange:
         return [None if same_bytes(value, start.cpu()) else bytes_of(value).numpy().tobytes() for value, start in pairs]
 
     def inward(self, pieces: Sequence[bytes | bytearray | None]) -> Left:
-        found: Left = []
+        buffers: Left = []
         for piece, start in zip(pieces, self._lanes[0].buffers.starts, strict=True):
             if piece is None:
-                found.append(start)
+                buffers.append(start)
             else:
                 value = torch.frombuffer(bytearray(piece), dtype=start.dtype).reshape(start.shape)
-                found.append(value.to(start.device))
-        return found
+                buffers.append(value.to(start.device))
+        return buffers
 
     def spread(self) -> None:
         """Copy every parameter from its owner to the other devices."""

@@ -339,15 +339,15 @@ def build_optimizers(definition: Definition, named: Named, model: torch.nn.Modul
             f"optimizer is optax's, which is for jax recipes, but make_model returned a torch module; as in {EXAMPLE}"
         )
     try:
-        made = factory(*_wanted(factory, list(named), model))
+        returned = factory(*_wanted(factory, list(named), model))
     except Exception as error:
         raise UsageError(
             f"optimizer raised {type(error).__name__}: {error}; mend its arguments, or, if it takes parameters without "
             f"names: {OLD_STYLE}"
         ) from error
-    optimizers: list[torch.optim.Optimizer] = list(made) if isinstance(made, (list, tuple)) else [made]
+    optimizers: list[torch.optim.Optimizer] = list(returned) if isinstance(returned, (list, tuple)) else [returned]
     if not optimizers:
-        raise UsageError(f"optimizer returned an empty {type(made).__name__}; as in {EXAMPLE}")
+        raise UsageError(f"optimizer returned an empty {type(returned).__name__}; as in {EXAMPLE}")
     for optimizer in optimizers:
         _check_kind(optimizer)
         for group in optimizer.param_groups:

@@ -61,7 +61,7 @@ class OptimizerState:
         UsageError
             Updates made what nobody expected.
         """
-        made: dict[int, torch.Tensor] = {}
+        present: dict[int, torch.Tensor] = {}
         latest: Holder | None = None
         state: dict[str, Any] | None = None
         for piece in absent:  # in each step, where parameters get no gradient: no look-up is made twice
@@ -70,8 +70,8 @@ class OptimizerState:
                 latest, state = holder, holder[0].state.get(holder[1])
             if state and (value := state.get(key)) is not None:
                 self._check(self._pieces[piece], value)
-                made[piece] = value
-        return made
+                present[piece] = value
+        return present
 
     def adopt(self, pieces: Mapping[int, torch.Tensor], *, more: bool = False) -> None:
         """Use these tensors as pieces, and forget all others, or use these ``more``."""
@@ -157,9 +157,9 @@ def check_state(updates: Updates, pieces: Sequence[StatePiece]) -> None:
     ValueError
         There is some; names it.
     """
-    made = {(piece.parameter, piece.name): piece.spec for piece in pieces}
+    expected = {(piece.parameter, piece.name): piece.spec for piece in pieces}
     known = {id(parameter): index for index, (_, parameter) in enumerate(updates.named)}
-    tried = {index for index, _ in made}
+    tried = {index for index, _ in expected}
     for number, optimizer in enumerate(updates.optimizers):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -169,7 +169,7 @@ def check_state(updates: Updates, pieces: Sequence[StatePiece]) -> None:
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if value is None or (updates.foreign and not (group.get("fused") and hasattr(value, "stride"))):
                         continue
-                    spec, wanted = _spec(value), made.get((index, f"{number}.{key}"))
+                    spec, wanted = _spec(value), expected.get((index, f"{number}.{key}"))
                     same = index not in tried or (wanted is not None and spec[::2] == wanted[::2])
                     like = _spec(parameter) if group.get("fused") and (key != "step" or value.dim()) else spec
                     if not same or spec != like or spec.strides != value.stride():

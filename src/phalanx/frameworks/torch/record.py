@@ -54,9 +54,9 @@ class TorchRecord(Record):
         """On one CPU, or on devices of their own."""
         definition, model, devices, again, allow, part = made
         home = next(checked_new(model).parameters()).device
-        found = accelerators.found(devices, definition.replicas // part[1], home)
-        if len(found) > 1 or found[0].type != "cpu":
-            return TorchLanes(definition, found, model, lambda: checked_new(again()), allow=allow, part=part)
+        resolved = accelerators.found(devices, definition.replicas // part[1], home)
+        if len(resolved) > 1 or resolved[0].type != "cpu":
+            return TorchLanes(definition, resolved, model, lambda: checked_new(again()), allow=allow, part=part)
         return Torch(definition, model)
 
     @contextmanager

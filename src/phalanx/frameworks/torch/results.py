@@ -22,9 +22,11 @@ def exported(shown: Shown, updates: Updates, steps: int, *, apart: bool, digest:
     """The state as the caller gets it; ``apart`` makes it independent of the run; with neither it is for looking."""
     if not (apart or digest):
         return shown.follow()
-    told = digest_of(entries(shown.trained, updates.optimizers, updates.named), steps)
+    hexdigest = digest_of(entries(shown.trained, updates.optimizers, updates.named), steps)
     given = copied(shown.trained) if apart else shown.trained
-    return Exported(lambda: given, {name: parameter.detach() for name, parameter in given.named_parameters()}, told)
+    return Exported(
+        lambda: given, {name: parameter.detach() for name, parameter in given.named_parameters()}, hexdigest
+    )
 
 
 class Shown:

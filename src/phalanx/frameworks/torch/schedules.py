@@ -259,10 +259,10 @@ def warn_of_units(definition: Definition, schedulers: Sequence[Any]) -> None:
         return
     per_epoch = definition.per_epoch
     for scheduler in schedulers:
-        told = None if per_epoch is None else _horizon(scheduler, per_epoch)
-        if per_epoch and told is not None and told[1] < per_epoch and definition.epochs > 1:
+        span = None if per_epoch is None else _horizon(scheduler, per_epoch)
+        if per_epoch and span is not None and span[1] < per_epoch and definition.epochs > 1:
             checks.warn(
-                f"scheduler made a {type(scheduler).__name__} with {told[0]}={told[1]}, which counts steps here, and "
+                f"scheduler made a {type(scheduler).__name__} with {span[0]}={span[1]}, which counts steps here, and "
                 f"an epoch has {per_epoch}: the schedule is through before the first epoch is. If epochs are meant, "
                 "say schedule_every='epoch'; if steps are, schedule_every='step'"
             )

@@ -80,7 +80,7 @@ class Sharing:
                 mine if at in resting else placed(mine, home_at((arena, layout.weights[at]), sizes[at]))
                 for mine, at in zip(self.parameters, layout.contents.storage_of, strict=True)
             ]
-            buffers = [view(arena, *place) for place in zip(layout.starts, layout.contents.buffers, strict=True)]
+            buffers = [view(arena, *pair) for pair in zip(layout.starts, layout.contents.buffers, strict=True)]
             self.looks[known] = Shown(self.model, weights, buffers)
         return self.looks[known].follow()
 
@@ -224,15 +224,15 @@ def _tensors() -> list[torch.Tensor]:
     return [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
 
 
-def home_at(place: tuple[mmap.mmap, int], size: int) -> torch.UntypedStorage:
+def home_at(location: tuple[mmap.mmap, int], size: int) -> torch.UntypedStorage:
     """A stretch of memory as a storage."""
-    return view(*place, Spec((size,), (1,), "uint8", 1)).untyped_storage()
+    return view(*location, Spec((size,), (1,), "uint8", 1)).untyped_storage()
 
 
 def placed(tensor: torch.Tensor, home: torch.UntypedStorage) -> torch.Tensor:
     """What a tensor would be if its storage were this one."""
-    place = (tensor.storage_offset(), tensor.size(), tensor.stride())
-    moved = torch.empty(0, dtype=tensor.dtype).set_(home, *place)
+    geometry = (tensor.storage_offset(), tensor.size(), tensor.stride())
+    moved = torch.empty(0, dtype=tensor.dtype).set_(home, *geometry)
     moved = moved.conj() if tensor.is_conj() else moved
     return NEGATIVE._neg_view(moved) if tensor.is_neg() else moved
 

@@ -88,7 +88,7 @@ class Buffers:
             self._check_places()
         if not self._places:
             return []
-        found: Left = []
+        buffers: Left = []
         now: dict[int, torch.Tensor] = {}
         for (path, module, name), tensor, start in zip(self._places, self._tensors, self._start, strict=True):
             value = module._buffers.get(name)
@@ -102,15 +102,15 @@ class Buffers:
             if now.setdefault(id(tensor), value) is not value:
                 raise UsageError(f"buffer {path!r} is shared by modules, but forward assigned it in only some of them")
             written = self._remote or not same_bytes(value, start)
-            found.append(value.detach().clone() if written else start)
-        return found
+            buffers.append(value.detach().clone() if written else start)
+        return buffers
 
     def settle(self, replicas: Sequence[tuple[int, Left]]) -> None:
         """Write the settled buffers of one step, given (samples, buffers) of each replica that ran, in order."""
         if not self._places:
             return
         weights = share_weights([samples for samples, _ in replicas])
-        columns = zip(*(left for _, left in replicas), strict=True)
+        columns = zip(*(buffers for _, buffers in replicas), strict=True)
         for start, column in zip(self.starts, columns, strict=True):
             value = self._settled(list(column), weights)
             if value is not start:

@@ -143,10 +143,10 @@ class Forward:
         """An input of the default forward: float64 is refused where no parameter is."""
         value = self._tensor(value)
         if not self._double:
-            for place, leaf in [(path, value)] if isinstance(value, torch.Tensor) else leaves(value, path):
+            for name, leaf in [(path, value)] if isinstance(value, torch.Tensor) else leaves(value, path):
                 if getattr(leaf, "dtype", None) == torch.float64:
                     raise UsageError(
-                        f"{place} is float64, but the model's parameters are not; dtypes are never changed behind your "
+                        f"{name} is float64, but the model's parameters are not; dtypes are never changed behind your "
                         "back: convert it with .astype(numpy.float32) (a tensor: .float(), a number: "
                         "torch.tensor(number)), or the model with .double()"
                     )

@@ -92,11 +92,11 @@ class Collector:
     def _placed(self, taken: Gradient, onto: Gradient | None) -> Gradient:
         """Gradients that were computed, where they are wanted; those in ``onto`` are there already."""
         if self._homes is not None:
-            lefts = onto or [None] * len(taken)
-            placed = zip(taken, self._homes, lefts, strict=True)
+            earlier_grads = onto or [None] * len(taken)
+            placed = zip(taken, self._homes, earlier_grads, strict=True)
             taken = [
-                grad if grad is None or home is None or grad is left or grad is home else home.copy_(grad)
-                for grad, home, left in placed
+                grad if grad is None or home is None or grad is earlier or grad is home else home.copy_(grad)
+                for grad, home, earlier in placed
             ]
         if self._written and (onto is None or any(map(operator.is_not, taken, onto))):
             taken = separate(taken)
@@ -135,15 +135,15 @@ class Collector:
 
     def _put(self, onto: Gradient) -> list[int]:
         """Let autograd find what it adds to; returns how often each was written."""
-        for (_, parameter), left in zip(self._named, onto, strict=True):
-            parameter.grad = left
-        return [0 if left is None else left._version for left in onto]
+        for (_, parameter), earlier in zip(self._named, onto, strict=True):
+            parameter.grad = earlier
+        return [0 if earlier is None else earlier._version for earlier in onto]
 
 
 def _check_once(onto: Gradient, versions: Sequence[int], taken: Gradient) -> None:
     """Refuse sums that autograd wrote more than once, or that are elsewhere now."""
-    for left, version, grad in zip(onto, versions, taken, strict=True):
-        if left is not None and (grad is not left or left._version > version + 1):
+    for earlier, version, grad in zip(onto, versions, taken, strict=True):
+        if earlier is not None and (grad is not earlier or earlier._version > version + 1):
             raise InPartsError
 
 

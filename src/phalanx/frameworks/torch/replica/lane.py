@@ -95,22 +95,22 @@ class Lane:
         if watch is not None:
             yield from (self.watched(one, watch) for one in todo)
             return
-        left: tuple[Todo, Gradient] | None = None  # the replica before
+        previous: tuple[Todo, Gradient] | None = None  # the replica before
         for one in todo:
-            onto = left[1] if left and one.replica % 2 and left[0].replica == one.replica - 1 else None
+            onto = previous[1] if previous and one.replica % 2 and previous[0].replica == one.replica - 1 else None
             try:
                 computed = self.gradient(one, onto)
             except InPartsError:
-                assert left is not None
+                assert previous is not None
                 assert onto is not None
                 self._joins = False
-                for mine, again in zip(onto, self.gradient(left[0]).gradient or (), strict=True):
+                for mine, again in zip(onto, self.gradient(previous[0]).gradient or (), strict=True):
                     if mine is not None and again is not None:
                         mine.copy_(again)
                 computed = self.gradient(one)
-            left = None
+            previous = None
             if computed.gradient is not None and _weight(one, computed.weight) == 1:
-                left = one, computed.gradient
+                previous = one, computed.gradient
             yield computed
 
     def gradient(self, todo: Todo, onto: Gradient | None = None, watch: Watch | None = None) -> Computed:
@@ -129,11 +129,11 @@ class Lane:
             read, weight, taken = self._in_parts(todo, watch)
         if self._shared:
             self._check_unwritten(versions, "in forward, loss_fn or a hook")
-        left = self.buffers.left()
+        buffers = self.buffers.left()
         if watch is not None:
-            for name, value in zip(self.buffers.paths, left, strict=True):
+            for name, value in zip(self.buffers.paths, buffers, strict=True):
                 watch.told("buffer", name, value)
-        return Computed(read, weight, taken, left)
+        return Computed(read, weight, taken, buffers)
 
     def _in_parts(self, todo: Todo, watch: Watch | None) -> tuple[Any, float | None, Gradient | None]:
         """Loss, returned weight and gradient of a replica whose share is cut: the means of its micro-batches, in order.

@@ -17,9 +17,9 @@ from phalanx.seams.records import Watch
 @contextlib.contextmanager
 def watching(model: torch.nn.Module, watch: Watch) -> Iterator[None]:
     """Inside, ``watch`` is told the output of every module, and all operations where it asks for them."""
-    told = functools.partial(_module_done, watch)
+    report = functools.partial(_module_done, watch)
     hooks = [
-        module.register_forward_hook(functools.partial(told, path), always_call=False)
+        module.register_forward_hook(functools.partial(report, path), always_call=False)
         for path, module in model.named_modules()
         if not isinstance(module, torch.jit.ScriptModule)
     ]
@@ -50,13 +50,13 @@ class Operations(TorchDispatchMode):
         """Call it, and tell."""
         given = [leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, torch.Tensor)]
         output = func(*args, **(kwargs or {}))
-        made = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
+        outputs = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
         if "empty" in str(func):
-            self._blank |= {_address(leaf): leaf for leaf in made}
+            self._blank |= {_address(leaf): leaf for leaf in outputs}
         elif func._schema.is_mutable:
             for tensor in given:
                 self._blank.pop(_address(tensor), None)
-        if any(_address(leaf) in self._blank for leaf in made):  # a view of it, too
+        if any(_address(leaf) in self._blank for leaf in outputs):  # a view of it, too
             return output
         kind = "operation" if torch._C._current_autograd_node() is None else "backward"
         self._watch.told(kind, str(func), (output,))
