@@ -41,14 +41,14 @@ REFUSED = {
 class Jax(ArrayFramework):
     """Implements ``seams.Framework`` for jax.
 
-    Nothing is written in place: a state is replaced by the next, so what went before needs no undoing. (In a worker
-    process it lies in memory that is written between steps, see ``sharing``.)
+    Nothing is written in place: the next state replaces the last, so nothing has to be undone. (In a worker process the
+    state lies in memory that is written between steps, see ``sharing``.)
 
     Parameters
     ----------
     definition : Definition
     devices : sequence of str
-        Each computes a block of replicas, the first one updates; empty: one, where ``make_model`` puts the parameters.
+        Each computes a block of replicas, the first one updates. Empty: the device of ``make_model``'s parameters.
     model : pytree
         What ``make_model`` returned.
     """
@@ -84,12 +84,12 @@ class Jax(ArrayFramework):
         self.sharing = Sharing(self._state, self._updates, self._device)
 
     def begin(self, device: int, key: int, share: Share) -> Callable[[], Computed]:
-        """Compute where a copy of the parameters is."""
+        """Compute on a device with its copy of the parameters."""
         params = [self._state.params, *self._copies][device]
         if self.definition.micro_batches > 1:
             return self._begun_in_parts(params, key, share)
         batch = self.batch(key, share)
-        if self.lanes is not None:  # the next is made while this one is in use, maybe in the same memory
+        if self.lanes is not None:  # the next batch is made while this one is in use, maybe in the same memory
             batch = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, batch)
         return self._forward.begun(params, batch, key, state=self._state.buffers)
 
@@ -113,14 +113,14 @@ class Jax(ArrayFramework):
         return lambda: computed
 
     def tell(self, watch: Watch, device: int, key: int, share: Share) -> None:
-        """Batch, output and equations, computed for this by themselves."""
+        """Batch, output and equations, computed separately for this."""
         samples = self.batch(key, share)
         watch.told("batch", "", samples)
         samples = jax.device_put(samples, self._device)
         self._forward.tell(watch, self._state.params, samples, key, self._state.buffers)
 
     def update(self, step: int, gradient: Gradient, buffers: Sequence[tuple[int, list[Any]]] | None) -> None:
-        """Settle the state beside the parameters as buffers are, and call the optimizer."""
+        """Settle the state beside the parameters by the rule of buffers, and call the optimizer."""
         starts = jax.tree.leaves(self._state.buffers)
         for start, value in zip(starts, settled(buffers or [], starts), strict=True):
             if value is not start:
@@ -129,7 +129,7 @@ class Jax(ArrayFramework):
         self._spread()
 
     def see(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Any:
-        """What the metrics say, which are not compiled."""
+        """What the metrics say; they are not compiled."""
         samples = jax.device_put(self.batch(key, share), self._device)
         params = replaced(self._state.params, weights or {})
         if metrics.forward_fn is None:
@@ -149,7 +149,7 @@ class Jax(ArrayFramework):
         return self._state.read()
 
     def write(self, state: State) -> None:
-        """On the first device."""
+        """On the first device; the others get copies of the parameters."""
         self._state.write(state)
         self._spread()
 

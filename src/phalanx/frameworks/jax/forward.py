@@ -1,7 +1,7 @@
 """From a batch to a loss and its gradient: ``forward_fn``, ``target_fn`` and ``loss_fn``, compiled once per shape.
 
-Into a compiled program nobody can look. For ``diff`` its equations are computed one after another: compiled, XLA fuses
-them and may round otherwise, so this compares two programs, not one with its compiled form.
+Nobody can look into a compiled program. For ``diff`` its equations are computed one after another. XLA fuses compiled
+ones and may round otherwise, so ``diff`` compares two programs, not one with its compiled form.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Forward(Functions):
     def begun(
         self, params: Any, batch: Any, key: int, part: int | None = None, *, state: Any = ()
     ) -> Callable[[], Computed]:
-        """Begin to compute loss and gradient, where ``params`` are; what is returned waits for them.
+        """Begin to compute loss and gradient, where ``params`` are; the returned function waits.
 
-        ``state``: what the model keeps beside. ``part``: of which micro-batch; each has a key of its own, folded in.
+        ``state``: what the model keeps beside its parameters. ``part``: a micro-batch's number, folded into the key.
         """
         data = words(key) if self._keyed else None
         if data is not None and part is not None:
@@ -67,7 +67,7 @@ class Forward(Functions):
         return self._evaluated(params, batch, None, state)[0]
 
     def tell(self, watch: Watch, params: Any, batch: Any, key: int, state: Any = ()) -> None:
-        """Tell ``watch`` the output, and where it asks for them the equations of it, and of all up to the gradient."""
+        """Tell ``watch`` the output; if it asks for operations, also the equations of the output and the gradient."""
         data = words(key) if self._keyed else None
         if watch.operations:
             tell_equations(watch, self._output, (params, batch, data, state))
@@ -79,7 +79,7 @@ class Forward(Functions):
     def _output(self, params: Any, batch: Any, data: Any, state: Any) -> tuple[Any, Any]:
         """The output, and the state after it.
 
-        Runs when it is compiled: what is drawn from global generators then is the same, whoever compiles.
+        Runs when it is compiled. It seeds first, so every process that compiles draws the same numbers.
         """
         self.seed()
         forward_fn: Any = self.definition.forward_fn
@@ -103,7 +103,7 @@ class Forward(Functions):
 
 
 def left(state: Any, after: Any) -> list[np.ndarray]:
-    """The leaves of a state after a forward pass, copied; those of before where bytes are equal.
+    """Copies of a state's leaves after a forward pass; where bytes are equal, the leaves before it.
 
     Raises
     ------
@@ -139,7 +139,7 @@ def checked(batch: Any, origin: str, *, double: bool) -> Any:
 
 
 def _is_plain(leaf: Any) -> bool:
-    """What nearly all batches are made of needs no closer look."""
+    """Whether a leaf needs no closer look, as in nearly all batches."""
     plain = type(leaf) is np.ndarray and leaf.dtype in (np.float32, np.int32, np.int64)
     return plain and not _is_cut_off(leaf)
 
@@ -171,11 +171,11 @@ def _stacked(leaves: Sequence[Any]) -> np.ndarray:
     return np.stack([np.asarray(leaf) for leaf in leaves])
 
 
-BACKWARD = "transpose("  # what jax calls the place of equations that a reverse pass made
+BACKWARD = "transpose("  # in the name stack of equations that a reverse pass made
 
 
 def tell_equations(watch: Watch, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Trace ``function``, and do its equations one by one; ``watch`` is told of each, with where it was written."""
+    """Trace ``function``, and compute its equations one by one; tell ``watch`` each, with its source lines."""
     traced = jax.make_jaxpr(function)(*arguments)
     for _ in _done(watch, traced, jax.tree.leaves(arguments)):
         pass
@@ -196,7 +196,7 @@ def _done(watch: Watch, traced: ClosedJaxpr, arguments: Sequence[Any]) -> Iterat
             outputs = list(_done(watch, inner, given))
         else:
             bound: Any = equation.primitive.get_bind_params(equation.params)
-            functions, parameters = bound if isinstance(bound, tuple) else ((), bound)  # as older jax has it, and newer
+            functions, parameters = bound if isinstance(bound, tuple) else ((), bound)  # a pair in older jax
             output = equation.primitive.bind(*functions, *given, **parameters)
             outputs = list(output) if equation.primitive.multiple_results else [output]
             kind = "backward" if BACKWARD in str(equation.source_info.name_stack) else "operation"

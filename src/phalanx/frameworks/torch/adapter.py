@@ -32,7 +32,7 @@ from phalanx.surroundings.turns import Reentrant
 
 
 class Torch:
-    """Implements ``seams.Framework`` for PyTorch on the CPU, the reference; see ``lanes`` for all else.
+    """Implements ``seams.Framework`` for PyTorch on the CPU, the reference; ``lanes`` is for other devices.
 
     Parameters
     ----------
@@ -104,7 +104,7 @@ class Torch:
             self._describe()
 
     def _describe(self) -> None:
-        """See that the state can be told by name: better refused after the first step than when the run is over."""
+        """Check that the state has a digest: an error after the first step is better than one at the run's end."""
         for _ in entries(self._lane.model, self._updates.optimizers, self._updates.named):
             pass
         self._describable = True

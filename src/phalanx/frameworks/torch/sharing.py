@@ -85,7 +85,7 @@ class Sharing:
         return self.looks[known].follow()
 
     def _contents(self, state: list[StatePiece], replicas: int) -> Contents:
-        """A lone replica may write its weights in forward, and an optimizer from elsewhere those without a gradient."""
+        """No weight is frozen where a lone replica's forward, or a foreign optimizer, may write any."""
         storages = storages_of(self.parameters)
         numbers = {address: number for number, address in enumerate(storages)}
         storage_of = [numbers[parameter.untyped_storage().data_ptr()] for parameter in self.parameters]
@@ -144,7 +144,7 @@ class SharedState:
         self._buffers.rehome([shared.clone() for shared in buffers])
 
     def norm(self, gradient: Gradient, meet: Callable[[], None], there: Sequence[int] | None) -> float:
-        """Nobody else is there."""
+        """No other process takes part."""
         return self._updates.norm(gradient)
 
 
@@ -243,7 +243,7 @@ def storages_of(parameters: Sequence[torch.Tensor]) -> dict[int, torch.UntypedSt
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Of its storage; 0 for what has none of the usual kind."""
+    """The address of its storage; 0 if it has none of the usual kind."""
     pretends = getattr(type(tensor), DISPATCH) != getattr(torch.Tensor, DISPATCH)  # as fake tensors do: without memory
     if pretends or tensor.layout != torch.strided or tensor.device.type != "cpu" or is_lazy(tensor):
         return 0
@@ -253,5 +253,5 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def bytes_of(storage: torch.UntypedStorage) -> np.ndarray:
-    """Its memory."""
+    """A storage's memory."""
     return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()

@@ -43,7 +43,7 @@ def captured(model: torch.nn.Module, updates: Updates, *, copy: bool) -> Capture
 
 
 def adopt(model: torch.nn.Module, updates: Updates, state: Captured) -> None:
-    """Make a captured state that of ``model`` and its optimizers; without facts, its weights that of the model.
+    """Give ``model`` and its optimizers a captured state; without facts, give the model its weights only.
 
     Raises
     ------

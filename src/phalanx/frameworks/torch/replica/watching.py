@@ -1,4 +1,4 @@
-"""Tells somebody what modules and operations compute within a replica-step. Nothing of it changes a bit."""
+"""Tells a watch what modules and operations compute within a replica-step. Watching changes no bit."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def _module_done(watch: Watch, path: str, module: torch.nn.Module, _: Any, outpu
 class Operations(TorchDispatchMode):
     """Tells of every operation that torch dispatches: its outputs.
 
-    Memory that nobody has written yet holds anything, and is not told of: ``empty``, which a random fill follows.
+    Memory from ``empty`` is not told until it is written, as by a random fill: it holds anything.
     """
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
         self._watch = watch
-        self._blank: dict[int, torch.Tensor] = {}  # by address; kept, so that no other comes to be there
+        self._blank: dict[int, torch.Tensor] = {}  # by address; kept alive, so that no other tensor takes it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call it, and tell."""
