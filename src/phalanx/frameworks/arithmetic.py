@@ -1,7 +1,7 @@
 """Arrays over shared memory, and elementwise arithmetic over gradients, in numpy.
 
-Each operation is rounded once, whatever stands beside it. Compiled by XLA they would not be: a division whose divisor
-has one user becomes a product with its reciprocal. Implements ``seams.Arrays`` and ``seams.Arithmetic``.
+Each operation is rounded once, whatever other operations surround it. XLA does not promise that: a division whose
+divisor has one user becomes a product with its reciprocal. Implements ``seams.Arrays`` and ``seams.Arithmetic``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from phalanx.shared.layout import Spec
 
 Gradient = list[Any]  # jax arrays, which nobody can write, or numpy arrays that may be written
 
-BLOCK = 4096  # elements whose squares are added before they are added to others
-ALIGNMENT = 64  # of memory that XLA uses as it lies
+BLOCK = 4096  # elements whose squares are summed first, before blocks are
+ALIGNMENT = 64  # bytes; XLA uses memory that is aligned so without a copy
 
 
 def add(left: Gradient, right: Gradient) -> Gradient:
@@ -52,13 +52,13 @@ def read(scalars: Sequence[float]) -> list[float]:
 
 
 def checksum(vector: Sequence[Any]) -> int:
-    """Of the bytes of all entries."""
+    """The checksum of the bytes of all entries."""
     entries = (b"-" if entry is None else _plain(entry).tobytes() for entry in vector)
     return functools.reduce(lambda total, entry: zlib.crc32(entry, total), entries, 0)
 
 
 def finite(vector: Gradient) -> bool:
-    """Whether every element is finite; None entries are another worker's."""
+    """Whether every element is finite; None entries belong to another worker."""
     return all(bool(np.isfinite(_plain(entry)).all()) for entry in vector if entry is not None)
 
 
@@ -68,7 +68,7 @@ def squares(vector: Gradient) -> np.ndarray:
 
 
 def root(sums: np.ndarray) -> float:
-    """2-norm over all entries, out of their ``squares``."""
+    """2-norm over all entries, from their ``squares``."""
     return math.sqrt(sums.sum())
 
 
@@ -77,17 +77,17 @@ def norm(vector: Gradient) -> float:
     return root(squares(vector))
 
 
-def settled(left: Sequence[tuple[int, list[np.ndarray]]], starts: list[np.ndarray]) -> list[np.ndarray]:
-    """The rule of every framework, for (samples, buffers) of each replica that ran, in order.
+def settled(replicas: Sequence[tuple[int, list[np.ndarray]]], starts: list[np.ndarray]) -> list[np.ndarray]:
+    """Buffers after a step, from (samples, buffers) of each replica that ran, in order.
 
-    torch's, for its own tensors, is in ``frameworks/torch/replica/buffers.py``.
-    A buffer whose bytes are equal on all of them keeps those. Otherwise a floating one becomes the mean, weighted by
-    sample count and added in the fold's order; others become the first replica's.
+    All frameworks have this rule; for torch's tensors it is in ``frameworks/torch/replica/buffers.py``.
+    A buffer whose bytes are equal on all replicas keeps them. Otherwise a floating one becomes the mean, weighted by
+    sample count and added in the fold's order. Other dtypes take the first replica's bytes.
     """
-    if not left or not starts:
+    if not replicas or not starts:
         return starts
-    weights = share_weights([samples for samples, _ in left])
-    return [_settled([buffers[number] for _, buffers in left], weights) for number in range(len(starts))]
+    weights = share_weights([samples for samples, _ in replicas])
+    return [_settled([buffers[number] for _, buffers in replicas], weights) for number in range(len(starts))]
 
 
 def _settled(values: list[np.ndarray], weights: Sequence[float]) -> np.ndarray:
@@ -141,8 +141,8 @@ def _square_sum(array: np.ndarray) -> float:
     if flat.dtype.itemsize < np.dtype(np.float32).itemsize:
         flat = flat.astype(np.float32)
     blocks, rest = len(flat) // BLOCK, flat[len(flat) // BLOCK * BLOCK :]
-    found = float(np.einsum("i,i->", rest, rest))
+    total = float(np.einsum("i,i->", rest, rest))
     if blocks:
         table = flat[: blocks * BLOCK].reshape(blocks, BLOCK)
-        found += float(np.einsum("ij,ij->i", table, table).sum(dtype=np.float64))
-    return found
+        total += float(np.einsum("ij,ij->i", table, table).sum(dtype=np.float64))
+    return total

@@ -1,8 +1,8 @@
-"""What all frameworks have in common whose arrays numpy can read: a base for each of them, in one process.
+"""A base for frameworks whose arrays numpy can read, and which compute in one process.
 
 Such a framework says how a loss and its gradient are computed from a batch, how parameters are updated by a gradient,
 and what the state is, as numpy arrays by name. Turns, batches, digests and snapshots are here. docs/frameworks.md
-shows a whole one.
+shows a whole framework.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class State:
     ----------
     params, buffers, optimizer : dict of str to numpy.ndarray
     beside : str
-        Stands before the names of buffers in a snapshot, where those could be names of parameters.
+        A prefix for the names of buffers in a snapshot, where they could equal names of parameters.
     """
 
     params: Named
@@ -58,24 +58,24 @@ class State:
     beside: str = ""
 
     def entries(self) -> Iterator[Entry]:
-        """All of it, as a digest takes it in: parameters, buffers, then the optimizer's."""
+        """The whole state, in a digest's order: parameters, buffers, then the optimizer's."""
         for kind, part in (("parameter", self.params), ("buffer", self.buffers), ("optimizer", self.optimizer)):
             for name, array in part.items():
                 yield Entry(kind, name, array.dtype.name, array.shape, _bytes(array))
 
     def captured(self, framework: str, environment: Mapping[str, str]) -> Captured:
-        """It in a snapshot. ``environment``: what changes bits and is not in a recipe."""
+        """The state as a snapshot holds it. ``environment``: what changes bits and is not in a recipe."""
         weights = {**self.params, **self._prefixed(self.beside, self.buffers)}
         facts = {FRAMEWORK: framework, ENVIRONMENT: environment}
         return Captured(_stored(weights), _stored(self._prefixed(OPTIMIZER, self.optimizer)), facts)
 
     def taking_over(self, captured: Captured, framework: str) -> State:
-        """It with what a snapshot has; of one without facts, its parameters and buffers only.
+        """The state with a snapshot's values; a snapshot without facts gives parameters and buffers only.
 
         Raises
         ------
         SnapshotError
-            It is of another framework, or of other arrays; names the first.
+            The snapshot is of another framework, or of other arrays; names the first.
         """
         optimizer = self.optimizer
         if captured.facts:
@@ -103,17 +103,17 @@ class ArrayFramework:
     collate : callable
         Makes a batch of a list of samples, in a recipe without ``collate_fn``.
     *contexts : context manager
-        Entered around steps, beside what restores random generators; each may be entered again and again.
+        Entered around steps, together with what restores random generators. Each is entered many times.
 
     Attributes
     ----------
     lr : float
-        Of the next step; NaN where the optimizer keeps it to itself.
+        The learning rate of the next step; NaN where the optimizer does not show it.
     environment : context manager
     recorded : dict of str to str
-        What of the environment a snapshot has.
+        The part of the environment that a snapshot records.
     checked : callable or None
-        ``checked(batch, origin)``: a batch as ``begin`` takes it; ``origin`` is what the caller knows it as.
+        ``checked(batch, origin)``: a batch as ``begin`` takes it; ``origin`` is the caller's name for it.
     """
 
     name: ClassVar[str]
@@ -133,11 +133,11 @@ class ArrayFramework:
         self.recorded: dict[str, str] = {}
 
     def begin(self, device: int, key: int, share: Share) -> Callable[[], Computed]:
-        """Begin to compute loss and gradient of ``batch(key, share)`` on a device; what is returned waits for them."""
+        """Begin to compute loss and gradient of ``batch(key, share)`` on a device; the returned function waits."""
         raise NotImplementedError
 
     def read(self) -> State:
-        """The state; arrays may be views, until the next update."""
+        """The state. Arrays may be views, which are valid until the next update."""
         raise NotImplementedError
 
     def write(self, state: State) -> None:
@@ -149,14 +149,14 @@ class ArrayFramework:
         raise NotImplementedError
 
     def tell(self, watch: Watch, device: int, key: int, share: Share) -> None:
-        """Tell what is on the way to a gradient; into a captured program nobody can look."""
+        """Tell what is computed on the way to a gradient. The base tells nothing: captured programs show nothing."""
 
     def opened(self, source: Source) -> Source:
         """Columns as numpy arrays over the same memory, from which shares are taken."""
         return source if isinstance(source, Samples) else Columns(tuple(map(_column, source.arrays)), source.rebuild)
 
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
-        """While one is waited for, the other devices compute the next."""
+        """While one replica is waited for, the other devices compute the next ones."""
         begun: deque[Callable[[], Computed]] = deque()
         for replica, key, share, *_ in todo:
             device = 0 if self.lanes is None else self.lanes.number_of[replica]
@@ -169,7 +169,7 @@ class ArrayFramework:
             yield begun.popleft()()
 
     def batch(self, key: int | None, share: Share) -> Any:
-        """What a share has; generators are seeded with the key when it is read, and before it is collated."""
+        """The batch of a share. Generators are seeded with the key once it is read, before it is collated."""
         samples = share.read(share.samples)
         if key is not None:
             generators.seed(key, self.definition.generators)
@@ -192,10 +192,10 @@ class ArrayFramework:
         return self.arithmetic.scale(gradient, min(1.0, self.definition.max_norm / (self.norm(gradient) + MARGIN)))
 
     def schedule(self, value: float, epoch: int | None = None) -> None:
-        """Schedules are the optimizer's own."""
+        """Does nothing: schedules are the optimizer's own."""
 
     def rewind(self) -> None:
-        """Computing gradients leaves nothing behind."""
+        """Does nothing: computing gradients leaves nothing behind."""
 
     def capture(self, *, copy: bool) -> Captured:
         """The state for a snapshot; ``read`` gives views of what is never written, or copies."""
@@ -206,7 +206,7 @@ class ArrayFramework:
         self.write(self.read().taking_over(state, self.name))
 
     def _begun(self, device: int, key: int, share: Share) -> Callable[[], Computed]:
-        """The same, but what it raises is raised when it is this replica's turn."""
+        """``begin``, but an error is raised only when it is this replica's turn."""
         try:
             return self.begin(device, key, share)
         except Exception as error:
@@ -245,7 +245,7 @@ class Functions:
     """
 
     kind: ClassVar[type]  # of arrays
-    called: ClassVar[str]  # one of them, in words
+    called: ClassVar[str]  # such an array, in words
     is_float: ClassVar[Callable[[Any], bool]]  # whether an array of this dtype can be a loss
 
     def __init__(self, definition: Definition) -> None:
@@ -253,7 +253,7 @@ class Functions:
         self.teller = "forward_fn" if definition.loss_fn is None else "loss_fn"
 
     def seed(self) -> None:
-        """Before a trace: what is drawn from global generators then is the same, whoever compiles."""
+        """Seed generators before a trace, so that every process that compiles draws the same numbers."""
         generators.seed(self.definition.seed, self.definition.generators)
 
     def input(self, batch: Any) -> Any:
@@ -268,12 +268,12 @@ class Functions:
         return batch[1] if _is_pair(batch) else batch
 
     def loss(self, output: Any, batch: Any) -> tuple[Any, Any]:
-        """The loss, and the weight that it told, or None.
+        """The loss, and the weight returned with it, or None.
 
         Raises
         ------
         UsageError
-            It is no real scalar.
+            The loss is no real scalar.
         """
         loss_fn = self.definition.loss_fn
         value: Any = getattr(output, "loss", output) if loss_fn is None else loss_fn(output, self.target(batch))
@@ -287,16 +287,16 @@ class Functions:
             )
         return loss, weight
 
-    def weight(self, told: Any) -> float | None:
-        """A weight as a number."""
-        return None if told is None else checks.weight(self.teller, told)
+    def weight(self, returned: Any) -> float | None:
+        """A returned weight as a number; None if there was none."""
+        return None if returned is None else checks.weight(self.teller, returned)
 
     def _refuse(self, got: str, wanted: str) -> NoReturn:
         raise UsageError(f"{self.teller} returned {got}; it must return {wanted}, or (that, weight)")
 
 
 class Anew(AbstractContextManager[None]):
-    """A context that is made anew whenever it is entered, which is once at a time."""
+    """A context that is made anew each time it is entered; it cannot be nested."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
         self._make = make
@@ -310,7 +310,7 @@ class Anew(AbstractContextManager[None]):
 
 
 def refuse(definition: Definition, ways: Mapping[str, str]) -> None:
-    """Refuse arguments that a recipe of this framework cannot have; ``ways``: why, and the way out, by their names.
+    """Refuse arguments that a recipe of this framework cannot have; ``ways``: by name, why not and what to do.
 
     Raises
     ------
@@ -324,14 +324,14 @@ def refuse(definition: Definition, ways: Mapping[str, str]) -> None:
 
 
 def check_leaf(name: str, leaf: Any, array: np.ndarray, *, double: bool, refused: str = NUMBERLESS) -> None:
-    """Refuse a leaf of a batch that has 64 bits where no parameter has (``double``), or no numbers.
+    """Refuse a leaf of a batch that has no numbers, or 64 bits unless a parameter has them, too (``double``).
 
     ``refused``: numpy's kinds of dtypes that the framework cannot take.
 
     Raises
     ------
     UsageError
-        Names it.
+        It is refused; names it.
     """
     if array.dtype.kind in refused:
         raise UsageError(
@@ -374,7 +374,7 @@ def _bytes(array: np.ndarray) -> np.ndarray:
 
 
 def _fitted(part: Named, prefix: str, stored: Mapping[str, Tensor]) -> Named:
-    """The stored arrays, if they are those that there are here."""
+    """The stored arrays, if their specs are those of ``part``."""
     here = {prefix + name: array for name, array in part.items()}
     check_specs(here, stored, lambda item: f"{item.dtype}{list(item.shape)}")
     return {name: array_of(stored[prefix + name]) for name in part}

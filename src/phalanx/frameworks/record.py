@@ -1,4 +1,4 @@
-"""What a framework says of itself before it is needed: the record that it registers. Records import nothing heavy."""
+"""The record that a framework registers: what it says of itself before it is needed. Records import nothing heavy."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Made(NamedTuple):
 
 
 class Record:
-    """A framework as the registry knows it. ``recognises`` and ``open`` have to be there, the rest may be.
+    """A framework as the registry knows it. ``recognises`` and ``open`` are required, the rest is optional.
 
     Attributes
     ----------
@@ -55,13 +55,13 @@ class Record:
     returns : str
         What ``make_model`` returns, in words.
     everywhere : bool
-        Whether it may be in any recipe, beside the one whose model it is, so that all processes of a run have it.
+        Whether recipes of other frameworks may use it, too, so that every process of a run imports it.
     takes_models : bool
-        Whether a recipe may have a model in place of a factory.
+        Whether ``make_model`` may be a model instead of a factory.
     argument : str
-        A parameter of ``make_model`` that the framework has a value for; none if empty.
+        A parameter of ``make_model`` that the framework passes a value for; empty: there is none.
     thread_variables : sequence of str
-        What says in the environment of a process how many threads it starts with; it looks once.
+        Environment variables for its number of threads. It reads them once, when it starts.
     """
 
     name: ClassVar[str]
@@ -81,11 +81,11 @@ class Record:
         raise NotImplementedError
 
     def random(self) -> Sequence[Global]:
-        """Its global random generators; asked for while its module is imported."""
+        """Its global random generators; called only while its module is imported."""
         return ()
 
     def own(self, model: Any) -> Any:
-        """What is trained, of a model that a recipe has in place of a factory."""
+        """The model to train, for one that a recipe has instead of a factory."""
         return model
 
     def factory(self, make_model: Callable[..., Any], seed: int) -> Callable[[], Any]:
@@ -93,29 +93,29 @@ class Record:
         raise NotImplementedError
 
     def building(self, threads: int, devices: Sequence[str], *, allow: bool) -> AbstractContextManager[Any]:
-        """Within this a model is made, of whatever framework."""
+        """The context in which a model is made, of whatever framework."""
         return contextlib.nullcontext()
 
     def reading(self, definition: Definition) -> tuple[AbstractContextManager[Any], Collate] | None:
-        """Where no model is: what samples are read in, and what makes a batch of them; None: samples stay samples."""
+        """In a process without a model: the context to read samples in, and what makes a batch; None: samples stay."""
         return None
 
     def prepare(self, folder: str) -> None:
-        """Import, in a process that others are forked from, what they need. ``folder``: for what they compile."""
+        """Import what workers need, in the process that they are forked from. ``folder``: for what they compile."""
 
     def settings(self) -> dict[str, Any]:
-        """Settings of this process that change bits, to be adopted by others; can be pickled."""
+        """Settings of this process that change bits. Other processes adopt them, so they can be pickled."""
         return {}
 
     def adopt(self, settings: dict[str, Any]) -> None:
         """Set this process to another one's settings."""
 
     def harmless(self) -> Sequence[str]:
-        """How warnings begin that nobody needs to see in a worker."""
+        """The first words of warnings that nobody needs to see in a worker."""
         return ()
 
     def reduced(self, thing: Any, *, alone: bool) -> Any:
-        """How a parcel takes its arrays along (``alone``: without memory beside them); NotImplemented for all else."""
+        """How its arrays are pickled (``alone``: without the memory around them); NotImplemented for all else."""
         return NotImplemented
 
     def recorded(self) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class Record:
         return {}
 
     def knows(self, names: Sequence[str]) -> bool:
-        """Whether these are names of devices as this framework alone writes them."""
+        """Whether these device names are written as only this framework writes them."""
         return False
 
     def spelled(self, names: Sequence[str], replicas: int) -> list[str]:
@@ -135,15 +135,15 @@ class Record:
         return {}
 
     def available(self) -> list[tuple[str, str, str]]:
-        """Name, what it is, and what is missing for it: every device here, and every kind without one."""
+        """Rows (name, description, what is missing): each device here, and each kind that has none."""
         return []
 
     def digest(self, model: Any, optimizer: Any, step: int | None, state: Any) -> str:
-        """The digest of such a state after ``step`` steps."""
+        """The digest of a state after ``step`` steps."""
         return digest_of(self.entries(model, optimizer, state), step)
 
     def entries(self, model: Any, optimizer: Any, state: Any) -> Iterable[Entry]:
-        """A state of a loop written by hand, by name."""
+        """The state of a loop written by hand, as named entries."""
         raise NotImplementedError
 
     def tensor_of(self, stored: Tensor) -> Any:
@@ -155,7 +155,7 @@ class Record:
         return None
 
     def weights(self, model: Any, params: Mapping[str, Any], instead: Mapping[str, Any]) -> dict[str, Tensor | None]:
-        """A model's weights by name; ``instead``: other values of parameters. None: of a dtype without a code."""
+        """A model's weights by name; ``instead`` replaces parameters. None: snapshots have no code for the dtype."""
         return {name: stored(np.asarray(instead.get(name, value))) for name, value in params.items()}
 
 
@@ -175,7 +175,7 @@ def adapter(framework: str, packages: str) -> Any:
 
 
 class Unshared:
-    """Stands for ``seams.Sharing`` where a state is not shared with other processes: says why.
+    """Takes the place of ``seams.Sharing`` where a state cannot be shared with other processes. Its error says why.
 
     Parameters
     ----------
@@ -198,5 +198,5 @@ def array_of(stored: Tensor) -> np.ndarray:
 
 
 def stored(array: np.ndarray) -> Tensor | None:
-    """The same for numpy's arrays."""
+    """A numpy array as a snapshot holds it; None if snapshots have no code for its dtype."""
     return Tensor(str(array.dtype), array.shape, np.array(array, order="C")) if str(array.dtype) in CODES else None

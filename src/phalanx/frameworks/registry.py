@@ -1,7 +1,7 @@
 """Finds the framework of a recipe by what ``make_model`` returns, and imports it then, not before.
 
-The built-in ones stand in a table. Others are found through the entry points of installed packages, once a model is
-none of the known ones'. Nothing but the table knows one framework from another.
+The built-in ones stand in a table. Others are found through the entry points of installed packages, once no known
+framework recognises a model. Nothing but the table knows one framework from another.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from phalanx.surroundings import interrupts
 BUILT_IN = ("torch", "jax", "tinygrad")
 GROUP = "phalanx.frameworks"  # of entry points, each of which loads to a record
 RECORDS: dict[str, Record] = {}
-EVERYWHERE: list[Record] = []  # those of them that all processes of any run have
+EVERYWHERE: list[Record] = []  # those that every process of any run imports
 
 
 def register(record: Record) -> None:
-    """Have a framework known in this process, and its generators seeded."""
+    """Make a framework known in this process, and have its generators seeded."""
     RECORDS[record.name] = record
     generators.FRAMEWORKS[record.module] = record.random
     EVERYWHERE[:] = [each for each in RECORDS.values() if each.everywhere]
@@ -47,7 +47,7 @@ for _name in BUILT_IN:
 
 @functools.cache
 def load_others() -> None:
-    """Register what installed packages offer."""
+    """Register the frameworks of other installed packages."""
     for point in importlib.metadata.entry_points(group=GROUP):
         if point.name not in RECORDS:
             register(point.load())
@@ -69,7 +69,7 @@ def named(framework: str) -> Record:
 
 
 def recognised(model: Any) -> Record | None:
-    """The framework that this is a model of, if one that is known and imported."""
+    """The framework of this model, among those that are known and imported; None if it is of none."""
     imported = (record for record in RECORDS.values() if sys.modules.get(record.module))
     return next((record for record in imported if record.recognises(model)), None)
 
@@ -83,8 +83,8 @@ def open_framework(
 ) -> Framework:
     """The recipe's state before its first step, on ``devices`` (none named: where the model is made).
 
-    ``allow``: on accelerators, operations without a deterministic kernel, too. ``part``: which of how many processes
-    this is, where each drives devices of its own.
+    ``allow``: accelerators may run operations without a deterministic kernel. ``part``: this process's rank and the
+    number of processes, where each drives devices of its own.
     """
     with contextlib.ExitStack() as building:
         for record in RECORDS.values():
@@ -95,16 +95,16 @@ def open_framework(
         record = recognised(model)
         if record is None:
             *most, last = [each.returns for each in RECORDS.values()]
-            found = "None (is a return missing?)" if model is None else f"a {type(model).__name__}"
-            raise UsageError(f"make_model returned {found}; it must return {', '.join(most)}, or {last}")
+            returned = "None (is a return missing?)" if model is None else f"a {type(model).__name__}"
+            raise UsageError(f"make_model returned {returned}; it must return {', '.join(most)}, or {last}")
         again = functools.partial(_made, definition)
         return record.open(Made(definition, model, devices, again, allow, part))
 
 
 def _made(definition: Definition) -> Any:
-    """What is trained: the run's own of a model, or what a factory returns right after seeding.
+    """The model to train: ``own`` of a model that is given, or what a factory returns right after seeding.
 
-    Called once more if it was the first to use generators, or a framework: now they are there to be seeded.
+    A factory that was the first to use generators, or a framework, is called again: only now can they be seeded.
     """
     make_model, seed = definition.make_model, definition.seed
     given = recognised(make_model)
@@ -135,7 +135,7 @@ def _drawing() -> dict[str, int]:
 
 @contextlib.contextmanager
 def starting(threads: int) -> Iterator[None]:
-    """Within this, frameworks may start in this process: operations have so many threads."""
+    """Inside, frameworks may start in this process, with so many threads for an operation."""
     names = [name for record in RECORDS.values() for name in record.thread_variables]
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(dict.fromkeys(names, str(threads)))
@@ -150,7 +150,7 @@ def starting(threads: int) -> Iterator[None]:
 
 
 def in_use() -> list[str]:
-    """The frameworks that are imported here, but those that every process has."""
+    """The frameworks that are imported here, except those that every process has."""
     return [name for name, record in RECORDS.items() if record.module in sys.modules and not record.everywhere]
 
 
@@ -171,13 +171,13 @@ def numeric_environment(framework: str) -> dict[str, Any]:
 
 
 def adopt_numeric_environment(settings: dict[str, Any]) -> None:
-    """Set this process to another one's."""
-    for name, found in settings.items():
-        named(name).adopt(found)
+    """Set this process to another one's numeric environment."""
+    for name, values in settings.items():
+        named(name).adopt(values)
 
 
 def harmless_warnings(settings: Mapping[str, Any]) -> list[str]:
-    """How warnings begin that nobody needs to see in a worker with these settings."""
+    """The first words of warnings that nobody needs to see in a worker with these settings."""
     return [message for name in settings for message in named(name).harmless()]
 
 
@@ -187,13 +187,13 @@ def recorded_environment() -> dict[str, Any]:
 
 
 def as_factory(model: Any) -> Any:
-    """A ``make_model`` that gives this model, or a copy."""
-    found = recognised(model)
-    return model if found is not None and found.takes_models else lambda: model
+    """A ``make_model`` that returns this model, or a copy."""
+    framework = recognised(model)
+    return model if framework is not None and framework.takes_models else lambda: model
 
 
 def reduced(thing: Any, *, alone: bool = False) -> Any:
-    """How a parcel takes a framework's arrays along (``alone``, as samples of a step); NotImplemented for all else."""
+    """How a framework's arrays are pickled (``alone``: as samples of a step); NotImplemented for all else."""
     for record in EVERYWHERE:
         if (how := record.reduced(thing, alone=alone)) is not NotImplemented:
             return how
@@ -204,7 +204,7 @@ reduced_sample = functools.partial(reduced, alone=True)
 
 
 def reading(framework: str, definition: Definition) -> tuple[AbstractContextManager[Any], Callable[[Any], Any] | None]:
-    """Where no model is: what samples are read in, and what makes a batch of them; None where samples stay samples."""
+    """In a process without a model: the context to read samples in, and what makes a batch; None: samples stay."""
     own = named(framework).reading(definition)
     surroundings, collate = own or next(filter(None, (record.reading(definition) for record in EVERYWHERE)))
     samples = own is None or definition.batch_size is None or definition.micro_batches > 1
@@ -223,7 +223,7 @@ def device_facts(names: Sequence[str]) -> dict[str, str]:
 
 
 def all_devices() -> list[tuple[str, str, str, str]]:
-    """Framework, name, what it is, and what is missing for it: every device here, and every kind without one."""
+    """Rows (framework, name, description, what is missing): each device here, and each kind that has none."""
     rows: list[tuple[str, str, str, str]] = []
     for name, record in RECORDS.items():
         try:
@@ -260,7 +260,7 @@ def digest(model: Any, optimizer: Any = None, step: int | None = None, state: An
 
 
 def tensor_of(tensor: Tensor, facts: dict[str, Any]) -> Any:
-    """A tensor of a snapshot with these facts as its framework's own; for some, as a numpy array."""
+    """A tensor of a snapshot with these facts, as its framework's own type; for some, as a numpy array."""
     framework = facts.get("framework", EVERYWHERE[0].name)
     return named(framework).tensor_of(tensor)
 
@@ -269,8 +269,8 @@ def stored(leaf: Any) -> Tensor | None:
     """A tensor or array as a snapshot holds it, in memory of its own; None for all else."""
     if isinstance(leaf, np.ndarray):
         return stored_array(leaf)
-    found = (each.stored(leaf) for each in EVERYWHERE)
-    return next((tensor for tensor in found if tensor is not None), None)
+    candidates = (each.stored(leaf) for each in EVERYWHERE)
+    return next((tensor for tensor in candidates if tensor is not None), None)
 
 
 def weights_of(model: Any, params: Mapping[str, Any], instead: Mapping[str, Any]) -> dict[str, Tensor]:

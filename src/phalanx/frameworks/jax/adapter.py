@@ -41,21 +41,21 @@ REFUSED = {
 class Jax(ArrayFramework):
     """Implements ``seams.Framework`` for jax.
 
-    Nothing is written in place: a state is replaced by the next, so what went before needs no undoing. (In a worker
-    process it lies in memory that is written between steps, see ``sharing``.)
+    Nothing is written in place: the next state replaces the last, so nothing has to be undone. (In a worker process the
+    state lies in memory that is written between steps, see ``sharing``.)
 
     Parameters
     ----------
     definition : Definition
     devices : sequence of str
-        Each computes a block of replicas, the first one updates; empty: one, where ``make_model`` puts the parameters.
-    made : pytree
+        Each computes a block of replicas, the first one updates. Empty: the device of ``make_model``'s parameters.
+    model : pytree
         What ``make_model`` returned.
     """
 
     name = "jax"
 
-    def __init__(self, definition: Definition, devices: Sequence[str], made: Any) -> None:
+    def __init__(self, definition: Definition, devices: Sequence[str], model: Any) -> None:
         refuse(definition, REFUSED)
         if definition.forward_fn is None:
             raise UsageError(
@@ -64,10 +64,10 @@ class Jax(ArrayFramework):
             )
         super().__init__(definition, forward.collate, compiling())
         with self.environment:
-            found = devices_of(devices, definition.replicas)
+            resolved = devices_of(devices, definition.replicas)
             self._forward = Forward(definition)
-            params, beside = parted(made, stateful=self._forward.stateful)
-            params = placed(params, found[0] if found else None)
+            params, beside = parted(model, stateful=self._forward.stateful)
+            params = placed(params, resolved[0] if resolved else None)
             leaves = jax.tree.leaves(params)
             (self._device,) = leaves[0].devices()
             self.arithmetic = arithmetic_on(self._device)
@@ -77,19 +77,19 @@ class Jax(ArrayFramework):
             self.checked = functools.partial(forward.checked, double=any(leaf.dtype == jnp.float64 for leaf in leaves))
             self._updates = Update(definition)
             self._state = Trees(params, jax.device_put(self._updates.begin(params), self._device), beside)
-        self._homes = found or [self._device]
+        self._homes = resolved or [self._device]
         self._spread()
-        self.lanes = Blocks(definition.replicas, len(found), self._moved) if len(found) > 1 else None
+        self.lanes = Blocks(definition.replicas, len(resolved), self._moved) if len(resolved) > 1 else None
         self.lr = self._updates.lr
         self.sharing = Sharing(self._state, self._updates, self._device)
 
     def begin(self, device: int, key: int, share: Share) -> Callable[[], Computed]:
-        """Compute where a copy of the parameters is."""
+        """Compute on a device with its copy of the parameters."""
         params = [self._state.params, *self._copies][device]
         if self.definition.micro_batches > 1:
             return self._begun_in_parts(params, key, share)
         batch = self.batch(key, share)
-        if self.lanes is not None:  # the next is made while this one is in use, maybe in the same memory
+        if self.lanes is not None:  # the next batch is made while this one is in use, maybe in the same memory
             batch = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, batch)
         return self._forward.begun(params, batch, key, state=self._state.buffers)
 
@@ -113,14 +113,14 @@ class Jax(ArrayFramework):
         return lambda: computed
 
     def tell(self, watch: Watch, device: int, key: int, share: Share) -> None:
-        """Batch, output and equations, computed for this by themselves."""
+        """Batch, output and equations, computed separately for this."""
         samples = self.batch(key, share)
         watch.told("batch", "", samples)
         samples = jax.device_put(samples, self._device)
         self._forward.tell(watch, self._state.params, samples, key, self._state.buffers)
 
     def update(self, step: int, gradient: Gradient, buffers: Sequence[tuple[int, list[Any]]] | None) -> None:
-        """Settle the state beside the parameters as buffers are, and call the optimizer."""
+        """Settle the state beside the parameters by the rule of buffers, and call the optimizer."""
         starts = jax.tree.leaves(self._state.buffers)
         for start, value in zip(starts, settled(buffers or [], starts), strict=True):
             if value is not start:
@@ -129,7 +129,7 @@ class Jax(ArrayFramework):
         self._spread()
 
     def see(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Any:
-        """What the metrics say, which are not compiled."""
+        """What the metrics say; they are not compiled."""
         samples = jax.device_put(self.batch(key, share), self._device)
         params = replaced(self._state.params, weights or {})
         if metrics.forward_fn is None:
@@ -141,15 +141,15 @@ class Jax(ArrayFramework):
     def export(self, steps: int, *, copy: bool, digest: bool = True) -> Exported:
         """Containers are the caller's own, arrays cannot be written."""
         params = jax.tree.map(lambda leaf: leaf, self._state.params)
-        told = digest_of(self.read().entries(), steps) if digest else ""
-        return Exported(lambda: self._whole(params), named(params), told)
+        hexdigest = digest_of(self.read().entries(), steps) if digest else ""
+        return Exported(lambda: self._whole(params), named(params), hexdigest)
 
     def read(self) -> State:
         """Arrays are never written, so nothing is copied."""
         return self._state.read()
 
     def write(self, state: State) -> None:
-        """On the first device."""
+        """On the first device; the others get copies of the parameters."""
         self._state.write(state)
         self._spread()
 

@@ -54,7 +54,7 @@ ELSEWHERE = {"jax_num_cpu_devices", "jax_platforms", "jax_platform_name", CACHE,
 def share_programs(folder: str) -> None:
     """From here on, processes that are forked keep what they compile in a folder, unless the environment names one.
 
-    So a worker that takes another's place starts at once.
+    So a worker that replaces another one starts at once.
     """
     if jax.config.values[CACHE] is None:
         for name, value in ((CACHE, folder), (SECONDS, 0.0), (BYTES, -1)):  # all that is compiled
@@ -89,10 +89,10 @@ def check_threads(count: int) -> None:
     UsageError
         Names both numbers and the ways out.
     """
-    found = running_threads()
-    if found not in (None, count):
+    running = running_threads()
+    if running not in (None, count):
         raise UsageError(
-            f"threads is {count}, but jax's CPU backend was started before this run, with {found} threads, and their "
+            f"threads is {count}, but jax's CPU backend was started before this run, with {running} threads, and their "
             f"number changes bits; make the first jax array in make_model (data as numpy arrays), or start Python with "
             f"NPROC={count} in its environment"
         )
@@ -141,7 +141,7 @@ def available() -> list[tuple[str, str, str]]:
 
 
 class DeviceArithmetic:
-    """Implements ``seams.Arithmetic`` where the arrays lie: one operation a program, so that each is rounded once."""
+    """Implements ``seams.Arithmetic`` on the arrays' device. Each operation is a program, so it is rounded once."""
 
     def add(self, left: Gradient, right: Gradient) -> Gradient:
         return [jnp.add(a, b) for a, b in zip(left, right, strict=True)]
@@ -159,13 +159,13 @@ class DeviceArithmetic:
         return all(bool(jnp.isfinite(entry).all()) for entry in vector)
 
     def norm(self, vector: Gradient) -> float:
-        """2-norm over all entries; of each the squares are added where it lies, in float32 at least."""
+        """2-norm over all entries. Each entry's squares are added on its device, in float32 at least."""
         wide = [_wide(entry).reshape(-1) for entry in vector]
-        return math.sqrt(math.fsum([float(found) for found in [jnp.vdot(entry, entry) for entry in wide]]))
+        return math.sqrt(math.fsum([float(square_sum) for square_sum in [jnp.vdot(entry, entry) for entry in wide]]))
 
 
 def arithmetic_on(device: Any) -> Any:
-    """How gradients on a device are added: on the CPU, numpy reads and writes what is jax's."""
+    """The arithmetic for gradients on a device; on the CPU, numpy reads and writes jax's memory."""
     return arithmetic if device.platform == "cpu" else DeviceArithmetic()
 
 
@@ -174,6 +174,6 @@ def _wide(entry: Any) -> Any:
 
 
 def _applied(operation: Callable[[Any, Any], Any], entry: Any, number: float) -> Any:
-    """By an array of the number: by the number, XLA would multiply by its rounded inverse instead of dividing."""
+    """Uses an array of the number: for a plain number, XLA would multiply by its rounded inverse, not divide."""
     wide = _wide(entry)
     return operation(wide, jnp.full_like(wide, number)).astype(entry.dtype)

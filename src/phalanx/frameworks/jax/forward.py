@@ -1,7 +1,7 @@
 """From a batch to a loss and its gradient: ``forward_fn``, ``target_fn`` and ``loss_fn``, compiled once per shape.
 
-Into a compiled program nobody can look. For ``diff`` its equations are computed one after another: compiled, XLA fuses
-them and may round otherwise, so this compares two programs, not one with its compiled form.
+Nobody can look into a compiled program. For ``diff`` its equations are computed one after another. XLA fuses compiled
+ones and may round otherwise, so ``diff`` compares two programs, not one with its compiled form.
 """
 
 from __future__ import annotations
@@ -48,26 +48,26 @@ class Forward(Functions):
     def begun(
         self, params: Any, batch: Any, key: int, part: int | None = None, *, state: Any = ()
     ) -> Callable[[], Computed]:
-        """Begin to compute loss and gradient, where ``params`` are; what is returned waits for them.
+        """Begin to compute loss and gradient, where ``params`` are; the returned function waits.
 
-        ``state``: what the model keeps beside. ``part``: of which micro-batch; each has a key of its own, folded in.
+        ``state``: what the model keeps beside its parameters. ``part``: a micro-batch's number, folded into the key.
         """
         data = words(key) if self._keyed else None
         if data is not None and part is not None:
             data = np.asarray(jax.random.key_data(jax.random.fold_in(prng_key(data), part)))
         return functools.partial(self._ended, state, *self._value_and_grad(params, batch, data, state))
 
-    def _ended(self, state: Any, found: tuple[Any, Any], gradient: Any) -> Computed:
-        loss, (weight, after) = found
-        told = self.weight(weight)
-        return Computed(float(loss), told, None if told == 0 else jax.tree.leaves(gradient), left(state, after))
+    def _ended(self, state: Any, loss_and_aux: tuple[Any, Any], gradient: Any) -> Computed:
+        loss, (returned, after) = loss_and_aux
+        weight = self.weight(returned)
+        return Computed(float(loss), weight, None if weight == 0 else jax.tree.leaves(gradient), left(state, after))
 
     def output(self, params: Any, batch: Any, state: Any = ()) -> Any:
         """The output for ``batch`` in an evaluation: ``key`` is None."""
         return self._evaluated(params, batch, None, state)[0]
 
     def tell(self, watch: Watch, params: Any, batch: Any, key: int, state: Any = ()) -> None:
-        """Tell ``watch`` the output, and where it asks for them the equations of it, and of all up to the gradient."""
+        """Tell ``watch`` the output; if it asks for operations, also the equations of the output and the gradient."""
         data = words(key) if self._keyed else None
         if watch.operations:
             tell_equations(watch, self._output, (params, batch, data, state))
@@ -79,7 +79,7 @@ class Forward(Functions):
     def _output(self, params: Any, batch: Any, data: Any, state: Any) -> tuple[Any, Any]:
         """The output, and the state after it.
 
-        Runs when it is compiled: what is drawn from global generators then is the same, whoever compiles.
+        Runs when it is compiled. It seeds first, so every process that compiles draws the same numbers.
         """
         self.seed()
         forward_fn: Any = self.definition.forward_fn
@@ -88,12 +88,12 @@ class Forward(Functions):
         if not self.stateful:
             return forward_fn(params, x, **named), ()
         second = list(inspect.signature(forward_fn).parameters)[1:2] == ["state"]
-        told = forward_fn(params, state, x, **named) if second else forward_fn(params, x, state=state, **named)
-        if not isinstance(told, tuple) or len(told) != 2:
+        returned = forward_fn(params, state, x, **named) if second else forward_fn(params, x, state=state, **named)
+        if not isinstance(returned, tuple) or len(returned) != 2:
             raise UsageError(
-                f"forward_fn takes a state and returned a {type(told).__name__}; it must return (output, state)"
+                f"forward_fn takes a state and returned a {type(returned).__name__}; it must return (output, state)"
             )
-        return told
+        return returned
 
     @no_step()
     def _loss(self, params: Any, batch: Any, data: Any, state: Any) -> tuple[Any, tuple[Any, Any]]:
@@ -103,17 +103,17 @@ class Forward(Functions):
 
 
 def left(state: Any, after: Any) -> list[np.ndarray]:
-    """The leaves of a state after a forward pass, copied; those of before where bytes are equal.
+    """Copies of a state's leaves after a forward pass; where bytes are equal, the leaves before it.
 
     Raises
     ------
     UsageError
         The state has another form than before.
     """
-    told = [[(str(leaf.dtype), tuple(leaf.shape)) for leaf in jax.tree.leaves(tree)] for tree in (state, after)]
-    if told[0] != told[1] or jax.tree.structure(state) != jax.tree.structure(after):
+    specs = [[(str(leaf.dtype), tuple(leaf.shape)) for leaf in jax.tree.leaves(tree)] for tree in (state, after)]
+    if specs[0] != specs[1] or jax.tree.structure(state) != jax.tree.structure(after):
         raise UsageError(
-            f"forward_fn returned a state of {told[1]} in {jax.tree.structure(after)}, and was given {told[0]} in "
+            f"forward_fn returned a state of {specs[1]} in {jax.tree.structure(after)}, and was given {specs[0]} in "
             f"{jax.tree.structure(state)}; a state keeps its form, shapes and dtypes"
         )
     pairs = zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True)
@@ -139,7 +139,7 @@ def checked(batch: Any, origin: str, *, double: bool) -> Any:
 
 
 def _is_plain(leaf: Any) -> bool:
-    """What nearly all batches are made of needs no closer look."""
+    """Whether a leaf needs no closer look, as in nearly all batches."""
     plain = type(leaf) is np.ndarray and leaf.dtype in (np.float32, np.int32, np.int64)
     return plain and not _is_cut_off(leaf)
 
@@ -171,11 +171,11 @@ def _stacked(leaves: Sequence[Any]) -> np.ndarray:
     return np.stack([np.asarray(leaf) for leaf in leaves])
 
 
-BACKWARD = "transpose("  # what jax calls the place of equations that a reverse pass made
+BACKWARD = "transpose("  # in the name stack of equations that a reverse pass made
 
 
 def tell_equations(watch: Watch, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Trace ``function``, and do its equations one by one; ``watch`` is told of each, with where it was written."""
+    """Trace ``function``, and compute its equations one by one; tell ``watch`` each, with its source lines."""
     traced = jax.make_jaxpr(function)(*arguments)
     for _ in _done(watch, traced, jax.tree.leaves(arguments)):
         pass
@@ -193,15 +193,15 @@ def _done(watch: Watch, traced: ClosedJaxpr, arguments: Sequence[Any]) -> Iterat
         given = [read(item) for item in equation.invars]
         inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
         if isinstance(inner, ClosedJaxpr) and len(inner.jaxpr.invars) == len(given) and _is_call(equation):
-            found = list(_done(watch, inner, given))
+            outputs = list(_done(watch, inner, given))
         else:
             bound: Any = equation.primitive.get_bind_params(equation.params)
-            functions, parameters = bound if isinstance(bound, tuple) else ((), bound)  # as older jax has it, and newer
-            told = equation.primitive.bind(*functions, *given, **parameters)
-            found = list(told) if equation.primitive.multiple_results else [told]
+            functions, parameters = bound if isinstance(bound, tuple) else ((), bound)  # a pair in older jax
+            output = equation.primitive.bind(*functions, *given, **parameters)
+            outputs = list(output) if equation.primitive.multiple_results else [output]
             kind = "backward" if BACKWARD in str(equation.source_info.name_stack) else "operation"
-            watch.told(kind, equation.primitive.name, (list(map(plain, found)), _frames(equation)))
-        known.update(zip(equation.outvars, found, strict=True))
+            watch.told(kind, equation.primitive.name, (list(map(plain, outputs)), _frames(equation)))
+        known.update(zip(equation.outvars, outputs, strict=True))
     yield from map(read, traced.jaxpr.outvars)
 
 

@@ -25,7 +25,7 @@ from phalanx.shared.layout import SHARED
 
 Specs = list[jax.ShapeDtypeStruct]
 
-SMALL = 2  # the length of each dimension of what others own: a program for arrays of one element may be another
+SMALL = 2  # the length of each dimension of what others own; with arrays of one element the program may differ
 NOTHING = jax.ShapeDtypeStruct((), jnp.float32)
 ADDRESS = re.compile("0x[0-9a-f]+")  # of functions, in the text of a program
 EXAMPLE = "optimizer=optax.adamw(1e-3)"
@@ -78,8 +78,8 @@ class Update:
     def users(self, owners: Sequence[int]) -> list[int] | None:
         """The parameter that each leaf of the optimizer's state belongs to; SHARED: each owner keeps a copy of its own.
 
-        None if the first owner must update all: an update looks at what another owns, or is another program beside
-        small arrays, see ``restrict``. That is read off the traced update, so no optimizer has to be known.
+        None if the first owner must update all: an update depends on what another owns, or is another program beside
+        small arrays (see ``restrict``). The traced update shows this, so no optimizer has to be known.
         """
         program, leaves = Program(self._of_leaves, self._params, self._state), range(len(self._state))
         parts = [[index for index, owner in enumerate(owners) if owner == each] for each in sorted(set(owners))]
@@ -87,19 +87,19 @@ class Update:
         if len(needed) < len(parts):
             return None
         keepers = [[owned[0] for owned, its in zip(parts, needed, strict=True) if leaf in its] for leaf in leaves]
-        users = [SHARED if len(found) != 1 else found[0] for found in keepers]
+        users = [SHARED if len(indices) != 1 else indices[0] for indices in keepers]
         everywhere = [leaf for leaf in leaves if users[leaf] == SHARED]
-        keys = [leaf for leaf in leaves if is_key(self._state[leaf])]  # there are no small ones
+        keys = [leaf for leaf in leaves if is_key(self._state[leaf])]  # they cannot be made small
         if program.needed([], everywhere) != everywhere or not set(keys) <= set(everywhere):
             return None
         held = [[leaf for leaf in leaves if users[leaf] in (SHARED, owned[0])] for owned in parts]
         return users if all(self._fits(program, *part) for part in zip(parts, held, strict=True)) else None
 
     def restrict(self, owned: Sequence[int], held: Sequence[int], params: Any, state: Any, homes: Any) -> None:
-        """From here on update these parameters and leaves of the state only, in arrays that lie in ``homes``.
+        """From here on update only these parameters and leaves of the state, in arrays that lie in ``homes``.
 
-        It is the whole program with small arrays for all that others own. Compiled from what remains without them it
-        has other bits: whether a product is rounded before it is added depends on who else uses it (XLA fuses).
+        The whole program runs, with small arrays for all that others own. A program without those would have other
+        bits: XLA fuses, so whether a product is rounded before it is added depends on its other users.
         """
         self._part = self._updating(owned, held, params, state, homes) if owned else _nothing
 
@@ -128,9 +128,9 @@ class Update:
         return small.part(owned, held) == program.part(owned, held)
 
     def _small(self, owned: Sequence[int], held: Sequence[int] = ()) -> tuple[Specs, Specs]:
-        """What parameters and state look like where those of others are small: the program and its bits stay the same.
+        """Specs of parameters and state where those of others are small; the program and its bits stay the same.
 
-        A leaf in ``held`` is nothing, as it takes the place of its own.
+        A leaf in ``held`` is a stand-in, which the owner's own leaf replaces.
         """
         params = [
             spec if index in owned else jax.ShapeDtypeStruct([min(size, SMALL) for size in spec.shape], spec.dtype)
@@ -156,7 +156,7 @@ class Update:
 
 
 class Program:
-    """An update as jax traces it, from leaves to leaves: one may ask what leads to some of its results.
+    """An update as jax traces it, from leaves to leaves. It says what some of its outputs depend on.
 
     Parameters
     ----------
@@ -170,7 +170,7 @@ class Program:
         self._count = len(params)
 
     def needed(self, owned: Sequence[int], held: list[int]) -> list[int] | None:
-        """The leaves of the state that updates of these parameters and leaves need, and those need in turn.
+        """The leaves of the state that updates of these parameters and leaves need, directly or through others.
 
         None if they need other parameters, or gradients of others.
         """
@@ -185,7 +185,7 @@ class Program:
     def part(self, owned: Sequence[int], held: Sequence[int]) -> tuple[str, list[bool], list[bytes]]:
         """What leads to these parameters and leaves: operations, the inputs that go in, and constants.
 
-        It is equal for other shapes of the rest where nothing depends on those, not even a number in the program.
+        It is equal for other shapes of the rest if nothing depends on those, not even a number in the program.
         """
         operations, used = self._reduced(owned, held)
         constants = [np.asarray(constant).tobytes() for constant in self._traced.consts]
@@ -201,12 +201,12 @@ def _nothing(gradient: Gradient) -> None:
     """All parameters are updated by others."""
 
 
-def _with(leaves: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
-    """``leaves`` with ``values`` in these places."""
-    found = list(leaves)
-    for place, value in zip(places, values, strict=True):
-        found[place] = value
-    return found
+def _with(leaves: Sequence[Any], positions: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    """``leaves`` with ``values`` at these positions."""
+    replaced = list(leaves)
+    for position, value in zip(positions, values, strict=True):
+        replaced[position] = value
+    return replaced
 
 
 def _specs(tree: Any) -> Specs:
@@ -221,22 +221,22 @@ def build(definition: Definition) -> optax.GradientTransformation:
     UsageError
         ``optimizer`` is neither one nor a function that returns one.
     """
-    made = definition.optimizer
-    if made is None:
-        made = optax.adam(definition.lr)
-    elif not isinstance(made, optax.GradientTransformation):
+    transformation = definition.optimizer
+    if transformation is None:
+        transformation = optax.adam(definition.lr)
+    elif not isinstance(transformation, optax.GradientTransformation):
         try:
-            made = made()
+            transformation = transformation()
         except Exception as error:
             raise UsageError(
                 f"optimizer raised {type(error).__name__}: {error}; for parameters in jax arrays it is an "
                 f"optax.GradientTransformation, or a function without arguments that returns one, as in {EXAMPLE}"
             ) from error
-    if not isinstance(made, optax.GradientTransformation):
+    if not isinstance(transformation, optax.GradientTransformation):
         raise UsageError(
-            f"optimizer returned a {type(made).__name__}; for parameters in jax arrays it must return an "
+            f"optimizer returned a {type(transformation).__name__}; for parameters in jax arrays it must return an "
             f"optax.GradientTransformation, as in {EXAMPLE}"
         )
     if math.isfinite(definition.max_norm):
-        return optax.chain(optax.clip_by_global_norm(definition.max_norm), made)
-    return made
+        return optax.chain(optax.clip_by_global_norm(definition.max_norm), transformation)
+    return transformation

@@ -68,25 +68,25 @@ class JaxRecord(Record):
         return environment.settings()
 
     def adopt(self, settings: dict[str, Any]) -> None:
-        """Set those of this process."""
+        """Set these options in this process."""
         from phalanx.frameworks.jax import environment
 
         environment.adopt(settings)
 
     def harmless(self) -> Sequence[str]:
-        """What one worker writes another may be reading, where the folder for that is not the user's."""
+        """Workers may read a cache entry while another writes it; in a folder of the user's they do warn."""
         return () if "JAX_COMPILATION_CACHE_DIR" in os.environ else ("Error reading persistent compilation cache",)
 
     def available(self) -> list[tuple[str, str, str]]:
-        """Of the backends that it was installed with."""
+        """The devices of its installed backends."""
         return _adapter().available()
 
     def entries(self, model: Any, optimizer: Any, state: Any) -> Iterator[Entry]:
-        """Of a tree of parameters, and of an optimizer's state."""
+        """Entries of a tree of parameters, and of an optimizer's state."""
         return _adapter().state_of(model, optimizer, state).entries()
 
     def tensor_of(self, stored: Tensor) -> Any:
-        """A numpy array; of dtypes that numpy itself does not have, too."""
+        """A numpy array; jax is imported for the dtypes that numpy itself does not have."""
         _adapter()
         return super().tensor_of(stored)
 

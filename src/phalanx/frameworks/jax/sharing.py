@@ -1,7 +1,7 @@
 """How a jax state is shared with worker processes: what it consists of, and what lies where in each of them.
 
-jax arrays are never written, but in a worker these lie over memory that is: between steps, when nobody computes, owners
-put there what their updates returned. So what others updated is seen without being copied.
+jax arrays are never written, but a worker's arrays lie over shared memory. Between steps, when nobody computes, owners
+write there what their updates returned. So every worker sees it without a copy.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Sharing(seams.Sharing):
         return Exported(lambda: (params, state) if beside else params, named(params), "")
 
     def _dealt(self, workers: int) -> tuple[Contents, list[int]]:
-        """What the state consists of, and who owns each parameter: the first worker all, if updates cannot be dealt."""
+        """The state's contents, and each parameter's owner. The first worker owns all if updates cannot be dealt."""
         gradients, buffers, state = (
             list(map(_spec, jax.tree.leaves(tree)))
             for tree in (self.state.params, self.state.buffers, self.state.optimizer)
@@ -99,7 +99,7 @@ class SharedState:
         self._specs = layout.contents.gradients
 
     def made(self, absent: Sequence[int]) -> dict[int, np.ndarray]:
-        """None: all pieces are there from the start."""
+        """All pieces exist from the start."""
         leaves = jax.tree.leaves(self._state.optimizer) if absent else []
         return {piece: plain(leaves[piece]) for piece in absent}
 
@@ -108,14 +108,14 @@ class SharedState:
         self._state.optimizer = copied(self._state.optimizer, list(pieces.values()))
 
     def rest(self) -> tuple[None, None]:
-        """All of the state has places, and options are part of it."""
+        """Nothing is left over: all of the state has places, and options are part of it."""
         return None, None
 
     def take(self, foreign: None, options: None) -> None:
-        """Nothing is left to be taken."""
+        """Does nothing: ``rest`` returns nothing."""
 
     def aim(self, homes: Gradient | None) -> None:
-        """They are copied there when they are published."""
+        """Does nothing: gradients are copied there when they are published."""
 
     def weights(self) -> list[np.ndarray]:
         return [plain(leaf).reshape(-1).view(np.uint8) for leaf in jax.tree.leaves(self._state.params)]
@@ -128,7 +128,7 @@ class SharedState:
             mine[...] = shared
 
     def norm(self, gradient: Gradient, meet: Callable[[], None], there: Sequence[int] | None) -> float:
-        """Nobody else is there."""
+        """No other process takes part."""
         return arithmetic.norm(gradient)
 
 
@@ -167,10 +167,10 @@ class WorkerState(SharedState):
         updates.restrict(owned, mine, params, arrays, [weights[index] for index in owned] + homes)
 
     def adopt(self, pieces: Mapping[int, np.ndarray], *, more: bool = False) -> None:
-        """They are used already."""
+        """Does nothing: they are in use already."""
 
     def norm(self, gradient: Gradient, meet: Callable[[], None], there: Sequence[int] | None) -> float:
-        """Made of sums of squares. Every parameter has a gradient."""
+        """The norm, from all workers' sums of squares. Every parameter has a gradient."""
         if self._owned:
             self._squares[self._owned] = arithmetic.squares([gradient[index] for index in self._owned])
         meet()
@@ -178,25 +178,25 @@ class WorkerState(SharedState):
 
 
 def alias(array: np.ndarray, like: Any = None) -> Any:
-    """A jax array over the memory of ``array``; ``like``: random keys, if that is what it is to hold.
+    """A jax array over the memory of ``array``; ``like``: if it holds random keys, so does the new one.
 
     Raises
     ------
     UsageError
         jax made a copy, which would never see what owners write.
     """
-    found = jax.device_put(array, jax.devices("cpu")[0], may_alias=True)
-    if array.size and found.unsafe_buffer_pointer() != array.ctypes.data:
+    shared = jax.device_put(array, jax.devices("cpu")[0], may_alias=True)
+    if array.size and shared.unsafe_buffer_pointer() != array.ctypes.data:
         raise UsageError(
             f"jax {jax.__version__} copied shared memory instead of using it; take engine='inline' (same answer), and "
             "please report this"
         )
     if like is not None and is_key(like):
-        return jax.random.wrap_key_data(found, impl=jax.random.key_impl(like))
-    return found
+        return jax.random.wrap_key_data(shared, impl=jax.random.key_impl(like))
+    return shared
 
 
 def _spec(leaf: jax.Array) -> Spec:
-    """Of random keys, that of their words."""
+    """The spec of a leaf; for random keys, that of their words."""
     numbers = plain(leaf)
     return Spec(numbers.shape, row_major(numbers.shape), numbers.dtype.name, numbers.dtype.itemsize)

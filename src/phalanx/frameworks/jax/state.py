@@ -23,7 +23,7 @@ BESIDE = "state."  # before the names of what a model keeps beside its parameter
 class Trees:
     """What changes from step to step: two trees of arrays that are replaced, never written.
 
-    ``buffers``: what the model keeps beside, if it does, a tree of numpy's arrays, which are written between steps.
+    ``buffers``: what the model keeps beside its parameters, a tree of numpy arrays. They are written between steps.
     """
 
     params: Any
@@ -31,12 +31,12 @@ class Trees:
     buffers: Any = ()
 
     def read(self) -> State:
-        """It by name; arrays are never written, so they are views."""
+        """The state by name. Buffers are copies; jax arrays are never written, so theirs are views."""
         copies = {name: leaf.copy() for name, leaf in named(self.buffers).items()}
         return State(numbers(self.params), copies, numbers(self.optimizer), BESIDE)
 
     def write(self, state: State) -> None:
-        """Have copies of these numbers."""
+        """Continue from copies of these numbers."""
         self.params = copied(self.params, list(state.params.values()))
         self.optimizer = copied(self.optimizer, list(state.optimizer.values()))
         for leaf, array in zip(jax.tree.leaves(self.buffers), state.buffers.values(), strict=True):
@@ -55,7 +55,7 @@ def numbers(tree: Any) -> dict[str, np.ndarray]:
 
 
 def named(tree: Any) -> dict[str, Any]:
-    """The leaves by name, in their order: keys, positions and attributes on the way, with dots between."""
+    """The leaves by name, in their order. A name joins keys, positions and attributes by dots."""
     paths = [path for path, _ in tree_util.tree_flatten_with_path(tree)[0]]
     names = [tree_util.keystr(path, simple=True, separator=".") or ALONE for path in paths]
     if len(set(names)) < len(names):  # a key with a dot in it
@@ -64,13 +64,13 @@ def named(tree: Any) -> dict[str, Any]:
 
 
 def replaced(tree: Any, weights: Mapping[str, Any]) -> Any:
-    """``tree`` with these values in place of the leaves of these names, where those are."""
+    """``tree`` with these values instead of the leaves of these names, on the leaves' devices."""
     leaves = [like(leaf, np.asarray(weights[name])) if name in weights else leaf for name, leaf in named(tree).items()]
     return jax.tree.unflatten(jax.tree.structure(tree), leaves) if weights else tree
 
 
 def placed(params: Any, device: Any) -> Any:
-    """Parameters on ``device``, or where they are: containers of the run's own around arrays that nobody can write.
+    """Parameters on ``device`` (None: where they are), in containers of the run's own; arrays cannot be written.
 
     Raises
     ------
@@ -91,22 +91,22 @@ def placed(params: Any, device: Any) -> Any:
     return jax.device_put(jax.tree.map(strong, params), next(iter(places)) if device is None else device)
 
 
-def parted(made: Any, *, stateful: bool) -> tuple[Any, Any]:
-    """Parameters and state of what ``make_model`` returned; the state in numpy arrays that may be written.
+def parted(model: Any, *, stateful: bool) -> tuple[Any, Any]:
+    """Split what ``make_model`` returned into parameters and state; the state in writable numpy arrays.
 
     Raises
     ------
     UsageError
-        ``forward_fn`` takes a state, and this is no pair, or its state holds what cannot be settled.
+        ``forward_fn`` takes a state, but this is no pair, or the state has dtypes that cannot be settled.
     """
     if not stateful:
-        return made, ()
-    if not isinstance(made, tuple) or len(made) != 2:
+        return model, ()
+    if not isinstance(model, tuple) or len(model) != 2:
         raise UsageError(
-            f"forward_fn takes a state, but make_model returned a {type(made).__name__}; return (params, state), or "
+            f"forward_fn takes a state, but make_model returned a {type(model).__name__}; return (params, state), or "
             "call that parameter otherwise"
         )
-    params, state = made
+    params, state = model
     for name, leaf in named(state).items():
         dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
         if getattr(dtype, "kind", "V") not in "fiub":
@@ -118,7 +118,7 @@ def parted(made: Any, *, stateful: bool) -> tuple[Any, Any]:
 
 
 def strong(leaf: Any) -> Any:
-    """A leaf as an array with a dtype of its own: what a Python number became would take that of others."""
+    """A leaf as a strongly typed array: one made of a Python number would take the dtype of others."""
     array = jnp.asarray(leaf)
     return array if is_key(array) else jax.lax.convert_element_type(array, array.dtype)
 
@@ -129,14 +129,14 @@ def plain(leaf: jax.Array) -> np.ndarray:
 
 
 def like(leaf: jax.Array, numbers: np.ndarray) -> jax.Array:
-    """An array of these numbers where ``leaf`` is; random keys if ``leaf`` holds those."""
+    """An array of these numbers on the device of ``leaf``; random keys if ``leaf`` holds those."""
     (device,) = leaf.devices()
     array = jax.device_put(numbers, device)
     return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if is_key(leaf) else array
 
 
 def copied(tree: Any, arrays: Sequence[np.ndarray]) -> Any:
-    """``tree`` with copies of these in place of its leaves, on the device where those are."""
+    """``tree`` with copies of these arrays as its leaves, on the same devices."""
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, [like(leaf, array.copy()) for leaf, array in zip(leaves, arrays, strict=True)])
 

@@ -48,7 +48,7 @@ class Tinygrad(ArrayFramework):
     ----------
     definition : Definition
     devices : sequence of str
-        Empty: one, where ``make_model`` puts the parameters.
+        Empty: the device of ``make_model``'s parameters.
     whole : Any
         What ``make_model`` returned.
     """
@@ -125,7 +125,7 @@ class Tinygrad(ArrayFramework):
         self._spread()
 
     def _spread(self) -> None:
-        """Copy the weights of the first device to the others, and tell the rate of the next step."""
+        """Copy the first device's weights to the others, and read the learning rate of the next step."""
         self.lr = self._updates.lr
         if len(self._lanes) > 1:
             params = [plain(tensor) for tensor in self._lanes[0].params]

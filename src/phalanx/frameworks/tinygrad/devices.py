@@ -1,4 +1,4 @@
-"""What of tinygrad a run depends on: settings, random streams, and devices: which there are, and what others need."""
+"""What a run depends on in tinygrad: settings, random streams, and devices, with what missing ones need."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RANDOM = ("_seed", "_device_seeds", "_device_rng_counters")  # where ``Tensor`` 
 
 
 def kept() -> Callable[[], None]:
-    """Puts tinygrad's generators back into the state that they have now."""
+    """A function that puts tinygrad's generators back into their present state."""
     return functools.partial(_put_back, [(name, getattr(Tensor, name)) for name in RANDOM])
 
 
@@ -48,9 +48,9 @@ GENERATOR = generators.Global(Tensor.manual_seed, kept)
 def settings(threads: int) -> Iterator[None]:
     """Inside, random streams begin anew, and programs are chosen by fixed rules.
 
-    Never by timing them (``BEAM``): that would choose by chance, and with the program the bits. Programs are compiled
-    in this process (``PARALLEL``): those that tinygrad would start for that run the caller's script again. What was
-    scheduled before under other settings is not taken over (``SCACHE``). ``threads`` share an operation on the CPU.
+    They are never timed (``BEAM``): then chance would choose the program, and with it the bits. Programs are compiled
+    in this process (``PARALLEL``): processes that tinygrad starts for it run the caller's script again. Schedules that
+    were made under other settings are not reused (``SCACHE``). ``threads`` share an operation on the CPU.
     """
     if helpers.getenv("JITBEAM", 0):
         raise UsageError(
@@ -71,16 +71,18 @@ def recorded(device: str) -> dict[str, str]:
 
 @functools.cache
 def _compiler() -> str:
-    """The first line that the C compiler for the CPU says of itself."""
-    told = subprocess.run([helpers.getenv("CC", "clang"), "--version"], capture_output=True, text=True, check=False)
-    return told.stdout.partition("\n")[0]
+    """The first line of the version that the C compiler for the CPU prints."""
+    completed = subprocess.run(
+        [helpers.getenv("CC", "clang"), "--version"], capture_output=True, text=True, check=False
+    )
+    return completed.stdout.partition("\n")[0]
 
 
 def described(device: str) -> str:
     """A device's kind, its program compiler, and what it says of itself."""
     opened: Any = Device[device]
-    told = [getattr(opened, name, None) for name in ("device_name", "driver_version", "arch")]
-    known = [str(text) for text in told[:2] if text] or [str(text) for text in told[2:] if text]
+    attributes = [getattr(opened, name, None) for name in ("device_name", "driver_version", "arch")]
+    known = [str(text) for text in attributes[:2] if text] or [str(text) for text in attributes[2:] if text]
     return " ".join([device.split(":")[0], type(opened.renderer).__name__, *known])
 
 
@@ -123,7 +125,7 @@ def opened(name: str) -> str:
         if device.split(":")[0] not in KINDS:
             raise ValueError(f"its kinds are {', '.join(KINDS)}")
         if device.split(":")[0] == "CPU" and shutil.which(compiler := getenv("CC", "clang")) is None:
-            raise FileNotFoundError(compiler)  # what was compiled before could be had, so opening it proves nothing
+            raise FileNotFoundError(compiler)  # the CPU opens with cached programs alone, so opening proves nothing
         Device[device].renderer  # noqa: B018  says why it cannot be used
         return device
     except Exception as error:
@@ -166,9 +168,9 @@ def available() -> list[tuple[str, str, str]]:
 
 
 def see_all_opencl() -> None:
-    """Let tinygrad see all OpenCL devices of the first platform where none is a GPU; it would see one.
+    """Let tinygrad see all OpenCL devices of the first platform. Without a GPU there it would see only one.
 
-    Of a platform that has GPUs it sees all of those by itself.
+    If the platform has GPUs, tinygrad sees all of those by itself.
     """
     from tinygrad.runtime import ops_cl
 

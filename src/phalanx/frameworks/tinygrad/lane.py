@@ -1,7 +1,7 @@
 """One device: its copy of the weights, and a program per shape of share, captured once and replayed since.
 
-Loss, gradients and buffers are realized together, in one call, as what is realized together decides which programs
-there are, and so the bits. A captured program reads and writes the same memory in every call.
+Loss, gradients and buffers are realized in one call: what is realized together decides which programs there are, and
+so the bits. A captured program reads and writes the same memory in every call.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ class Forward(Functions):
 
 
 class Program(NamedTuple):
-    """What is computed for one shape of share: traced twice, the second time for good.
+    """The computation for one shape of share. It is traced twice; the second trace is captured.
 
     Attributes
     ----------
     inputs : list of Tensor
-        Where it finds its batch.
+        Its batch is written here.
     told : dict
-        What a trace told that is no tensor.
+        What a trace returned that is no tensor.
     run : callable
-        Computes; what is returned is overwritten by the next call.
+        Computes; the next call overwrites what it returns.
     """
 
     inputs: list[Tensor]
@@ -95,27 +95,27 @@ class Lane:
         return [*self.params, *self.buffers]
 
     def take(self, params: Sequence[np.ndarray]) -> None:
-        """Have these weights."""
+        """Write these weights to the device."""
         for tensor, array in zip(self.params, params, strict=True):
             write(tensor, array)
 
     def begin(self, batch: Batch, key: int, starts: Sequence[np.ndarray]) -> Callable[[], Computed]:
-        """Begin to compute loss and gradient; what is returned waits for them."""
+        """Begin to compute loss and gradient; the returned function waits."""
         program = self._prepared("loss", batch, key, starts)
         with Context(TRAINING=1):
             computed = program.run()
 
         @functools.cache
-        def read() -> list[list[np.ndarray]]:  # the first who asks waits for the device
+        def read() -> list[list[np.ndarray]]:  # the first call waits for the device
             return [[plain(tensor) for tensor in part] for part in (computed, self.buffers)]
 
         self._unread = read
         return functools.partial(self._ended, read, program.told)
 
-    def _ended(self, read: Callable[[], Any], told: dict[str, Any]) -> Computed:
-        """What a replica came to, in numpy arrays of its own."""
+    def _ended(self, read: Callable[[], Any], constants: dict[str, Any]) -> Computed:
+        """What a replica computed, in numpy arrays of its own."""
         (loss, *gradient), buffers = read()
-        weight = self._forward.weight(gradient.pop() if len(gradient) > len(self.params) else told["weight"])
+        weight = self._forward.weight(gradient.pop() if len(gradient) > len(self.params) else constants["weight"])
         return Computed(float(loss), weight, None if weight == 0 else gradient, list(buffers))
 
     def output(self, batch: Batch, key: int, starts: Sequence[np.ndarray]) -> tuple[Any, Any]:
@@ -130,22 +130,22 @@ class Lane:
         return owned(plain(leaf), self.device) if isinstance(leaf, Tensor) else leaf
 
     def _prepared(self, what: str, batch: Batch, key: int, starts: Sequence[np.ndarray]) -> Program:
-        """A program with its inputs in place; what the device computed before is read, as it would be overwritten."""
+        """A program with its inputs written. Earlier outputs of the device are read first: it would overwrite them."""
         if self._unread is not None:
             self._unread()
             self._unread = None
         kind = what, batch.form
         if kind not in self._programs:
-            inputs, told = [owned(array, self.device) for array in batch.arrays], dict[str, Any]()
-            traced = functools.partial(self._loss, told) if what == "loss" else self._output
-            self._programs[kind] = Program(inputs, told, TinyJit(lambda: traced(batch.rebuilt(inputs))))
+            inputs, constants = [owned(array, self.device) for array in batch.arrays], dict[str, Any]()
+            traced = functools.partial(self._loss, constants) if what == "loss" else self._output
+            self._programs[kind] = Program(inputs, constants, TinyJit(lambda: traced(batch.rebuilt(inputs))))
         program = self._programs[kind]
         write(self._key, np.array([FIRST, key & MASK32], np.uint32))
         for tensor, array in zip([*program.inputs, *self.buffers], [*batch.arrays, *starts], strict=True):
             write(tensor, array)
         return program
 
-    def _loss(self, told: dict[str, Any], batch: Any) -> list[Tensor]:
+    def _loss(self, constants: dict[str, Any], batch: Any) -> list[Tensor]:
         """Loss, gradients, and the weight if it is a tensor, realized with the buffers."""
         with self._traced() as whole:
             params, buffers = list(self._model.params.values()), list(self._model.buffers.values())
@@ -155,12 +155,12 @@ class Lane:
             gradient = [
                 entry.clone(device=self.device) if entry.device is None else entry for entry in loss.gradient(*params)
             ]
-            told["weight"] = weight
-            found = [loss, *gradient, *([weight] if isinstance(weight, Tensor) else [])]
-            Tensor.realize(*found, *buffers)
-            found = [entry.contiguous() for entry in found]  # of a gradient that is another's transpose, a copy
-            Tensor.realize(*found)
-            return found
+            constants["weight"] = weight
+            outputs = [loss, *gradient, *([weight] if isinstance(weight, Tensor) else [])]
+            Tensor.realize(*outputs, *buffers)
+            outputs = [entry.contiguous() for entry in outputs]  # copies a gradient that is another's transpose
+            Tensor.realize(*outputs)
+            return outputs
 
     def _output(self, batch: Any) -> Any:
         with self._traced() as whole:
@@ -189,7 +189,7 @@ class Lane:
                 tensor.uop = uop
 
     def _check_streams(self) -> None:
-        """Refuse random numbers of another device than the replica's: their stream would be nobody's."""
+        """Refuse random numbers of another device than the replica's: nobody keys their stream."""
         others = sorted(set(Tensor._device_seeds) - {self.device})
         if others:
             raise UsageError(
@@ -221,7 +221,7 @@ class Batch:
     tree : Any
         Containers of arrays and numbers.
     origin : str
-        What the caller knows it as, for messages.
+        The caller's name for it, for messages.
     double : bool
         Whether the model has parameters of 64 bits.
 
@@ -259,11 +259,11 @@ def collate(samples: Sequence[Any]) -> Any:
     return np.stack([_array(sample) for sample in samples])
 
 
-def numbers(told: Any) -> Any:
+def numbers(returned: Any) -> Any:
     """What a metric returned, its tensors as numpy arrays."""
-    if isinstance(told, (tuple, list)):
-        return type(told)(map(numbers, told))
-    return plain(told) if isinstance(told, Tensor) else told
+    if isinstance(returned, (tuple, list)):
+        return type(returned)(map(numbers, returned))
+    return plain(returned) if isinstance(returned, Tensor) else returned
 
 
 def _array(leaf: Any) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The state of a tinygrad run: the user's model and the tensors in it, and the optimizer, which takes them a step on.
+"""The state of a tinygrad run: the user's model with its tensors, and the optimizer that updates them.
 
 The optimizer is applied to the mean gradient in one captured program.
 """
@@ -56,12 +56,12 @@ class Model:
 
     @property
     def home(self) -> str:
-        """Where it was made.
+        """The device on which it was made.
 
         Raises
         ------
         UsageError
-            On several devices.
+            It is on several devices.
         """
         homes = sorted({str(tensor.device) for tensor in self.tensors})
         if len(homes) > 1:
@@ -99,7 +99,7 @@ def opened(whole: Any) -> Model:
     Raises
     ------
     UsageError
-        It cannot be copied, has nothing to be trained, or something that cannot be.
+        It cannot be copied, has no parameters, or has one that cannot be trained.
     """
     everything = get_state_dict(whole)
     named = each_once(everything)
@@ -124,7 +124,7 @@ def opened(whole: Any) -> Model:
 
 
 def each_once(named: Mapping[str, Tensor], known: Iterable[Tensor] = ()) -> dict[str, Tensor]:
-    """Tensors by name, tied ones by the first; without those that are known."""
+    """Tensors by name, tied ones under their first name, without the ``known`` ones."""
     seen = set(map(id, known))
     first: dict[int, str] = {}
     for name, tensor in named.items():
@@ -146,7 +146,7 @@ def owned(array: np.ndarray, device: str) -> Tensor:
 
 
 def write(tensor: Tensor, array: np.ndarray) -> None:
-    """Put these numbers where a tensor has its own; ``array`` stays as it is until the device has read it."""
+    """Write these numbers into a tensor's memory; ``array`` must not change until the device has read it."""
     content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     source = Buffer("PYTHON", tensor.numel(), tensor.dtype, opaque=memoryview(content))  # type: ignore[arg-type]
     tensor.uop.base.buffer.copy_from(source)  # type: ignore[union-attr]
@@ -214,7 +214,7 @@ class Update:
         self.lr = float(plain(lr).reshape(-1)[0]) if isinstance(lr, Tensor) else math.nan
 
     def step(self, gradient: Gradient) -> None:
-        """Update the parameters, and read them no sooner than somebody asks."""
+        """Update the parameters; they are read only when somebody asks."""
         for tensor, entry in zip(self._gradient, gradient, strict=True):
             write(tensor, entry)
         with Context(TRAINING=1):
@@ -252,18 +252,18 @@ def _made(definition: Definition, listed: Sequence[Tensor]) -> Optimizer:
         with Context(TRAINING=1):
             if definition.optimizer is None:
                 return Adam(list(listed), lr=definition.lr)
-            made = definition.optimizer(list(listed))
+            optimizer = definition.optimizer(list(listed))
     except Exception as error:
         raise UsageError(
             f"optimizer raised {type(error).__name__}: {error}; it is called with get_parameters(model), as in "
             f"{EXAMPLE}"
         ) from error
-    if not isinstance(made, Optimizer):
+    if not isinstance(optimizer, Optimizer):
         raise UsageError(
-            f"optimizer returned a {type(made).__name__}; for a model of tinygrad it must return one of "
+            f"optimizer returned a {type(optimizer).__name__}; for a model of tinygrad it must return one of "
             f"tinygrad.nn.optim, as in {EXAMPLE}"
         )
-    return made
+    return optimizer
 
 
 def _check_optimizer(optimizer: Optimizer, params: Sequence[Tensor]) -> None:

@@ -32,7 +32,7 @@ class TinygradRecord(Record):
             return False
 
     def open(self, made: Made) -> Framework:
-        """In a process that is alone."""
+        """In a single process only."""
         if made.part[1] > 1:
             raise UsageError(
                 f"this is one of {made.part[1]} processes, but a recipe with tinygrad computes in one; use one "
@@ -41,31 +41,31 @@ class TinygradRecord(Record):
         return _adapter().Tinygrad(made.definition, made.devices, made.model)
 
     def random(self) -> Sequence[Global]:
-        """That of its tensors, for all devices."""
+        """The generator of its tensors, for all devices."""
         from phalanx.frameworks.tinygrad.devices import GENERATOR
 
         return (GENERATOR,)
 
     def knows(self, names: Sequence[str]) -> bool:
-        """Names in capitals, which torch and jax have none in."""
+        """Whether all are in capitals, which torch and jax never use."""
         return bool(names) and all(name.split(":")[0].isupper() for name in names)
 
     def facts(self, names: Sequence[str]) -> dict[str, str]:
-        """And of their compilers."""
+        """Facts of the devices and their compilers."""
         from phalanx.frameworks.tinygrad.devices import facts
 
         return facts(names)
 
     def available(self) -> list[tuple[str, str, str]]:
-        """Of all kinds that tinygrad has."""
+        """The devices of all kinds that tinygrad has."""
         return _adapter().available()
 
     def entries(self, model: Any, optimizer: Any, state: Any) -> Iterator[Entry]:
-        """Of a model, and of its optimizer."""
+        """Entries of a model, and of its optimizer."""
         return _adapter().state_of(model, optimizer).entries()
 
     def weights(self, model: Any, params: Mapping[str, Any], instead: Mapping[str, Any]) -> dict[str, Tensor | None]:
-        """Its tensors do not convert by themselves."""
+        """Each tensor is converted by its own method: numpy cannot read it."""
         return {name: stored(instead.get(name, tensor).numpy()) for name, tensor in params.items()}
 
 

@@ -1,7 +1,8 @@
 """Accelerators: their names, what a run sets in this process while it uses them, and what it says if one fails.
 
-Knows no vendor: what torch has for every kind of device (``torch.accelerator``, ``torch.get_device_module``) is asked,
-and what a kind does not have is left out. CUDA alone needs a variable of the environment for deterministic kernels.
+This module knows no vendor. It uses what torch has for all kinds of devices (``torch.accelerator``,
+``torch.get_device_module``), and leaves out what a kind does not have. CUDA alone needs a variable of the environment
+for deterministic kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from phalanx.errors import RunError, UsageError
 
 CUDNN: Any = torch.backends.cudnn
 FILLING: Any = torch.utils.deterministic
-MENTIONED: set[str] = set()  # topics of what was said once in this process
+MENTIONED: set[str] = set()  # topics that this process has warned of
 WORKSPACE, WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 
 
@@ -28,7 +29,7 @@ def prepare(names: Sequence[str], *, allow: bool) -> None:
     Raises
     ------
     UsageError
-        It was used before, and that is too late.
+        One was used before, so it is too late.
     """
     if not allow and any(name.startswith("cuda") for name in names):
         set_workspace()
@@ -36,7 +37,7 @@ def prepare(names: Sequence[str], *, allow: bool) -> None:
 
 @contextlib.contextmanager
 def current(device: torch.device) -> Iterator[None]:
-    """Make a device the one that user code gets where it names its kind only."""
+    """Make a device the one that user code gets if it names only the kind."""
     module = torch.get_device_module(device)
     if device.type == "cpu" or not hasattr(module, "set_device"):
         yield
@@ -50,7 +51,7 @@ def current(device: torch.device) -> Iterator[None]:
 
 
 class Deterministic(contextlib.AbstractContextManager[None]):
-    """Inside, kernels are deterministic, and none is chosen by a clock; outside, all is as the caller has it.
+    """Inside, kernels are deterministic, and none is chosen by timing. Outside, the caller's settings hold.
 
     Parameters
     ----------
@@ -72,7 +73,7 @@ class Deterministic(contextlib.AbstractContextManager[None]):
         self._mode = torch.get_deterministic_debug_mode()
         CUDNN.benchmark, CUDNN.deterministic = False, True
         if not self._mode:
-            FILLING.fill_uninitialized_memory = False  # a check of torch's own: a pass over all that is made
+            FILLING.fill_uninitialized_memory = False  # torch's own check: it writes all new memory once more
         torch.use_deterministic_algorithms(not self._allow)
 
     def __exit__(self, *_: object) -> None:
@@ -102,7 +103,7 @@ def set_workspace() -> None:
 
 @contextlib.contextmanager
 def watched(devices: Sequence[torch.device]) -> Iterator[None]:
-    """Say which device it was if one fails while it is waited for.
+    """Name the device if one fails while it is waited for.
 
     Raises
     ------
@@ -187,10 +188,10 @@ def facts(names: Sequence[str]) -> dict[str, str]:
     """What torch says of these devices."""
     devices = [torch.device(name) for name in names]
     kind = torch.get_device_module(devices[0])
-    told = {"devices": ", ".join(names)}
+    description = {"devices": ", ".join(names)}
     if hasattr(kind, "get_device_name"):
-        told["names"] = ", ".join(sorted({kind.get_device_name(device) for device in devices}))
-    return told
+        description["names"] = ", ".join(sorted({kind.get_device_name(device) for device in devices}))
+    return description
 
 
 def named_device(name: str) -> torch.device:
@@ -202,15 +203,15 @@ def named_device(name: str) -> torch.device:
         torch cannot use it here.
     """
     try:
-        found, asked = torch.empty(0, device=name).device, torch.device(name)
+        device, asked = torch.empty(0, device=name).device, torch.device(name)
     except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
         raise _unusable(name, reason) from error
-    if found.type == "meta":
+    if device.type == "meta":
         raise _unusable(name, "it has no values")
-    if asked.index is not None and asked.index != (found.index or 0):  # torch takes any number for the CPU
-        raise _unusable(name, f"there is one {found.type}")
-    return found
+    if asked.index is not None and asked.index != (device.index or 0):  # torch takes any number for the CPU
+        raise _unusable(name, f"there is one {device.type}")
+    return device
 
 
 def _unusable(name: str, reason: str) -> UsageError:
@@ -241,7 +242,7 @@ def _local() -> str:
 
 
 def _mention_idle() -> None:
-    """Say once that there are accelerators, if a run leaves them alone because nobody named them."""
+    """Warn once that there are accelerators, which a run does not use because nobody named them."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if kind is not None:
         count = torch.accelerator.device_count()

@@ -32,7 +32,7 @@ from phalanx.surroundings.turns import Reentrant
 
 
 class Torch:
-    """Implements ``seams.Framework`` for PyTorch on the CPU, the reference; see ``lanes`` for all else.
+    """Implements ``seams.Framework`` for PyTorch on the CPU, the reference; ``lanes`` is for other devices.
 
     Parameters
     ----------
@@ -75,9 +75,9 @@ class Torch:
         self.sharing: seams.Sharing = Sharing(*facts, portable=not self._updates.foreign)
 
     def _find_compiled(self, definition: Definition, model: torch.nn.Module) -> None:
-        found = compiled({"make_model": model, **definition.holders})
-        check_static(found)
-        self._shapes.known = bool(found)
+        contexts = compiled({"make_model": model, **definition.holders})
+        check_static(contexts)
+        self._shapes.known = bool(contexts)
 
     @property
     def lr(self) -> float:
@@ -104,7 +104,7 @@ class Torch:
             self._describe()
 
     def _describe(self) -> None:
-        """See that the state can be told by name: better refused after the first step than when the run is over."""
+        """Check that the state has a digest: an error after the first step is better than one at the run's end."""
         for _ in entries(self._lane.model, self._updates.optimizers, self._updates.named):
             pass
         self._describable = True

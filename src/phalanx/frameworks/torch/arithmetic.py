@@ -1,6 +1,6 @@
 """Tensors over shared memory, and elementwise arithmetic over gradients: lists of tensors, None where absent.
 
-Implements ``seams.Arrays`` and ``seams.Arithmetic``. Elementwise, so slicing moves no bit.
+Implements ``seams.Arrays`` and ``seams.Arithmetic``. They are elementwise, so slicing changes no bit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from phalanx.frameworks.torch.accelerators import watched
 from phalanx.shared.layout import Spec, row_major
 
 Gradient = list[torch.Tensor | None]
-FOREACH: Any = torch  # its names are private, its optimizers are made of them
+FOREACH: Any = torch  # these functions are private, but torch's optimizers use them
 GROUPED: Any = torch._C._group_tensors_by_device_and_dtype  # type: ignore[attr-defined]
 WHOLE = {  # numbers of the same width, for which equal means the same bytes
     torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64,
@@ -28,7 +28,7 @@ SLICE = 1 << 16  # elements: what is added stays in cache until it is divided
 
 
 def add(left: Gradient, right: Gradient) -> Gradient:
-    """``left + right``, written into ``left``; absent + x = x. What is in ``left`` itself was added already."""
+    """``left + right``, written into ``left``; absent + x = x. An entry that is both was added already."""
     pairs = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None and b is not a]
     if pairs:
         into, sources = zip(*pairs, strict=True)
@@ -52,7 +52,7 @@ def read(scalars: list[float]) -> list[float]:
 
 
 def checksum(vector: Sequence[torch.Tensor | None]) -> int:
-    """Of the bytes of all entries."""
+    """The checksum of the bytes of all entries."""
     return functools.reduce(
         lambda total, entry: zlib.crc32(b"-" if entry is None else bytes_of(entry).cpu().numpy().data, total), vector, 0
     )
@@ -94,7 +94,7 @@ def add_up(
 
 
 def spec_of(tensor: torch.Tensor) -> Spec:
-    """What autograd makes a tensor's gradient look like: the tensor's own strides if it is dense, else row by row."""
+    """The layout that autograd gives a tensor's gradient: its own strides if it is dense, else row by row."""
     shape = tuple(tensor.shape)
     strides = tensor.stride() if is_dense(tensor) else row_major(shape)
     return Spec(shape, strides, str(tensor.dtype).removeprefix("torch."), tensor.dtype.itemsize)
@@ -117,7 +117,7 @@ def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def word_sum(tensor: torch.Tensor) -> int:
-    """The sum of a tensor's bytes in words of 64 bits: a checksum at the speed of memory, taken where it lies."""
+    """The sum of a tensor's bytes in words of 64 bits: a checksum at the speed of memory, on its device."""
     content = bytes_of(tensor)
     whole = content.numel() // 8 * 8
     words = content[:whole] if content.storage_offset() % 8 == 0 else content[:whole].clone()
@@ -146,7 +146,7 @@ def view(memory: mmap.mmap, offset: int, spec: Spec) -> torch.Tensor:
 def placed(vector: Gradient, homes: Sequence[torch.device | None]) -> Gradient:
     """The entries on these devices; None: where they are.
 
-    The host may read what comes to the CPU at once, so such a copy is waited for.
+    A copy to the CPU is waited for, as the host may read it at once.
     """
     return [
         entry if entry is None or home is None else entry.to(home, non_blocking=home.type != "cpu")
@@ -155,7 +155,7 @@ def placed(vector: Gradient, homes: Sequence[torch.device | None]) -> Gradient:
 
 
 class DeviceArithmetic:
-    """Implements ``seams.Arithmetic``: as on the CPU, with one kernel for many tensors where that moves no bit."""
+    """Implements ``seams.Arithmetic``: as on the CPU, with one kernel for many tensors where that changes no bit."""
 
     def add(self, left: Gradient, right: Gradient) -> Gradient:
         pairs = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]

@@ -26,7 +26,7 @@ AUTOGRAD: Any = torch._C._autograd  # type: ignore[attr-defined]
 CORE: Any = torch._C  # autograd.set_multithreading_enabled does the same in five times the time
 AUTOCAST_DTYPES: Final = {"cpu": torch.bfloat16, "cuda": torch.float16}
 Setting = tuple[Callable[[], Any], Callable[[Any], object]]  # what reads it, and what sets it
-# Where torch (since 2.9) keeps a precision of float32, wider places first: what is set there changes those inside.
+# Addresses of torch's float32 precisions (since 2.9), wider ones first: setting one changes those inside it.
 # The attribute ``mkldnn.fp32_precision`` sets more than it reads, so they are addressed as torch's own code does.
 PRECISIONS = [(backend, operation) for operation in ("all", "matmul", "conv", "rnn") for backend in ("cuda", "mkldnn")]
 PRECISIONS.insert(0, ("generic", "all"))
@@ -160,7 +160,7 @@ class StaticShapes(contextlib.AbstractContextManager[None]):
     Parameters
     ----------
     known : bool
-        Whether something compiled is known of; otherwise ``settle`` waits until there is.
+        Whether compiled code is known of; if not, ``settle`` waits until some is compiled.
     """
 
     def __init__(self, *, known: bool = False) -> None:
@@ -176,7 +176,7 @@ class StaticShapes(contextlib.AbstractContextManager[None]):
         self._before = {}
 
     def settle(self) -> None:
-        """Make the settings, if they are not made and something was compiled in this process."""
+        """Apply the settings, if they are not applied yet and compiled code is known of."""
         frames = sys.modules.get("torch._dynamo.convert_frame")
         if self._before or frames is None or not (self.known or frames.FRAME_COUNTER):
             return
@@ -188,14 +188,14 @@ class StaticShapes(contextlib.AbstractContextManager[None]):
 
 
 def compiled(roots: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``torch.compile`` made, as far as ``roots`` lead there: contexts of the compiler by path."""
+    """What ``torch.compile`` made and ``roots`` lead to: contexts of the compiler by path."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
     if frames is None:
         return {}
     return {path: thing for path, thing in reachable(roots) if isinstance(thing, frames._TorchDynamoContext)}
 
 
-def check_static(found: Mapping[str, Any]) -> None:
+def check_static(contexts: Mapping[str, Any]) -> None:
     """Refuse ``dynamic=True``: such kernels are made with the first size that a process meets.
 
     Raises
@@ -203,7 +203,7 @@ def check_static(found: Mapping[str, Any]) -> None:
     UsageError
         Names what was compiled so.
     """
-    for path, context in found.items():
+    for path, context in contexts.items():
         if context._dynamic:
             raise UsageError(
                 f"{path.partition('.')[0]} was compiled with dynamic=True: kernels would depend on which size of share "
@@ -212,7 +212,7 @@ def check_static(found: Mapping[str, Any]) -> None:
 
 
 def explain(error: Exception) -> None:
-    """Say what it means that the compiler met its limit."""
+    """Raise a clearer error where the compiler met its limit of recompilations."""
     errors = sys.modules.get("torch._dynamo.exc")
     if errors is not None and isinstance(error, errors.FailOnRecompileLimitHit):
         raise UsageError(
@@ -229,19 +229,19 @@ def _attribute(holder: Any, name: str) -> Setting:
 def _precisions() -> list[str]:
     """The precision of float32 in each of ``PRECISIONS``; none where torch has no such thing."""
     get = getattr(torch._C, "_get_fp32_precision_getter", None)
-    return [] if get is None else [get(*place) for place in PRECISIONS]
+    return [] if get is None else [get(*address) for address in PRECISIONS]
 
 
 def _set_precisions(wanted: list[str]) -> None:
-    """Set those that are not as ``wanted`` already, because a wider one was set or an older flag."""
+    """Set those that differ from ``wanted``; a wider one or an older flag has set some already."""
     core: Any = torch._C
-    for place, value in zip(PRECISIONS, wanted, strict=False):
-        if core._get_fp32_precision_getter(*place) != value:
-            core._set_fp32_precision_setter(*place, value)
+    for address, value in zip(PRECISIONS, wanted, strict=False):
+        if core._get_fp32_precision_getter(*address) != value:
+            core._set_fp32_precision_setter(*address, value)
 
 
 def _set_deterministic(mode: int) -> None:
-    """torch.set_deterministic_debug_mode leaves torch's compiler out."""
+    """Set the mode for torch's compiler, too, which torch.set_deterministic_debug_mode leaves out."""
     torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)
 
 
@@ -276,7 +276,7 @@ SETTINGS: dict[str, Setting] = {  # of this process, that change bits or decide 
 
 
 def numeric_environment() -> dict[str, Any]:
-    """All settings."""
+    """The values of all settings."""
     return {name: _unless_mixed(read) for name, (read, _) in SETTINGS.items()}
 
 
@@ -295,7 +295,7 @@ def recorded_environment() -> dict[str, Any]:
 
 
 def adopt(settings: dict[str, Any]) -> None:
-    """Set this process to another one's numeric environment; what is so already stays untouched.
+    """Set this process to another one's numeric environment; equal settings stay untouched.
 
     Setting some of them imports torch's compiler.
     """
@@ -306,7 +306,7 @@ def adopt(settings: dict[str, Any]) -> None:
 
 
 def _unless_mixed(read: Callable[[], Any]) -> Any:
-    """A flag; None where torch refuses to say, because its newer settings cannot be told in terms of the flag."""
+    """A flag; None where torch refuses to say, because the flag cannot express its newer settings."""
     try:
         return read()
     except RuntimeError:

@@ -4,8 +4,8 @@ Each device has a copy of the model and computes a block of replicas. A paramete
 its gradients are added up, and there the recipe's own optimizer, one over the owners' parameters, updates it. So the
 optimizer's state exists once over all devices. Then the owner's bytes are copied to the others.
 
-One thread gives all devices their work, in turn, and waits for nothing until each has all of it: torch's random
-generators belong to the process, and a replica's are seeded before it.
+One thread gives all devices their work, in turn, and waits for nothing until each has all of it. More threads cannot:
+torch's random generators belong to the process, and are seeded before each replica.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TorchLanes(Torch):
     ----------
     definition : Definition
     devices : sequence of torch.device
-        Of one kind, at most R.
+        Of one kind, at most one per replica.
     model : Any
         What ``make_model`` made, inside ``building``.
     again : callable
@@ -126,7 +126,7 @@ class TorchLanes(Torch):
                 try:
                     begun.append(self._begin(item, watch))
                 except Exception as error:
-                    begun.append(error)  # it is that replica's, and those before it are asked for first
+                    begun.append(error)  # raised at that replica's turn, after those before it
                     break
             for computed in begun:
                 if isinstance(computed, Exception):
@@ -134,7 +134,7 @@ class TorchLanes(Torch):
                 yield _weighted(computed)
 
     def norm(self, gradient: Gradient) -> float:
-        """Here alone a step waits for its devices."""
+        """Only here does a step wait for its devices."""
         with accelerators.watched(self.devices):
             whole = self._updates.enqueue_norm(gradient, self.devices[0])
         following, self._exchange.following = self._exchange.following, None
@@ -215,7 +215,7 @@ class TorchLanes(Torch):
         if not buffers:
             return
         home = self.devices[0]
-        gathered = [(samples, [value.to(home, non_blocking=True) for value in left]) for samples, left in buffers]
+        gathered = [(samples, [value.to(home, non_blocking=True) for value in values]) for samples, values in buffers]
         self._lane.buffers.settle(gathered)
         self._spread_buffers()
 
@@ -231,7 +231,7 @@ class TorchLanes(Torch):
 
 
 def _weighted(computed: Computed) -> Computed:
-    """What a replica computed, with its weight read; at weight 0 the gradient is not looked at."""
+    """What a replica computed, with its weight read; at weight 0 the gradient is dropped."""
     if isinstance(computed.weight, Unread):
         computed.weight = computed.weight.read()
         if computed.weight == 0:
@@ -242,7 +242,7 @@ def _weighted(computed: Computed) -> Computed:
 class Exchange:
     """Implements ``engines.hosts.link.TravellingLanes``: who owns which parameter, and copies to and from owners.
 
-    Copies between devices are torch's own: each waits for what both devices were given before, the host for nothing.
+    Copies between devices are torch's own. Each waits for earlier work of both devices; the host waits for nothing.
 
     Parameters
     ----------
@@ -286,14 +286,14 @@ class Exchange:
         return [None if same_bytes(value, start.cpu()) else bytes_of(value).numpy().tobytes() for value, start in pairs]
 
     def inward(self, pieces: Sequence[bytes | bytearray | None]) -> Left:
-        found: Left = []
+        buffers: Left = []
         for piece, start in zip(pieces, self._lanes[0].buffers.starts, strict=True):
             if piece is None:
-                found.append(start)
+                buffers.append(start)
             else:
                 value = torch.frombuffer(bytearray(piece), dtype=start.dtype).reshape(start.shape)
-                found.append(value.to(start.device))
-        return found
+                buffers.append(value.to(start.device))
+        return buffers
 
     def spread(self) -> None:
         """Copy every parameter from its owner to the other devices."""

@@ -1,6 +1,6 @@
 """The user's model: made or copied, checked, and put on its device.
 
-Models of several devices are alike and apart: nothing of one is used on another.
+Models of several devices are equal but separate: nothing of one is used on another.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ TRAINED: Final[weakref.WeakSet[torch.nn.Module]] = weakref.WeakSet()  # what fac
 
 
 def checked_new(model: Any) -> torch.nn.Module:
-    """What a factory made; one that returns the same model again would train on, from run to run, in place.
+    """A model that a factory made. If it returned the same one again, each run would train on where the last ended.
 
     Raises
     ------
     UsageError
-        It was returned before, or is nothing that can be trained here.
+        It was returned before, or cannot be trained here.
     """
     if model in TRAINED:
         raise UsageError(
@@ -54,12 +54,12 @@ def checked(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def check_mode(model: torch.nn.Module, modes: str) -> None:
-    """Modes are the user's; but a whole model in eval mode is mostly one that was loaded or evaluated before.
+    """Modes are the user's choice. But a whole model in eval mode is mostly one that was loaded or evaluated before.
 
     Raises
     ------
     UsageError
-        It is, and the recipe does not say that this is meant.
+        The model is in eval mode, and the recipe does not say that this is meant.
     """
     if not model.training and modes != "as_made":
         raise UsageError(
@@ -111,12 +111,12 @@ def _check(model: torch.nn.Module) -> None:
 
 
 def check_apart(definition: Definition, models: Sequence[torch.nn.Module]) -> None:
-    """See that functions of the recipe lead to none of these models, if they are several.
+    """Check that no function of the recipe leads to one of these models, if they are several.
 
     Raises
     ------
     UsageError
-        One does; names the way there.
+        One does; names the path.
     """
     if len(models) == 1:
         return

@@ -68,7 +68,7 @@ class Update:
 
     @functools.cached_property
     def norm_dtype(self) -> torch.dtype:
-        """What the norm of a parameter's gradient is; float64 where the whole norm is computed at once."""
+        """The dtype of the norm of a parameter's gradient; float64 where the whole norm is computed at once."""
         return (
             torch.float64
             if self.whole
@@ -77,7 +77,7 @@ class Update:
 
     @property
     def told(self) -> tuple[float, float]:
-        """A checksum of options, and a learning rate. One worker alone has those of an optimizer from elsewhere."""
+        """A checksum of options, and a learning rate; zeros for a foreign optimizer: one worker alone has its."""
         return (0.0, 0.0) if self.foreign else self._schedules.told
 
     def options(self) -> list[Any]:
@@ -97,7 +97,7 @@ class Update:
     def norm(self, gradient: Gradient) -> float:
         """Global 2-norm with the bits of ``clip_grad_norm_``: norms of whole tensors, stacked in order, their norm.
 
-        Where tensors differ in dtype or live on a GPU, torch groups them and has kernels of its own: then it is asked.
+        Where tensors differ in dtype or live on a GPU, torch groups them and has its own kernels. Then torch does it.
         """
         present = [grad for grad in gradient if grad is not None]
         if not self._uniform or not present:
@@ -106,7 +106,7 @@ class Update:
         return self.total_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in present]))
 
     def enqueue_norm(self, gradient: Gradient, device: torch.device) -> torch.Tensor:
-        """The same on ``device``, not waited for, of gradients on several devices: each norm is taken where it lies."""
+        """The norm on ``device``, not waited for. Each tensor's own norm is taken on the device where it lies."""
         present = [grad for grad in gradient if grad is not None]
         if len({grad.dtype for grad in present}) > 1:  # torch groups them by dtype, in an order of its own
             present = [grad.to(device) for grad in present]
@@ -146,7 +146,7 @@ class Update:
 
 
 class Phased:
-    """Is to a step with phases what ``Update`` is to others: the update of the next phase, but for what concerns all.
+    """The ``Update`` of a step with phases: that of the next phase, except for what concerns all phases.
 
     Parameters
     ----------
@@ -171,7 +171,7 @@ class Phased:
 
     @property
     def _next(self) -> Update:
-        """Of the phase that comes next."""
+        """The update of the next phase."""
         return self._phases[self._rounds.at(self._done).phase]
 
     def __getattr__(self, name: str) -> Any:
@@ -202,9 +202,9 @@ Updates = Update | Phased
 
 
 def fit_options(updates: Updates, options: list[Any]) -> None:
-    """Refuse options of a snapshot that are not like these, as far as classes are torch's own; see ``check_like``.
+    """Refuse options of a snapshot that are not like these, if all classes are torch's own; see ``check_like``.
 
-    Flags become the recipe's: no schedule of torch's changes them.
+    Flags are taken from the recipe: no schedule of torch's changes them.
     """
     if isinstance(updates, Phased):
         check_like(options[0], int, "options.0")
@@ -218,7 +218,7 @@ def fit_options(updates: Updates, options: list[Any]) -> None:
 
 
 def _rates(group: dict[str, Any]) -> dict[str, Any]:
-    """Options of which integers may become other numbers."""
+    """Options with integers as floats, as other numbers may replace them."""
     return {name: float(value) if type(value) is int else value for name, value in group.items()}
 
 
@@ -228,12 +228,12 @@ def updates_of(definition: Definition, named: Named, model: torch.nn.Module) -> 
 
 
 def covered(phase: Phase, named: Named, model: torch.nn.Module) -> Named:
-    """The parameters that a phase updates; one that is tied has several names, of which any will do.
+    """The parameters that a phase updates. A tied one has several names, and any of them will do.
 
     Raises
     ------
     UsageError
-        A name is of none, or none of them is trained.
+        A name matches no parameter, or none of them is trained.
     """
     first: dict[int, str] = {}  # the name under which ``named`` has a parameter
     names = {
@@ -275,7 +275,7 @@ def _gathered_norms(gradient: Sequence[torch.Tensor], device: torch.device) -> t
 
 
 def check_no_global_hooks() -> None:
-    """Hooks for all modules or optimizers were registered in the caller's process; workers would not have them."""
+    """Refuse hooks for all modules or optimizers in the caller's process: workers would not have them."""
     of_optimizers = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
     if of_optimizers or any(getattr(module, name) for name in MODULE_HOOKS):
         raise UsageError(
@@ -285,7 +285,7 @@ def check_no_global_hooks() -> None:
 
 
 def _foreign(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it may look at all parameters at once, or keep state where nobody looks: not torch's own, or hooked."""
+    """Whether it is not torch's own, or hooked: it may look at all parameters at once, or hide state."""
     hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return not type(optimizer).__module__.startswith("torch.optim") or bool(hooked)
 
@@ -314,7 +314,7 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def step_alone(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> dict[str, Any]:
-    """Step a throw-away optimizer of the same kind, whose one group has one parameter; the state that it makes."""
+    """The state that a throw-away optimizer of the same kind makes in a step, for one parameter in one group."""
     kind = type(optimizer)
     trial = object.__new__(kind)
     own = {name: value for name, value in vars(optimizer).items() if name != "step"}  # a schedule wraps it
@@ -339,15 +339,15 @@ def build_optimizers(definition: Definition, named: Named, model: torch.nn.Modul
             f"optimizer is optax's, which is for jax recipes, but make_model returned a torch module; as in {EXAMPLE}"
         )
     try:
-        made = factory(*_wanted(factory, list(named), model))
+        returned = factory(*_wanted(factory, list(named), model))
     except Exception as error:
         raise UsageError(
             f"optimizer raised {type(error).__name__}: {error}; mend its arguments, or, if it takes parameters without "
             f"names: {OLD_STYLE}"
         ) from error
-    optimizers: list[torch.optim.Optimizer] = list(made) if isinstance(made, (list, tuple)) else [made]
+    optimizers: list[torch.optim.Optimizer] = list(returned) if isinstance(returned, (list, tuple)) else [returned]
     if not optimizers:
-        raise UsageError(f"optimizer returned an empty {type(made).__name__}; as in {EXAMPLE}")
+        raise UsageError(f"optimizer returned an empty {type(returned).__name__}; as in {EXAMPLE}")
     for optimizer in optimizers:
         _check_kind(optimizer)
         for group in optimizer.param_groups:
@@ -361,10 +361,10 @@ def build_optimizers(definition: Definition, named: Named, model: torch.nn.Modul
 
 
 def _wanted(factory: Any, named: list[Any], model: torch.nn.Module) -> list[Any]:
-    """What a factory is called with: named parameters, and the model where a parameter is called so."""
+    """What a factory is called with: named parameters, and the model where a parameter is called ``model``."""
     try:
         parameters = list(inspect.signature(factory).parameters.values())
-    except (TypeError, ValueError):  # of C, or of a shape that cannot be told
+    except (TypeError, ValueError):  # it is written in C, or has no readable signature
         parameters = []
     given = set(factory.keywords) if isinstance(factory, functools.partial) else set[str]()
     names = [item.name for item in parameters[:2] if item.name not in given]

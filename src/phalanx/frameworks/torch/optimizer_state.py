@@ -1,9 +1,8 @@
-"""What the state of optimizers consists of: found before the first update, so that everything has a place from then on.
+"""What optimizers' state consists of. It is found before the first update, so that all of it has a place from then on.
 
-torch makes the state of a parameter in the first update in which it has a gradient. What it will make is found out by
-an update of a throw-away copy of one parameter, with zeros; of big ones it is tried without memory first, by their
-shapes alone, which works where an optimizer does not look at numbers. Nothing else is touched, and no random number is
-drawn.
+torch makes the state of a parameter in the first update in which it has a gradient. To find out what it will make, a
+throw-away copy of one parameter is updated with zeros. Big ones are tried without memory first, by their shapes alone,
+which works if an optimizer does not look at numbers. Nothing else is touched, and no random number is drawn.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from phalanx.shared.layout import Spec, StatePiece
 Holder = tuple[torch.optim.Optimizer, torch.Tensor]
 
 LATER_MOMENTUM = 0.5  # any that is not 0
-SMALL = 1 << 18  # bytes of a parameter up to which an update of it takes less than one of its shape alone
+SMALL = 1 << 18  # bytes of a parameter; up to these, an update of it is faster than one of its shape alone
 
 
 class OptimizerState:
@@ -35,7 +34,7 @@ class OptimizerState:
     updates : Updates
     parameters : sequence of torch.Tensor
     pieces : sequence of StatePiece
-        None for optimizers from elsewhere, which may look their state up where they like.
+        Empty for optimizers from elsewhere, which may keep their state anywhere.
     """
 
     def __init__(self, updates: Updates, parameters: Sequence[torch.Tensor], pieces: Sequence[StatePiece]) -> None:
@@ -59,22 +58,22 @@ class OptimizerState:
         Raises
         ------
         UsageError
-            Updates made what nobody expected.
+            Updates made state that was not expected.
         """
-        made: dict[int, torch.Tensor] = {}
+        present: dict[int, torch.Tensor] = {}
         latest: Holder | None = None
         state: dict[str, Any] | None = None
-        for piece in absent:  # in each step, where parameters get no gradient: no look-up is made twice
+        for piece in absent:  # runs in each step if parameters get no gradient, so no look-up is done twice
             holder, key = self._places[piece]
             if holder is not latest:
                 latest, state = holder, holder[0].state.get(holder[1])
             if state and (value := state.get(key)) is not None:
                 self._check(self._pieces[piece], value)
-                made[piece] = value
-        return made
+                present[piece] = value
+        return present
 
     def adopt(self, pieces: Mapping[int, torch.Tensor], *, more: bool = False) -> None:
-        """Use these tensors as pieces, and forget all others, or use these ``more``."""
+        """Use these tensors as pieces, and forget all others; ``more``: keep the others."""
         if not more and not self._foreign:
             for optimizer in self._optimizers:
                 optimizer.state.clear()
@@ -83,7 +82,7 @@ class OptimizerState:
             optimizer.state[parameter][key] = home
 
     def foreign(self, indices: Iterable[int]) -> list[Any] | None:
-        """The state of optimizers from elsewhere, by value: per optimizer, by parameter, and what it keeps beside."""
+        """The state of optimizers from elsewhere, by value: for each its state by parameter, and all else."""
         if not self._foreign:
             for index in indices:
                 self._check_known(index)
@@ -96,7 +95,7 @@ class OptimizerState:
         return described
 
     def take_foreign(self, described: Sequence[Any] | None, indices: Iterable[int]) -> None:
-        """Make described state of these parameters this process's own."""
+        """Take over described state of these parameters."""
         if described is None:
             return
         wanted = set(indices)
@@ -149,17 +148,16 @@ def find_pieces(updates: Updates, parameters: Sequence[torch.Tensor]) -> list[St
 def check_state(updates: Updates, pieces: Sequence[StatePiece]) -> None:
     """Refuse state of torch's own optimizers that their updates do not make. ``pieces``: what they make.
 
-    Fused kernels, of anybody's classes, take for granted that state lies as the parameter does, and write wherever that
-    leads.
+    Fused kernels of any class assume that state has the parameter's layout, and write wherever that leads.
 
     Raises
     ------
     ValueError
         There is some; names it.
     """
-    made = {(piece.parameter, piece.name): piece.spec for piece in pieces}
+    expected = {(piece.parameter, piece.name): piece.spec for piece in pieces}
     known = {id(parameter): index for index, (_, parameter) in enumerate(updates.named)}
-    tried = {index for index, _ in made}
+    tried = {index for index, _ in expected}
     for number, optimizer in enumerate(updates.optimizers):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -169,7 +167,7 @@ def check_state(updates: Updates, pieces: Sequence[StatePiece]) -> None:
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if value is None or (updates.foreign and not (group.get("fused") and hasattr(value, "stride"))):
                         continue
-                    spec, wanted = _spec(value), made.get((index, f"{number}.{key}"))
+                    spec, wanted = _spec(value), expected.get((index, f"{number}.{key}"))
                     same = index not in tried or (wanted is not None and spec[::2] == wanted[::2])
                     like = _spec(parameter) if group.get("fused") and (key != "step" or value.dim()) else spec
                     if not same or spec != like or spec.strides != value.stride():
@@ -179,7 +177,7 @@ def check_state(updates: Updates, pieces: Sequence[StatePiece]) -> None:
 
 
 def _tried(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Spec]:
-    """What an update in this group makes of a parameter like this; nothing if it raises, as the real one will."""
+    """The state that an update in this group makes for such a parameter; empty if it raises, as the real one will."""
     for device in ("meta", "cpu") if parameter.nbytes > SMALL else ("cpu",):
         with contextlib.suppress(Exception):
             return {key: _spec(value) for key, value in _made(optimizer, group, parameter, device).items()}

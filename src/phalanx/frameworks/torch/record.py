@@ -25,7 +25,7 @@ from phalanx.seams.records import Tensor
 
 HOST: Any = torch.default_generator
 NEAR.append(HOST)
-SMALL_BYTES = 4096  # of memory beside a tensor that are carried along
+SMALL_BYTES = 4096  # of memory around a tensor that may be pickled with it
 OTHERWISE = (
     ", and a model that is passed in is never trained in place; pass a function that makes it: make_model=lambda: ..."
 )
@@ -47,16 +47,16 @@ class TorchRecord(Record):
         self.spelled, self.facts, self.available = accelerators.spelled, accelerators.facts, accelerators.available
 
     def recognises(self, model: Any) -> bool:
-        """Every module but TorchScript's; which of them can be trained is said when it is opened."""
+        """Every module but TorchScript's; ``open`` refuses those that cannot be trained."""
         return isinstance(model, torch.nn.Module) and not isinstance(model, torch.jit.ScriptModule)
 
     def open(self, made: Made) -> Framework:
-        """On one CPU, or on devices of their own."""
+        """On the CPU, or on several devices or an accelerator."""
         definition, model, devices, again, allow, part = made
         home = next(checked_new(model).parameters()).device
-        found = accelerators.found(devices, definition.replicas // part[1], home)
-        if len(found) > 1 or found[0].type != "cpu":
-            return TorchLanes(definition, found, model, lambda: checked_new(again()), allow=allow, part=part)
+        resolved = accelerators.found(devices, definition.replicas // part[1], home)
+        if len(resolved) > 1 or resolved[0].type != "cpu":
+            return TorchLanes(definition, resolved, model, lambda: checked_new(again()), allow=allow, part=part)
         return Torch(definition, model)
 
     @contextmanager
@@ -71,7 +71,7 @@ class TorchRecord(Record):
         return Environment(definition.threads, definition.generators), default_collate
 
     def prepare(self, folder: str) -> None:
-        """Torch's compiler is left out."""
+        """Torch's compiler is not imported."""
         without_compiler()
 
     def digest(self, model: Any, optimizer: Any, step: int | None, state: Any) -> str:
@@ -84,16 +84,16 @@ class TorchRecord(Record):
 
 
 def generators_in_use() -> tuple[Global, ...]:
-    """The host's, and those of the accelerators that this process uses; asking starts none, so it may fork."""
+    """The host's, and those of the accelerators that this process uses; asking starts no device, so it may fork."""
     try:
         kind = torch.accelerator.current_accelerator()
     except RuntimeError:  # torch 2.6, where there is none
         return HOSTS
     if not kind:
         return HOSTS
-    # By its name: torch remembers what it answers when asked without one, and a kind may be registered later.
+    # Asked by name: without one torch caches its answer, and a kind may be registered later.
     module = torch.get_device_module(kind)
-    # To use them only for that would take memory.
+    # To start devices only for their generators would take memory.
     if not getattr(module, "is_initialized", module.is_available)():
         return HOSTS
     return _of(module, module.device_count())
@@ -107,7 +107,7 @@ def _of(module: Any, count: int) -> tuple[Global, ...]:
 def _on(module: Any, number: int) -> Global:
     """The generator of one device; ``module``: what torch has for this kind (``torch.get_device_module``)."""
     listed = getattr(module, "default_generators", ())
-    own = listed[number] if len(listed) > number else None  # as an object, of kinds that show them
+    own = listed[number] if len(listed) > number else None  # as an object, if the kind shows them
     which = (number,) if hasattr(module, "set_device") else ()  # kinds of one device, as mps, name none
     # Kinds without a list of generators seed all of theirs at once: then each is seeded before it is used.
     seed_all = getattr(module, "manual_seed_all", None) or module.manual_seed
@@ -116,14 +116,14 @@ def _on(module: Any, number: int) -> Global:
 
 
 def _restoring(get: Callable[..., Any], put: Callable[..., Any], which: tuple[int, ...] = ()) -> Callable[[], Any]:
-    """Puts a generator back into the state that it has now."""
+    """A function that puts a generator back into its present state."""
     return functools.partial(put, get(*which), *which)
 
 
 def reduced(thing: Any, *, alone: bool) -> Any:
-    """How a parcel takes a storage along: as its memory, once for all tensors in it. NotImplemented for all else.
+    """How a storage is pickled: as its memory, once for all tensors in it. NotImplemented for all else.
 
-    ``alone``, for what a step alone needs: a tensor that is a small part of its memory goes without the rest.
+    ``alone``, for what only one step needs: a tensor that is a small part of its memory goes without the rest.
     """
     if alone and type(thing) is torch.Tensor and thing.device.type == "cpu" and thing.layout is torch.strided:
         if thing.untyped_storage().nbytes() > 2 * thing.nbytes + SMALL_BYTES:

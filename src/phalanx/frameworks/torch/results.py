@@ -19,19 +19,21 @@ from phalanx.seams.records import Exported
 
 
 def exported(shown: Shown, updates: Updates, steps: int, *, apart: bool, digest: bool) -> Exported:
-    """The state as the caller gets it; ``apart`` makes it independent of the run; with neither it is for looking."""
+    """The state as the caller gets it. ``apart``: independent of the run. Without both flags: to look at only."""
     if not (apart or digest):
         return shown.follow()
-    told = digest_of(entries(shown.trained, updates.optimizers, updates.named), steps)
+    hexdigest = digest_of(entries(shown.trained, updates.optimizers, updates.named), steps)
     given = copied(shown.trained) if apart else shown.trained
-    return Exported(lambda: given, {name: parameter.detach() for name, parameter in given.named_parameters()}, told)
+    return Exported(
+        lambda: given, {name: parameter.detach() for name, parameter in given.named_parameters()}, hexdigest
+    )
 
 
 class Shown:
     """A model to look at: another object than the one that is trained, over the same memory.
 
-    Its tensors have counters of their own, so that only those who look move them. What is written past those (through
-    ``.data``, or numpy) is not seen.
+    Its tensors have version counters of their own, which only writes through this model change. Writes that no counter
+    sees (through ``.data``, or numpy) are not noticed.
 
     Parameters
     ----------
@@ -67,7 +69,7 @@ class Shown:
         return model
 
     def follow(self) -> Exported:
-        """What may be looked at, after user code may have put weights elsewhere."""
+        """The model to look at; user code may have put weights elsewhere meanwhile."""
         for mine, weight in self._pairs:
             mine.data = weight.data
         return Exported(lambda: self.model, self._params, "", self._check)

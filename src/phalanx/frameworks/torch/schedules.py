@@ -1,7 +1,7 @@
 """The schedulers of a run: made, and stepped in every worker on the options of whole parameter groups.
 
-None waits for another, so what a scheduler does must follow from the step and the loss alone. Random numbers that it
-draws are keyed by the step. Before each update workers compare what their schedulers came to. Parameters and optimizer
+No worker waits for another, so what a scheduler does must follow from step and loss alone. Random numbers that it
+draws are keyed by the step. Before each update workers compare what their schedulers set. Parameters and optimizer
 state lie in memory that all workers share and change, so they are out of a scheduler's reach while it is stepped.
 """
 
@@ -35,7 +35,7 @@ WITHHELD = (
     "own pace, and has only a part of those. To freeze or thaw parameters, keep them when the scheduler is made "
     f"(self.layers = optimizer.param_groups[0]['params']); {AFTER}"
 )
-TINY = 0.1  # of a learning rate after one epoch
+TINY = 0.1  # of a learning rate, left after one epoch
 PURE = (  # those of torch without functions of the user's, which might draw random numbers
     lr_scheduler.StepLR, lr_scheduler.MultiStepLR, lr_scheduler.ExponentialLR, lr_scheduler.CosineAnnealingLR,
     lr_scheduler.CosineAnnealingWarmRestarts, lr_scheduler.OneCycleLR, lr_scheduler.LinearLR, ReduceLROnPlateau,
@@ -93,7 +93,7 @@ class Schedules:
         return float(zlib.crc32(ENCODE([_options(group) for group in self._groups]).encode())), lr.item()
 
     def step(self, loss: float) -> None:
-        """Count a step that was done or skipped; step all if they are due.
+        """Count a step that was done or skipped; step all schedulers if they are due.
 
         Raises
         ------
@@ -143,7 +143,7 @@ class Schedules:
     def _put(self, states: Sequence[Any], members: Sequence[Any]) -> None:
         for optimizer, state, groups in zip(self._optimizers, states, self._grouped, strict=True):
             optimizer.state = state
-            optimizer.param_groups[:] = groups  # after a refusal those that a scheduler dropped are there again
+            optimizer.param_groups[:] = groups  # also brings back what a refused scheduler dropped
         for group, parameters in zip(self._groups, members, strict=True):
             group["params"] = parameters
 
@@ -178,7 +178,7 @@ class Schedules:
     def take_options(
         self, groups: list[Any], states: list[Any], steps: int = 0, trained: dict[int, bool] | None = None
     ) -> None:
-        """Continue with what ``options`` of another process were."""
+        """Continue with the ``options`` of another process."""
         vars(self).pop("told", None)
         self._steps = int(steps)
         for number, (parameter, was) in enumerate(zip(self._parameters, self._trained, strict=True)):
@@ -198,7 +198,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Of an option that JSON does not know: numbers, or nothing that could be compared."""
+    """An option that JSON does not know, as numbers; None if it cannot be compared."""
     return value.tolist() if isinstance(value, (torch.Tensor, np.ndarray, np.generic)) else None
 
 
@@ -206,13 +206,13 @@ ENCODE = json.JSONEncoder(default=_plain, skipkeys=True).encode
 
 
 def _apart(value: Any) -> bool:
-    """Whether a value is, or lists, what each process has of its own."""
+    """Whether a value is, or contains, what each process has of its own."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else ()
     return isinstance(value, APART) or any(map(_apart, inner))
 
 
 def _homes(optimizers: Sequence[torch.optim.Optimizer], named: Named) -> dict[int, int]:
-    """By parameter, which must be the model's: the number of its only optimizer."""
+    """The number of each parameter's only optimizer, by id. Parameters must be the model's."""
     names = {id(parameter): name for name, parameter in named}
     homes: dict[int, int] = {}
     for number, optimizer in enumerate(optimizers):
@@ -254,15 +254,15 @@ def _made(make: Callable[..., Any], optimizer: torch.optim.Optimizer) -> LRSched
 
 
 def warn_of_units(definition: Definition, schedulers: Sequence[Any]) -> None:
-    """A recipe that counts epochs, with a schedule that ends within the first, mostly meant epochs there too."""
+    """Warn if a recipe counts epochs, and a schedule ends within the first: its lengths were probably epochs, too."""
     if definition.schedule_every is not None or definition.epochs is None:
         return
     per_epoch = definition.per_epoch
     for scheduler in schedulers:
-        told = None if per_epoch is None else _horizon(scheduler, per_epoch)
-        if per_epoch and told is not None and told[1] < per_epoch and definition.epochs > 1:
+        span = None if per_epoch is None else _horizon(scheduler, per_epoch)
+        if per_epoch and span is not None and span[1] < per_epoch and definition.epochs > 1:
             checks.warn(
-                f"scheduler made a {type(scheduler).__name__} with {told[0]}={told[1]}, which counts steps here, and "
+                f"scheduler made a {type(scheduler).__name__} with {span[0]}={span[1]}, which counts steps here, and "
                 f"an epoch has {per_epoch}: the schedule is through before the first epoch is. If epochs are meant, "
                 "say schedule_every='epoch'; if steps are, schedule_every='step'"
             )
@@ -276,7 +276,7 @@ def is_own(scheduler: Any) -> bool:
 
 
 def _horizon(scheduler: Any, steps_per_epoch: int) -> tuple[str, float] | None:
-    """The option that says how long a schedule is, and how long."""
+    """The option that sets the length of a schedule, and the length."""
     options = vars(scheduler)
     for name in ("step_size", "milestones", "T_max", "patience"):
         if length := options.get(name):

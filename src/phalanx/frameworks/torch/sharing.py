@@ -80,12 +80,12 @@ class Sharing:
                 mine if at in resting else placed(mine, home_at((arena, layout.weights[at]), sizes[at]))
                 for mine, at in zip(self.parameters, layout.contents.storage_of, strict=True)
             ]
-            buffers = [view(arena, *place) for place in zip(layout.starts, layout.contents.buffers, strict=True)]
+            buffers = [view(arena, *pair) for pair in zip(layout.starts, layout.contents.buffers, strict=True)]
             self.looks[known] = Shown(self.model, weights, buffers)
         return self.looks[known].follow()
 
     def _contents(self, state: list[StatePiece], replicas: int) -> Contents:
-        """A lone replica may write its weights in forward, and an optimizer from elsewhere those without a gradient."""
+        """No weight is frozen where a lone replica's forward, or a foreign optimizer, may write any."""
         storages = storages_of(self.parameters)
         numbers = {address: number for number, address in enumerate(storages)}
         storage_of = [numbers[parameter.untyped_storage().data_ptr()] for parameter in self.parameters]
@@ -144,7 +144,7 @@ class SharedState:
         self._buffers.rehome([shared.clone() for shared in buffers])
 
     def norm(self, gradient: Gradient, meet: Callable[[], None], there: Sequence[int] | None) -> float:
-        """Nobody else is there."""
+        """No other process takes part."""
         return self._updates.norm(gradient)
 
 
@@ -224,15 +224,15 @@ def _tensors() -> list[torch.Tensor]:
     return [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
 
 
-def home_at(place: tuple[mmap.mmap, int], size: int) -> torch.UntypedStorage:
+def home_at(location: tuple[mmap.mmap, int], size: int) -> torch.UntypedStorage:
     """A stretch of memory as a storage."""
-    return view(*place, Spec((size,), (1,), "uint8", 1)).untyped_storage()
+    return view(*location, Spec((size,), (1,), "uint8", 1)).untyped_storage()
 
 
 def placed(tensor: torch.Tensor, home: torch.UntypedStorage) -> torch.Tensor:
     """What a tensor would be if its storage were this one."""
-    place = (tensor.storage_offset(), tensor.size(), tensor.stride())
-    moved = torch.empty(0, dtype=tensor.dtype).set_(home, *place)
+    geometry = (tensor.storage_offset(), tensor.size(), tensor.stride())
+    moved = torch.empty(0, dtype=tensor.dtype).set_(home, *geometry)
     moved = moved.conj() if tensor.is_conj() else moved
     return NEGATIVE._neg_view(moved) if tensor.is_neg() else moved
 
@@ -243,7 +243,7 @@ def storages_of(parameters: Sequence[torch.Tensor]) -> dict[int, torch.UntypedSt
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Of its storage; 0 for what has none of the usual kind."""
+    """The address of its storage; 0 if it has none of the usual kind."""
     pretends = getattr(type(tensor), DISPATCH) != getattr(torch.Tensor, DISPATCH)  # as fake tensors do: without memory
     if pretends or tensor.layout != torch.strided or tensor.device.type != "cpu" or is_lazy(tensor):
         return 0
@@ -253,5 +253,5 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def bytes_of(storage: torch.UntypedStorage) -> np.ndarray:
-    """Its memory."""
+    """A storage's memory."""
     return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()

@@ -43,7 +43,7 @@ def captured(model: torch.nn.Module, updates: Updates, *, copy: bool) -> Capture
 
 
 def adopt(model: torch.nn.Module, updates: Updates, state: Captured) -> None:
-    """Make a captured state that of ``model`` and its optimizers; without facts, its weights that of the model.
+    """Give ``model`` and its optimizers a captured state; without facts, give the model its weights only.
 
     Raises
     ------
@@ -59,8 +59,8 @@ def adopt(model: torch.nn.Module, updates: Updates, state: Captured) -> None:
     if not state.facts:
         return
     parameters = dict(updates.named)
-    left = {name: tensor for name, tensor in state.training.items() if name.startswith(("optimizer.", "options."))}
-    find = functools.partial(_found, left)
+    remaining = {name: tensor for name, tensor in state.training.items() if name.startswith(("optimizer.", "options."))}
+    find = functools.partial(_found, remaining)
     with taking_over("the optimizers' state"):
         pieces = find_pieces(updates, list(parameters.values()))
         for number, (optimizer, theirs) in enumerate(zip(updates.optimizers, state.facts["optimizers"], strict=True)):
@@ -71,8 +71,8 @@ def adopt(model: torch.nn.Module, updates: Updates, state: Captured) -> None:
             check_like(beside, beside if updates.foreign else {}, f"optimizer.{number}")
             optimizer.state.update(beside)
         options = decoded(state.facts["options"], find, "options")
-        if left:
-            raise ValueError(f"nothing names the tensors {', '.join(left)}")
+        if remaining:
+            raise ValueError(f"nothing names the tensors {', '.join(remaining)}")
         fit_options(updates, options)
         updates.take_options(options)
         _ = updates.lr  # which is a number, or raises
@@ -119,8 +119,8 @@ def state_dict(model: torch.nn.Module, instead: Mapping[str, Any]) -> dict[str, 
     return {name: stored(others.get(id(item), item)) for name, item in whole.items() if isinstance(item, torch.Tensor)}
 
 
-def _found(training: dict[str, Tensor], place: Any, path: str) -> torch.Tensor:
-    name, strides, _ = place
+def _found(training: dict[str, Tensor], reference: Any, path: str) -> torch.Tensor:
+    name, strides, _ = reference
     if name != path:
         raise ValueError(f"{path} is {name!r:.80}")
     tensor = tensor_of(training.pop(path))

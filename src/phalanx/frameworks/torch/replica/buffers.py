@@ -26,7 +26,7 @@ Left = list[torch.Tensor]  # all buffers that are not None, as a forward pass le
 class Buffers:
     """The buffers of one model, as they were at the step's start and as forward passes leave them.
 
-    A buffer in the memory of a parameter is that parameter, and no business of this class.
+    A buffer in the memory of a parameter is that parameter, and is not handled here.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ class Buffers:
             self._check_places()
         if not self._places:
             return []
-        found: Left = []
+        buffers: Left = []
         now: dict[int, torch.Tensor] = {}
         for (path, module, name), tensor, start in zip(self._places, self._tensors, self._start, strict=True):
             value = module._buffers.get(name)
@@ -102,15 +102,15 @@ class Buffers:
             if now.setdefault(id(tensor), value) is not value:
                 raise UsageError(f"buffer {path!r} is shared by modules, but forward assigned it in only some of them")
             written = self._remote or not same_bytes(value, start)
-            found.append(value.detach().clone() if written else start)
-        return found
+            buffers.append(value.detach().clone() if written else start)
+        return buffers
 
     def settle(self, replicas: Sequence[tuple[int, Left]]) -> None:
         """Write the settled buffers of one step, given (samples, buffers) of each replica that ran, in order."""
         if not self._places:
             return
         weights = share_weights([samples for samples, _ in replicas])
-        columns = zip(*(left for _, left in replicas), strict=True)
+        columns = zip(*(buffers for _, buffers in replicas), strict=True)
         for start, column in zip(self.starts, columns, strict=True):
             value = self._settled(list(column), weights)
             if value is not start:
@@ -119,7 +119,7 @@ class Buffers:
         self._dirty = False
 
     def _settled(self, values: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
-        """What a buffer becomes, of which the replicas left ``values``; the first itself if it stays as that is."""
+        """The settled value of a buffer that the replicas left as ``values``; the first itself if that is kept."""
         first, *others = values
         if not others or not (first.is_floating_point() or first.is_complex()):
             return first
@@ -130,7 +130,7 @@ class Buffers:
         return torch.where(alike, first, mean_of(values, weights))
 
     def _write(self) -> None:
-        """The buffers are what they are at the step's start. Constants may lie in memory that is read-only."""
+        """Put the buffers back to the step's start. Equal ones stay unwritten: constants may be read-only."""
         changed: list[tuple[torch.Tensor, torch.Tensor]] = []
         for (_, module, name), tensor, start in zip(self._places, self._tensors, self._start, strict=True):
             module._buffers[name] = tensor

@@ -25,7 +25,7 @@ from phalanx.seams.records import Todo
 from phalanx.shared.layout import row_major
 from phalanx.surroundings import interrupts
 
-SELECTED = (  # of which index_select has rows of any shape
+SELECTED = (  # dtypes of which index_select has rows of any shape
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
 )  # fmt: skip
@@ -72,7 +72,7 @@ class DeviceFeed:
     Parameters
     ----------
     host : Feed
-        Reads them; or what reads and settles as it does.
+        Reads them; any object with its methods will do.
     device : torch.device
     ahead : bool
         Whether batches may be collated ahead of time. User code that collates may draw random numbers, and those come
@@ -100,7 +100,7 @@ class DeviceFeed:
     def read_ahead(self, todo: Todo) -> None:
         """Read the batch of a replica of the next step, and begin to copy it to the device.
 
-        What user code raises here it will raise again in its own step, where it gets its address.
+        An error of user code is ignored here: it is raised again in the batch's own step, with its address.
         """
         address = todo.key, todo.share.origin
         if self._may_read_ahead and address not in self._ready:
@@ -109,16 +109,16 @@ class DeviceFeed:
                 self._ready[address] = self._copied(as_batch(samples, todo.share, self._host.collate))
 
     def begin(self, todo: Sequence[Todo]) -> None:
-        """Another step: the host has waited for all that was begun before the last one.
+        """Begin another step: the host has waited for all that was begun before the last one.
 
-        What was read ahead for other batches than those of ``todo`` is not asked for any more.
+        Batches that were read ahead, but are not of ``todo``, are dropped.
         """
         wanted = {(item.key, item.share.origin) for item in todo}
         self._ready = {address: batch for address, batch in self._ready.items() if address in wanted}
         self._older, self._sources = self._sources, []
 
     def forget(self) -> None:
-        """Nothing that was read ahead will be asked for."""
+        """Drop all that was read ahead."""
         self._ready.clear()
 
     def _copied(self, batch: Any) -> Any:
@@ -158,7 +158,7 @@ def _rows(selectable: Sequence[bool], columns: Sequence[torch.Tensor], indices: 
 
 
 def _selectable(column: torch.Tensor) -> bool:
-    """Whether ``index_select`` does what indexing does: of a mere tensor in host memory, laid out row by row.
+    """Whether ``index_select`` does what indexing does: for a plain tensor in host memory, laid out row by row.
 
     Indexing keeps the order of other strides, also those of axes of length 1, and knows more dtypes.
     """

@@ -1,10 +1,10 @@
 """From a batch to a loss: the recipe's ``forward_fn``, ``target_fn`` and ``loss_fn``, or their defaults.
 
 Knows how a sample is taken apart, what a loss may look like, and what it is a mean of. Models of Hugging Face take a
-dict with ``labels``, leave out those that are -100, and return an output with ``loss`` and ``logits``. Nobody says
-which labels count: all, or all but the first, where each position predicts the next. So it is found out: the gradient
-of the loss is zero at the positions that do not. Other losses over something else than samples are warned of if they
-return no weight: their replicas' mean is another number.
+dict with ``labels``, leave out those that are -100, and return an output with ``loss`` and ``logits``. Nothing says
+which labels count: all, or all but the first, if each position predicts the next. The gradient of the loss shows it:
+it is zero at positions that do not count. Other losses that are means over something else than samples cause a warning
+if they return no weight: the mean over replicas is another number.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Forward:
     later : bool, default False
         Whether a weight that lies on the device is not read yet.
     phase : Phase, optional
-        Of the step, whose loss it is; None: the recipe's.
+        The phase of a step whose loss it is; None: the recipe's loss.
     """
 
     def __init__(
@@ -143,10 +143,10 @@ class Forward:
         """An input of the default forward: float64 is refused where no parameter is."""
         value = self._tensor(value)
         if not self._double:
-            for place, leaf in [(path, value)] if isinstance(value, torch.Tensor) else leaves(value, path):
+            for name, leaf in [(path, value)] if isinstance(value, torch.Tensor) else leaves(value, path):
                 if getattr(leaf, "dtype", None) == torch.float64:
                     raise UsageError(
-                        f"{place} is float64, but the model's parameters are not; dtypes are never changed behind your "
+                        f"{name} is float64, but the model's parameters are not; dtypes are never changed behind your "
                         "back: convert it with .astype(numpy.float32) (a tensor: .float(), a number: "
                         "torch.tensor(number)), or the model with .double()"
                     )
@@ -223,7 +223,7 @@ def _refuse_loss(name: str, got: str, wanted: str) -> NoReturn:
 
 
 def check_stateless(loss_fn: Any) -> None:
-    """Parameters of a loss would never be trained: the optimizer gets the model's."""
+    """Refuse a loss with parameters: they would never be trained, as the optimizer gets the model's."""
     if isinstance(loss_fn, torch.nn.Module) and any(True for _ in loss_fn.parameters()):
         raise UsageError(
             f"loss_fn is a {type(loss_fn).__name__} with parameters, which would not be trained; make it a part of the "
@@ -232,7 +232,7 @@ def check_stateless(loss_fn: Any) -> None:
 
 
 class TokenMean:
-    """Recognises such models, and tells the weight of a share: the labels that its loss is the mean of."""
+    """Recognises models of Hugging Face. A share's weight is the number of labels that its loss is the mean of."""
 
     def __init__(self) -> None:
         self._form: Form | None = None

@@ -46,7 +46,7 @@ class Lane:
     ambiguous : AmbiguousMean
         Warns of the recipe's loss, once.
     later : bool, default False
-        Whether losses and weights stay unread on the device: all have their work before one is waited for.
+        Whether losses and weights stay unread on the device: all devices get their work before one is waited for.
 
     Attributes
     ----------
@@ -89,32 +89,32 @@ class Lane:
         """Compute replicas; runs user code.
 
         The fold adds a replica with an odd number to the one before, and autograd can do so as soon as a parameter's
-        gradient is there, while it is in cache. It does where nothing is to be multiplied first and nobody looks at
+        gradient is there, while it is in cache. It does so if nothing is to be multiplied first and nobody looks at
         gradients in between.
         """
         if watch is not None:
             yield from (self.watched(one, watch) for one in todo)
             return
-        left: tuple[Todo, Gradient] | None = None  # the replica before
+        previous: tuple[Todo, Gradient] | None = None  # the replica before
         for one in todo:
-            onto = left[1] if left and one.replica % 2 and left[0].replica == one.replica - 1 else None
+            onto = previous[1] if previous and one.replica % 2 and previous[0].replica == one.replica - 1 else None
             try:
                 computed = self.gradient(one, onto)
             except InPartsError:
-                assert left is not None
+                assert previous is not None
                 assert onto is not None
                 self._joins = False
-                for mine, again in zip(onto, self.gradient(left[0]).gradient or (), strict=True):
+                for mine, again in zip(onto, self.gradient(previous[0]).gradient or (), strict=True):
                     if mine is not None and again is not None:
                         mine.copy_(again)
                 computed = self.gradient(one)
-            left = None
+            previous = None
             if computed.gradient is not None and _weight(one, computed.weight) == 1:
-                left = one, computed.gradient
+                previous = one, computed.gradient
             yield computed
 
     def gradient(self, todo: Todo, onto: Gradient | None = None, watch: Watch | None = None) -> Computed:
-        """Compute one replica, and add its gradient to ``onto`` if that is the same; runs user code."""
+        """Compute one replica, and add its gradient to ``onto`` if that gives the same bits; runs user code."""
         self.buffers.begin()
         versions = self._versions() if self._shared else []
         if self._parts == 1:
@@ -129,11 +129,11 @@ class Lane:
             read, weight, taken = self._in_parts(todo, watch)
         if self._shared:
             self._check_unwritten(versions, "in forward, loss_fn or a hook")
-        left = self.buffers.left()
+        buffers = self.buffers.left()
         if watch is not None:
-            for name, value in zip(self.buffers.paths, left, strict=True):
+            for name, value in zip(self.buffers.paths, buffers, strict=True):
                 watch.told("buffer", name, value)
-        return Computed(read, weight, taken, left)
+        return Computed(read, weight, taken, buffers)
 
     def _in_parts(self, todo: Todo, watch: Watch | None) -> tuple[Any, float | None, Gradient | None]:
         """Loss, returned weight and gradient of a replica whose share is cut: the means of its micro-batches, in order.
@@ -161,12 +161,12 @@ class Lane:
         return batch
 
     def _trained(self, phase: int) -> list[torch.Tensor] | None:
-        """What gets a gradient in this phase of a step; None: whatever does."""
+        """The tensors that get a gradient in this phase of a step; None: no choice is made."""
         chosen = self._chosen[phase]
         return None if chosen is None else [parameter for _, parameter in chosen if parameter.requires_grad]
 
     def _loss(self, batch: Any, todo: Todo, share: Share, watch: Watch | None) -> tuple[torch.Tensor, Any]:
-        """The loss of a batch, and the weight that came with it; errors that say where they come from."""
+        """The loss of a batch, and the weight that came with it. Known errors are explained."""
         try:
             loss, weight = self._forwards[todo.phase].loss(batch, share.origin, watch)
         except ValueError as error:
@@ -179,14 +179,14 @@ class Lane:
         return loss, weight
 
     def _read(self, loss: torch.Tensor) -> Any:
-        """A loss as a number, or, where the device is not waited for yet, as one to come: of parts in float64."""
+        """A loss as a number, or as a tensor if the device is not waited for yet; in float64 for micro-batches."""
         if not self._later:
             return loss.item()
         read = loss.detach().reshape(())
         return read if self._parts == 1 else read.double()
 
     def watched(self, todo: Todo, watch: Watch) -> Computed:
-        """Compute one replica by itself, and tell what comes on the way, or what it did to parameters."""
+        """Compute one replica by itself, and tell its intermediate values, or what it did to parameters."""
         if not watch.parameters:
             with watching(self.model, watch):
                 return self.gradient(todo, watch=watch)
@@ -232,7 +232,7 @@ class Lane:
         return [parameter._version for parameter in self.parameters]
 
     def _check_unwritten(self, versions: list[int], where: str) -> None:
-        """Parameters written by user code would leak from replica to replica; a lone replica may do so in a step."""
+        """Refuse parameters that user code wrote: replicas would see them. A lone replica may write in a step."""
         now = self._versions()
         if now != versions:
             name = next(name for (name, _), *both in zip(self.named, versions, now, strict=True) if both[0] != both[1])
@@ -264,7 +264,7 @@ def _weight(todo: Todo, returned: float | None) -> float:
 
 @contextlib.contextmanager
 def substituted(named: Sequence[tuple[str, torch.nn.Parameter]], weights: Mapping[str, Any]) -> Iterator[None]:
-    """Inside the block parameters are other memory; nothing is written, so whoever dies in it leaves all as it was."""
+    """Inside, parameters lie in other memory. Nothing is written, so a process that dies inside changes nothing."""
     kept = [(parameter, parameter.data) for name, parameter in named if name in weights]
     try:
         for name, parameter in named:
@@ -277,7 +277,7 @@ def substituted(named: Sequence[tuple[str, torch.nn.Parameter]], weights: Mappin
 
 
 def _explain(error: ValueError, samples: int) -> None:
-    """Add the way out where torch's error comes from how the batch was dealt."""
+    """Raise a clearer error where torch's comes from how the batch was dealt."""
     if "more than 1 value per channel" in str(error):
         raise UsageError(
             f"BatchNorm cannot normalise a share of {samples} sample ({error}); raise batch_size or lower replicas so "

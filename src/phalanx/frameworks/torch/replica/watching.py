@@ -1,4 +1,4 @@
-"""Tells somebody what modules and operations compute within a replica-step. Nothing of it changes a bit."""
+"""Tells a watch what modules and operations compute within a replica-step. Watching changes no bit."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from phalanx.seams.records import Watch
 @contextlib.contextmanager
 def watching(model: torch.nn.Module, watch: Watch) -> Iterator[None]:
     """Inside, ``watch`` is told the output of every module, and all operations where it asks for them."""
-    told = functools.partial(_module_done, watch)
+    report = functools.partial(_module_done, watch)
     hooks = [
-        module.register_forward_hook(functools.partial(told, path), always_call=False)
+        module.register_forward_hook(functools.partial(report, path), always_call=False)
         for path, module in model.named_modules()
         if not isinstance(module, torch.jit.ScriptModule)
     ]
@@ -38,25 +38,25 @@ def _module_done(watch: Watch, path: str, module: torch.nn.Module, _: Any, outpu
 class Operations(TorchDispatchMode):
     """Tells of every operation that torch dispatches: its outputs.
 
-    Memory that nobody has written yet holds anything, and is not told of: ``empty``, which a random fill follows.
+    Memory from ``empty`` is not told until it is written, as by a random fill: it holds anything.
     """
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
         self._watch = watch
-        self._blank: dict[int, torch.Tensor] = {}  # by address; kept, so that no other comes to be there
+        self._blank: dict[int, torch.Tensor] = {}  # by address; kept alive, so that no other tensor takes it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call it, and tell."""
         given = [leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, torch.Tensor)]
         output = func(*args, **(kwargs or {}))
-        made = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
+        outputs = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
         if "empty" in str(func):
-            self._blank |= {_address(leaf): leaf for leaf in made}
+            self._blank |= {_address(leaf): leaf for leaf in outputs}
         elif func._schema.is_mutable:
             for tensor in given:
                 self._blank.pop(_address(tensor), None)
-        if any(_address(leaf) in self._blank for leaf in made):  # a view of it, too
+        if any(_address(leaf) in self._blank for leaf in outputs):  # a view of it, too
             return output
         kind = "operation" if torch._C._current_autograd_node() is None else "backward"
         self._watch.told(kind, str(func), (output,))
