@@ -112,7 +112,8 @@ class Recipe(Definition):
     def train(self, **options: Unpack[Options]) -> Result:
         """Run the recipe to its end. Options change the speed, never the answer, but for those that say so.
 
-        Those are ``callbacks`` that stop the run, as EarlyStopping does, ``warm_start`` and ``resume="anyway"``.
+        Those are ``callbacks`` that stop the run, as EarlyStopping does, ``max_seconds``, ``warm_start`` and
+        ``resume="anyway"``.
 
         Parameters
         ----------
@@ -139,7 +140,11 @@ class Recipe(Definition):
             of the hooks ``begin(run)``, ``step(report)``, ``evaluated(values)``, ``end(result)``, ``state()`` and
             ``load(state)``, as in ``phalanx.callbacks``. Their state is in snapshots.
         progress : bool or "auto"
-            A progress bar on stderr; "auto": if that is a terminal.
+            True: a progress bar on stderr, or, if that is no terminal, a plain line after each epoch (and after each
+            minute where epochs are longer). "auto": a bar if it is a terminal, else nothing.
+        max_seconds : float, optional
+            Stop after the first step at whose end so much time has passed since the call; ``result.stopped_early``
+            says so. With a ``run_dir``, the same call goes on from there, with as much time again.
         deadline_seconds : float or "auto"
             A worker process that does nothing for longer counts as hung: it is killed and replaced. "auto": 20 usual
             steps, at least a minute (10 minutes before the first step is done); never under a debugger. Over several
@@ -198,7 +203,10 @@ class Recipe(Definition):
         result = None
         try:
             with interrupts.guarded():
-                with self.start(**options) as run, on_sigterm(run.terminate if options.get("run_dir") else None):
+                with (
+                    self.start(**options) as run,
+                    on_sigterm(functools.partial(run.terminate, "SIGTERM came") if options.get("run_dir") else None),
+                ):
                     run.finish()
                 result = run.result()
         except KeyboardInterrupt as error:
@@ -257,7 +265,8 @@ class Recipe(Definition):
             past.check(engine)
             turn, stop, anyway = Turns(), settled.on_snapshot_error == "stop", settled.resume == ANYWAY
             keeping = past.observers(settled.snapshot_every, stop=stop, chain=settled.chain)
-            observers = [*watching(settled.progress, settled.callbacks, self.total, turn, stop=stop), *keeping]
+            shows = settled.progress, settled.callbacks, self, turn
+            observers = [*watching(*shows, stop=stop, max_seconds=settled.max_seconds, called=called), *keeping]
             bar = functools.partial(shown, unit="sample", progress=settled.progress)  # while a stream is read again
             if self.stream and settled.readers:
                 checks.warn(AHEAD.format(settled.readers))

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import phalanx
+from phalanx.run import observers
+from phalanx.seams.records import RunState, StepReport
 
 SAMPLES, BATCH, PER_EPOCH, STEPS = 22, 8, 3, 7
 X = np.random.default_rng(0).standard_normal((SAMPLES, 3)).astype(np.float32)
@@ -581,8 +584,14 @@ def test_times_leave_out_what_is_not_training():
         assert run.result().seconds == seconds
 
 
+@pytest.fixture
+def terminal(monkeypatch):
+    """Stderr passes for a terminal."""
+    monkeypatch.setattr(observers, "terminal", lambda: True)
+
+
 @pytest.mark.parametrize("start", [True, False])
-def test_progress_draws_one_bar_on_stderr(capsys, start):
+def test_progress_draws_one_bar_on_a_terminal(capsys, start, terminal):
     """progress=True draws a single bar that ends at the last step; nothing goes to stdout."""
     if start:
         with recipe().start(progress=True) as run:
@@ -598,7 +607,7 @@ def test_progress_draws_one_bar_on_stderr(capsys, start):
     assert start or "accuracy=" in captured.err
 
 
-def test_progress_of_brought_batches_counts_without_an_end(capsys):
+def test_progress_of_brought_batches_counts_without_an_end(capsys, terminal):
     """Where the caller brings the batches the bar counts steps and knows no total."""
     with recipe(data=None, steps=None).start(progress=True) as run:
         for _ in range(3):
@@ -615,7 +624,7 @@ def test_no_progress_where_nobody_looks(capsys, progress):
     assert capsys.readouterr() == ("", "")
 
 
-def test_progress_leaves_the_bar_after_an_error(capsys):
+def test_progress_leaves_the_bar_after_an_error(capsys, terminal):
     """A run that stops early closes its bar, so that the traceback starts on a line of its own."""
 
     def stop(report):
@@ -625,6 +634,76 @@ def test_progress_leaves_the_bar_after_an_error(capsys):
     with pytest.raises(LookupError):
         recipe().train(progress=True, callbacks=[stop])
     assert capsys.readouterr().err.endswith("\n")
+
+
+def test_progress_is_lines_where_there_is_no_terminal(capsys, tmp_path):
+    """A plain line for each epoch, with all metrics, and for what is done after the last; none that draws over one."""
+    made = recipe()
+    made.train(progress=True, evaluation=phalanx.Evaluation([accuracy], TEST), run_dir=tmp_path, max_seconds=1e-9)
+    made.train(progress=True, evaluation=phalanx.Evaluation([accuracy], TEST), run_dir=tmp_path)
+    out, err = capsys.readouterr()
+    assert (out, "\r" in err) == ("", False)
+    first, resumed, *lines = err.splitlines()
+    assert first.startswith("phalanx: epoch 1/3, step 1/7, loss ")
+    assert resumed.startswith("phalanx: going on from step 1 of ")
+    assert resumed.endswith(tmp_path.name)
+    assert [line.split(",")[:2] for line in lines] == [
+        ["phalanx: epoch 1/3", " step 3/7"], ["phalanx: epoch 2/3", " step 6/7"], ["phalanx: epoch 3/3", " step 7/7"]
+    ]  # fmt: skip
+    assert all(" accuracy " in line and " samples/s" in line for line in lines)
+    assert [line.endswith(" left") for line in lines] == [True, True, False]
+
+
+def test_progress_is_a_line_a_minute_where_epochs_are_long(capsys, monkeypatch):
+    """Without the end of an epoch a line comes after each minute, with the mean loss since the last one."""
+    clock = iter(range(0, 10_000, 25))
+    monkeypatch.setattr(observers.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(observers, "_print", print)
+    lines = observers.ProgressLines(recipe(data=None, steps=None))
+    lines.begin(types.SimpleNamespace(run_state=RunState()), types.SimpleNamespace(run_dir=None))
+    for step in range(5):
+        lines.step(StepReport(step, None, float(step), 0.0, 0.0, 32, 1.0))
+    lines.end()
+    said = [line.split(",")[:2] for line in capsys.readouterr().out.splitlines()]
+    assert said == [["step 3", " loss 1"], ["step 5", " loss 3.5"]]
+
+
+# A limit of time
+
+
+@pytest.mark.parametrize("options", [{"engine": "inline"}, {"engine": "processes", "workers": 2}])
+def test_a_run_of_limited_time_goes_on_to_the_same_bits(options, tmp_path):
+    """It stops after a step, says so, and is not finished; the same call goes on, to the digest of a run of one go."""
+    made, calls = recipe(), 0
+    while calls <= STEPS:
+        result = made.train(run_dir=tmp_path, max_seconds=1e-9, **options)
+        calls += 1
+        if result.stopped_early is None:
+            break
+        assert result.stopped_early == f"at step {result.steps} of {STEPS} by max_seconds=1e-09"
+    assert result.resumed_from > 0
+    assert result.digest == digest_after(STEPS) == recipe().train(max_seconds=3600).digest
+    assert result.digest != recipe(seed=1).train(max_seconds=3600).digest
+
+
+def test_a_limit_of_time_that_cannot_hold_is_refused(monkeypatch):
+    """Where the caller brings the batches, or several processes stop by clocks of their own; and by another name."""
+    with pytest.raises(phalanx.UsageError, match="max_seconds is 5, but data is None"):
+        recipe(data=None, steps=None).start(max_seconds=5)
+    with pytest.raises(phalanx.UsageError, match="max_seconds is 5, but this run has several processes"):
+        recipe().train(max_seconds=5, engine="distributed")
+    for call in (lambda: recipe(max_time=5), lambda: recipe().train(max_time=5)):
+        with pytest.raises(phalanx.UsageError, match="it is called max_seconds"):
+            call()
+
+
+def test_a_printed_result_is_readable():
+    """Loss, last metrics, steps and what stopped the run are lines of their own, before the digest."""
+    result = recipe().train(evaluation=phalanx.Evaluation(accuracy, TEST, every_steps=1), max_seconds=1e-9)
+    names = [line.split()[0] for line in str(result).splitlines()]
+    assert names == ["loss", "accuracy", "steps", "stopped", "seconds", "replicas", "digest"]
+    assert f"{result.loss:.6g}" in str(result)
+    assert "by max_seconds=1e-09" in str(result)
 
 
 # Pictures

@@ -205,8 +205,8 @@ told[1] = [results[0].steps, told[1].resumed_from, told[1].digest]
     if stopped == [1]:
         assert found[0][0].startswith("LeftError: process 1 on ")
     else:
-        assert found[0][0].startswith("Preempted: SIGTERM came, and the state after 8 steps was saved")
-    assert found[1][0].startswith("Preempted: SIGTERM came, and nothing is saved here")
+        assert found[0][0].startswith("Preempted: run.terminate() was called, and the state after 8 steps was saved")
+    assert found[1][0].startswith("Preempted: run.terminate() was called, and nothing is saved here")
 
 
 STOPPING = """

@@ -863,7 +863,7 @@ def test_sigterm_here(tmp_path, earlier, workers):
         if report.step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with pytest.raises(phalanx.Preempted, match="after 4 steps") as caught:
+    with pytest.raises(phalanx.Preempted, match="SIGTERM came, and the state after 4 steps") as caught:
         norm_recipe(9).train(run_dir=tmp_path, callbacks=[strike], **engine_of(workers))
     assert (calls, signal.getsignal(signal.SIGTERM)) == ([signal.SIGTERM], handler)
     assert_same(caught.value.result, norm_recipe(4).train(engine="inline"))
@@ -954,7 +954,9 @@ def test_terminate_without_a_directory():
     """The run ends after the step, and says that nothing was saved; the state is in the error."""
     with FAMILIES["mlp"].recipe(2).start(engine="inline") as run:
         run.terminate()
-        with pytest.raises(phalanx.Preempted, match="nothing is saved here") as caught:
+        with pytest.raises(
+            phalanx.Preempted, match=r"run\.terminate\(\) was called, and nothing is saved here"
+        ) as caught:
             run.step()
         assert caught.value.result.steps == 1
 

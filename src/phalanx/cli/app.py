@@ -75,6 +75,9 @@ def train(
     resume: Resume = "yes",
     readers: Readers = "auto",
     audit: Audit = "0",
+    max_seconds: Annotated[
+        float | None, typer.Option("--max-seconds", help="Stop after so long; with --run-dir, run again to go on.")
+    ] = None,
     plot: Plot = "",
     weights: Annotated[
         str, typer.Option("--save", metavar="FILE", help="Write the weights, as model.safetensors.")
@@ -94,7 +97,7 @@ def train(
     saving = {"run_dir": run_dir or None, "snapshot_every": _number(snapshot_every), "resume": RESUME[resume]}
     result = _trained(
         recipe, evaluation, workers, quiet=quiet, devices=_listed(devices), callbacks=callbacks,
-        readers=_number(readers), audit=_number(audit), **saving,
+        readers=_number(readers), audit=_number(audit), max_seconds=max_seconds, **saving,
     )  # fmt: skip
     if rank() > 0:  # one of several processes: the first reports
         return

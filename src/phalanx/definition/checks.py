@@ -36,6 +36,7 @@ ARGUMENTS = {
     "max_epochs": "it is called epochs",
     "num_train_epochs": "it is called epochs",
     "max_steps": "it is called steps",
+    "max_time": "it is called max_seconds, an option of train() and start(): max_seconds=3600",
     "num_workers": "processes that compute replicas are workers=, those that read ahead readers=, both options of "
     "train() and start()",
     "world_size": WORKERS,

@@ -1,4 +1,4 @@
-"""Observers of a run for the user: a progress bar on stderr, and the user's own callbacks.
+"""Observers of a run for the user: a progress bar or lines on stderr, a limit of time, and the user's own callbacks.
 
 Callbacks are plain functions, or objects with hooks and a state of their own.
 """
@@ -6,44 +6,62 @@ Callbacks are plain functions, or objects with hooks and a state of their own.
 from __future__ import annotations
 
 import contextlib
+import datetime
+import os
+import sys
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from phalanx.definition import checks
+from phalanx.definition.fields import Definition
 from phalanx.definition.plain import taking_over
 from phalanx.errors import PhalanxError, SnapshotError, UsageError
 from phalanx.seams import Engine, Observer
 from phalanx.seams.records import StepReport
 from phalanx.surroundings import interrupts
-from phalanx.surroundings.presence import shows
+from phalanx.surroundings.presence import shows, terminal
 from phalanx.surroundings.turns import Turns
 
 DELAY_SECONDS = 0.5
+LINE_SECONDS = 60.0  # from one line to the next, where epochs are longer
 HOOKS = ("begin", "step", "evaluated", "end", "state", "load")
 LEFT = ("averaged", "best")  # attributes that results have, too
 
 
 def watching(
-    progress: bool | str, callbacks: Sequence[Any], total: int | None, turn: Turns, *, stop: bool = False
+    progress: bool | str,
+    callbacks: Sequence[Any],
+    definition: Definition,
+    turn: Turns,
+    *,
+    stop: bool = False,
+    max_seconds: float | None = None,
+    called: float = 0.0,
 ) -> list[Observer]:
     """The observers that a user asked for; none where there is nothing to show and nobody to call.
 
     Parameters
     ----------
     progress : bool or "auto"
-        "auto": show a bar if stderr is a terminal, once the run takes longer than half a second.
+        "auto": show a bar if stderr is a terminal, once the run takes longer than half a second. True: a bar at once,
+        or plain lines if stderr is no terminal.
     callbacks : sequence of callables and objects with hooks
-    total : int or None
-        Steps to expect; None where the caller brings the batches.
+    definition : Definition
     turn : Turns
         The run's own, which is lent to others while callbacks run.
     stop : bool
         Whether callbacks of phalanx's own that cannot write end the run.
+    max_seconds : float or None
+        The run stops after a step at whose end so much time has passed since ``called``.
     """
     observers: list[Observer] = []
     if shows(progress):
-        observers.append(ProgressBar(total, 0.0 if progress is True else DELAY_SECONDS))
+        delay = 0.0 if progress is True else DELAY_SECONDS
+        observers.append(ProgressBar(definition.total, delay) if terminal() else ProgressLines(definition))
+    if max_seconds is not None:
+        observers.append(TimeLimit(max_seconds, called))
     seen: Counter[str] = Counter()
     for callback in callbacks:  # objects have their classes' names in snapshots, with numbers from the second on
         kind = type(callback).__name__
@@ -54,11 +72,11 @@ def watching(
 
 
 def shown(numbers: Iterable[int], what: str, *, unit: str = "step", progress: bool | str = "auto") -> Iterable[int]:
-    """Numbers of steps, or of other work that is repeated, with a bar where that takes a while."""
+    """Numbers of steps, or of other work that is repeated, with a bar on a terminal where that takes a while."""
     from tqdm import tqdm
 
     delay = 0.0 if progress is True else DELAY_SECONDS
-    return tqdm(numbers, desc=what, unit=unit, disable=not shows(progress), delay=delay, leave=False)
+    return tqdm(numbers, desc=what, unit=unit, disable=not (progress and terminal()), delay=delay, leave=False)
 
 
 def is_object(callback: Any) -> bool:
@@ -182,6 +200,97 @@ class Called(Observer):
             function(argument)
 
 
+def say_resumed(run: Any, total: int | None) -> None:
+    """Say on stderr from where a run goes on, if it does."""
+    if run.run_dir is not None and run.resumed_from and run.resumed_from != total:
+        near = os.path.relpath(run.run_dir)
+        _print(f"going on from step {run.resumed_from} of {run.run_dir if near.startswith(os.pardir) else near}")
+
+
+def _print(text: str) -> None:
+    """Write a line on stderr; no run ends because nobody reads it."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"phalanx: {text}", file=sys.stderr, flush=True)
+
+
+class TimeLimit(Observer):
+    """Stops the run after the first step at whose end the time is over. At least one step is done.
+
+    Parameters
+    ----------
+    seconds : float
+    called : float
+        When they began, on the clock of ``time.perf_counter``.
+    """
+
+    def __init__(self, seconds: float, called: float) -> None:
+        self._seconds, self._called = seconds, called
+        self._run: Any = None
+
+    def begin(self, engine: Engine, run: Any = None) -> None:
+        """Take the run that is to be stopped."""
+        self._run = run
+
+    def step(self, report: StepReport) -> None:
+        """Stop the run if the time is over, and nobody has stopped it."""
+        if time.perf_counter() - self._called >= self._seconds and not self._run.stopped:
+            self._run.stop(f"max_seconds={self._seconds:.10g}")
+
+
+class ProgressLines(Observer):
+    """Prints a line on stderr after each epoch, after each minute where those are longer, and at the end.
+
+    The loss is the mean over the steps since the line before; metrics are those that were evaluated since then.
+
+    Parameters
+    ----------
+    definition : Definition
+    """
+
+    def __init__(self, definition: Definition) -> None:
+        self._definition = definition
+        self._engine: Engine | None = None
+        self._losses: list[float] = []
+        self._metrics: dict[str, float] = {}
+        self._samples = 0
+
+    def begin(self, engine: Engine, run: Any = None) -> None:
+        """Say from where the run goes on, and begin to count."""
+        self._engine, self._since = engine, time.monotonic()
+        say_resumed(run, self._definition.total)
+
+    def step(self, report: StepReport) -> None:
+        """Count a step, and print a line if one is due."""
+        self._report = report
+        self._losses.append(report.loss)
+        self._samples += report.samples
+        self._metrics |= report.metrics
+        per_epoch = self._definition.per_epoch
+        epoch_ended = per_epoch and report.epoch is not None and (report.step + 1) % per_epoch == 0
+        if epoch_ended or time.monotonic() - self._since >= LINE_SECONDS:
+            self._line()
+
+    def end(self) -> None:
+        """Print what was done since the last line."""
+        if self._losses:
+            self._line()
+
+    def _line(self) -> None:
+        assert self._engine is not None, "nothing is done before begin"
+        report, definition, total = self._report, self._definition, self._definition.total
+        seconds, steps, incidents = time.monotonic() - self._since, report.step + 1, self._engine.run_state.incidents
+        epochs = definition.epochs or (-(-total // definition.per_epoch) if total and definition.per_epoch else None)
+        facts = [] if report.epoch is None else [f"epoch {report.epoch + 1}{f'/{epochs}' if epochs else ''}"]
+        facts += [f"step {steps}{f'/{total}' if total else ''}", f"loss {sum(self._losses) / len(self._losses):.4g}"]
+        facts += [f"{name} {value:.4g}" for name, value in self._metrics.items()]
+        facts += [f"{self._samples / max(seconds, 1e-9):,.0f} samples/s"]
+        if total and steps < total:
+            remaining = round(seconds / len(self._losses) * (total - steps))
+            facts += [f"{datetime.timedelta(seconds=remaining)} left"]
+        _print(", ".join(facts + ([f"incidents {len(incidents)}"] if incidents else [])))
+        self._since, self._losses, self._metrics, self._samples = time.monotonic(), [], {}, 0
+
+
 class ProgressBar(Observer):
     """Shows steps, loss, the last metric, workers, and incidents if there were some.
 
@@ -203,6 +312,7 @@ class ProgressBar(Observer):
         from tqdm import tqdm
 
         self._engine = engine
+        say_resumed(run, self._total)
         self._bar = tqdm(
             total=self._total, initial=engine.run_state.steps, unit="step", delay=self._delay_seconds,
             dynamic_ncols=True, desc="phalanx",

@@ -36,6 +36,7 @@ class Options(TypedDict, total=False):
     chain: int | str
     audit: float
     max_failures: int
+    max_seconds: float | None
     deadline_seconds: float | str
     warm_start: Any
     evaluation: Evaluation | Sequence[Evaluation] | Mapping[str, Evaluation] | None
@@ -83,6 +84,10 @@ def unknown(name: str, known: Iterable[str], options: Iterable[str] = ()) -> str
 
 def check_evaluated(definition: Definition, settled: SimpleNamespace) -> None:
     """Refuse evaluations without epochs, and callbacks or a schedule that wait for an evaluation that is missing."""
+    if settled.max_seconds is not None and definition.data is None:
+        raise UsageError(
+            f"max_seconds is {settled.max_seconds:.10g}, but data is None: you bring the batches, so stop bringing them"
+        )
     if settled.evaluation and definition.data is None:
         raise UsageError("evaluation is given, but data is None, so there are no epochs; call run.evaluate() yourself")
     waiting = [item for item in settled.callbacks if getattr(item, "waits_for", None)]
@@ -107,6 +112,11 @@ def _check_engine(settled: SimpleNamespace, replicas: int) -> None:
         )
     several = workers is not None and workers > 1
     world = engine == "distributed" or (engine == "auto" and presence.several())
+    if world and settled.max_seconds is not None:
+        raise UsageError(
+            f"max_seconds is {settled.max_seconds:.10g}, but this run has several processes, whose clocks would stop "
+            "them after different steps; give a run_dir, and have the launcher send SIGTERM when the time is over"
+        )
     spawns = engine == "processes" or several or (world and workers is not None)
     if engine == "inline" and several:
         raise UsageError(f"workers is {workers}, but engine='inline' is one worker; use engine='processes' or 'auto'")
@@ -134,6 +144,10 @@ def _count(least: int = 1, most: int | None = None) -> Check:
         return None if value == "auto" else checks.integer(name, value, least=least, most=most, hint="or 'auto'")
 
     return check
+
+
+def _limit(name: str, value: Any) -> float | None:
+    return None if value is None else checks.positive(name, value, hint="or None, for no limit")
 
 
 def _seconds(name: str, value: Any) -> float | None:
@@ -183,6 +197,7 @@ CHECKS: Mapping[str, tuple[Any, Check]] = {
     "chain": ("auto", _chain),
     "audit": (0.0, _share),
     "max_failures": (10, functools.partial(checks.integer, least=1)),
+    "max_seconds": (None, _limit),
     "deadline_seconds": ("auto", _seconds),
     "warm_start": (None, _path),
     "evaluation": (None, lambda _, value: listed_evaluations(value)),

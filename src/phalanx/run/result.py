@@ -87,6 +87,23 @@ class Result:
     stopped_early: str | None = None
     audited: int = 0
 
+    def __str__(self) -> str:
+        facts: dict[str, Any] = {} if self.loss is None else {"loss": f"{self.loss:.6g}"}
+        facts |= {item.name: f"{item.value:.6g} after {item.steps} steps" for item in self.metric_history}
+        if self.best is not None:
+            facts["best"] = f"{self.best.metric} {self.best.value:.6g} after {self.best.steps} steps"
+        epochs = f", {self.steps / self.steps_per_epoch:.4g} epochs" if self.steps_per_epoch else ""
+        resumed = "" if self.resumed_from is None else f", went on from step {self.resumed_from}"
+        facts["steps"] = f"{self.steps}{epochs}, {self.samples} samples{resumed}"
+        facts["stopped"] = self.stopped_early or None
+        facts["seconds"] = f"{self.seconds:.4g}, and {self.startup_seconds:.4g} to start"
+        facts["replicas"] = f"{self.replicas}, on {self.workers} worker{'s' * (self.workers != 1)}"
+        facts["incidents"] = len(self.incidents) or None
+        facts |= {"digest": self.digest, "chain": self.chain}
+        known = {name: value for name, value in facts.items() if value is not None}
+        width = max(map(len, known))
+        return "\n".join(f"{name:{width}}  {value}" for name, value in known.items())
+
     @property
     def loss(self) -> float | None:
         """Mean loss of the last step; None before the first."""

@@ -43,7 +43,7 @@ class Run:
         self._engine = engine
         self._loop = loop
         self._saver = saver  # also one of the observers in the loop
-        self._terminated = self._closed = False
+        self._terminated, self._closed = "", False
         self._given: set[Callable[[], object]] = set()  # checks of exported models, which the caller may change
         self._times, self._predictor = (called, time.perf_counter()), predictor
         self._watched = True  # whether the caller may look at the state after each step
@@ -273,9 +273,9 @@ class Run:
             self._hand_over(error)
             raise
 
-    def terminate(self) -> None:
+    def terminate(self, why: str = "run.terminate() was called") -> None:
         """After the step that is being done, save (in ``run_dir``) and raise ``Preempted``; for signal handlers."""
-        self._terminated = True
+        self._terminated = why
 
     def _now(self, *, copy: bool) -> Result:
         """The state as it is; ``copy``: independent of the run."""
@@ -338,7 +338,7 @@ class Run:
     def _preempted(self) -> Preempted:
         nothing = "nothing is saved here: there is no run_dir, or it is that of process 0"
         outcome = nothing if self._saver is None else self._saver.last_word()
-        return Preempted(f"SIGTERM came, and {outcome}", step=self.steps - 1)
+        return Preempted(f"{self._terminated}, and {outcome}", step=self.steps - 1)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -127,6 +127,11 @@ def usable_cores() -> int:
     return len(processors())
 
 
+def terminal() -> bool:
+    """Whether stderr is a terminal, on which a bar can be drawn again and again."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
 def shows(progress: bool | str) -> bool:
-    """Whether there is to be a progress bar; "auto": if stderr is a terminal."""
-    return sys.stderr is not None and (progress is True or (progress == "auto" and sys.stderr.isatty()))
+    """Whether progress is to be shown; "auto": if stderr is a terminal."""
+    return sys.stderr is not None and (progress is True or (progress == "auto" and terminal()))
