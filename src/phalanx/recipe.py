@@ -203,11 +203,10 @@ class Recipe(Definition):
         result = None
         try:
             with interrupts.guarded():
-                with (
-                    self.start(**options) as run,
-                    on_sigterm(functools.partial(run.terminate, "SIGTERM came") if options.get("run_dir") else None),
-                ):
-                    run.finish()
+                with self.start(**options) as run:
+                    terminate = functools.partial(run.terminate, "SIGTERM came")
+                    with on_sigterm(terminate if options.get("run_dir") else None):
+                        run.finish()
                 result = run.result()
         except KeyboardInterrupt as error:
             if not hasattr(error, "result"):  # Ctrl-C came when all was done, or with another error

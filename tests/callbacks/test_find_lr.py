@@ -17,6 +17,7 @@ def test_a_rate_is_found_and_drawn():
     assert 1e-5 < found.suggestion < 0.5
     assert found == phalanx.find_lr(recipe(), steps=60, workers=2)
     assert found.plot().get_xlabel() == "learning rate"
+    assert found.plot()._repr_png_().startswith(b"\x89PNG")
 
 
 def test_what_has_no_rate_to_find_is_refused():

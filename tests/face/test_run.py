@@ -674,14 +674,11 @@ def test_progress_is_a_line_a_minute_where_epochs_are_long(capsys, monkeypatch):
 @pytest.mark.parametrize("options", [{"engine": "inline"}, {"engine": "processes", "workers": 2}])
 def test_a_run_of_limited_time_goes_on_to_the_same_bits(options, tmp_path):
     """It stops after a step, says so, and is not finished; the same call goes on, to the digest of a run of one go."""
-    made, calls = recipe(), 0
-    while calls <= STEPS:
-        result = made.train(run_dir=tmp_path, max_seconds=1e-9, **options)
-        calls += 1
-        if result.stopped_early is None:
-            break
+    result = recipe().train(run_dir=tmp_path, max_seconds=1e-9, **options)
+    while result.stopped_early is not None:
         assert result.stopped_early == f"at step {result.steps} of {STEPS} by max_seconds=1e-09"
-    assert result.resumed_from > 0
+        before, result = result, recipe().train(run_dir=tmp_path, max_seconds=1e-9, engine="inline")
+        assert result.resumed_from == before.steps < result.steps
     assert result.digest == digest_after(STEPS) == recipe().train(max_seconds=3600).digest
     assert result.digest != recipe(seed=1).train(max_seconds=3600).digest
 
@@ -734,6 +731,23 @@ def test_a_result_plots_on_given_axes():
     ax = fresh_axes()
     assert recipe().train().plot(ax) is ax
     assert ax.get_lines()
+
+
+def test_metrics_of_unlike_size_have_charts_of_their_own():
+    """Below the loss is a chart for each size of metrics; legends lie above; a notebook gets a picture."""
+    metrics = {"accuracy": accuracy, "f1": accuracy, "perplexity": lambda o, t: 40.0, "ppl2": lambda o, t: 50.0}
+    result = recipe().train(evaluation=phalanx.Evaluation(metrics, TEST))
+    ax = result.plot()
+    assert ax._repr_png_().startswith(b"\x89PNG")
+    charts = [[text.get_text().split(",")[0] for text in one.get_legend().get_texts()] for one in ax.figure.axes]
+    assert charts == [["loss", "loss"], ["accuracy", "f1"], ["perplexity", "ppl2"]]
+    for one in ax.figure.axes:
+        assert one.get_legend().get_window_extent().y0 >= one.get_window_extent().y1 - 1
+    given = fresh_axes()
+    assert result.plot(given) is given
+    assert len(given.figure.axes) == 3
+    with pytest.raises(phalanx.UsageError, match=r"take one of figure\.subplots"):
+        result.plot(given.figure.add_axes((0.1, 0.1, 0.5, 0.5)))
 
 
 ODD_RESULTS = {

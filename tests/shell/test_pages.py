@@ -82,15 +82,45 @@ def test_deaths_are_drawn_where_they_were():
     (ax,) = figure.axes
     assert [list(line.get_xdata()) for line in ax.lines if line.get_marker() == "|"] == [[7, 9], []]
     drawn = [line for line in ax.lines if line.get_marker() != "|"]
-    assert [len(line.get_xdata()) for line in drawn] == [556, 40]
+    assert [len(line.get_xdata()) for line in drawn] == [556, 556, 40, 40]  # as measured, and smoothed
+    assert [line.get_alpha() for line in drawn] == [0.25, None, 0.25, None]
+    assert drawn[1].get_ydata()[0] == pytest.approx(drawn[0].get_ydata()[0])
+    assert max(abs(drawn[3].get_ydata())) < 1.01
 
 
 def test_a_page_needs_a_log(tmp_path):
-    """Another folder, and three runs, are refused by name."""
+    """Another folder is refused by name."""
     with pytest.raises(phalanx.UsageError, match=r"has no events\.jsonl"):
         pages.report([tmp_path], tmp_path / "a.html")
-    with pytest.raises(phalanx.UsageError, match="given 3 times"):
-        pages.report([tmp_path] * 3, tmp_path / "a.html")
+
+
+def test_the_best_of_many_runs_is_marked(tmp_path):
+    """By the first metric whose name says what is better, else by the loss; colours differ, and each run is named."""
+    folders = [tmp_path / name for name in ("slow", "fast", "none")]
+    for folder, lr in zip(folders, (1e-3, 0.1, 1e-9), strict=True):
+        recipe(epochs=2, lr=lr, optimizer=None).train(run_dir=folder, evaluation=evaluation())
+    rows = pages.report(folders, tmp_path / "report.html")
+    best = max(range(3), key=lambda number: rows[number]["last accuracy"])
+    assert [row.get("best") for row in rows] == ["by accuracy" if number == best else None for number in range(3)]
+    assert f'<tr class="best"><td>{folders[best].name}<' in (tmp_path / "report.html").read_text()
+    figure = plots.plot_runs(["run"] * 12, [{"loss": [(0, 1.0)]}] * 12, [[]] * 12)
+    styles = {(line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines if line.get_marker() == "."}
+    assert len(styles) == 12
+    losses = [{"last loss": 2.0, "last odd": 1.0}, {"last loss": 1.0, "last odd": 2.0}]
+    assert pages.best_of(losses) == ("last loss", 1)
+    assert pages.best_of(losses[:1]) == ("", None)
+
+
+def test_a_page_has_the_recipe_and_the_clock(run_dir, tmp_path):
+    """One row for each field, with the rates that were used, the time of start and end, and how long it took."""
+    (row,) = pages.report([run_dir], tmp_path / "report.html")
+    parser = Parser()
+    parser.feed((tmp_path / "report.html").read_text())
+    texts = parser.texts
+    assert texts[texts.index("replicas") + 1] == str(recipe().replicas)
+    assert "{" not in "".join(texts[texts.index("replicas") :]).replace("{}", "")
+    assert row["started"] < row["ended"] or row["lasted"].endswith(" s")
+    assert [pages.lasting(seconds) for seconds in (4.24, 200, 7500)] == ["4.2 s", "3 min 20 s", "2 h 5 min"]
 
 
 def test_an_export_has_the_weights_of_the_newest_snapshot(here, run_dir, tmp_path):

@@ -205,11 +205,14 @@ def export_weights(
 
 @app.command("report")
 def report_runs(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN [RUN]...", help="Directories of runs.")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Directories of runs, one or more.")],
     to: Annotated[str, typer.Option("--to", metavar="FILE", help="Where to.")] = "report.html",
     json_: Json = False,
 ) -> None:
-    """Draw runs as one page of HTML: loss, evaluations, throughput, where time goes, deaths, snapshots, environment."""
+    """Draw runs as one page of HTML: loss, evaluations, throughput, where time goes, deaths, snapshots, environment.
+
+    Of several runs the best one is marked: by the first metric whose name says what is better, else by the loss.
+    """
     rows = pages.report([pathlib.Path(run) for run in runs], pathlib.Path(to))
     show({"runs": rows, "report": to}, [*pages.lines(rows), ["report", to]], json_=json_)
 

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import html
+import itertools
 import math
 import pathlib
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx.callbacks.best import Better
 from phalanx.checkpoint import files
 from phalanx.checkpoint.resume import read_any
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.proof.replay import events
-from phalanx.run.plots import plot_runs, svg
+from phalanx.run.plots import RATE, plot_runs, svg
 
-RATE = "samples a second"
 SHOWN = ("start", "resume", "death", "replaced", "rollback", "snapshot", "failed", "end")
+LAST = "last "
 MOST_EVENTS = 200  # on a page, the last ones
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 820px; margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.4rem } h2 { font-size: 1.05rem; margin-top: 2rem } svg { width: 100%; height: auto }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
 td, th { text-align: left; padding: .15rem .6rem .15rem 0; border-bottom: 1px solid #8884; vertical-align: top }
-td { overflow-wrap: anywhere } td:first-child { white-space: nowrap }
+.best { background: #3a32 } td { overflow-wrap: anywhere } td:first-child { white-space: nowrap }
 """
 
 
@@ -39,13 +43,14 @@ class History:
         The line of each step.
     events : list of dict
         All other lines.
-    facts : dict
-        Of the newest snapshot.
+    recipe, facts : dict
+        Fields and environment, of the newest snapshot.
     """
 
     name: str
     steps: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
     events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    recipe: dict[str, Any] = field(default_factory=dict[str, Any])
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def curves(self) -> dict[str, list[tuple[float, float]]]:
@@ -67,11 +72,17 @@ class History:
         inside = sum(line.get("seconds") or 0.0 for line in self.steps.values())
         saved = sum(line.get("seconds") or 0.0 for line in self.events if line.get("event") == "snapshot")
         names = [name for name in self.curves() if name not in ("grad_norm", "lr", RATE)]
-        last = {f"last {name}": points[-1][1] for name in names if (points := self.curves()[name])}
+        curves = self.curves()
+        last = {f"{LAST}{name}": curves[name][-1][1] for name in names if curves[name]}
+        rates = {f"{when} lr": curves["lr"][at][1] for when, at in (("first", 0), ("last", -1)) if curves["lr"]}
         return {
             "run": self.name,
             "steps": len(self.steps),
             **last,
+            **rates,
+            "started": _clock(min(stamps, default=None)),
+            "ended": _clock(max(stamps, default=None)),
+            "lasted": lasting(whole),
             "workers": next((line["workers"] for line in reversed(self.events) if "workers" in line), None),
             "deaths": kinds["death"],
             "replacements": kinds["replaced"],
@@ -85,24 +96,39 @@ class History:
 
 
 def report(runs: Sequence[pathlib.Path], to: pathlib.Path) -> list[dict[str, Any]]:
-    """Write a page about one run, or two side by side; returns its rows.
+    """Write a page about runs; returns a row for each. Of several, the best one has an entry that says so.
 
     Raises
     ------
     UsageError
-        There are more than two, one has no log, or matplotlib is not installed.
+        One has no log, or matplotlib is not installed.
     """
-    if len(runs) > 2:
-        raise UsageError(f"RUN was given {len(runs)} times; a page shows one run, or two side by side")
     histories = [read(path) for path in runs]
+    if len({history.name for history in histories}) < len(histories):
+        for history, path in zip(histories, runs, strict=True):
+            history.name = str(path)
+    rows = [history.row() for history in histories]
+    name, best = best_of(rows)
+    if best is not None:
+        rows[best] |= {"best": f"by {name.removeprefix(LAST)}"}
     to.parent.mkdir(parents=True, exist_ok=True)
-    files.replace(to, lambda file: file.write(page(histories).encode()))
-    return [history.row() for history in histories]
+    files.replace(to, lambda file: file.write(page(histories, rows, best).encode()))
+    return rows
+
+
+def best_of(rows: Sequence[dict[str, Any]]) -> tuple[str, int | None]:
+    """Which of several runs ends best, and by which entry: the first metric that says what is better, else the loss."""
+    entries = [name for name in (rows[0] if len(rows) > 1 else ()) if all(name in row for row in rows)]
+    for name in sorted((name for name in entries if name.startswith(LAST)), key=f"{LAST}loss".__eq__):
+        with contextlib.suppress(UsageError):
+            better = Better(name.removeprefix(LAST), "auto")
+            return name, min(range(len(rows)), key=lambda number: better.rank(rows[number][name]))
+    return "", None
 
 
 def read(path: pathlib.Path) -> History:
     """A run's history out of its directory."""
-    history = History(path.name)
+    history = History(path.resolve().name)
     for line in events(path):
         if line.get("event") == "step":
             history.steps[line["step"]] = line
@@ -112,18 +138,26 @@ def read(path: pathlib.Path) -> History:
         history.events.append(line)
     with contextlib.suppress(SnapshotError):
         newest = read_any(path)
-        history.facts = {"recipe": newest.noted("values"), **newest.environment}
+        history.recipe = _fields(newest.noted("values"))
+        history.facts = newest.environment
     return history
 
 
-def page(histories: Sequence[History]) -> str:
-    """The whole page."""
-    title = html.escape(" and ".join(history.name for history in histories))
-    parts = [f"<h1>phalanx: {title}</h1>", _table(lines([history.row() for history in histories])), _picture(histories)]
+def page(histories: Sequence[History], rows: Sequence[dict[str, Any]], best: int | None) -> str:
+    """The whole page. Of several runs there is a table with a row for each first."""
+    title = html.escape(", ".join(history.name for history in histories))
+    known = [name for name in rows[0] if name in ("run", "steps", "lasted", "started") or name.startswith(LAST)]
+    short = [known, *([_number(row.get(name)) for name in known] for row in rows)]
+    parts = [f"<h1>phalanx: {title}</h1>", _table(short, best) if len(rows) > 1 else "", _picture(histories)]
+    parts += [_table(lines(rows))]
     for history in histories:
         name, shown = html.escape(history.name), [line for line in history.events if line.get("event") in SHOWN]
-        rows = [[line.get(key, "") for key in ("event", "step", "worker", "why")] for line in shown[-MOST_EVENTS:]]
-        parts += [f"<h2>What happened in {name}</h2>", _table([["event", "step", "worker", "why"], *rows])]
+        happened = [
+            [_clock(line.get("time")), *(line.get(key, "") for key in ("event", "step", "worker", "why"))]
+            for line in shown[-MOST_EVENTS:]
+        ]
+        parts += [f"<h2>What happened in {name}</h2>", _table([["time", "event", "step", "worker", "why"], *happened])]
+        parts += [f"<h2>The recipe of {name}</h2>", _table(history.recipe.items())]
         parts += [f"<h2>The environment of {name}</h2>", _table(history.facts.items())]
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
@@ -137,9 +171,31 @@ def lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     return [[name, *(_number(row.get(name)) for row in rows)] for name in names]
 
 
-def _table(rows: Any) -> str:
+def lasting(seconds: float) -> str:
+    """A duration in words, as in 2 h 5 min."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+
+
+def _fields(values: Mapping[str, str]) -> dict[str, str]:
+    """The fields of a recipe by short names, as in "optimizer lr"; without the default optimizer's rate if unused."""
+    used = {name: text for name, text in values.items() if name != "lr" or values.get("optimizer") == "None"}
+    short = {name: re.sub(r"\.keywords\['(\w+)'\]", r" \1", name).removesuffix(".func") for name in used}
+    return {short[name]: str(text).strip("'") for name, text in used.items() if not name.endswith("__class__")}
+
+
+def _clock(stamp: float | None) -> str:
+    return "" if stamp is None else datetime.datetime.fromtimestamp(stamp).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _table(rows: Any, best: int | None = None) -> str:
+    """Rows of cells; ``best`` counts those after the first, the heading."""
     cells = ("".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) for row in rows)
-    return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+    marks = (' class="best"' if best is not None and number == best + 1 else "" for number in itertools.count())
+    return f"<table>{''.join(f'<tr{mark}>{row}</tr>' for row, mark in zip(cells, marks, strict=False))}</table>"
 
 
 def _picture(histories: Sequence[History]) -> str:

@@ -210,7 +210,8 @@ def say_resumed(run: Any, total: int | None) -> None:
 def _print(text: str) -> None:
     """Write a line on stderr; no run ends because nobody reads it."""
     with contextlib.suppress(OSError, ValueError):
-        print(f"phalanx: {text}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"phalanx: {text}\n")
+        sys.stderr.flush()
 
 
 class TimeLimit(Observer):

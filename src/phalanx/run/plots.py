@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import io
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +21,12 @@ if TYPE_CHECKING:
 LOSS_COLOR = "#1f5a96"
 DEATH_COLOR = "#c1452b"
 POINTS = 600
+ABOVE = 20  # points between axes and their title, where the legend is
+COLORS = 10  # of matplotlib
+LONG = 30  # points from which on a curve is smoothed, and has no markers
+RATE = "samples a second"
+LOGARITHMIC = ("loss", "grad_norm")  # where values lie far apart
+SMOOTHED = (*LOGARITHMIC, RATE)
 
 
 def plot_history(
@@ -27,20 +36,29 @@ def plot_history(
     title: str,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw the loss of every step with its mean per epoch and, on a second axis, the evaluations."""
-    ax, unit, losses = ax or new_axes(), per_epoch or 1, np.asarray(loss_history, dtype=np.float64)
+    """Draw the loss of every step with its mean per epoch and, in charts below it, metrics of like size together."""
+    groups, unit, losses = _groups(metric_history), per_epoch or 1, np.asarray(loss_history, dtype=np.float64)
+    charts = _stacked(ax or new_axes(height=4 + 1.6 * len(groups)), len(groups))
     ends = range(unit, len(losses) + 1, unit) if unit > 1 else ()
     style = {"marker": "." * (len(losses) == 1), "alpha": 0.3 if ends else 1.0}
-    ax.plot(np.arange(1, len(losses) + 1) / unit, losses, color=LOSS_COLOR, label="loss, every step", **style)
+    charts[0].plot(np.arange(1, len(losses) + 1) / unit, losses, color=LOSS_COLOR, label="loss, every step", **style)
     if ends:
         means = [losses[end - unit : end].mean() for end in ends]
-        ax.plot([end / unit for end in ends], means, ".-", color=LOSS_COLOR, label="loss, epoch mean")
-    positive = losses[np.isfinite(losses)]
-    if len(positive) and positive.min() > 0 and positive.max() / positive.min() > 50:
-        ax.set_yscale("log")
-    if metric_history:
-        _plot_metrics(metric_history, ax, unit)
-    return _finished(ax, "epoch" if per_epoch else "step", "training loss", title)
+        charts[0].plot([end / unit for end in ends], means, ".-", color=LOSS_COLOR, label="loss, epoch mean")
+    _scale(charts[0], losses)
+    colors = (f"C{number}" for number in itertools.count(1))
+    for chart, names in zip(charts[1:], groups, strict=True):
+        for name in names:
+            points = [(item.steps / unit, item.value) for item in metric_history if item.name == name]
+            style = {"color": next(colors), "marker": "s", "markersize": 3}
+            chart.plot(*zip(*points, strict=True), label=f"{name}, {points[-1][1]:.4g}", **style)
+    across = "epoch" if per_epoch else "step"
+    for chart in charts:
+        last = chart is charts[-1]
+        _finished(chart, across if last else "", "" if chart is not charts[0] else "training loss", "")
+        chart.tick_params(axis="x", bottom=last, labelbottom=last)
+    charts[0].set_title(title, fontsize=9, wrap=True, pad=ABOVE)
+    return charts[0]
 
 
 def plot_runs(
@@ -48,23 +66,34 @@ def plot_runs(
     curves: Sequence[Mapping[str, Sequence[tuple[float, float]]]],
     marks: Sequence[Sequence[int]],
 ) -> Figure:
-    """One run, or several in colours of their own: a chart for each curve over the steps, with marks below it."""
+    """One run, or several in colours of their own: a chart for each curve over the steps, with marks below it.
+
+    A long curve of losses, norms or speed is drawn pale, with a smoothed one over it.
+    """
     keys = [key for key in dict.fromkeys(key for one in curves for key in one) if any(one.get(key) for one in curves)]
     figure: Any = new_axes().figure
     figure.clear()
-    figure.set_size_inches(8, 0.6 + 1.9 * len(keys))
+    figure.set_size_inches(8, 0.6 + 1.9 * len(keys) + 0.2 * (len(names) // 4))
     charts = figure.subplots(max(1, len(keys)), 1, squeeze=False, sharex=True)[:, 0]
     charts[-1].set_xlabel("step")
     for ax, key in zip(charts, keys, strict=False):
-        for name, color, curve, marked in zip(names, (LOSS_COLOR, DEATH_COLOR), curves, marks, strict=False):
+        for number, (name, curve, marked) in enumerate(zip(names, curves, marks, strict=True)):
+            style = {"color": f"C{number % COLORS}", "linestyle": ("-", "--", ":")[number // COLORS % 3]}
             points = _thinned(curve.get(key, ()))
-            ax.plot(*zip(*points, strict=True), color=color, linewidth=1.3, label=name, marker="." * (len(points) < 30))
-            ax.plot(marked, [0] * len(marked), "|", color=color, markersize=12, transform=ax.get_xaxis_transform())
+            if len(points) >= LONG and key in SMOOTHED:
+                ax.plot(*zip(*points, strict=True), color=style["color"], linewidth=1, alpha=0.25)
+                points = _smooth(points)
+            markers = {"marker": "." * (len(points) < LONG)}
+            ax.plot(*zip(*points, strict=True), linewidth=1.3, label=name, **markers, **style)
+            across = ax.get_xaxis_transform()
+            ax.plot(marked, [0] * len(marked), "|", markersize=12, transform=across, color=style["color"])
+        _scale(ax, np.array([value for one in curves for _, value in one.get(key, ()) if key in LOGARITHMIC]))
         ax.set_title(key, fontsize=10, loc="left")
+        ax.locator_params(axis="x", integer=True, nbins=8)
         ax.grid(alpha=0.2)
         ax.spines[["top", "right"]].set_visible(False)
     if keys and len(names) > 1:
-        figure.axes[0].legend(loc="best", fontsize=8)
+        _legend(charts[0], pad=1.12)
     return figure
 
 
@@ -100,24 +129,68 @@ def plot_rates(lrs: Sequence[float], losses: Sequence[float], suggestion: float,
 
 def _finished(ax: Axes, across: str, up: str, title: str) -> Axes:
     ax.set(xlabel=across, ylabel=up)
-    ax.set_title(title, fontsize=9, wrap=True)
+    ax.set_title(title, fontsize=9, wrap=True, pad=ABOVE)
     ax.grid(alpha=0.2)
-    where: dict[str, Any] = {}
-    if ax.figure.get_layout_engine():  # else what lies outside of the axes might be cut off
-        where = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14), "ncols": 4, "frameon": False}
-    ax.legend(fontsize=8, **where)
+    _legend(ax)
     return ax
 
 
-def _plot_metrics(metric_history: Sequence[Evaluated], ax: Axes, unit: int) -> None:
-    twin = ax.twinx()
-    names = list(dict.fromkeys(evaluated.name for evaluated in metric_history))
-    for number, name in enumerate(names):
-        points = [(evaluated.steps / unit, evaluated.value) for evaluated in metric_history if evaluated.name == name]
-        style = {"color": f"C{number + 1}", "marker": "s", "markersize": 3}
-        twin.plot(*zip(*points, strict=True), **style)
-        ax.plot([], [], label=f"{name}, {points[-1][1]:.4g}", **style)
-    twin.set_ylabel(", ".join(names))
+def _legend(ax: Axes, pad: float = 1.0) -> None:
+    """Say above the axes what the lines are, so that no text lies on one."""
+    ax.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, pad), ncols=4, frameon=False, borderaxespad=0.1)
+
+
+def _scale(ax: Axes, values: np.ndarray) -> None:
+    """A logarithmic scale for positive values that lie far apart; else no offset is taken out of the numbers."""
+    positive = values[np.isfinite(values)]
+    if len(positive) and positive.min() > 0 and positive.max() / positive.min() > 50:
+        ax.set_yscale("log")
+    else:
+        ax.ticklabel_format(axis="y", useOffset=False)
+
+
+def _groups(metric_history: Sequence[Evaluated]) -> list[list[str]]:
+    """Names of metrics whose values are of like size: none above 1, or the largest ones at most a factor of 2 apart."""
+    groups: list[tuple[float, list[str]]] = []
+    for name in dict.fromkeys(item.name for item in metric_history):
+        values = [abs(item.value) for item in metric_history if item.name == name and math.isfinite(item.value)]
+        size = max(1.0, *values) if values else 1.0
+        for other, names in groups:
+            if size == other or (1.0 not in (size, other) and 0.5 <= size / other <= 2):
+                names.append(name)
+                break
+        else:
+            groups.append((size, [name]))
+    return [names for _, names in groups]
+
+
+def _stacked(ax: Axes, more: int) -> list[Axes]:
+    """The axes, with ``more`` below in the same room, which get smaller for that.
+
+    Raises
+    ------
+    UsageError
+        The axes are in no grid, so that nobody knows how much room there is.
+    """
+    room = ax.get_subplotspec()
+    if not more:
+        return [ax]
+    if room is None:
+        raise UsageError("ax has no grid in which metrics can be drawn below the loss; take one of figure.subplots()")
+    apart = None if ax.figure.get_layout_engine() else 0.4
+    grid = room.subgridspec(1 + more, 1, hspace=apart, height_ratios=[2] + [1] * more)
+    ax.set_subplotspec(grid[0])
+    return [ax, *(ax.figure.add_subplot(grid[row], sharex=ax) for row in range(1, 1 + more))]
+
+
+def _smooth(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Exponential means, in which each point counts a tenth."""
+    means: list[tuple[float, float]] = []
+    mean = 0.0
+    for number, (step, value) in enumerate(points, 1):
+        mean = 0.9 * mean + 0.1 * value
+        means.append((step, mean / (1 - 0.9**number)))
+    return means
 
 
 def _thinned(curve: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
@@ -127,8 +200,8 @@ def _thinned(curve: Sequence[tuple[float, float]]) -> Sequence[tuple[float, floa
     return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]
 
 
-def new_axes() -> Axes:
-    """Axes of a figure of their own, without the global state of pyplot.
+def new_axes(height: float = 4) -> Axes:
+    """Axes of a figure of their own, without the global state of pyplot; a notebook shows them as a picture.
 
     Raises
     ------
@@ -140,6 +213,14 @@ def new_axes() -> Axes:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UsageError("plot needs matplotlib; install it: pip install 'phalanx[plot]'") from error
-    figure = Figure(figsize=(7, 4), dpi=130, layout="constrained")
+    figure = Figure(figsize=(7, height), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    return figure.subplots()
+    ax: Any = figure.subplots()
+    ax._repr_png_ = figure._repr_png_ = functools.partial(_png, figure)  # what notebooks ask an object for
+    return ax
+
+
+def _png(figure: Figure) -> bytes:
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png")
+    return drawn.getvalue()
