@@ -48,7 +48,8 @@ def assert_same_run(recipe: Recipe, workers: Sequence[int] = (1, 2, 3), kills: i
             difference = diff(runs[0][1], target, recipes=(recipe, recipe))
             if difference is not None or runs[0][2] != runs[-1][2]:
                 reason = difference or "the digests differ, though all that was noted of the steps is the same"
-                raise AssertionError(f"A ({runs[0][0]}) and B ({name}) are not the same run:\n{reason}")
+                text = str(reason).replace(f"{folder}{os.sep}", "")
+                raise AssertionError(f"{runs[0][0]} and {name} are not the same run:\n{text}")
 
 
 def _trained(recipe: Recipe, workers: int, kills: int, target: pathlib.Path) -> str:

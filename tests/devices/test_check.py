@@ -41,7 +41,7 @@ def test_other_digests_are_told(monkeypatch):
     monkeypatch.setattr(lanes.Exchange, "spread", lambda *_: None)
     rows = list(check(FAMILIES["mlp"].recipe(4), None, ["cpu", "cpu"], 3))
     assert [row.same for row in rows] == [True, True, False]
-    assert "A and B differ first in step " in rows[-1].told
+    assert "done in this process and done on 2 devices differ first in step " in rows[-1].told
     assert verdict(rows) == DIFFERENT
 
 

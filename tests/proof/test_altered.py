@@ -198,7 +198,7 @@ def test_a_header_alone_counts_no_steps(tmp_path, job):
         file.write(json.dumps(record) + "\n")
     assert phalanx.diff(right, folder) is None  # by their snapshots
     shutil.rmtree(folder / "snapshots")
-    with pytest.raises(phalanx.UsageError, match="A has 6 steps and B has 0"):
+    with pytest.raises(phalanx.UsageError, match=f"{right} has 6 steps and {folder} has 0"):
         phalanx.diff(right, folder)
 
 

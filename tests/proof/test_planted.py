@@ -69,7 +69,7 @@ def test_4_another_seed(tmp_path):
     """The field, the first step and share; the model is made differently already."""
     found = apart(tmp_path, recipe(), recipe(seed=1))
     assert (found.step, found.replica, found.phase, found.name) == (0, 0, "state", "first.weight")
-    assert found.fields == {"seed": "seed is 0 in A, and 1 in B"}
+    assert found.fields == {"seed": f"seed is 0 in {tmp_path / 'a'}, and 1 in {tmp_path / 'b'}"}
 
 
 def test_5_the_rate_is_off_at_step_57_only(tmp_path):
@@ -87,8 +87,10 @@ def test_5_the_rate_is_off_at_step_57_only(tmp_path):
     )
     found = apart(tmp_path, one, other)
     assert (found.step, found.replica, found.phase, found.name) == (57, None, "update", "first.weight")
-    assert list(found.fields) == ["scheduler"]
-    assert "lr is 0.1 in A, and 0.2 in B" in str(found)
+    assert list(found.fields) == ["scheduler", "lr"]
+    cause, where = str(found).splitlines()[1:3]
+    assert cause == f"lr is 0.1 in {tmp_path / 'a'}, and 0.2 in {tmp_path / 'b'}, in step 57"
+    assert where.startswith(f"{tmp_path / 'a'} and {tmp_path / 'b'} differ first in step 57: update")
 
 
 def test_6_another_momentum_of_a_batchnorm(tmp_path):
@@ -223,7 +225,7 @@ def test_12_threads(tmp_path):
     one, other = (recipe(make_model=functools.partial(Circumstances, 5, 3), threads=threads) for threads in (1, 2))
     found = apart(tmp_path, one, other)
     assert (found.step, found.replica, found.phase) == (0, 0, "forward")
-    assert found.fields == {"threads": "threads is 1 in A, and 2 in B"}
+    assert found.fields == {"threads": f"threads is 1 in {tmp_path / 'a'}, and 2 in {tmp_path / 'b'}"}
 
 
 def test_13_a_flag_of_the_library(tmp_path):
@@ -437,7 +439,7 @@ def test_20_another_version_of_the_library(tmp_path):
     records = records_of(other / "chain.jsonl")
     records.write_text(records.read_text().replace(f'"torch": "{torch.__version__}"', '"torch": "2.99.0"'))
     found = phalanx.diff(one, other)
-    assert found.fields["torch"] == f"torch is {torch.__version__} in A, and 2.99.0 in B"
+    assert found.fields["torch"] == f"torch is {torch.__version__} in {one}, and 2.99.0 in {other}"
 
 
 PAIRS = {

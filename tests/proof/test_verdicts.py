@@ -117,7 +117,9 @@ def test_a_recipe_that_was_edited_tells_nothing_of_the_run(tmp_path, run):
     edited = dataclasses.replace(job, seed=1)
     found = phalanx.diff(folder, other, recipes=(edited, edited))
     assert (found.step, found.phase) == (1, "loss")
-    assert "the recipe at hand is not the one that A had (seed is 1 here, and 0 there), so nothing" in found.note
+    assert (
+        f"the recipe at hand is not the one that {folder} had (seed is 1 here, and 0 there), so nothing" in found.note
+    )
     with pytest.warns(UserWarning, match="had another recipe .seed is 1 here"):
         phalanx.replay(edited, folder, step=3, replica=0)
 

@@ -110,6 +110,19 @@ def test_a_run_that_was_stopped_early_is_told_of(here, recipe_file):
     assert json.loads(here(*command, "--json", cwd=recipe_file.parent).stdout)["stopped_early"] in said
 
 
+def test_a_file_has_no_arguments_of_the_command(here, tmp_path):
+    """A file that parses arguments gets its defaults; one that ends itself is refused in a sentence."""
+    parsed = (
+        "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr', {})\nparser.parse_args()\n"
+    )
+    (tmp_path / "job.py").write_text(parsed.format("default=1") + RECIPE)
+    assert here("train", "job.py", "--quiet", cwd=tmp_path).returncode == 0
+    (tmp_path / "job.py").write_text(parsed.format("required=True") + RECIPE)
+    done = here("train", "job.py", "--quiet", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "job.py ended itself with SystemExit(2) while it was loaded" in done.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize("name", ["ring", "ordered", "naive"])
 def test_explain_shows_an_algorithm(here, tmp_path, name):
     """Every round in words, and how much travels; an unknown name is refused."""
@@ -123,10 +136,11 @@ def test_explain_shows_an_algorithm(here, tmp_path, name):
 
 
 @pytest.mark.long
-def test_train_draws_one_bar_and_a_picture(recipe_file):
-    """The bar goes to stderr, the picture where --plot says."""
+def test_train_draws_lines_and_a_picture(recipe_file):
+    """Where there is no terminal, lines go to stderr; the picture goes where --plot says."""
     done = phalanx_command("train", "job.py", "--plot", "sub/loss.png", cwd=recipe_file.parent)
-    assert "6/6" in done.stderr
+    assert "step 6/6" in done.stderr.splitlines()[-1]
+    assert "\r" not in done.stderr
     assert (recipe_file.parent / "sub/loss.png").read_bytes().startswith(b"\x89PNG")
     assert "sub/loss.png" in done.stdout
 

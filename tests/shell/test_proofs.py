@@ -20,8 +20,7 @@ def test_the_way_through(tmp_path, here):
     assert here("diff", "a", "b", cwd=tmp_path).stdout == "the same\n"
     done = here("diff", "a", "c", cwd=tmp_path)
     assert done.returncode == 1
-    assert done.stdout.startswith("A and B differ first in step 0: state")
-    assert "seed is 0 in A, and 1 in B" in done.stdout
+    assert done.stdout.startswith("seed is 0 in a, and 1 in c\na and c differ first in step 0: state")
     told = json.loads(here("diff", "a", "c", "--json", cwd=tmp_path).stdout)
     assert (told["same"], told["step"], told["replica"], told["phase"]) == (False, 0, 0, "state")
     assert json.loads(here("diff", "a", "b", "--json", cwd=tmp_path).stdout) == {"same": True}

@@ -55,7 +55,14 @@ def load_recipe(file: str) -> tuple[Recipe, Any, Any]:
         )
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(source.parent))
-    spec.loader.exec_module(module)
+    sys.argv = [path]  # the command's own arguments are none of the file's
+    try:
+        spec.loader.exec_module(module)
+    except SystemExit as error:
+        raise UsageError(
+            f"{path} ended itself with SystemExit({error}) while it was loaded; it gets no arguments (sys.argv is "
+            f"{sys.argv}), so give those that it parses a default, and exit under `if __name__ == '__main__':` only"
+        ) from error
     recipe = getattr(module, name, None)
     if not isinstance(recipe, Recipe):
         raise UsageError(

@@ -151,5 +151,5 @@ def _compared(recipe: Recipe, row: Row, first: pathlib.Path, run_dir: pathlib.Pa
         difference = diff(first, run_dir, recipes=(recipe, recipe), operations=True)
     except PhalanxError as error:  # the first one ended with an error
         return dataclasses.replace(row, same=None, told=str(error))
-    text = f"{difference}\n  {CURES.get(row.what, OTHERWISE)}"
+    text = f"{difference}".replace(f"{first.parent}{os.sep}", "") + f"\n  {CURES.get(row.what, OTHERWISE)}"
     return row if difference is None else dataclasses.replace(row, same=False, told=text)

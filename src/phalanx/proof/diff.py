@@ -20,7 +20,7 @@ from phalanx.checkpoint.chained import tensors_of
 from phalanx.checkpoint.snapshot import Snapshot, read
 from phalanx.definition.fields import Definition
 from phalanx.errors import PhalanxError, SnapshotError, UsageError
-from phalanx.proof.difference import Difference, Unequal, flat, in_common, parting, taken, unequal
+from phalanx.proof.difference import SIDES, Difference, Unequal, flat, in_common, parting, taken, unequal
 from phalanx.proof.instant import Instant, snapshots
 from phalanx.proof.sides import Side, another, different_fields, side
 from phalanx.run.observers import shown
@@ -58,14 +58,19 @@ def diff(
         One of them is damaged.
     """
     with contextlib.closing(side(a, recipes[0])) as one, contextlib.closing(side(b, recipes[1])) as other:
-        return _compared(one, other, operations)
+        if one.name == other.name:
+            one.name, other.name = SIDES
+        difference = _compared(one, other, operations)
+        return difference and replace(difference, sides=(one.name, other.name))
 
 
 def _compared(one: Side, other: Side, operations: bool) -> Difference | None:
     fields = different_fields(one, other)
     if one.loose or other.loose:
         return _loosely(one, other, fields)
-    parted = parting(one.links, other.links) if one.links and other.links else None
+    parted = (
+        parting(one.links, other.links, (f"in {one.name}", f"in {other.name}")) if one.links and other.links else None
+    )
     last_same, state = _states(one, other)
     if parted is None and state is None:
         return _ends(one, other, fields, last_same)
@@ -81,7 +86,10 @@ def _compared(one: Side, other: Side, operations: bool) -> Difference | None:
         note = "; ".join(filter(None, [note, untold]))
     replica = difference.replica
     if parted and (parted.step or 0) <= (difference.step or 0):
-        note = "; ".join(filter(None, [f"link {parted.step}: {parted.note}", note]))
+        if parted.name == "lr":  # a cause, as what a recipe says is
+            fields.setdefault("lr", f"{parted.note}, in step {parted.step}")
+        else:
+            note = "; ".join(filter(None, [f"link {parted.step}: {parted.note}", note]))
         replica = parted.replica if replica is None and parted.step == difference.step else replica
     return replace(difference, fields=fields, replica=replica, note=note)
 
@@ -100,12 +108,12 @@ def _loosely(one: Side, other: Side, fields: dict[str, str]) -> Difference | Non
 
 def _missing(one: Side, other: Side) -> str:
     """Why steps cannot be computed again, if they cannot."""
-    for run, name in ((one, "A"), (other, "B")):
+    for run in (one, other):
         if run.recipe is None:
             return "no recipe is at hand"
         why = another(run.recipe, run.run.get("recipe"))
         if why:
-            return f"the recipe at hand is not the one that {name} had ({why})"
+            return f"the recipe at hand is not the one that {run.name} had ({why})"
     return ""
 
 
@@ -122,12 +130,12 @@ def _ends(one: Side, other: Side, fields: dict[str, str], same: int) -> Differen
     states = set(one.states) & set(other.states)
     if common < min(counts) or not (common or states):
         raise UsageError(
-            f"it cannot be told: A has {counts[0]} steps and B has {counts[1]}, and what both say is the same up to "
-            f"step {common}, from where on they have no links or states of the same steps; give runs with chains, or "
-            "snapshots of one step"
+            f"it cannot be told: {one.name} has {counts[0]} steps and {other.name} has {counts[1]}, and what both say "
+            f"is the same up to step {common}, from where on they have no links or states of the same steps; give runs "
+            "with chains, or snapshots of one step"
         )
     if counts[0] != counts[1]:
-        note = f"A has {counts[0]} steps, and B has {counts[1]}; those that both have are the same"
+        note = f"{one.name} has {counts[0]} steps, and {other.name} has {counts[1]}; those that both have are the same"
         return Difference(fields, min(counts), None, "end", note=note)
     return Difference(fields) if fields else None
 

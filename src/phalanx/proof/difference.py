@@ -17,6 +17,7 @@ FLOATS = {"float16": np.uint16, "bfloat16": np.uint16, "float32": np.uint32, "fl
 TEXT = "text"
 WORDS = {"forward": "forward pass", "norm": "norm of the gradient", "buffer": "buffers", "end": "number of steps"}
 OF_REPLICAS = ("samples", "batch", "forward", "loss", "gradient", "buffer")
+SIDES = "A", "B"
 IN = "in A", "in B"
 MOST = 60  # characters of a value
 OWN = ("link", "step")  # fields that identify a line, and are no difference in themselves
@@ -47,7 +48,7 @@ class Difference:
     Attributes
     ----------
     fields : dict of str to str
-        Differences of recipe, environment and data, in words, by the name of the field.
+        Differences of recipe, environment, data and learning rate, in words, by the name of the field.
     step : int or None
         The first step that differs; None where no step does.
     replica : int or None
@@ -67,6 +68,8 @@ class Difference:
         What else there is to say.
     part : str
         The recipe's phase (``phalanx.Phase``); empty if it has none.
+    sides : (str, str)
+        What the two are called in texts: their directories.
     """
 
     fields: dict[str, str] = field(default_factory=dict[str, str])
@@ -79,19 +82,19 @@ class Difference:
     line: str = ""
     note: str = ""
     part: str = ""
+    sides: tuple[str, str] = SIDES
 
     def __str__(self) -> str:
-        lines: list[str] = []
+        lines, both = list(self.fields.values()), " and ".join(self.sides)
         if self.phase is not None:
             part = f", phase {self.part!r}" if self.part else ""
             where = "" if self.step is None else f" in step {self.step}{part}"
             whose = f" of replica {self.replica}" if self.replica is not None and self.phase in OF_REPLICAS else ""
             what = f", {self._what()}" if self.name not in (None, self.phase) else ""
-            lines.append(f"A and B differ first{where}: {WORDS.get(self.phase, self.phase)}{whose}{what}{self._much()}")
+            lines.append(f"{both} differ first{where}: {WORDS.get(self.phase, self.phase)}{whose}{what}{self._much()}")
         elif self.fields:
-            lines.append("A and B were not made in the same way, but nothing that can be compared differs")
-        lines += [f"  {text}" for text in (self.line, self.note) if text]
-        return "\n".join([*lines, *(f"  {text}" for text in self.fields.values())])
+            lines.append(f"{both} were not made in the same way, but nothing that can be compared differs")
+        return "\n".join([*lines, *(f"  {text}" for text in (self.line, self.note) if text)])
 
     def _what(self) -> str:
         known = self.line or self.name in ("output", "exception", "model")
@@ -150,7 +153,7 @@ def _ordered(bits: np.ndarray) -> np.ndarray:
     return np.where(bits & sign, ~bits, bits | sign)
 
 
-def parting(one: Links, other: Links) -> Difference | None:
+def parting(one: Links, other: Links, sides: tuple[str, str] = IN) -> Difference | None:
     """The first step that two chains record differently; None if there is none among those that both have.
 
     All lines that both have are read.
@@ -164,9 +167,9 @@ def parting(one: Links, other: Links) -> Difference | None:
     for step in range(first, end):
         if one.line(step).rstrip() != other.line(step).rstrip():
             records = one[step], other[step]
-            difference = parted(step, *records)
+            difference = parted(step, *records, sides)
             if difference is not None or one.first == other.first:
-                note = _said("link", (records[0]["link"], records[1]["link"]), IN)
+                note = _said("link", (records[0]["link"], records[1]["link"]), sides)
                 return difference or Difference(step=step, phase="samples", name="link", note=note)
     return None
 

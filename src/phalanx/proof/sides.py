@@ -157,16 +157,20 @@ def _object(facts: Any, name: str) -> dict[str, Any]:
 def different_fields(one: Side, other: Side) -> dict[str, str]:
     """Differences of recipe, environment and data, in words, by the name of the field."""
     fields: dict[str, str] = {}
+    here, there = f"in {one.name}", f"in {other.name}"
     mine, theirs = (side.run.get("recipe") or {} for side in (one, other))
     with contextlib.suppress(ValueError):  # one of them is no recipe
         comparison = compare(mine, theirs)
         for text in (*comparison.differs, *comparison.hints, *comparison.versions):
-            sided = text.replace(" here, and ", " in A, and ").replace(" here than there", " in A than in B")
-            fields.setdefault(re.split(r"[^\w]", text, maxsplit=1)[0], re.sub(r" there$", " in B", sided))
+            sided = text.removesuffix(" there")
+            ending = f" {there}" * (sided != text)
+            for joined in (", and ", " than"):
+                sided = sided.replace(f" here{joined}", f" {here}{joined}")
+            fields.setdefault(re.split(r"[^\w]", text, maxsplit=1)[0], sided + ending)
     left, right = (side.run.get("environment") or {} for side in (one, other))
     for name in {**left, **right} if left and right else ():
         if left.get(name) != right.get(name):
-            fields.setdefault(name, f"{name} is {left.get(name)} in A, and {right.get(name)} in B")
+            fields.setdefault(name, f"{name} is {left.get(name)} {here}, and {right.get(name)} {there}")
     return fields
 
 
