@@ -19,8 +19,10 @@ from typing import Annotated, Any
 import typer
 
 from phalanx import __version__
+from phalanx.callbacks.best import best_in
+from phalanx.checkpoint.named import state_dict_of
 from phalanx.checkpoint.resume import ANYWAY, read_any
-from phalanx.checkpoint.tensors import write_file
+from phalanx.checkpoint.tensors import read_file, states_in, write_file
 from phalanx.cli import pages, proving
 from phalanx.cli.common import File, Json, Plot, load_recipe, save, show
 from phalanx.definition import checks
@@ -193,11 +195,24 @@ def list_devices(json_: Json = False) -> None:
 def export_weights(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's directory, or a snapshot.")],
     to: Annotated[str, typer.Option("--to", metavar="FILE", help="Where to.")] = "model.safetensors",
+    best: Annotated[bool, typer.Option("--best", help="Those that SaveBest kept, instead of the newest.")] = False,
 ) -> None:
-    """Write the weights of a run's newest snapshot as one safetensors file, which any tool reads."""
+    """Write a run's weights as one safetensors file, for load_state_dict and any other tool.
+
+    They are those of the newest snapshot, or, with --best, the best ones that SaveBest kept.
+    """
     newest = read_any(pathlib.Path(run))
-    write_file(to, newest.weights)
-    typer.echo(f"{newest.step} steps  {to}")
+    weights, step = state_dict_of(newest), newest.step
+    if best:
+        step, path = best_in(pathlib.Path(run), states_in(newest.facts, newest.training))
+        weights = read_file(path)
+    write_file(to, newest.weights if weights is None else weights)
+    if weights is None:
+        typer.echo(
+            "phalanx: the snapshot does not say which names load_state_dict takes, so these are all parameters and "
+            "buffers, tied ones once: load them with strict=False"
+        )
+    typer.echo(f"{step} steps  {to}")
 
 
 @app.command("report")
