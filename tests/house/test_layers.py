@@ -59,6 +59,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "tuning": ("frameworks", "recipe", "run", "surroundings"),
     "cli": (
         "",
+        "callbacks",
         "definition",
         "checkpoint",
         "collectives",

@@ -14,7 +14,7 @@ import pathlib
 import sys
 import time
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -80,7 +80,9 @@ class Chained(Observer):
         self._directory.before_writing.append(self._chain.sync)
         remember(self._directory.root, self._definition)
         facts = {"recipe": self._recipe, "environment": recorded_environment(), "replicas": self._definition.replicas}
-        self._chain.record("run", step=done, origin=origin_of(self._definition), **facts)
+        origin = origin_of(self._definition)
+        facts |= {"arguments": origin.arguments} if origin.arguments is not None else {}
+        self._chain.record("run", step=done, origin=origin.where, **facts)
         engine.run_state.chain = self._chain.root
         if self._every != 0:
             self._digest(done)
@@ -232,18 +234,35 @@ def recall(path: pathlib.Path) -> Definition | None:
     return _HERE.get(os.path.realpath(path))
 
 
-def origin_of(definition: Definition) -> str | None:
-    """``FILE:NAME`` of a module that has the recipe under a name; None if none was found.
+class Origin(NamedTuple):
+    """``FILE:NAME`` of a recipe, if it is known; and the arguments, if NAME is a function that returned it."""
+
+    where: str | None
+    arguments: dict[str, Any] | None = None
+
+
+_ORIGINS: weakref.WeakKeyDictionary[Definition, Origin] = weakref.WeakKeyDictionary()
+
+
+def remember_origin(definition: Definition, origin: Origin) -> None:
+    """Note which function returned a recipe."""
+    _ORIGINS[definition] = origin
+
+
+def origin_of(definition: Definition) -> Origin:
+    """The function that returned a recipe, or a module that has it under a name.
 
     A script that has no main guard is left out: whoever loads it for its recipe would train it again.
     """
+    if definition in _ORIGINS:
+        return _ORIGINS[definition]
     home = getattr(definition.make_model, "__module__", None)
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) if name in ("__main__", home) or name.startswith(LOADED) else None
         names = [name for name, value in list(vars(module).items()) if value is definition] if file else []
         if file and names and (name != "__main__" or _is_guarded(file)):
-            return f"{os.path.realpath(file)}:{names[0]}"
-    return None
+            return Origin(f"{os.path.realpath(file)}:{names[0]}")
+    return Origin(None)
 
 
 def _is_guarded(file: str) -> bool:

@@ -153,7 +153,7 @@ class ResumeState:
         """The observers that record the run, in their order; none without a directory."""
         if self._directory is None:
             return ()
-        log = EventLog(self._directory, self._differs)
+        log = EventLog(self._directory, self._differs, self._definition.total)
         chained = Chained(self._directory, self._definition, chain, self._recipe)
         return log, chained, Saver(self._directory, every, stop=stop, recipe=self._recipe)
 

@@ -23,8 +23,8 @@ from phalanx.callbacks.best import best_in
 from phalanx.checkpoint.named import state_dict_of
 from phalanx.checkpoint.resume import ANYWAY, read_any
 from phalanx.checkpoint.tensors import read_file, states_in, write_file
-from phalanx.cli import pages, proving
-from phalanx.cli.common import File, Json, Plot, load_recipe, save, show
+from phalanx.cli import pages, proving, sweeps
+from phalanx.cli.common import Arguments, File, Json, Plot, load_recipe, save, show
 from phalanx.definition import checks
 from phalanx.definition.evaluation import Evaluation
 from phalanx.errors import PhalanxError, Preempted, UsageError
@@ -70,6 +70,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 @app.command()
 def train(
     file: File,
+    arguments: Arguments = None,
     workers: Workers = "auto",
     devices: Devices = "auto",
     run_dir: RunDir = "",
@@ -87,12 +88,13 @@ def train(
     """Train the recipe in a Python file.
 
     The file defines `recipe = phalanx.Recipe(...)`; `evaluation = phalanx.Evaluation(...)` and `callbacks = [...]`
-    beside it are used too.
+    beside it are used too. Or it defines `def recipe(lr=1e-3, seed=0): return phalanx.Recipe(...)`; then lr=0.01
+    and the like set its arguments. It may also return (recipe, evaluation) or (recipe, evaluation, callbacks).
     """
     if weights and pathlib.Path(weights).suffix != ".safetensors":
         raise UsageError(f"--save is {weights!r}; end it in .safetensors")
     checks.choice("--resume", resume, tuple(RESUME))
-    recipe, evaluation, callbacks = load_recipe(file)
+    recipe, evaluation, callbacks = load_recipe(file, arguments or ())
     saving = {"run_dir": run_dir or None, "snapshot_every": _number(snapshot_every), "resume": RESUME[resume]}
     result = _trained(
         recipe, evaluation, workers, quiet=quiet, devices=_listed(devices), callbacks=callbacks,
@@ -134,6 +136,7 @@ def demo(
 @app.command()
 def chaos(
     file: File,
+    arguments: Arguments = None,
     kills: Annotated[int, typer.Option("--kills", min=1, help="How many workers to kill.")] = 50,
     seed: Annotated[int, typer.Option("--seed", help="When and whom; give the same to see the same.")] = 0,
     workers: Annotated[int, typer.Option("--workers", min=1, help="How many workers there are.")] = 3,
@@ -143,7 +146,7 @@ def chaos(
 
     Exit code 1 if a digest differs or anything is left behind.
     """
-    recipe, *_ = load_recipe(file)
+    recipe, *_ = load_recipe(file, arguments or ())
     if workers > recipe.replicas:
         raise UsageError(f"--workers is {workers}, but the recipe has {recipe.replicas} replicas; use at most those")
     if not json_:
@@ -167,6 +170,7 @@ def chaos(
 @app.command("tune")
 def tune_recipe(
     file: File,
+    arguments: Arguments = None,
     seconds: Annotated[float, typer.Option("--seconds", help="About how long it may take.")] = 60.0,
     plot: Plot = "",
     json_: Json = False,
@@ -175,7 +179,7 @@ def tune_recipe(
 
     Replicas and threads are part of the answer: with others, a recipe ends in other weights.
     """
-    recipe, *_ = load_recipe(file)
+    recipe, *_ = load_recipe(file, arguments or ())
     tuned = tune(recipe, seconds, progress=False if json_ else "auto")
     if plot:
         save(tuned.plot(), plot)
@@ -224,6 +228,19 @@ def report_runs(
     """Draw runs as one page of HTML: loss, evaluations, throughput, where time goes, deaths, snapshots, environment."""
     rows = pages.report([pathlib.Path(run) for run in runs], pathlib.Path(to))
     show({"runs": rows, "report": to}, [*pages.lines(rows), ["report", to]], json_=json_)
+
+
+@app.command("runs")
+def list_runs(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="A folder with directories of runs.")],
+    json_: Json = False,
+) -> None:
+    """List the runs in a folder, with their arguments, last values and state; a star marks the best of all.
+
+    The best has the best value of the first metric of which the name says whether more is better, else the lowest loss.
+    """
+    rows = sweeps.rows_of(pathlib.Path(folder))
+    show([dataclasses.asdict(row) for row in rows], sweeps.table(rows), json_=json_)
 
 
 @app.command()
