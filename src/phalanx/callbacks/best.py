@@ -21,6 +21,7 @@ LARGE = re.compile(r"acc|auc|f1|f_?score|precision|recall|r2|iou|dice|bleu|rouge
 SMALL = re.compile(r"loss|err|mse|mae|rmse|perplexity|ppl|nll|wer|cer|entropy", re.IGNORECASE)
 FOLDER = "best"
 STATE = {"kept": Each([float, int])}  # of SaveBest
+FILE = "step-{:012d}.safetensors"
 NAME = re.compile(r"step-(\d{12})\.safetensors")
 
 
@@ -283,7 +284,7 @@ class SaveBest:
         self._tidy = True
 
     def _file_of(self, steps: int) -> pathlib.Path | None:
-        return None if self._folder is None else _file_in(self._folder, steps)
+        return None if self._folder is None else self._folder / FILE.format(steps)
 
 
 def best_in(run: pathlib.Path, states: Mapping[str, Any]) -> tuple[int, pathlib.Path]:
@@ -303,8 +304,4 @@ def best_in(run: pathlib.Path, states: Mapping[str, Any]) -> tuple[int, pathlib.
             "callbacks=[phalanx.callbacks.SaveBest('accuracy')] and a run_dir"
         )
     steps = state["kept"][0][1]
-    return steps, _file_in(run / FOLDER, steps)
-
-
-def _file_in(folder: pathlib.Path, steps: int) -> pathlib.Path:
-    return folder / f"step-{steps:012d}.safetensors"
+    return steps, run / FOLDER / FILE.format(steps)

@@ -14,7 +14,7 @@ import pathlib
 import sys
 import time
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -80,9 +80,8 @@ class Chained(Observer):
         self._directory.before_writing.append(self._chain.sync)
         remember(self._directory.root, self._definition)
         facts = {"recipe": self._recipe, "environment": recorded_environment(), "replicas": self._definition.replicas}
-        origin = origin_of(self._definition)
-        facts |= {"arguments": origin.arguments} if origin.arguments is not None else {}
-        self._chain.record("run", step=done, origin=origin.where, **facts)
+        where, arguments = origin_of(self._definition)
+        self._chain.record("run", step=done, origin=where, arguments=arguments, **facts)
         engine.run_state.chain = self._chain.root
         if self._every != 0:
             self._digest(done)
@@ -234,23 +233,16 @@ def recall(path: pathlib.Path) -> Definition | None:
     return _HERE.get(os.path.realpath(path))
 
 
-class Origin(NamedTuple):
-    """``FILE:NAME`` of a recipe, if it is known; and the arguments, if NAME is a function that returned it."""
-
-    where: str | None
-    arguments: dict[str, Any] | None = None
+_ORIGINS: weakref.WeakKeyDictionary[Definition, tuple[str, dict[str, Any]]] = weakref.WeakKeyDictionary()
 
 
-_ORIGINS: weakref.WeakKeyDictionary[Definition, Origin] = weakref.WeakKeyDictionary()
+def remember_origin(definition: Definition, where: str, arguments: dict[str, Any]) -> None:
+    """Note which function returned a recipe, as ``FILE:NAME``, and with which arguments."""
+    _ORIGINS[definition] = where, arguments
 
 
-def remember_origin(definition: Definition, origin: Origin) -> None:
-    """Note which function returned a recipe."""
-    _ORIGINS[definition] = origin
-
-
-def origin_of(definition: Definition) -> Origin:
-    """The function that returned a recipe, or a module that has it under a name.
+def origin_of(definition: Definition) -> tuple[str | None, dict[str, Any] | None]:
+    """``FILE:NAME`` of the function that returned a recipe, and its arguments; or of a module's name for the recipe.
 
     A script that has no main guard is left out: whoever loads it for its recipe would train it again.
     """
@@ -261,8 +253,8 @@ def origin_of(definition: Definition) -> Origin:
         file = getattr(module, "__file__", None) if name in ("__main__", home) or name.startswith(LOADED) else None
         names = [name for name, value in list(vars(module).items()) if value is definition] if file else []
         if file and names and (name != "__main__" or _is_guarded(file)):
-            return Origin(f"{os.path.realpath(file)}:{names[0]}")
-    return Origin(None)
+            return f"{os.path.realpath(file)}:{names[0]}", None
+    return None, None
 
 
 def _is_guarded(file: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import pathlib
 import re
@@ -173,12 +172,9 @@ class EventLog(Observer):
 def at_work(path: pathlib.Path) -> bool:
     """Whether a run works in a directory now."""
     try:
-        with open(path / LOCK, "rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back when the file is closed
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+        os.close(files.locked(path / LOCK))
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False
 
 

@@ -240,7 +240,7 @@ def list_runs(
     The best has the best value of the first metric of which the name says whether more is better, else the lowest loss.
     """
     rows = sweeps.rows_of(pathlib.Path(folder))
-    show([dataclasses.asdict(row) for row in rows], sweeps.table(rows), json_=json_)
+    show(rows, sweeps.table(rows), json_=json_)
 
 
 @app.command()

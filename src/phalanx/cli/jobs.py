@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from phalanx.checkpoint.chained import Origin, remember_origin
+from phalanx.checkpoint.chained import remember_origin
 from phalanx.errors import UsageError
 from phalanx.recipe import Recipe
 
@@ -50,7 +51,7 @@ def called(function: Callable[..., Any], where: str, given: Given) -> tuple[Reci
             "(recipe, evaluation, callbacks)"
         )
     plain = {name: value for name, value in arguments.items() if value is None or isinstance(value, KINDS)}
-    remember_origin(parts[0], Origin(where, plain))
+    remember_origin(parts[0], where, plain)
     return (*parts, None, None)[:3]
 
 
@@ -76,20 +77,16 @@ def _typed(text: str, default: Any) -> Any:
     ValueError
         It says none.
     """
+    word, kind = WORDS.get(text.lower(), text), type(default)
     if default is None:
-        for like in (True, 0, 0.0):
-            try:
-                return _typed(text, like)
-            except ValueError:
-                continue
-        return WORDS.get(text.lower(), text)
-    if isinstance(default, bool):
-        if not isinstance(WORDS.get(text.lower()), bool):
-            raise ValueError
-        return WORDS[text.lower()]
-    if not isinstance(default, KINDS):
+        for number in (int, float):
+            with contextlib.suppress(ValueError):
+                return number(text)
+        return word
+    value = word if kind is bool else kind(text) if kind in KINDS else None
+    if type(value) is not kind:
         raise ValueError
-    return type(default)(text)
+    return value
 
 
 def _listed(defaults: Mapping[str, Any]) -> str:

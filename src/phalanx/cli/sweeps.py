@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import pathlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.callbacks.best import Better
@@ -15,43 +13,14 @@ from phalanx.checkpoint.directory import LOG, at_work
 from phalanx.cli.pages import RATE, History, read
 from phalanx.errors import UsageError
 
-LOSS = "loss"
+LOSS, BESIDE = "loss", ("grad_norm", "lr", RATE)
 
 
-@dataclass(frozen=True)
-class Row:
-    """A run.
-
-    Attributes
-    ----------
-    name : str
-        Of its directory; "." for the folder itself.
-    arguments : dict
-        Of the function that returned its recipe.
-    steps : int
-        How many are done.
-    loss : float or None
-        Of the last step.
-    metrics : dict of str to float
-        The last value of each.
-    best : dict
-        The best ``value`` of a metric or the loss, its ``name``, and after how many ``steps`` it was; may be empty.
-    state : str
-    best_of_all : bool
-    """
-
-    name: str
-    arguments: dict[str, Any]
-    steps: int
-    loss: float | None
-    metrics: dict[str, float]
-    best: dict[str, Any]
-    state: str
-    best_of_all: bool = False
-
-
-def rows_of(folder: pathlib.Path) -> list[Row]:
+def rows_of(folder: pathlib.Path) -> list[dict[str, Any]]:
     """The runs in ``folder``, and ``folder`` if it is one, by name.
+
+    Each has its ``arguments``, ``steps``, last ``loss``, last ``metrics`` by name, ``state``, and its ``best`` value
+    (of which ``name``, after how many ``steps``). ``best_of_all`` marks one of them.
 
     Raises
     ------
@@ -63,43 +32,46 @@ def rows_of(folder: pathlib.Path) -> list[Row]:
     if not runs:
         raise UsageError(f"DIR is {str(folder)!r}, in which there is no run; give a folder with directories of runs")
     rows = [_row(name, path, read(path)) for name, path in runs.items()]
-    names = [row.best["name"] for row in rows if row.best]
-    shared = next((name for name in names if name != LOSS), LOSS)
-    values = {number: row.best["value"] for number, row in enumerate(rows) if row.best and row.best["name"] == shared}
-    first = min(values, key=lambda number: _better(shared).rank(values[number]), default=None)
-    return [replace(row, best_of_all=number == first) for number, row in enumerate(rows)]
+    bests = [row["best"] for row in rows if row["best"]]
+    shared = next((best["name"] for best in bests if best["name"] != LOSS), LOSS)
+    rank = Better(shared, "auto").rank
+    first = min((best for best in bests if best["name"] == shared), key=lambda best: rank(best["value"]), default=None)
+    return [{**row, "best_of_all": first is not None and row["best"] is first} for row in rows]
 
 
-def table(rows: Sequence[Row]) -> Iterator[list[str]]:
+def table(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
     """The lines of a table, with a column for each argument and metric."""
-    arguments = list(dict.fromkeys(name for row in rows for name in row.arguments))
-    metrics = list(dict.fromkeys(name for row in rows for name in row.metrics))
+    arguments = list(dict.fromkeys(name for row in rows for name in row["arguments"]))
+    metrics = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
     yield ["run", *arguments, "steps", "loss", *metrics, "best", "state"]
     for row in rows:
-        best = "{name} {value:.4g} after {steps}".format(**row.best) if row.best else ""
-        values = [row.arguments.get(name, "") for name in arguments]
-        numbers = [row.loss, *(row.metrics.get(name) for name in metrics)]
+        best = "{name} {value:.4g} after {steps}".format(**row["best"]) if row["best"] else ""
+        values = [str(row["arguments"].get(name, "")) for name in arguments]
+        numbers = [row["loss"], *(row["metrics"].get(name) for name in metrics)]
         shown = ["" if number is None else f"{number:.4g}" for number in numbers]
-        mark = " *" if row.best_of_all else ""
-        yield [row.name, *map(str, values), str(row.steps), *shown, best + mark, row.state]
+        yield [row["run"], *values, str(row["steps"]), *shown, best + " *" * row["best_of_all"], row["state"]]
 
 
-def _row(name: str, path: pathlib.Path, history: History) -> Row:
-    curves = {name: points for name, points in history.curves().items() if points}
-    metrics = {name: points for name, points in curves.items() if name not in (LOSS, "grad_norm", "lr", RATE)}
-    last = {name: points[-1][1] for name, points in curves.items()}
+def _row(name: str, path: pathlib.Path, history: History) -> dict[str, Any]:
+    curves = {name: points for name, points in history.curves().items() if points and name not in BESIDE}
     recorded = [record.get("arguments") for record in records(path / CHAIN, "run")]
-    arguments = recorded[-1] if recorded and isinstance(recorded[-1], dict) else {}
     best: dict[str, Any] = {}
-    for metric in (*metrics, LOSS):
+    for metric in sorted(curves, key=lambda name: name == LOSS):  # the loss last
         with contextlib.suppress(UsageError):  # its name does not say what is better
-            better = _better(metric)
-            step, value = min(curves.get(metric, ()), key=lambda point: better.rank(point[1]), default=(0, math.nan))
-            best = {"name": metric, "value": value, "steps": int(step) + 1} if metric in curves else {}
+            better = Better(metric, "auto")
+            step, value = min(curves[metric], key=lambda point: better.rank(point[1]))
+            best = {"name": metric, "value": value, "steps": int(step) + 1}
             break
-    values = {metric: last[metric] for metric in metrics}
-    state = "running" if at_work(path) else _state(history)
-    return Row(name, arguments, max(history.steps, default=-1) + 1, last.get(LOSS), values, best, state)
+    last = {metric: points[-1][1] for metric, points in curves.items()}
+    return {
+        "run": name,
+        "arguments": recorded[-1] if recorded and isinstance(recorded[-1], dict) else {},
+        "steps": max(history.steps, default=-1) + 1,
+        "loss": last.pop(LOSS, None),
+        "metrics": last,
+        "best": best,
+        "state": "running" if at_work(path) else _state(history),
+    }
 
 
 def _state(history: History) -> str:
@@ -111,13 +83,9 @@ def _state(history: History) -> str:
     if "error" in last:
         return f"failed: {last['error'].get('error')}"
     end = last.get("end", {})
-    if end.get("stopped_by"):
-        return f"stopped early by {end['stopped_by']}"
-    total = end.get("total")
-    if "end" not in last or (total is not None and end["step"] < total):
-        return "interrupted"
-    return "ended" if total is None else "finished"
-
-
-def _better(metric: str) -> Better:
-    return Better(metric, "auto")
+    total, stopped_by = end.get("total"), end.get("stopped_by")
+    if total is not None and end["step"] >= total:
+        return "finished"
+    if stopped_by:
+        return f"stopped early by {stopped_by}"
+    return "ended" if end and total is None else "interrupted"

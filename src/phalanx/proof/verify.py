@@ -265,7 +265,7 @@ def certify(
         root, digest = links[newest.step - 1]["link"], instant.exported.digest
     facts = {"certificate": FORMAT, "recipe": newest.recipe, "environment": newest.environment, "steps": newest.step}
     with contextlib.closing(side(run_dir)) as run:
-        facts |= {"arguments": run.run["arguments"]} if "arguments" in run.run else {}
+        facts["arguments"] = run.run.get("arguments")
     return verified, {**facts, "chain": root, "digest": digest}
 
 
