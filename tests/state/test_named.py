@@ -83,7 +83,7 @@ def test_names_that_lead_nowhere(tmp_path):
     """A snapshot whose names are of no weights is damaged."""
     with tied_recipe().start(engine="inline") as run:
         run.save(tmp_path / "odd")
-    sealed(tmp_path / "odd", lambda state: state["facts"]["state_dict"].update({TIED: "nothing"}))
+    sealed(tmp_path / "odd", lambda state: state["facts"]["state_dict"].append([TIED, "nothing"]))
     with pytest.raises(phalanx.SnapshotError, match="the names of weights"):
         state_dict_of(read_any(tmp_path / "odd"))
 

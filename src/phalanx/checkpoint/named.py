@@ -26,10 +26,11 @@ def state_dict_of(snapshot: Snapshot) -> dict[str, Tensor] | None:
     SnapshotError
         What it says names no weights.
     """
-    others = snapshot.facts.get(STATE_DICT)
-    if others is None:
+    noted = snapshot.facts.get(STATE_DICT)
+    if noted is None:
         return None
     with taking_over("the names of weights"):
+        others: dict[str, str | None] = dict(noted)
         more = {name: snapshot.weights[weight] for name, weight in others.items() if weight is not None}
         return {name: item for name, item in snapshot.weights.items() if name not in others} | more
 
@@ -86,7 +87,7 @@ def fitted(weights: Mapping[str, Tensor], state: Captured) -> dict[str, Tensor]:
     UsageError
         Names, shapes or dtypes are others, or tied weights differ; lists them.
     """
-    others: Mapping[str, str | None] = state.facts.get(STATE_DICT) or {}
+    others: dict[str, str | None] = dict(state.facts.get(STATE_DICT) or ())
     names = {**{name: name for name in state.weights}, **{name: weight for name, weight in others.items() if weight}}
     taken: dict[str, Tensor] = {}
     odd: list[str] = []

@@ -52,7 +52,8 @@ def called(function: Callable[..., Any], where: str, given: Given) -> tuple[Reci
         )
     plain = {name: value for name, value in arguments.items() if value is None or isinstance(value, KINDS)}
     remember_origin(parts[0], where, plain)
-    return (*parts, None, None)[:3]
+    recipe, evaluation, callbacks, *_ = (*parts, None, None)
+    return recipe, evaluation, callbacks
 
 
 def _defaults(function: Callable[..., Any], where: str) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class State:
     def captured(self, framework: str, environment: Mapping[str, str]) -> Captured:
         """The state as a snapshot holds it. ``environment``: what changes bits and is not in a recipe."""
         weights = {**self.params, **self._prefixed(self.beside, self.buffers)}
-        facts = {FRAMEWORK: framework, ENVIRONMENT: environment, STATE_DICT: {}}
+        facts = {FRAMEWORK: framework, ENVIRONMENT: environment, STATE_DICT: []}
         return Captured(_stored(weights), _stored(self._prefixed(OPTIMIZER, self.optimizer)), facts)
 
     def taking_over(self, captured: Captured, framework: str) -> State:

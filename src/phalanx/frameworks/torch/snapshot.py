@@ -120,7 +120,7 @@ def state_dict(model: torch.nn.Module, instead: Mapping[str, Any]) -> dict[str, 
     return {name: stored(others.get(id(item), item)) for name, item in whole.items() if isinstance(item, torch.Tensor)}
 
 
-def _other_names(model: torch.nn.Module) -> dict[str, str | None] | None:
+def _other_names(model: torch.nn.Module) -> list[tuple[str, str | None]] | None:
     """Names in ``model.state_dict()`` that weights here lack, as tied ones, each with the weight that it is.
 
     None stands for a weight that it lacks; None as a whole: it has tensors that are no weights, or cannot be asked.
@@ -133,8 +133,8 @@ def _other_names(model: torch.nn.Module) -> dict[str, str | None] | None:
     listed = {name: own.get(id(item)) for name, item in entries if isinstance(item, torch.Tensor)}
     if None in listed.values():
         return None
-    others = {name: weight for name, weight in listed.items() if name != weight}
-    return others | {name: None for name in own.values() if name not in listed}
+    others = [(name, weight) for name, weight in listed.items() if name != weight]
+    return others + [(name, None) for name in own.values() if name not in listed]
 
 
 def _found(training: dict[str, Tensor], reference: Any, path: str) -> torch.Tensor:
