@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import time
 from typing import TYPE_CHECKING, Any, Unpack
@@ -109,6 +110,16 @@ class Recipe(Definition):
             checks.shares(self.global_batch, self.replicas, self.micro_batches)
             sources.note()  # workers may run it after its files have changed
 
+    def replace(self, **fields: Any) -> Recipe:
+        """A copy with other fields, as in ``recipe.replace(lr=0.01, seed=3)``.
+
+        Raises
+        ------
+        UsageError
+            As for ``Recipe``.
+        """
+        return dataclasses.replace(self, **fields)
+
     def train(self, **options: Unpack[Options]) -> Result:
         """Run the recipe to its end. Options change the speed, never the answer, but for those that say so.
 
@@ -170,8 +181,9 @@ class Recipe(Definition):
         max_failures : int
             Deaths of workers by SIGKILL or SIGTERM, in a row at the same replica of the same step, that end the run; of
             exits, faults and hangs three do.
-        warm_start : path-like, optional
-            A snapshot, as ``run.save`` writes it: begin from its weights and buffers, unless the run is resumed.
+        warm_start : path-like, dict or Best, optional
+            Begin from these weights and buffers, unless the run is resumed: of a snapshot, as ``run.save`` writes it, a
+            ``run_dir``, a safetensors file, a state dict, or ``result.best``. Names and shapes must be the model's.
 
         Raises
         ------

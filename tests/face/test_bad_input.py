@@ -131,6 +131,12 @@ class Typed(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
 
+def configured(named):
+    """An optimizer with its scheduler, as Lightning takes them."""
+    optimizer = torch.optim.SGD(named, lr=0.1)
+    return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer)}
+
+
 class Closing(torch.optim.SGD):
     """An optimizer whose step must be given a closure."""
 
@@ -492,6 +498,8 @@ OPTIMIZERS = [
     ("closure", lambda: go(optimizer=functools.partial(Closing, lr=0.1)), "optimizer is Closing", "AdamW"),
     ("returns-none", lambda: go(optimizer=lambda named: None), "optimizer returned", "None", "functools.partial"),
     ("returns-empty", lambda: go(optimizer=lambda named: []), "optimizer returned an empty list", "functools.partial"),
+    ("with-scheduler", lambda: go(optimizer=configured), "optimizer returned a dict", "scheduler=lambda", "'epoch'"),
+    ("with-schedulers", lambda: go(optimizer=lambda named: ([configured], [])), "optimizer returned a list", "'epoch'"),
     ("raises", lambda: go(optimizer=functools.partial(torch.optim.SGD, lr=-1)), "optimizer raised ValueError", "-1"),
     ("typed", lambda: go(optimizer=Typed), "optimizer raised TypeError", "only optimize Tensors", "for _, parameter"),
     ("nameless", lambda: go(optimizer=Nameless), "optimizer raised AttributeError", "numel", "for _, parameter"),

@@ -14,12 +14,14 @@ from phalanx.checkpoint import files, tensors
 from phalanx.checkpoint.tensors import copied_weights, read_weights, weights_of
 from phalanx.definition import checks
 from phalanx.definition.checks import answering
-from phalanx.definition.plain import Each, check_like
+from phalanx.definition.plain import Each, check_like, taking_over
 from phalanx.errors import UsageError
 
 LARGE = re.compile(r"acc|auc|f1|f_?score|precision|recall|r2|iou|dice|bleu|rouge|correct", re.IGNORECASE)
 SMALL = re.compile(r"loss|err|mse|mae|rmse|perplexity|ppl|nll|wer|cer|entropy", re.IGNORECASE)
 FOLDER = "best"
+STATE = {"kept": Each([float, int])}  # of SaveBest
+FILE = "step-{:012d}.safetensors"
 NAME = re.compile(r"step-(\d{12})\.safetensors")
 
 
@@ -266,7 +268,7 @@ class SaveBest:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from there: their files are in the directory."""
-        check_like(state, {"kept": Each([float, int])}, "SaveBest")
+        check_like(state, STATE, "SaveBest")
         self._known = [(value, steps) for value, steps in state["kept"]]
 
     def _clear(self) -> None:
@@ -282,4 +284,24 @@ class SaveBest:
         self._tidy = True
 
     def _file_of(self, steps: int) -> pathlib.Path | None:
-        return None if self._folder is None else self._folder / f"step-{steps:012d}.safetensors"
+        return None if self._folder is None else self._folder / FILE.format(steps)
+
+
+def best_in(run: pathlib.Path, states: Mapping[str, Any]) -> tuple[int, pathlib.Path]:
+    """After how many steps a run was best, and the file of its weights then; ``states``: of its callbacks.
+
+    Raises
+    ------
+    UsageError
+        SaveBest kept none there.
+    """
+    state = next((state for name, state in states.items() if name.startswith(SaveBest.__name__)), {"kept": []})
+    with taking_over("the state of SaveBest"):
+        check_like(state, STATE, "SaveBest")
+    if not state["kept"]:
+        raise UsageError(
+            f"--best is given, but {str(run)!r} has no best weights up to its newest snapshot; train with "
+            "callbacks=[phalanx.callbacks.SaveBest('accuracy')] and a run_dir"
+        )
+    steps = state["kept"][0][1]
+    return steps, run / FOLDER / FILE.format(steps)

@@ -80,7 +80,8 @@ class Chained(Observer):
         self._directory.before_writing.append(self._chain.sync)
         remember(self._directory.root, self._definition)
         facts = {"recipe": self._recipe, "environment": recorded_environment(), "replicas": self._definition.replicas}
-        self._chain.record("run", step=done, origin=origin_of(self._definition), **facts)
+        where, arguments = origin_of(self._definition)
+        self._chain.record("run", step=done, origin=where, arguments=arguments, **facts)
         engine.run_state.chain = self._chain.root
         if self._every != 0:
             self._digest(done)
@@ -232,18 +233,28 @@ def recall(path: pathlib.Path) -> Definition | None:
     return _HERE.get(os.path.realpath(path))
 
 
-def origin_of(definition: Definition) -> str | None:
-    """``FILE:NAME`` of a module that has the recipe under a name; None if none was found.
+_ORIGINS: weakref.WeakKeyDictionary[Definition, tuple[str, dict[str, Any]]] = weakref.WeakKeyDictionary()
+
+
+def remember_origin(definition: Definition, where: str, arguments: dict[str, Any]) -> None:
+    """Note which function returned a recipe, as ``FILE:NAME``, and with which arguments."""
+    _ORIGINS[definition] = where, arguments
+
+
+def origin_of(definition: Definition) -> tuple[str | None, dict[str, Any] | None]:
+    """``FILE:NAME`` of the function that returned a recipe, and its arguments; or of a module's name for the recipe.
 
     A script that has no main guard is left out: whoever loads it for its recipe would train it again.
     """
+    if definition in _ORIGINS:
+        return _ORIGINS[definition]
     home = getattr(definition.make_model, "__module__", None)
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) if name in ("__main__", home) or name.startswith(LOADED) else None
         names = [name for name, value in list(vars(module).items()) if value is definition] if file else []
         if file and names and (name != "__main__" or _is_guarded(file)):
-            return f"{os.path.realpath(file)}:{names[0]}"
-    return None
+            return f"{os.path.realpath(file)}:{names[0]}", None
+    return None, None
 
 
 def _is_guarded(file: str) -> bool:

@@ -114,11 +114,14 @@ class EventLog(Observer):
         Closed at the end: no observer that began after this one needs it any more.
     differs : sequence of str
         How the recipe differs from that of the snapshot from which the run goes on, as far as that is known then.
+    total : int or None
+        How many steps the recipe has, if that is known.
     """
 
-    def __init__(self, directory: RunDirectory, differs: Sequence[str]) -> None:
+    def __init__(self, directory: RunDirectory, differs: Sequence[str], total: int | None = None) -> None:
         self._directory = directory
         self._differs = differs
+        self._total = total
         self._begun: dict[str, Any] | None = None  # how a resumed run begins, until its first event is noted
         self._run_state = RunState()
 
@@ -156,7 +159,7 @@ class EventLog(Observer):
 
     def end(self) -> None:
         """Note that the run ended, and let go of the directory. A forked child does not hold it, and does neither."""
-        self._note("end", step=self._run_state.steps)
+        self._note("end", step=self._run_state.steps, total=self._total, stopped_by=self._run_state.stopped_by)
         self._directory.close()
 
     def _note(self, kind: str, **facts: Any) -> None:
@@ -164,6 +167,15 @@ class EventLog(Observer):
             begun, self._begun = self._begun, None
             self._directory.note("resume", **begun, **({"differs": list(self._differs)} if self._differs else {}))
         self._directory.note(kind, **facts)
+
+
+def at_work(path: pathlib.Path) -> bool:
+    """Whether a run works in a directory now."""
+    try:
+        os.close(files.locked(path / LOCK))
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    return False
 
 
 def _made(path: pathlib.Path) -> pathlib.Path:

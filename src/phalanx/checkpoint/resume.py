@@ -12,6 +12,7 @@ from phalanx.checkpoint import snapshot
 from phalanx.checkpoint.chain import CHAIN, Links
 from phalanx.checkpoint.chained import Behaviour, Chained, brought_as, fields_of
 from phalanx.checkpoint.directory import SNAPSHOTS, EventLog, RunDirectory, newest_of
+from phalanx.checkpoint.named import fitted, loose_weights
 from phalanx.checkpoint.saver import LOSSES, Saver
 from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.checkpoint.tensors import states_in
@@ -22,7 +23,7 @@ from phalanx.definition.plain import changes, taking_over
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.registry import recorded_environment, tensor_of
 from phalanx.seams import Engine, Framework
-from phalanx.seams.records import Captured, Evaluated, RunState, StepReport
+from phalanx.seams.records import Captured, Evaluated, RunState, StepReport, Tensor
 
 ANYWAY = "anyway"  # for resume: go on although the recipe differs
 
@@ -37,7 +38,7 @@ class ResumeState:
     resume : bool or "anyway"
     keep : int
         How many snapshots stay in ``run_dir``.
-    warm_start : path or None
+    warm_start : path, dict of tensors, or None
     beside : sequence
         Evaluations and callbacks; if their options differ, there is only a warning.
 
@@ -55,7 +56,7 @@ class ResumeState:
         run_dir: pathlib.Path | None,
         resume: bool | str,
         keep: int,
-        warm_start: pathlib.Path | None,
+        warm_start: Any,
         beside: Sequence[Any] = (),
     ) -> None:
         self._resume = resume
@@ -67,14 +68,17 @@ class ResumeState:
         self._behaviour: Behaviour | None = None
         self._directory: RunDirectory | None = None
         self._earlier: Snapshot | None = None
-        self._weights: Snapshot | None = None
+        self._weights: Mapping[str, Tensor] | None = None
+        self._loose = False  # those are no snapshot's
         try:
             if run_dir is not None:
                 self._directory = RunDirectory(run_dir, keep)
                 self._earlier = newest_of(self._directory.root)
                 self._check_wanted(run_dir)
             if warm_start is not None and self._earlier is None:
-                self._weights = read_any(warm_start)
+                loose = loose_weights(warm_start)
+                self._loose = loose is not None
+                self._weights = read_any(warm_start).weights if loose is None else loose
         except BaseException:
             self.close()
             raise
@@ -95,7 +99,8 @@ class ResumeState:
         earlier = self._earlier
         if self._weights is not None:
             with framework.environment:
-                framework.adopt(Captured(dict(self._weights.weights), {}, {}))
+                weights = fitted(self._weights, framework.capture(copy=False)) if self._loose else self._weights
+                framework.adopt(Captured(dict(weights), {}, {}))
         rounds = self._definition.rounds
         if earlier is None:
             return RunState(rounds=rounds)
@@ -148,7 +153,7 @@ class ResumeState:
         """The observers that record the run, in their order; none without a directory."""
         if self._directory is None:
             return ()
-        log = EventLog(self._directory, self._differs)
+        log = EventLog(self._directory, self._differs, self._definition.total)
         chained = Chained(self._directory, self._definition, chain, self._recipe)
         return log, chained, Saver(self._directory, every, stop=stop, recipe=self._recipe)
 

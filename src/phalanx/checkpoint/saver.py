@@ -274,6 +274,13 @@ def snapshot_of(
     )
 
 
+def holds(target: pathlib.Path, digest: str) -> bool:
+    """Whether the folder ``target`` is a good snapshot of the state with this digest, which its step is part of."""
+    with contextlib.suppress(SnapshotError):
+        return snapshot.read(target).digest == digest
+    return False
+
+
 def write_apart(target: pathlib.Path, definition: Definition, engine: Engine, digest: str) -> None:
     """Write the present state as a snapshot in a folder of its own.
 

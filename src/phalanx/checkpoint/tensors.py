@@ -35,6 +35,7 @@ SEAL = 32  # bytes of a checksum
 TOLD, PARTS = "told", ("weights/", "training/")  # of a state that travels
 TREE = "batch"  # begins the names of its arrays
 SUFFIX = ".safetensors"
+PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 CALLBACKS = "callbacks"  # begins the names of their tensors in snapshots, and is their key among a snapshot's facts
 NAMES = {code: (name, size) for name, (code, size) in CODES.items()}
 

@@ -19,10 +19,12 @@ from typing import Annotated, Any
 import typer
 
 from phalanx import __version__
+from phalanx.callbacks.best import best_in
+from phalanx.checkpoint.named import state_dict_of
 from phalanx.checkpoint.resume import ANYWAY, read_any
-from phalanx.checkpoint.tensors import write_file
-from phalanx.cli import pages, proving
-from phalanx.cli.common import File, Json, Plot, load_recipe, save, show
+from phalanx.checkpoint.tensors import read_file, states_in, write_file
+from phalanx.cli import pages, proving, sweeps
+from phalanx.cli.common import Arguments, File, Json, Plot, load_recipe, save, show
 from phalanx.definition import checks
 from phalanx.definition.evaluation import Evaluation
 from phalanx.errors import PhalanxError, Preempted, UsageError
@@ -68,6 +70,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 @app.command()
 def train(
     file: File,
+    arguments: Arguments = None,
     workers: Workers = "auto",
     devices: Devices = "auto",
     run_dir: RunDir = "",
@@ -88,12 +91,13 @@ def train(
     """Train the recipe in a Python file.
 
     The file defines `recipe = phalanx.Recipe(...)`; `evaluation = phalanx.Evaluation(...)` and `callbacks = [...]`
-    beside it are used too.
+    beside it are used too. Or it defines `def recipe(lr=1e-3, seed=0): return phalanx.Recipe(...)`; then lr=0.01
+    and the like set its arguments. It may also return (recipe, evaluation) or (recipe, evaluation, callbacks).
     """
     if weights and pathlib.Path(weights).suffix != ".safetensors":
         raise UsageError(f"--save is {weights!r}; end it in .safetensors")
     checks.choice("--resume", resume, tuple(RESUME))
-    recipe, evaluation, callbacks = load_recipe(file)
+    recipe, evaluation, callbacks = load_recipe(file, arguments or ())
     saving = {"run_dir": run_dir or None, "snapshot_every": _number(snapshot_every), "resume": RESUME[resume]}
     result = _trained(
         recipe, evaluation, workers, quiet=quiet, devices=_listed(devices), callbacks=callbacks,
@@ -135,6 +139,7 @@ def demo(
 @app.command()
 def chaos(
     file: File,
+    arguments: Arguments = None,
     kills: Annotated[int, typer.Option("--kills", min=1, help="How many workers to kill.")] = 50,
     seed: Annotated[int, typer.Option("--seed", help="When and whom; give the same to see the same.")] = 0,
     workers: Annotated[int, typer.Option("--workers", min=1, help="How many workers there are.")] = 3,
@@ -144,7 +149,7 @@ def chaos(
 
     Exit code 1 if a digest differs or anything is left behind.
     """
-    recipe, *_ = load_recipe(file)
+    recipe, *_ = load_recipe(file, arguments or ())
     if workers > recipe.replicas:
         raise UsageError(f"--workers is {workers}, but the recipe has {recipe.replicas} replicas; use at most those")
     if not json_:
@@ -168,6 +173,7 @@ def chaos(
 @app.command("tune")
 def tune_recipe(
     file: File,
+    arguments: Arguments = None,
     seconds: Annotated[float, typer.Option("--seconds", help="About how long it may take.")] = 60.0,
     plot: Plot = "",
     json_: Json = False,
@@ -176,7 +182,7 @@ def tune_recipe(
 
     Replicas and threads are part of the answer: with others, a recipe ends in other weights.
     """
-    recipe, *_ = load_recipe(file)
+    recipe, *_ = load_recipe(file, arguments or ())
     tuned = tune(recipe, seconds, progress=False if json_ else "auto")
     if plot:
         save(tuned.plot(), plot)
@@ -196,11 +202,24 @@ def list_devices(json_: Json = False) -> None:
 def export_weights(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's directory, or a snapshot.")],
     to: Annotated[str, typer.Option("--to", metavar="FILE", help="Where to.")] = "model.safetensors",
+    best: Annotated[bool, typer.Option("--best", help="Those that SaveBest kept, instead of the newest.")] = False,
 ) -> None:
-    """Write the weights of a run's newest snapshot as one safetensors file, which any tool reads."""
+    """Write a run's weights as one safetensors file, for load_state_dict and any other tool.
+
+    They are those of the newest snapshot, or, with --best, the best ones that SaveBest kept.
+    """
     newest = read_any(pathlib.Path(run))
-    write_file(to, newest.weights)
-    typer.echo(f"{newest.step} steps  {to}")
+    weights, step = state_dict_of(newest), newest.step
+    if best:
+        step, path = best_in(pathlib.Path(run), states_in(newest.facts, newest.training))
+        weights = read_file(path)
+    write_file(to, newest.weights if weights is None else weights)
+    if weights is None:
+        typer.echo(
+            "phalanx: the snapshot does not say which names load_state_dict takes, so these are all parameters and "
+            "buffers, tied ones once: load them with strict=False"
+        )
+    typer.echo(f"{step} steps  {to}")
 
 
 @app.command("report")
@@ -215,6 +234,19 @@ def report_runs(
     """
     rows = pages.report([pathlib.Path(run) for run in runs], pathlib.Path(to))
     show({"runs": rows, "report": to}, [*pages.lines(rows), ["report", to]], json_=json_)
+
+
+@app.command("runs")
+def list_runs(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="A folder with directories of runs.")],
+    json_: Json = False,
+) -> None:
+    """List the runs in a folder, with their arguments, last values and state; a star marks the best of all.
+
+    The best has the best value of the first metric of which the name says whether more is better, else the lowest loss.
+    """
+    rows = sweeps.rows_of(pathlib.Path(folder))
+    show(rows, sweeps.table(rows), json_=json_)
 
 
 @app.command()

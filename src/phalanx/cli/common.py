@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import itertools
 import json
 import pathlib
@@ -13,11 +14,15 @@ from typing import Annotated, Any
 
 import typer
 
+from phalanx.cli.jobs import Given, called
 from phalanx.errors import UsageError
 from phalanx.recipe import Recipe
 
 PICTURES = (".png", ".pdf", ".svg")
 File = Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="A Python file that defines `recipe`, or NAME.")]
+Arguments = Annotated[
+    list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help="For `def recipe(lr=1e-3, seed=0)` in FILE.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
@@ -35,8 +40,10 @@ def picture(path: str) -> str:
 Plot = Annotated[str, typer.Option("--plot", metavar="PATH", help="Where to write the picture.", callback=picture)]
 
 
-def load_recipe(file: str) -> tuple[Recipe, Any, Any]:
+def load_recipe(file: str, given: Given = ()) -> tuple[Recipe, Any, Any]:
     """The recipe of ``PATH`` or ``PATH:NAME``, with the evaluation and the callbacks beside it, if there are.
+
+    Where NAME is a function, it is called with ``given``, and what it returns beside the recipe goes before those.
 
     Raises
     ------
@@ -63,12 +70,20 @@ def load_recipe(file: str) -> tuple[Recipe, Any, Any]:
             f"{path} ended itself with SystemExit({error}) while it was loaded; it gets no arguments (sys.argv is "
             f"{sys.argv}), so give those that it parses a default, and exit under `if __name__ == '__main__':` only"
         ) from error
-    recipe = getattr(module, name, None)
+    recipe, evaluation, callbacks = getattr(module, name, None), None, None
+    if inspect.isfunction(recipe):
+        recipe, evaluation, callbacks = called(recipe, f"{source}:{name}", given)
+    elif given:
+        raise UsageError(
+            f"{path} has no function {name}, and only such a one takes arguments, as in def {name}(lr=1e-3): return "
+            "phalanx.Recipe(..., lr=lr)"
+        )
     if not isinstance(recipe, Recipe):
         raise UsageError(
             f"{path} defines no recipe named {name!r}; add `{name} = phalanx.Recipe(...)`, or give FILE:NAME"
         )
-    return recipe, getattr(module, "evaluation", None), getattr(module, "callbacks", ())
+    evaluation = getattr(module, "evaluation", None) if evaluation is None else evaluation
+    return recipe, evaluation, getattr(module, "callbacks", ()) if callbacks is None else callbacks
 
 
 def show(facts: Any, rows: Iterable[Sequence[Any]], *, json_: bool) -> None:

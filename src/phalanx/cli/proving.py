@@ -16,14 +16,14 @@ from typing import Annotated, Any
 
 import typer
 
-from phalanx.cli.common import File, Json, load_recipe, show, writing
+from phalanx.cli.common import Arguments, File, Json, load_recipe, show, writing
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.proof import check as checked
 from phalanx.proof.diff import diff as compare
 from phalanx.proof.difference import Difference
 from phalanx.proof.replay import replay
 from phalanx.proof.sides import side
-from phalanx.proof.verify import UNKNOWN, Verified, certify, check_certificate, verify
+from phalanx.proof.verify import UNKNOWN, Verified, certify, check_certificate, claim_of, verify
 from phalanx.recipe import Recipe
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The directory of a run.")]
@@ -80,6 +80,7 @@ def replay_step(
 @app.command("check")
 def check_recipe(
     file: File,
+    arguments: Arguments = None,
     devices: Annotated[str, typer.Option("--devices", help="As in cuda, or cuda:0,cuda:1.")] = "",
     steps: Annotated[int, typer.Option("--steps", help="How many to train each time.")] = 5,
     into: Annotated[str, typer.Option("--into", hidden=True)] = "",
@@ -91,14 +92,14 @@ def check_recipe(
 
     Exit status 0 if all is the same, 1 if something differs, 2 if that could not be told.
     """
-    recipe, *_ = load_recipe(file)
+    recipe, *_ = load_recipe(file, arguments or ())
     if into:  # the new process
         recipe = dataclasses.replace(recipe, steps=steps, epochs=None)
         typer.echo(checked.trained(recipe, "", pathlib.Path(into), engine="inline").digest)
         return
     named = devices.split(",") if devices else []
     rows: list[checked.Row] = []
-    for row in checked.check(recipe, file, named, steps):
+    for row in checked.check(recipe, file, named, steps, arguments or ()):
         rows.append(row)
         if not json_:
             outcome = {True: row.digest, False: "DIFFERENT", None: "could not be told"}
@@ -172,24 +173,29 @@ def _end(verified: Verified, *, json_: bool) -> None:
         raise typer.Exit(verified.status)
 
 
-def _recipe_of(run: str) -> Recipe | None:
-    """The recipe of a run, from the file that it noted; None where there is none."""
-    if not os.path.isdir(run):
-        return None
-    with contextlib.closing(side(run)) as recorded:
-        origin = recorded.run.get("origin")
+def _recipe_of(run: str, file: str = "") -> Recipe | None:
+    """The recipe of a run, from ``file`` or the file that it noted, with its arguments; None where there is none."""
+    recorded = {}
+    if os.path.isdir(run):
+        with contextlib.closing(side(run)) as known:
+            recorded = known.run
+    elif file:
+        recorded = claim_of(pathlib.Path(run))
+    origin, arguments = file or recorded.get("origin"), recorded.get("arguments")
     if not isinstance(origin, str):
         return None
     try:
-        return load_recipe(origin)[0]
+        return load_recipe(origin, arguments if isinstance(arguments, dict) else ())[0]
     except Exception as error:  # whatever the file does
+        if file:
+            raise
         typer.echo(f"phalanx: the recipe of {run} was not loaded from {origin}: {error}", err=True)
         return None
 
 
 def _known(run: str, file: str, otherwise: str = "--recipe FILE[:NAME]") -> Recipe:
     """The recipe in a file, or that of a run."""
-    known = load_recipe(file)[0] if file else _recipe_of(run)
+    known = _recipe_of(run, file)
     if known is None:
         raise UsageError(f"the recipe of {run} is not known; say where it is: {otherwise}")
     return known

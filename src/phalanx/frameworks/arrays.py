@@ -30,7 +30,7 @@ from phalanx.frameworks import arithmetic
 from phalanx.frameworks.arithmetic import Gradient
 from phalanx.frameworks.record import Unshared, array_of
 from phalanx.plan.fold import place
-from phalanx.seams.records import CODES, Captured, Computed, Measurement, Tensor, Todo, Watch, Weights
+from phalanx.seams.records import CODES, STATE_DICT, Captured, Computed, Measurement, Tensor, Todo, Watch, Weights
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Reentrant
 
@@ -66,7 +66,7 @@ class State:
     def captured(self, framework: str, environment: Mapping[str, str]) -> Captured:
         """The state as a snapshot holds it. ``environment``: what changes bits and is not in a recipe."""
         weights = {**self.params, **self._prefixed(self.beside, self.buffers)}
-        facts = {FRAMEWORK: framework, ENVIRONMENT: environment}
+        facts = {FRAMEWORK: framework, ENVIRONMENT: environment, STATE_DICT: []}
         return Captured(_stored(weights), _stored(self._prefixed(OPTIMIZER, self.optimizer)), facts)
 
     def taking_over(self, captured: Captured, framework: str) -> State:

@@ -57,7 +57,9 @@ class Row:
     digest: str | None = None
 
 
-def check(recipe: Recipe, file: str | None = None, devices: Sequence[str] = (), steps: int = 5) -> Iterator[Row]:
+def check(
+    recipe: Recipe, file: str | None = None, devices: Sequence[str] = (), steps: int = 5, arguments: Sequence[str] = ()
+) -> Iterator[Row]:
     """Train a recipe for ``steps`` steps in each way; yields each row as soon as it is done.
 
     Parameters
@@ -68,6 +70,8 @@ def check(recipe: Recipe, file: str | None = None, devices: Sequence[str] = (), 
     devices : sequence of str
         As ``Recipe.train`` takes them; a kind alone means all that are visible, at most R.
     steps : int
+    arguments : sequence of str
+        As in ``lr=0.01``, if ``NAME`` is a function.
 
     Raises
     ------
@@ -78,12 +82,13 @@ def check(recipe: Recipe, file: str | None = None, devices: Sequence[str] = (), 
     if recipe.data is None:
         raise UsageError("the recipe has data=None, so there is nothing to train on; check one that has data")
     recipe = dataclasses.replace(recipe, steps=steps, epochs=None)
+    job = (str(file), *arguments)
     with tempfile.TemporaryDirectory(prefix="phalanx-") as folder:
         first = pathlib.Path(folder, FIRST)
         for what, options in _ways(recipe, file, device_names(devices, recipe.replicas) if devices else ()):
             run_dir = pathlib.Path(folder, what)
             try:
-                row = trained(recipe, what, run_dir, **options) if options else _elsewhere(what, run_dir, file, steps)
+                row = trained(recipe, what, run_dir, **options) if options else _elsewhere(what, run_dir, job, steps)
             except PhalanxError as error:
                 if isinstance(error, UsageError) and DETERMINISTIC not in str(error):
                     raise
@@ -135,9 +140,9 @@ def _ways(recipe: Recipe, file: str | None, devices: Sequence[str]) -> Iterator[
         yield f"done by {count} workers", {"engine": "processes", "workers": count}
 
 
-def _elsewhere(what: str, run_dir: pathlib.Path, file: str | None, steps: int) -> Row:
+def _elsewhere(what: str, run_dir: pathlib.Path, job: Sequence[str], steps: int) -> Row:
     """Trained in a new interpreter with another hash seed."""
-    command = [sys.executable, "-m", "phalanx", "check", str(file), "--steps", str(steps), "--into", str(run_dir)]
+    command = [sys.executable, "-m", "phalanx", "check", *job, "--steps", str(steps), "--into", str(run_dir)]
     environment = {**os.environ, "PYTHONHASHSEED": HASH_SEED}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:

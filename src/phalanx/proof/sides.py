@@ -27,8 +27,6 @@ from phalanx.proof.instant import snapshots
 from phalanx.run.result import Result
 from phalanx.seams.records import Tensor
 
-PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
-
 
 @dataclass
 class Side:
@@ -108,7 +106,7 @@ def side(target: Any, recipe: Definition | None = None) -> Side:
         return _folder(path, recipe)
     if path.suffix == ".safetensors":
         return Side(str(path), loose=tensors.read_file(path))
-    if path.suffix in PICKLES:
+    if path.suffix in tensors.PICKLES:
         raise UsageError(
             f"{str(path)!r} may be a pickle, which can run code when it is read, so phalanx reads none; write the "
             "tensors as a safetensors file, or compare them in Python: phalanx.diff(state_dict, other)"

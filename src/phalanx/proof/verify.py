@@ -264,7 +264,26 @@ def certify(
     with Links(run_dir / CHAIN) as links, Instant(recipe, newest) as instant:
         root, digest = links[newest.step - 1]["link"], instant.exported.digest
     facts = {"certificate": FORMAT, "recipe": newest.recipe, "environment": newest.environment, "steps": newest.step}
+    with contextlib.closing(side(run_dir)) as run:
+        facts["arguments"] = run.run.get("arguments")
     return verified, {**facts, "chain": root, "digest": digest}
+
+
+def claim_of(path: pathlib.Path) -> dict[str, Any]:
+    """What a certificate says.
+
+    Raises
+    ------
+    UsageError
+        It is no certificate.
+    """
+    try:
+        claim: dict[str, Any] = json.loads(read_file(path.resolve()))
+        if claim["certificate"] != FORMAT or set(claim) < FIELDS or not isinstance(claim["steps"], int):
+            raise ValueError("it lacks fields")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UsageError(f"{str(path)!r} is no certificate: {error}; give one that phalanx certify wrote") from error
+    return claim
 
 
 def check_certificate(
@@ -277,12 +296,7 @@ def check_certificate(
     UsageError
         It is no certificate.
     """
-    try:
-        claim = json.loads(read_file(path.resolve()))
-        if claim["certificate"] != FORMAT or set(claim) < FIELDS or not isinstance(claim["steps"], int):
-            raise ValueError("it lacks fields")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UsageError(f"{str(path)!r} is no certificate: {error}; give one that phalanx certify wrote") from error
+    claim = claim_of(path)
     if differs := another(recipe, claim["recipe"]):
         return Verified(DIFFERENT, 0, f"the recipe differs: {differs}")
     if changed := changes(recorded_environment(), claim["environment"]):

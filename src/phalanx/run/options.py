@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, TypedDict
 
+from phalanx.checkpoint.named import checked_source
 from phalanx.checkpoint.resume import ANYWAY
 from phalanx.definition import checks
 from phalanx.definition.checks import ARGUMENTS, answer
@@ -199,7 +200,7 @@ CHECKS: Mapping[str, tuple[Any, Check]] = {
     "max_failures": (10, functools.partial(checks.integer, least=1)),
     "max_seconds": (None, _limit),
     "deadline_seconds": ("auto", _seconds),
-    "warm_start": (None, _path),
+    "warm_start": (None, checked_source),
     "evaluation": (None, lambda _, value: listed_evaluations(value)),
     "callbacks": ((), lambda _, value: checked_callbacks(value)),
     "progress": ("auto", _one_of(True, False, "auto")),

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from phalanx.checkpoint.saver import Saver, write_apart
+from phalanx.checkpoint.saver import Saver, holds, write_apart
 from phalanx.definition import checks
 from phalanx.definition.evaluation import DEFAULT_BATCH, Predictions, check_evaluation
 from phalanx.definition.fields import Definition
@@ -247,11 +247,14 @@ class Run:
         Raises
         ------
         UsageError
-            The run is closed, or there is something at ``path``.
+            The run is closed, or there is something else at ``path`` than a snapshot of this very state.
         """
         self._check_open()
         target = checks.path("path", path, hint="give the name of a folder that is to be made")
         if target.exists() or target.is_symlink():
+            self._complete()
+            if holds(target, self._now(copy=False).digest):  # a step that was done again saves the same again
+                return
             raise UsageError(f"path is {str(path)!r}, which exists already; choose another name, or remove it")
         self._complete()
         write_apart(target, self._definition, self._engine, self._now(copy=False).digest)

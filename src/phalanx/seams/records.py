@@ -131,6 +131,9 @@ CODES = {
 }  # fmt: skip  # what a snapshot can hold: dtype to its name in safetensors, and bytes
 
 
+STATE_DICT = "state_dict"  # among a state's facts: how names that its framework loads differ from those of weights
+
+
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """A tensor as bytes: dtype as torch and numpy name it, shape, content in C order."""

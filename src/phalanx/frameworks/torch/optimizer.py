@@ -28,6 +28,11 @@ from phalanx.plan import update_key
 
 MODULE_HOOKS = tuple(name for name in vars(module) if name.startswith("_global_") and name.endswith("_hooks"))
 OLD_STYLE = "optimizer=lambda named: MyOptimizer([parameter for _, parameter in named])"
+LIGHTNING = (
+    ". Of what configure_optimizers returns for Lightning, give the parts: optimizer=lambda named: AdamW(named), "
+    "scheduler=lambda optimizer: CosineAnnealingLR(optimizer, T_max=10), schedule_every='epoch' (or 'step', as its "
+    "interval says), and its monitor as schedule_on"
+)
 
 
 class Update:
@@ -376,7 +381,8 @@ def _wanted(factory: Any, named: list[Any], model: torch.nn.Module) -> list[Any]
 def _check_kind(optimizer: Any) -> None:
     kind = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"optimizer returned a {kind}; it must return a torch.optim.Optimizer, as in {EXAMPLE}")
+        apart = LIGHTNING if isinstance(optimizer, (dict, list, tuple)) else ""
+        raise UsageError(f"optimizer returned a {kind}; it must return a torch.optim.Optimizer, as in {EXAMPLE}{apart}")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
         raise UsageError(

@@ -17,7 +17,7 @@ from phalanx.frameworks.torch.optimizer import Updates, fit_options
 from phalanx.frameworks.torch.optimizer_state import check_state, find_pieces
 from phalanx.frameworks.torch.replica.buffers import bytes_of
 from phalanx.frameworks.torch.schedules import Named
-from phalanx.seams.records import CODES, Captured, Tensor
+from phalanx.seams.records import CODES, STATE_DICT, Captured, Tensor
 
 
 def captured(model: torch.nn.Module, updates: Updates, *, copy: bool) -> Captured:
@@ -38,6 +38,7 @@ def captured(model: torch.nn.Module, updates: Updates, *, copy: bool) -> Capture
         beside = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
         optimizers.append([encoded(part, keep, f"optimizer.{number}") for part in (state, beside)])
     facts: dict[str, Any] = {"optimizers": optimizers, "options": encoded(updates.options(), keep, "options")}
+    facts[STATE_DICT] = _other_names(model)
     facts["device"] = next((parameter.device.type for _, parameter in updates.named), "cpu")
     return Captured(weights, training, facts)
 
@@ -117,6 +118,23 @@ def state_dict(model: torch.nn.Module, instead: Mapping[str, Any]) -> dict[str, 
     others = {id(parameter): instead[name] for name, parameter in model.named_parameters() if name in instead}
     whole = model.state_dict(keep_vars=True)
     return {name: stored(others.get(id(item), item)) for name, item in whole.items() if isinstance(item, torch.Tensor)}
+
+
+def _other_names(model: torch.nn.Module) -> list[tuple[str, str | None]] | None:
+    """Names in ``model.state_dict()`` that weights here lack, as tied ones, each with the weight that it is.
+
+    None stands for a weight that it lacks; None as a whole: it has tensors that are no weights, or cannot be asked.
+    """
+    own = {id(tensor): name for name, tensor in _weights(model).items()}
+    try:
+        entries = model.state_dict(keep_vars=True).items()
+    except Exception:  # of user code, which may never want to load it
+        return None
+    listed = {name: own.get(id(item)) for name, item in entries if isinstance(item, torch.Tensor)}
+    if None in listed.values():
+        return None
+    others = [(name, weight) for name, weight in listed.items() if name != weight]
+    return others + [(name, None) for name in own.values() if name not in listed]
 
 
 def _found(training: dict[str, Tensor], reference: Any, path: str) -> torch.Tensor:
