@@ -5,6 +5,7 @@ A user who writes another library's name for an argument is told the name that i
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import inspect
@@ -14,7 +15,7 @@ import os
 import pathlib
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,6 +23,8 @@ import numpy as np
 from phalanx.errors import UsageError
 
 SHOWN_CHARACTERS = 80
+OUTLINED = 6  # entries of a container
+GIVEN = "output was"
 BETWEEN = ("phalanx", "contextlib", "functools", "typer", "click")  # packages that are not the caller's code
 Kind = TypeVar("Kind", bound=type)
 
@@ -103,6 +106,34 @@ def described(value: Any) -> str:
         kind = type(value).__name__.removesuffix("Impl")
         return f"a {kind} of shape {tuple(shape)} and {dtype}"
     return shown(value)
+
+
+def outline(value: Any) -> str:
+    """A tree of arrays by types, dtypes and shapes, as in "dict(x float32[8, 4])"."""
+    kind = type(value).__name__
+    if getattr(value, "shape", None) is not None and getattr(value, "dtype", None) is not None:
+        return f"{str(value.dtype).removeprefix('torch.').removeprefix('dtypes.')}{list(value.shape)}"
+    if isinstance(value, Mapping):
+        parts = [f"{key} {outline(entry)}" for key, entry in value.items()]
+    elif isinstance(value, (tuple, list)):
+        names = getattr(value, "_fields", None) or [""] * len(value)
+        parts = [f"{name} {outline(entry)}".strip() for name, entry in zip(names, value, strict=True)]
+    else:
+        return kind
+    return f"{kind}({', '.join(parts[:OUTLINED] + ['...'] * (len(parts) > OUTLINED))})"
+
+
+@contextlib.contextmanager
+def noting(output: Any, target: Any, more: str = "") -> Iterator[None]:
+    """An error that is raised inside gets a note that tells what output and target were."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(
+            f"{GIVEN} {outline(output)}, target was {outline(target)}; forward_fn=lambda model, batch: ... and "
+            f"target_fn=lambda batch: ... change them{more}"
+        )
+        raise
 
 
 def integer(name: str, value: Any, *, least: int, most: int | None = None, hint: str = "") -> int:

@@ -26,6 +26,7 @@ from phalanx.definition.reachable import MOST, held_by, installed, parts_of, rea
 FORMAT = 4
 CODE = ("make_model", "data", "loss_fn", "forward_fn", "target_fn", "collate_fn")
 OPTIONS = ("optimizer", "scheduler")  # plain values that these lead to are options
+PHASE = ("name", "chosen", "every", "loss_takes")
 ELSEWHERE = ("steps", "epochs", "phases", *CODE, *OPTIONS)  # steps and epochs: a finished run can be extended
 MOST_HINTS = 128  # of a field, the nearest first; what lies beyond is only seen in what a step computes
 TOLD = 8  # differences of a kind that are listed
@@ -142,7 +143,7 @@ def _fields(definition: Definition) -> dict[str, str]:
     values = {name: repr(getattr(definition, name)) for name in names}
     values["schedule_every"] = repr(definition.schedule_every or "step")
     for number, phase in enumerate(definition.phases or ()):
-        values |= {f"phases[{number}].{name}": repr(getattr(phase, name)) for name in ("name", "chosen", "every")}
+        values |= {f"phases[{number}].{name}": repr(getattr(phase, name)) for name in PHASE}
     return values
 
 

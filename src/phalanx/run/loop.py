@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from phalanx.definition.batches import Unchanged
+from phalanx.definition.data import spelled
 from phalanx.definition.evaluation import Evaluation, Metrics, Predictions
 from phalanx.definition.fields import Definition
 from phalanx.definition.streams import Dealer
@@ -256,7 +257,7 @@ class Loop:
             yield Again(functools.partial(self._schedule, values, epoch))
 
     def _evaluate_into(self, values: dict[str, float], due: Evaluation) -> None:
-        values |= self.evaluate(due.metric_fn, due.data, due.batch_size, due.name)
+        values |= self.evaluate(due)
 
     def _schedule(self, values: dict[str, float], epoch: int) -> None:
         name = self._definition.schedule_on
@@ -264,11 +265,11 @@ class Loop:
             raise UsageError(f"schedule_on is {name!r}, but what was evaluated is {', '.join(values)}; name one")
         self._engine.schedule(values[name], epoch)
 
-    def evaluate(self, metric_fn: Any, data: Any, batch_size: int, name: str = "") -> dict[str, float]:
-        """Evaluate the current state, or averaged weights if there are; record values as ``name``/metric."""
-        single = self._definition.batch_size is None
-        values = self._measured(Metrics(metric_fn, single=single), data, batch_size)
-        named = {f"{name}/{metric}" if name else metric: value for metric, value in values.items()}
+    def evaluate(self, due: Evaluation) -> dict[str, float]:
+        """Evaluate the current state, or averaged weights if there are; record values by their full names."""
+        metrics = due.metrics(single=self._definition.batch_size is None)
+        values = self._measured(metrics, due.data, due.batch_size)
+        named = {due.full(metric): value for metric, value in values.items()}
         self._engine.run_state.evaluated += [Evaluated(self.steps, value, metric) for metric, value in named.items()]
         return named
 
@@ -307,7 +308,7 @@ class Loop:
         except PhalanxError:
             raise
         except Exception as error:
-            message = f"{type(error).__name__} in user code while evaluating all samples: {error}"
+            message = f"{type(error).__name__} in user code while evaluating all samples: {spelled(error)}"
             raise WorkerError(message) from error
 
     def _horizon(self) -> int:
